@@ -1,0 +1,147 @@
+/* The face of the C core. Everything below the cdef mark is also what Python sees (cffi).
+ *
+ * Three things live here and nothing else: reading extents (an engine is one I/O thread over a
+ * ring, Linux AIO, or a pool of preadv threads), checksums, and the seqlocked directory that
+ * lets a client copy samples out of shared memory without asking anybody. No policy, no Python
+ * object, no errno left behind: functions return 0 or a negative errno or FFS_E* below.
+ */
+#ifndef FFSERVE_CORE_H
+#define FFSERVE_CORE_H
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef */
+#define FFS_ECHECKSUM -100001    /* the payload does not match its checksum */
+#define FFS_ETRUNCATED -100002   /* the file ended inside the payload */
+#define FFS_ESTALE -100003       /* a directory entry changed its length: look the sample up again */
+#define FFS_ERANGE -100004       /* an index outside the view; a place outside the arena */
+
+#define FFS_CRC_NONE 0
+#define FFS_CRC_32 1             /* zlib's CRC-32 */
+#define FFS_CRC_32C 2            /* Castagnoli */
+
+/* ---- the directory: one entry a sample, shared read-only with every client ----------------
+ * seq: low bit set = readable. Every change of state adds 1.
+ * place: low 48 bits the payload's byte offset in the arena, high 16 bits the high part of the
+ * length. length = length_low | (place >> 48) << 32; all 48 bits set = not known yet. */
+typedef struct { uint32_t seq; uint32_t length_low; uint64_t place; } ffs_entry;
+
+/* A run of samples [first, first + count) of a dataset whose entries lie together. */
+typedef struct { const ffs_entry *entries; uint64_t first; uint64_t count; } ffs_segment;
+
+/* What a client needs to copy samples: segments in rising order of `first`, gapless from 0. */
+typedef struct {
+    const uint8_t *arena; uint64_t arena_size;
+    const ffs_segment *segments; uint64_t segment_count;
+} ffs_view;
+
+/* Look n indices up. offsets[n+1] gets the running sum of lengths (0 for an unknown length);
+ * missing[] gets the positions (0..n-1) that are not readable now. Returns how many are missing,
+ * or FFS_ERANGE when an index is outside the view (*bad gets its position). *unknown gets how
+ * many lengths were unknown. */
+int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+                   int64_t *missing, int64_t *unknown, int64_t *bad);
+
+/* Copy samples out. For each k in positions[0..m) (NULL: 0..n-1): copy sample indices[k] to
+ * dests[k] if dests is not NULL, else to buffer + offsets[k], provided that its entry is readable
+ * before and after and its length is offsets[k+1]-offsets[k]. left[] gets the positions that
+ * were not readable (left may be the same array as positions). Returns their number, or
+ * FFS_ESTALE when a length differs, FFS_ERANGE when an entry points outside the arena. */
+int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
+                   uint8_t *buffer, uint8_t *const *dests,
+                   const int64_t *positions, int64_t m, int64_t *left);
+
+/* Payload places for reading in place (the samples are pinned by the caller): places[k] = byte
+ * offset in the arena, or UINT64_MAX when not readable. Returns how many were not readable. */
+int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint64_t *places);
+
+/* Daemon side. Make entries [firsts[k], firsts[k]+counts[k]) unreadable, k < m, those only whose
+ * place lies inside [slots[k], slots[k]+sizes[k]); full fence before returning. */
+void ffs_retract(ffs_entry *entries, const int64_t *firsts, const int64_t *counts,
+                 const uint64_t *slots, const uint64_t *sizes, int64_t m);
+
+/* Publish one sample whose bytes are in place already (decoded, or served from elsewhere). */
+void ffs_publish(ffs_entry *entry, uint64_t offset, uint64_t length);
+
+/* ---- checksums --------------------------------------------------------------------------- */
+uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size);
+/* For n records payload k = base + offsets[k] .. + lengths[k]: out[k] = its checksum. */
+void ffs_checksums(int kind, const uint8_t *base, const uint64_t *offsets, const uint64_t *lengths,
+                   int64_t n, uint32_t *out);
+
+/* ---- reading ----------------------------------------------------------------------------- */
+/* One record inside an extent. */
+typedef struct {
+    uint64_t offset;      /* of the payload in the file */
+    uint64_t length;
+    uint64_t entry;       /* directory entry to publish, or UINT64_MAX */
+    uint8_t *dest;        /* copy the payload there after it was verified, or NULL */
+    uint32_t checksum;    /* expected */
+    uint32_t found;       /* out: what was computed, when verified */
+    int32_t status;       /* out: 0, -errno, FFS_ECHECKSUM, FFS_ETRUNCATED */
+    uint32_t reserved;
+} ffs_record;
+
+/* One read of one extent, into a slot of the arena or through a bounce buffer of the engine. */
+typedef struct {
+    uint64_t offset;      /* extent in the file, covers its records; the engine widens it to the */
+    uint64_t length;      /*   file's alignment on both sides */
+    uint64_t slot;        /* byte offset in the arena, or UINT64_MAX: bounce (then dest is needed) */
+    uint64_t slot_size;   /* room there; must hold the widened extent */
+    int32_t file;         /* from ffs_file_add */
+    int32_t checksum_kind;
+    uint32_t first_record, record_count;
+} ffs_read;
+
+typedef struct ffs_engine ffs_engine;
+
+/* A batch of reads, filled by the caller, owned by the engine from submit until it is done.
+ * `done` is 1 once every read has ended; results stand in records[].status. */
+typedef struct {
+    ffs_read *reads; ffs_record *records;
+    uint32_t read_count, record_count;
+    uint32_t failed;      /* out: records whose status is not 0 */
+    uint32_t done;        /* out */
+    uint64_t tag;         /* the caller's */
+    uint64_t bytes;       /* out: bytes read from files, over-read included */
+} ffs_batch;              /* the library's own fields follow behind these */
+
+#define FFS_ENGINE_URING 1
+#define FFS_ENGINE_AIO 2
+#define FFS_ENGINE_THREADS 3
+
+typedef struct {
+    uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;
+    uint32_t inflight, queued;
+} ffs_counters;
+
+/* Which kinds this build contains: bit 1 << kind. */
+int ffs_built(void);
+const char *ffs_checksum_library(void);
+
+/* Start an engine. depth: reads in flight; threads: for FFS_ENGINE_THREADS. 0 or -errno. */
+int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads);
+/* The arena and directory that slots and entries refer to; before the first submit. */
+void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entry *entries,
+                          uint64_t entry_count);
+/* Add a file: alignment = logical block for offset and length (1 when buffered). The engine never
+ * closes the descriptor. Returns an id >= 0 or -errno. */
+int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);
+void ffs_file_remove(ffs_engine *e, int id);  /* only when no read of it is queued or in flight */
+
+ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count); /* zeroed; NULL: no memory */
+void ffs_batch_free(ffs_batch *b);            /* never between submit and done */
+int ffs_submit(ffs_engine *e, ffs_batch *b);
+/* Block until the batch is done or timeout_ms passed (-1: for ever): 1 done, 0 not yet. */
+int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);
+/* Batches submitted after ffs_engine_notify(e, 1) are queued on a done list when they end and the
+ * descriptor becomes readable (one wake for many). Pop one, or NULL. */
+int ffs_engine_notify(ffs_engine *e, int on); /* returns the eventfd, or -errno */
+ffs_batch *ffs_engine_pop(ffs_engine *e);     /* clears the eventfd when the list is empty */
+void ffs_engine_counters(ffs_engine *e, ffs_counters *out);
+/* Wait for what is in flight, fail what is queued with -ECANCELED, end the threads, free all. */
+void ffs_engine_close(ffs_engine *e);
+/* After fork, in the child: drop the engine without touching threads that are not there. */
+void ffs_engine_forget(ffs_engine *e);
+/* end cdef */
+#endif
