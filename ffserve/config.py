@@ -1,0 +1,547 @@
+"""Sizes, places and the daemon's settings.
+
+Every setting is one field of :class:`ServerConfig`; its metadata carries the key in the TOML
+file, the flag of ``ffserve serve`` and the sentence that documents both, so the command line,
+the file and the documentation cannot drift apart (``tests/test_config.py`` compares all three).
+A flag wins over the file and the file over the default. Nothing is guessed: a key that is not
+known, or a value that cannot be meant, is a :class:`UsageError` that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from ffserve.errors import AccessDenied, UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_PATH = "/etc/ffserve/ffserve.toml"
+SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
+
+MIN_ARENA_SIZE = 1 << 20
+MIN_DEFAULT_ARENA_SIZE = 64 << 20
+HUGE_PAGE_SIZE = 2 << 20
+MAX_SOCKET_PATH = 107
+"""Bytes of a path in ``struct sockaddr_un``, without the closing zero."""
+
+EngineName = Literal["auto", "uring", "aio", "threads"]
+ENGINES: tuple[EngineName, ...] = ("auto", "uring", "aio", "threads")
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+
+# --------------------------------------------------------------------------- sizes
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{unit: 1024**power for power, unit in enumerate("kmgtp", 1)},
+    **{f"{unit}ib": 1024**power for power, unit in enumerate("kmgtp", 1)},
+    **{f"{unit}b": 1000**power for power, unit in enumerate("kmgtp", 1)},
+}
+
+
+def parse_size(size: str | int) -> int:
+    """Return the number of bytes that ``size`` means.
+
+    Args:    size: an integer, or text such as ``"4GiB"``, ``"4G"``, ``"1.5 MiB"``, ``"512"``.
+                 K, M, G, T, P and KiB … PiB are powers of 1024; KB … PB powers of 1000.
+    Returns: whole bytes, rounded down.
+    Raises:  UsageError: negative, not a number, or an unknown unit.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise UsageError(f"a size is a number or text such as '4GiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise UsageError(f"a size is not negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{size!r} is not a size", hint="such as 4GiB, 512M, 1.5GB or 65536")
+    number = match[1]
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def format_size(size: int | float) -> str:
+    """Return ``size`` bytes for a reader: ``"0 B"``, ``"4.00 KiB"``, ``"1.46 GiB"``."""
+    value = float(size)
+    if abs(value) < 1024:
+        return f"{value:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        value /= 1024
+        if abs(value) < 999.5 or unit == "PiB":
+            digits = 2 - min(2, int(math.log10(abs(value)))) if abs(value) >= 1 else 2
+            return f"{value:.{digits}f} {unit}"
+    raise AssertionError("the last unit returns")
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def usable_memory() -> int:
+    """Return the bytes of memory this process may use: MemTotal or the cgroup's limit."""
+    limits = [_mem_total(), *_cgroup_limits()]
+    return min(limits)
+
+
+def default_arena_size() -> int:
+    """Return the arena's size when none is configured.
+
+    A quarter of what this process may use (the machine's memory, or the limit of its cgroup
+    where that is lower), in whole huge pages, and at least 64 MiB.
+    """
+    quarter = usable_memory() // 4 // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
+    return max(MIN_DEFAULT_ARENA_SIZE, quarter)
+
+
+def _mem_total() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_limits(
+    proc_cgroup: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Collect the memory limits of this process's cgroup and of all groups above it.
+
+    Inside a container without a cgroup namespace the path in /proc names a group of the host
+    that is not visible here; the mount's own root is then the container's group, which the walk
+    upward reaches in any case.
+    """
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, name = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for directory in (group, *group.parents):
+            limit = _read_limit(directory / name)
+            if limit is not None:
+                limits.append(limit)
+            if directory == top:
+                break
+    return limits
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    # cgroup v2 writes "max" for no limit, v1 a number near 2^63.
+    return int(text) if text.isdigit() and 0 < int(text) < 1 << 60 else None
+
+
+# --------------------------------------------------------------------------- places
+
+
+def default_socket_path() -> str:
+    """Return where a daemon listens that was told nothing.
+
+    ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (which
+    finds its directory in systemd's ``$RUNTIME_DIRECTORY``); else the user's own
+    ``$XDG_RUNTIME_DIR/ffserve/ffserve.sock``, and where there is no such directory
+    ``/tmp/ffserve-UID/ffserve.sock``.
+
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` exists and is not this user's alone.
+    """
+    told = os.environ.get("FFSERVE_SOCKET")
+    if told:
+        return told
+    for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
+        if os.path.basename(directory) == "ffserve":
+            return os.path.join(directory, "ffserve.sock")
+    return SYSTEM_SOCKET if os.geteuid() == 0 else _user_socket_path()
+
+
+def find_socket(explicit: str | None = None) -> str:
+    """Return the socket a client should try; it need not exist.
+
+    ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` where
+    it exists or for root; else the user's own (see :func:`default_socket_path`).
+
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` would be used and is not this user's alone.
+    """
+    told = explicit or os.environ.get("FFSERVE_SOCKET")
+    if told:
+        return told
+    if os.geteuid() == 0 or os.path.exists(SYSTEM_SOCKET):
+        return SYSTEM_SOCKET
+    return _user_socket_path()
+
+
+def prepare_socket_directory(socket: str) -> None:
+    """Create the directory of ``socket`` if it is missing, so that a daemon can bind there.
+
+    A directory that is made here is 0755 under ``/run`` (the socket's own mode decides who may
+    connect) and 0700 elsewhere.
+
+    Raises:  AccessDenied: it cannot be made, or the user's private one is someone else's.
+    """
+    directory = os.path.dirname(os.path.abspath(socket))
+    if directory == _private_directory():
+        _check_private(directory)
+    try:
+        os.makedirs(directory, mode=0o755 if directory.startswith("/run/") else 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise AccessDenied(
+            f"the socket's directory cannot be made: {error.strerror}",
+            path=directory,
+            hint="name another place with --socket",
+        ) from error
+    if directory == _private_directory():
+        _check_private(directory)
+
+
+def _user_socket_path() -> str:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and _is_own(runtime):
+        return os.path.join(runtime, "ffserve", "ffserve.sock")
+    directory = _private_directory()
+    _check_private(directory)
+    return os.path.join(directory, "ffserve.sock")
+
+
+def _private_directory() -> str:
+    return f"/tmp/ffserve-{os.geteuid()}"
+
+
+def _is_own(directory: str) -> bool:
+    # After su or sudo the variable may still name the directory of another user.
+    try:
+        return os.stat(directory).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _check_private(directory: str) -> None:
+    """Refuse a directory in /tmp that somebody else made first to catch our clients."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.geteuid()
+        or stat.S_IMODE(found.st_mode) & 0o077
+    ):
+        raise AccessDenied(
+            "is not a directory of mode 0700 that belongs to you",
+            path=directory,
+            hint="remove it, or set XDG_RUNTIME_DIR or FFSERVE_SOCKET",
+        )
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def _documented(
+    key: str, flag: str, metavar: str, shown_default: str, parse: Callable[[Any], Any], doc: str
+) -> dict[str, Any]:
+    """Return the metadata of a field, for the command line and the documentation."""
+    return {
+        "key": key,
+        "flag": flag,
+        "metavar": metavar,
+        "shown_default": shown_default,
+        "parse": parse,
+        "doc": doc,
+    }
+
+
+def _parse_roots(value: Any) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(paths, (list, tuple)) or not paths:
+        raise UsageError(f"expected one directory or more, not {value!r}")
+    return tuple(os.path.normpath(_parse_absolute(path)) for path in paths)
+
+
+def _parse_absolute(value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
+        raise UsageError(f"expected an absolute path, not {value!r}")
+    return path
+
+
+def _parse_socket(value: Any) -> str:
+    path = _parse_absolute(value)
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise UsageError(
+            f"a socket's path has at most {MAX_SOCKET_PATH} bytes, this one has "
+            f"{len(os.fsencode(path))}: {path}"
+        )
+    return path
+
+
+def _parse_mode(value: Any) -> int:
+    try:
+        mode = int(value, 8) if isinstance(value, str) else value
+    except ValueError:
+        mode = None
+    if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
+        raise UsageError(
+            f"expected permission bits in octal, such as 0660, not {value!r}",
+            hint='in TOML 0o660 or "0660"',
+        )
+    return mode
+
+
+def _parse_group(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise UsageError(f"expected the name or the number of a group, not {value!r}")
+
+
+def _parse_arena(value: Any) -> int | None:
+    if value is None or value == "auto":
+        return None
+    size = parse_size(value)
+    if size < MIN_ARENA_SIZE:
+        raise UsageError(f"the arena has at least {format_size(MIN_ARENA_SIZE)}, not {value!r}")
+    return size
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise UsageError(f"expected one of {', '.join(choices)}, not {value!r}")
+        return cast(str, value)
+
+    return parse
+
+
+def _count(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+            raise UsageError(f"expected a whole number from {low} to {high}, not {value!r}")
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds <= 3600:
+        raise UsageError(f"expected seconds from 0 to 3600, not {value!r}")
+    return seconds
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The settings of one daemon; ``docs/CONFIGURATION.md`` lists them for its users.
+
+    Raises:  UsageError: a value that cannot be meant, naming the key.
+    """
+
+    roots: tuple[str, ...] = field(
+        default=("/",),
+        metadata=_documented(
+            "roots",
+            "--root",
+            "DIR",
+            "/",
+            _parse_roots,
+            "Serve files under this directory only; repeat for more. Inside it a client is still "
+            "given only what its own user may read.",
+        ),
+    )
+    socket: str = field(
+        default_factory=default_socket_path,
+        metadata=_documented(
+            "socket",
+            "--socket",
+            "PATH",
+            "by place",
+            _parse_socket,
+            "The Unix socket to listen on. A socket that systemd passes comes first.",
+        ),
+    )
+    socket_mode: int = field(
+        default=0o660,
+        metadata=_documented(
+            "socket_mode",
+            "--socket-mode",
+            "OCTAL",
+            "0660",
+            _parse_mode,
+            "Permission bits of the socket. Whoever may connect can map the arena and so see "
+            "whatever it holds: open it to users who may read each other's data.",
+        ),
+    )
+    socket_group: str | None = field(
+        default=None,
+        metadata=_documented(
+            "socket_group",
+            "--socket-group",
+            "GROUP",
+            "the daemon's",
+            _parse_group,
+            "Group of the socket: its members may connect.",
+        ),
+    )
+    arena_size_bytes: int | None = field(
+        default=None,
+        metadata=_documented(
+            "arena",
+            "--arena",
+            "SIZE",
+            "auto",
+            _parse_arena,
+            "Size of the shared arena, such as 4GiB; 'auto' is a quarter of the memory this "
+            "process may use (the machine's, or its cgroup's limit), at least 64 MiB.",
+        ),
+    )
+    engine: EngineName = field(
+        default="auto",
+        metadata=_documented(
+            "engine",
+            "--engine",
+            "|".join(ENGINES),
+            "auto",
+            _one_of(ENGINES),
+            "How files are read. 'auto' tries io_uring, then Linux AIO, then threads, each with "
+            "a real read, and 'ffserve status' says which it is.",
+        ),
+    )
+    depth: int = field(
+        default=128,
+        metadata=_documented(
+            "depth",
+            "--depth",
+            "N",
+            "128",
+            _count(1, 4096),
+            "Reads in flight at once, from 1 to 4096. Local NVMe wants 64 to 128, network "
+            "storage more.",
+        ),
+    )
+    max_sessions: int = field(
+        default=4096,
+        metadata=_documented(
+            "max_sessions",
+            "--max-sessions",
+            "N",
+            "4096",
+            _count(1, 65536),
+            "Connections at once, from 1 to 65536; each reader in each worker process is one.",
+        ),
+    )
+    drain_timeout_s: float = field(
+        default=10.0,
+        metadata=_documented(
+            "drain_timeout",
+            "--drain-timeout",
+            "SECONDS",
+            "10",
+            _seconds,
+            "How long SIGTERM waits for requests in flight before the daemon exits, 0 to 3600.",
+        ),
+    )
+    log_level: LogLevel = field(
+        default="info",
+        metadata=_documented(
+            "log_level",
+            "--log-level",
+            "|".join(LOG_LEVELS),
+            "info",
+            _one_of(LOG_LEVELS),
+            "How much to write to standard error.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = _parse_named(option, getattr(self, option.name), option.metadata["key"])
+            object.__setattr__(self, option.name, value)
+
+    @property
+    def arena_size(self) -> int:
+        """The arena's size in bytes, with the default filled in."""
+        if self.arena_size_bytes is None:
+            return default_arena_size()
+        return self.arena_size_bytes
+
+
+def load_config(
+    path: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> ServerConfig:
+    """Read the daemon's settings.
+
+    Args:
+        path: a TOML file; None reads ``/etc/ffserve/ffserve.toml`` where there is one.
+        overrides: what wins over the file, by the keys of the file; None means not given.
+    Raises:  UsageError: the file is not there or not TOML; a key or a value is not known.
+    """
+    options = {option.metadata["key"]: option for option in dataclasses.fields(ServerConfig)}
+    values: dict[str, Any] = {}
+    source = path if path is not None else CONFIG_PATH
+    given: list[tuple[str | None, Mapping[str, Any]]] = [
+        (source, _read_toml(source, required=path is not None)),
+        (None, {k: v for k, v in (overrides or {}).items() if v is not None}),
+    ]
+    for origin, settings in given:
+        for key, value in settings.items():
+            option = options.get(key)
+            if option is None:
+                raise _unknown_key(key, list(options), origin)
+            shown = key if origin else option.metadata["flag"]
+            values[option.name] = _parse_named(option, value, shown, origin)
+    return ServerConfig(**values)
+
+
+def _parse_named(
+    option: dataclasses.Field[Any], value: Any, shown: str, path: str | None = None
+) -> Any:
+    try:
+        return option.metadata["parse"](value)
+    except UsageError as error:
+        raise UsageError(f"{shown}: {error.message}", path=path, hint=error.hint) from None
+
+
+def _read_toml(path: str, *, required: bool) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise UsageError("no such configuration file", path=path) from None
+    except OSError as error:
+        raise UsageError(
+            f"the configuration cannot be read: {error.strerror}", path=path
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"not valid TOML: {error}", path=path) from None
+
+
+def _unknown_key(key: str, known: list[str], path: str | None) -> UsageError:
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}"
+    return UsageError(f"unknown key {key!r}", path=path, hint=hint)
