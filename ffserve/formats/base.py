@@ -1,0 +1,163 @@
+"""What a file format must be able to do, and nothing about how files are reached.
+
+A format turns bytes into *shards* (tables of payload offset, length and checksum) and samples
+into bytes. It never opens a file: reading goes through a ``ReadAt`` that the caller supplies,
+writing through an ``Encoder`` whose pieces the caller puts into the file. So the same code runs
+in the daemon, in a client without one, over a simulated disk, and over a file of 2^28 samples
+that exists only as a function.
+
+Adding a format: one module here with a module-level ``FORMAT``, and its name in the registry
+(``__init__.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.errors import TruncatedError, UsageError
+
+CHECKSUM_NONE = 0
+CHECKSUM_CRC32 = 1
+"""zlib's CRC-32."""
+CHECKSUM_CRC32C = 2
+"""Castagnoli; the three numbers are those of ``engine/core.h``."""
+
+HEAD_SIZE = 4096
+"""How much of a file's beginning ``detect`` wants to see; less is allowed."""
+
+PIECE_SIZE = 4 << 20
+"""No format asks for more than this in one read."""
+
+
+class ReadAt(Protocol):
+    """Read bytes at a place in a file."""
+
+    def __call__(self, offset: int, into: memoryview, /) -> int:
+        """Fill ``into`` from ``offset``; return how many bytes, fewer only at the file's end."""
+        ...
+
+
+class Shard(Protocol):
+    """One opened file: what its header says, and the way to get its tables."""
+
+    format: str
+    """Name of the format."""
+    path: str
+    size: int
+    """Of the file, in bytes, when it was opened."""
+    count: int
+    """Samples."""
+    checksum_kind: int
+    """0 none, 1 CRC-32, 2 CRC-32C."""
+    fingerprint: int
+    """u64 of the content's identity: the same file has the same one on every machine."""
+
+    def load(
+        self,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        checksums: NDArray[np.uint32],
+    ) -> None:
+        """Fill the caller's arrays, ``count`` entries each.
+
+        Offsets and lengths are those of the payloads in the file. They are checked for order but
+        may reach behind the end of a file that was cut: ``offsets + lengths > size`` marks
+        exactly the samples of which bytes are missing, and whoever allocates by ``lengths``
+        looks at that first.
+        """
+        ...
+
+
+class Encoder(Protocol):
+    """Turns samples into the bytes of a file: a head, the records, a tail.
+
+    The owner of the file calls ``encode`` for every sample and appends what it returns, appends
+    ``tail()`` at the end, and then puts ``head()`` in front, which takes exactly
+    ``head_size(count)`` bytes. A format whose head does not depend on the number of samples
+    returns the same size for every count.
+    """
+
+    def head_size(self, count: int) -> int:
+        """Bytes that stand in front of the first record when there are ``count`` samples."""
+        ...
+
+    def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        """Take one sample (C-contiguous bytes); return what to append now, maybe nothing.
+
+        Pieces may refer to ``payload`` and are valid until the next call. An error leaves the
+        encoder as it was.
+        """
+        ...
+
+    def tail(self) -> Iterable[bytes | memoryview]:
+        """Return what follows the last record; called once, after the last ``encode``."""
+        ...
+
+    def head(self) -> Iterator[bytes | memoryview]:
+        """Yield the head in bounded pieces; called once, after ``tail``."""
+        ...
+
+
+class Format(Protocol):
+    """One file format."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    """Such as ``(".ffr",)``, lower case."""
+
+    def sniff(self, head: bytes, size: int) -> bool | None:
+        """Say whether a file of ``size`` bytes beginning with ``head`` is one of ours.
+
+        True: for certain. False: certainly not, or not an intact one. None: cannot tell.
+        """
+        ...
+
+    def open(self, read_at: ReadAt, size: int, path: str, *, verify: bool = True) -> Shard:
+        """Read and check a file's metadata; ``verify=False`` leaves out checksums only."""
+        ...
+
+    def writer(
+        self,
+        *,
+        n: int | None = None,
+        compression: str | None = None,
+        dialect: str | None = None,
+        max_chunk_size: int | None = None,
+    ) -> Encoder:
+        """Return an encoder; an option that the format lacks is a UsageError."""
+        ...
+
+
+def refuse_options(format_name: str, options: Mapping[str, object]) -> None:
+    """Raise UsageError for the first option that was given (is not None)."""
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{format_name} has no option {name}={value!r}", hint=f"leave {name} out"
+            )
+
+
+def read_exactly(read_at: ReadAt, offset: int, into: memoryview, path: str) -> None:
+    """Fill ``into`` or raise TruncatedError saying where the file ended.
+
+    Args:
+        read_at: the file.
+        offset: where to begin.
+        into: what to fill; reads are split so that none exceeds ``PIECE_SIZE``.
+        path: for the error.
+    """
+    done = 0
+    while done < len(into):
+        got = read_at(offset + done, into[done : done + PIECE_SIZE])
+        if got <= 0:
+            raise TruncatedError(
+                f"the file ended, {len(into) - done} bytes were still expected",
+                path=path,
+                offset=offset + done,
+                hint="it was shortened while open, or a copy of it was interrupted",
+            )
+        done += got
