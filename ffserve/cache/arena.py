@@ -1,0 +1,166 @@
+"""Slots: contiguous pieces of the arena, by size class, in slabs.
+
+The arena is cut into slabs. A slab serves one size class (eight a doubling, so at most one part
+in nine is lost inside a slot) and goes back to the common pool when its last slot is freed, so
+memory follows the sizes that are asked for; a slab can also be emptied by eviction and given to
+another class. A sample larger than a slab takes a run of whole slabs. Slots are contiguous because
+clients copy out of them and the kernel reads into them.
+
+Pure bookkeeping over numpy arrays: no memory is touched here, so a simulation can drive it. Slot
+number = slab × slots_per_slab + position in the slab.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.errors import UsageError
+
+SLAB_SIZE = 4 * 1024 * 1024
+SMALLEST_SLOT = 4096
+SLOT_ALIGNMENT = 512
+"""What O_DIRECT asks of memory on every common device (STATX_DIOALIGN: dio_mem_align)."""
+SMALLEST_ARENA = 1024 * 1024
+
+_LARGE = -2
+_FREE = -1
+
+
+class Arena:
+    """Which slots there are, which are free.
+
+    Args: size: bytes; rounded down to whole slabs.
+    Raises: UsageError when smaller than SMALLEST_ARENA.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < SMALLEST_ARENA:
+            raise UsageError(
+                f"an arena of {size} bytes is too small", hint=f"give at least {SMALLEST_ARENA} bytes"
+            )
+        # A small arena gets small slabs, so that several size classes find room in it.
+        self.slab_size = min(SLAB_SIZE, 1 << ((size // 4).bit_length() - 1))
+        self.slab_count = size // self.slab_size
+        self.size = self.slab_count * self.slab_size
+        self.slots_per_slab = self.slab_size // SMALLEST_SLOT
+        self.class_sizes = _class_sizes(self.slab_size)
+        self.slab_class = np.full(self.slab_count, _FREE, np.int32)
+        self._slab_used = np.zeros(self.slab_count, np.int64)
+        self._run_length = np.zeros(self.slab_count, np.int64)
+        self._free_slabs = list(range(self.slab_count - 1, -1, -1))
+        self._free_slots: list[list[int]] = [[] for _ in self.class_sizes]
+        self.used_size = 0
+        """Bytes of the slots in use."""
+
+    @property
+    def slot_count(self) -> int:
+        """Slot numbers run below this."""
+        return self.slab_count * self.slots_per_slab
+
+    def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
+        return np.searchsorted(self.class_sizes, sizes)
+
+    def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the byte offset of each slot in use."""
+        slabs, positions = np.divmod(slots, self.slots_per_slab)
+        return slabs * self.slab_size + positions * self.sizes(slots)
+
+    def sizes(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the size in bytes of each slot in use."""
+        slabs = slots // self.slots_per_slab
+        classes = self.slab_class[slabs]
+        sizes = self.class_sizes[classes]
+        if (classes == _LARGE).any():
+            sizes = np.where(classes == _LARGE, self._run_length[slabs] * self.slab_size, sizes)
+        return sizes
+
+    def take(self, size_class: int, count: int) -> list[int]:
+        """Take up to `count` slots of a class that are free or can be cut from a free slab."""
+        free = self._free_slots[size_class]
+        while len(free) < count and self._free_slabs:
+            slab = self._free_slabs.pop()
+            self.slab_class[slab] = size_class
+            first = slab * self.slots_per_slab
+            per_slab = self.slab_size // int(self.class_sizes[size_class])
+            free.extend(range(first + per_slab - 1, first - 1, -1))
+        cut = max(0, len(free) - count)
+        taken = free[cut:]
+        del free[cut:]
+        if taken:
+            slabs = np.array(taken) // self.slots_per_slab
+            np.add.at(self._slab_used, slabs, 1)
+            self.used_size += len(taken) * int(self.class_sizes[size_class])
+            taken.reverse()
+        return taken
+
+    def take_run(self, size: int) -> int | None:
+        """Take a run of free slabs for one large slot of `size` bytes; None when there is none."""
+        need = -(-size // self.slab_size)
+        start = first_run(self.slab_class == _FREE, need)
+        if start is None:
+            return None
+        members = set(range(start, start + need))
+        self._free_slabs = [slab for slab in self._free_slabs if slab not in members]
+        self.slab_class[start : start + need] = _LARGE
+        self._run_length[start] = need
+        self._slab_used[start] = 1
+        self.used_size += need * self.slab_size
+        return start * self.slots_per_slab
+
+    def free(self, slots: NDArray[np.int64]) -> None:
+        """Give slots back; slabs that became empty go back to the common pool."""
+        if len(slots) == 0:
+            return
+        self.used_size -= int(self.sizes(slots).sum())
+        slabs = slots // self.slots_per_slab
+        classes = self.slab_class[slabs]
+        np.subtract.at(self._slab_used, slabs, 1)
+        for slot, size_class in zip(slots.tolist(), classes.tolist(), strict=True):
+            if size_class >= 0:
+                self._free_slots[size_class].append(slot)
+        for slab in np.unique(slabs[self._slab_used[slabs] == 0]).tolist():
+            self._release(slab)
+
+    def _release(self, slab: int) -> None:
+        size_class = int(self.slab_class[slab])
+        run = int(self._run_length[slab]) if size_class == _LARGE else 1
+        if size_class >= 0:
+            low, high = slab * self.slots_per_slab, (slab + 1) * self.slots_per_slab
+            self._free_slots[size_class] = [
+                slot for slot in self._free_slots[size_class] if not low <= slot < high
+            ]
+        self._run_length[slab] = 0
+        self.slab_class[slab : slab + run] = _FREE
+        self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
+
+    def members(self, slab: int) -> tuple[int, int]:
+        """Return the slot numbers [low, high) that lie in a slab, its large slot's head included."""
+        head = slab
+        if self.slab_class[slab] == _LARGE:
+            while not self._run_length[head]:
+                head -= 1
+        return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
+
+
+def first_run(free: NDArray[np.bool_], need: int) -> int | None:
+    """Return the start of the first run of at least `need` True values."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
+    starts, ends = edges[::2], edges[1::2]
+    fitting = starts[ends - starts >= need]
+    return int(fitting[0]) if len(fitting) else None
+
+
+def _class_sizes(slab_size: int) -> NDArray[np.int64]:
+    """Eight sizes a doubling, each grown to what its slab would waste."""
+    counts: list[int] = []
+    size = SMALLEST_SLOT
+    while size <= slab_size:
+        for eighth in range(8):
+            count = slab_size // (size + size * eighth // 8)
+            if count and count not in counts:
+                counts.append(count)
+        size *= 2
+    sizes = [slab_size // count // SLOT_ALIGNMENT * SLOT_ALIGNMENT for count in counts]
+    return np.array(sorted(set(sizes)), np.int64)

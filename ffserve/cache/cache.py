@@ -1,0 +1,438 @@
+"""The cache as a state machine: what is in memory, what is on its way, what must be read.
+
+It knows no socket, no thread and no clock: the server asks it to `advance` a fetch, submits the
+`Load` that comes back, and tells it with `loaded` how that went. Numbers are node-wide sample
+numbers throughout.
+
+A slot's life:
+
+    FREE ──advance──▶ LOADING ──loaded──▶ RESIDENT ──evicted──▶ FREE
+                         └────failed────▶ FAILED ──last pin released──▶ FREE
+
+A pin keeps a slot from being evicted. `advance` takes one pin a slot for its fetch, `release`
+gives them back. LOADING slots are never evicted, whoever died: the kernel still writes into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.arena import Arena, first_run
+from ffserve.cache.directory import Directory
+from ffserve.cache.policy import FillThenKeep
+from ffserve.cache.shards import Blocks, ShardTable
+
+FREE, LOADING, RESIDENT, FAILED = range(4)
+
+Int64s: TypeAlias = NDArray[np.int64]
+Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
+"""Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
+take the old bytes for good any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample could not be read.
+
+    status: -errno or FFS_E* of engine/core.h, or TOO_LARGE; found, expected: checksums.
+    """
+
+    status: int
+    found: int = 0
+    expected: int = 0
+
+
+TOO_LARGE = -100_100
+"""Status of a sample that no slot of this arena can hold."""
+
+
+class Fetch:
+    """One request for samples on its way through the cache.
+
+    Args: numbers: int64[n], repeats allowed; dealt with in this order.
+    """
+
+    __slots__ = ("cursor", "failures", "numbers", "pinned_size", "pins", "waiting")
+
+    def __init__(self, numbers: Int64s) -> None:
+        self.numbers = numbers
+        self.cursor = 0
+        """How many of `numbers` were dealt with: they are resident, on their way, or failed."""
+        self.waiting = 0
+        """Loads that have to end before the first `cursor` samples are all decided."""
+        self.pins: list[Int64s] = []
+        self.pinned_size = 0
+        self.failures: dict[int, Failure] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was asked for and has come."""
+        return self.waiting == 0 and self.cursor == len(self.numbers)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks that must be read now, each into its slot."""
+
+    blocks: Blocks
+    slots: Int64s
+    offsets: Int64s
+    sizes: Int64s
+    passing: NDArray[np.bool_]
+    fetches: list[Fetch] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Since the start: samples and blocks."""
+
+    asked: int = 0
+    resident: int = 0
+    joined: int = 0
+    blocks_read: int = 0
+    evicted: int = 0
+    failed: int = 0
+
+
+class Cache:
+    """Slots, their contents and their pins.
+
+    Args: retract: see Retract; in the daemon the C core's, in a simulation any other.
+    """
+
+    def __init__(
+        self, arena: Arena, directory: Directory, shards: ShardTable, retract: Retract
+    ) -> None:
+        self.arena = arena
+        self.shards = shards
+        self.counters = CacheCounters()
+        self._directory = directory
+        self._slot_of = directory.slot_of
+        self._retract = retract
+        self._large = len(arena.class_sizes)
+        self._policy = FillThenKeep(self._large + 1)
+        slots = arena.slot_count
+        self.state = np.zeros(slots, np.uint8)
+        self.pins = np.zeros(slots, np.int32)
+        self._first = np.zeros(slots, np.int64)
+        self._count = np.zeros(slots, np.int32)
+        self._passing = np.zeros(slots, np.bool_)
+        self._loading: dict[int, Load] = {}
+        self._idle_found = False
+        self.idle_changed = False
+        """Set by the owner of the shards when a shard lost its last session."""
+
+    # ---- asking ---------------------------------------------------------------------------
+
+    def advance(self, fetch: Fetch, count: int, size: int) -> Load | None:
+        """Deal with the next samples of a fetch: at most `count`, and about `size` bytes.
+
+        Pins what it touches, moves `fetch.cursor`. No progress means that the arena is full of
+        pinned slots: ask again after a release.
+        """
+        part = fetch.numbers[fetch.cursor : fetch.cursor + count]
+        held = self._slot_of[part].astype(np.int64) - 1
+        absent = np.flatnonzero(held < 0)
+        load, handled = None, len(part)
+        if len(absent):
+            load, handled = self._admit(fetch, part, absent, size)
+            part = part[:handled]
+            held = self._slot_of[part].astype(np.int64) - 1
+        touched = np.unique(held[held >= 0]) if handled else held[:0]
+        if len(touched):
+            self.pins[touched] += 1
+            fetch.pins.append(touched)
+            fetch.pinned_size += int(self.arena.sizes(touched).sum())
+            loading = touched[self.state[touched] == LOADING]
+            if len(loading) > (0 if load is None else len(load.slots)):
+                self._join(fetch, loading, load)
+        if load is not None:
+            load.fetches.append(fetch)
+            fetch.waiting += 1
+        fetch.cursor += handled
+        self.counters.asked += handled
+        self.counters.resident += handled - int(np.count_nonzero(absent < handled))
+        return load
+
+    def _join(self, fetch: Fetch, loading: Int64s, own: Load | None) -> None:
+        others = {id(load): load for slot in loading.tolist() if (load := self._loading[slot])}
+        for load in others.values():
+            if load is not own:
+                load.fetches.append(fetch)
+                fetch.waiting += 1
+                self.counters.joined += 1
+
+    def _admit(
+        self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
+    ) -> tuple[Load | None, int]:
+        blocks = self.shards.blocks(part[absent])
+        _, rows = np.unique(blocks.firsts, return_index=True)
+        if len(rows) < len(absent) or (blocks.counts > 1).any():
+            rows.sort()
+            blocks, where = blocks.take(rows), absent[rows]
+        else:
+            where = absent
+        # In order of first use, so that a cut leaves a prefix that is whole.
+        limit = np.searchsorted(np.cumsum(blocks.sizes), size, side="right")
+        cut = len(part)
+        if limit < len(where) and (limit > 0 or where[0] > 0 or fetch.cursor > 0):
+            cut = int(where[max(limit, 1) if where[0] == 0 else limit])
+        fits = blocks.sizes <= self.arena.size
+        if not fits.all():
+            for number in blocks.firsts[~fits].tolist():
+                fetch.failures[number] = Failure(TOO_LARGE)
+            blocks, where = blocks.take(fits), where[fits]
+        if cut < len(part):
+            blocks, where = blocks.take(where < cut), where[where < cut]
+        if not len(where):
+            return None, cut
+        slots, passing = self._allocate(blocks.sizes)
+        if (slots < 0).any():
+            cut = int(where[int(np.argmax(slots < 0))])
+            surplus = slots[(where >= cut) & (slots >= 0)]
+            self.arena.free(surplus)
+            rest = where < cut
+            blocks, slots, passing = blocks.take(rest), slots[rest], passing[rest]
+            if not len(slots):
+                return None, cut
+        self.state[slots] = LOADING
+        self._first[slots] = blocks.firsts
+        self._count[slots] = blocks.counts
+        self._passing[slots] = passing
+        self._enter(slots, blocks)
+        load = Load(blocks, slots, self.arena.offsets(slots), self.arena.sizes(slots), passing)
+        self._loading.update(dict.fromkeys(slots.tolist(), load))
+        self.counters.blocks_read += len(slots)
+        return load, cut
+
+    def _enter(self, slots: Int64s, blocks: Blocks) -> None:
+        if (blocks.counts == 1).all():
+            self._slot_of[blocks.firsts] = slots + 1
+            return
+        for slot, first, count in zip(
+            slots.tolist(), blocks.firsts.tolist(), blocks.counts.tolist(), strict=True
+        ):
+            run = self._slot_of[first : first + count]
+            run[run == 0] = slot + 1
+
+    # ---- what came of it ------------------------------------------------------------------
+
+    def loaded(self, load: Load, failures: dict[int, Failure]) -> list[Fetch]:
+        """Take in the outcome of a load: which samples failed, by number; the rest is published.
+
+        Returns the fetches that have no load to wait for any more.
+        """
+        slots = load.slots
+        for slot in slots.tolist():
+            del self._loading[slot]
+        self.state[slots] = RESIDENT
+        if failures:
+            self._fail(load, failures)
+        alive = self.state[slots] == RESIDENT
+        classes = self._classes(slots)
+        for size_class in np.unique(classes[alive]).tolist():
+            chosen = alive & (classes == size_class)
+            self._policy.let_pass(slots[chosen & load.passing].tolist(), size_class)
+            self._policy.keep(slots[chosen & ~load.passing].tolist(), size_class)
+        ready = []
+        for fetch in load.fetches:
+            fetch.waiting -= 1
+            if failures:
+                fetch.failures.update(failures)
+            if fetch.waiting == 0:
+                ready.append(fetch)
+        return ready
+
+    def _fail(self, load: Load, failures: dict[int, Failure]) -> None:
+        self.counters.failed += len(failures)
+        bad = np.array(list(failures), np.int64)
+        self._slot_of[bad] = 0
+        for slot, first, count in zip(
+            load.slots.tolist(),
+            load.blocks.firsts.tolist(),
+            load.blocks.counts.tolist(),
+            strict=True,
+        ):
+            if not (self._slot_of[first : first + count] == slot + 1).any():
+                self.state[slot] = FAILED
+                self._free_failed(slot)
+
+    def _free_failed(self, slot: int) -> None:
+        if self.pins[slot] == 0:
+            self.state[slot] = FREE
+            self.arena.free(np.array([slot], np.int64))
+
+    def release(self, pins: list[Int64s]) -> None:
+        """Give back what `advance` pinned."""
+        for slots in pins:
+            self.pins[slots] -= 1
+            assert (self.pins[slots] >= 0).all()
+            failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]
+            for slot in failed.tolist():
+                self._free_failed(slot)
+
+    # ---- room -----------------------------------------------------------------------------
+
+    def _classes(self, slots: Int64s) -> Int64s:
+        classes = self.arena.slab_class[slots // self.arena.slots_per_slab].astype(np.int64)
+        classes[classes < 0] = self._large
+        return classes
+
+    def _usable(self, slot: int) -> bool:
+        return bool(self.state[slot] == RESIDENT and self.pins[slot] == 0)
+
+    def _usable_idle(self, slot: int) -> bool:
+        return self._usable(slot) and self.shards.sessions[self._row(slot)] == 0
+
+    def _row(self, slot: int) -> int:
+        return int(np.searchsorted(self.shards.bases, self._first[slot], side="right")) - 1
+
+    def _allocate(self, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+        """Return a slot for each size, or -1, and whether it came at another's cost."""
+        slots = np.full(len(sizes), -1, np.int64)
+        passing = np.zeros(len(sizes), np.bool_)
+        classes = self.arena.classes(sizes)
+        for size_class in np.unique(classes).tolist():
+            rows = np.flatnonzero(classes == size_class)
+            if size_class == self._large:
+                for row in rows.tolist():
+                    slots[row], passing[row] = self._allocate_large(int(sizes[row]))
+                continue
+            free = self.arena.take(size_class, len(rows))
+            if len(free) < len(rows):
+                free += self._from_idle(size_class, len(rows) - len(free))
+            fresh = len(free)
+            if len(free) < len(rows):
+                free += self._from_policy(size_class, len(rows) - len(free))
+            while len(free) < len(rows):
+                unwanted = self._steal(1)
+                if unwanted is None:
+                    break
+                stolen = self.arena.take(size_class, len(rows) - len(free))
+                if unwanted and fresh == len(free):
+                    fresh += len(stolen)
+                free += stolen
+            slots[rows[: len(free)]] = free
+            passing[rows[fresh : len(free)]] = True
+        return slots, passing
+
+    def _from_idle(self, size_class: int, count: int) -> list[int]:
+        if self.idle_changed:
+            self.idle_changed = False
+            self._find_idle()
+        victims = self._policy.idle_victims(size_class, count, self._usable_idle)
+        self._evict(victims)
+        return victims
+
+    def _from_policy(self, size_class: int, count: int) -> list[int]:
+        victims = self._policy.victims(size_class, count, self._usable)
+        self._evict(victims)
+        return victims
+
+    def _find_idle(self) -> None:
+        resident = np.flatnonzero(self.state == RESIDENT)
+        idle = resident[self.shards.sessions[self.shards.rows(self._first[resident])] == 0]
+        classes = self._classes(idle)
+        for size_class in np.unique(classes).tolist():
+            chosen = idle[classes == size_class].tolist()
+            self._policy.forget(set(chosen), size_class)
+            self._policy.abandon(chosen, size_class)
+
+    def _allocate_large(self, size: int) -> tuple[int, bool]:
+        slot = self.arena.take_run(size)
+        if slot is not None:
+            return slot, False
+        unwanted = self._steal(-(-size // self.arena.slab_size))
+        if unwanted is None:
+            return -1, False
+        slot = self.arena.take_run(size)
+        assert slot is not None
+        return slot, not unwanted
+
+    def _steal(self, need: int) -> bool | None:
+        """Empty a run of `need` slabs. None: every such run has a busy slot; True: nobody who is
+        here wanted what was in it."""
+        per_slab = self.arena.slots_per_slab
+        state = self.state.reshape(-1, per_slab)
+        pins = self.pins.reshape(-1, per_slab)
+        busy = ((state == LOADING) | (state == FAILED) | (pins > 0)).any(axis=1)
+        resident = np.flatnonzero(self.state == RESIDENT)
+        wanted = self.shards.sessions[self.shards.rows(self._first[resident])] > 0
+        wanted &= ~self._passing[resident]
+        worth = np.bincount(resident[wanted] // per_slab, minlength=self.arena.slab_count)
+        heads = self._run_heads()
+        busy, worth = busy[heads], worth[heads]
+        if need == 1:
+            free = np.flatnonzero(~busy)
+            if not len(free):
+                return None
+            start = int(free[np.argmin(worth[free])])
+        else:
+            # Prefer a run that nobody wants; else any that is not busy.
+            found = first_run(~busy & (worth == 0), need)
+            found = first_run(~busy, need) if found is None else found
+            if found is None:
+                return None
+            start = found
+        unwanted = not worth[start : start + need].any()
+        for slab in range(start, start + need):
+            low, high = self.arena.members(slab)
+            victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
+            if len(victims):
+                classes = self._classes(victims)
+                self._policy.forget(set(victims.tolist()), int(classes[0]))
+                self._evict(victims.tolist())
+                self.arena.free(victims)
+        return unwanted
+
+    def _run_heads(self) -> Int64s:
+        """For each slab the slab whose slots cover it: itself, or its large slot's first."""
+        heads = np.arange(self.arena.slab_count)
+        large = self.arena.slab_class < -1
+        if large.any():
+            starts = large & (self.state[:: self.arena.slots_per_slab] != FREE)
+            heads = np.where(large & ~starts, 0, heads)
+            heads = np.where(large, np.maximum.accumulate(heads), np.arange(len(heads)))
+        return heads
+
+    def _evict(self, slots: list[int]) -> None:
+        """Make what the slots hold unreadable and forget it. The slots stay taken."""
+        if not slots:
+            return
+        chosen = np.array(slots, np.int64)
+        firsts, counts = self._first[chosen], self._count[chosen].astype(np.int64)
+        self._retract(firsts, counts, self.arena.offsets(chosen), self.arena.sizes(chosen))
+        if (counts == 1).all():
+            self._slot_of[firsts] = 0
+        else:
+            for slot, first, count in zip(slots, firsts.tolist(), counts.tolist(), strict=True):
+                run = self._slot_of[first : first + count]
+                run[run == slot + 1] = 0
+        self.state[chosen] = FREE
+        self.counters.evicted += len(slots)
+
+    def drop(self, base: int, count: int) -> bool:
+        """Evict everything of a shard. False when one of its slots is pinned or being read."""
+        inside = np.flatnonzero(
+            (self.state != FREE) & (self._first >= base) & (self._first < base + count)
+        )
+        if (self.pins[inside] > 0).any() or (self.state[inside] != RESIDENT).any():
+            return False
+        classes = self._classes(inside)
+        for size_class in np.unique(classes).tolist():
+            self._policy.forget(set(inside[classes == size_class].tolist()), size_class)
+        self._evict(inside.tolist())
+        self.arena.free(inside)
+        return True
+
+    def usage(self, base: int, count: int) -> int:
+        """Return the bytes of slots that hold samples of [base, base + count)."""
+        inside = np.flatnonzero(
+            (self.state != FREE) & (self._first >= base) & (self._first < base + count)
+        )
+        return int(self.arena.sizes(inside).sum())

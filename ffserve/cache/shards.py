@@ -1,0 +1,151 @@
+"""The open shards of the node, as arrays: from node-wide sample numbers to extents of files.
+
+Records are read in *blocks*: one record, or, where records are far smaller than a disk's
+block, a run of neighbours that is read, verified and evicted together, since the device would
+deliver them anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.directory import Directory
+
+SMALL_RECORD_SIZE = 2048
+"""Mean record size in bytes below which neighbours share a block."""
+BLOCK_SIZE = 8192
+"""What a shared block aims at: two pages, so that an unaligned page holds at least one whole."""
+LARGEST_SHARED_BLOCK = 65_536
+"""A shared block that grew beyond this (one huge record among tiny ones) is read singly."""
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Blocks to be read, one row each.
+
+    firsts, counts: their samples' node-wide numbers. begins, ends: the extent in the file.
+    sizes: bytes of the extent widened to the file's alignment. shards: rows of the table.
+    """
+
+    firsts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    shards: NDArray[np.int64]
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Blocks:
+        """Return some rows."""
+        return Blocks(
+            self.firsts[rows],
+            self.counts[rows],
+            self.begins[rows],
+            self.ends[rows],
+            self.sizes[rows],
+            self.shards[rows],
+        )
+
+
+class ShardTable:
+    """Open shards, in rising order of their first sample's number.
+
+    `files`, `engines`: what the reading side calls them; `sessions`: who has them open.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.bases = np.zeros(0, np.int64)
+        self.counts = np.zeros(0, np.int64)
+        self.alignments = np.zeros(0, np.int64)
+        self.shifts = np.zeros(0, np.int64)
+        self.checksum_kinds = np.zeros(0, np.int32)
+        self.files = np.zeros(0, np.int32)
+        self.engines = np.zeros(0, np.int32)
+        self.sessions = np.zeros(0, np.int64)
+
+    def add(
+        self,
+        base: int,
+        count: int,
+        *,
+        payload_size: int,
+        alignment: int,
+        checksum_kind: int,
+        file: int,
+        engine: int,
+    ) -> None:
+        """Enter a shard with at least one sample."""
+        mean = payload_size // count
+        group = max(1, BLOCK_SIZE // max(mean, 1)) if mean < SMALL_RECORD_SIZE else 1
+        row = int(np.searchsorted(self.bases, base))
+        self.bases = np.insert(self.bases, row, base)
+        self.counts = np.insert(self.counts, row, count)
+        self.alignments = np.insert(self.alignments, row, alignment)
+        self.shifts = np.insert(self.shifts, row, min(group, BLOCK_SIZE).bit_length() - 1)
+        self.checksum_kinds = np.insert(self.checksum_kinds, row, checksum_kind)
+        self.files = np.insert(self.files, row, file)
+        self.engines = np.insert(self.engines, row, engine)
+        self.sessions = np.insert(self.sessions, row, 0)
+
+    def remove(self, base: int) -> None:
+        """Strike a shard out."""
+        row = self.row(base)
+        for name in (
+            "bases",
+            "counts",
+            "alignments",
+            "shifts",
+            "checksum_kinds",
+            "files",
+            "engines",
+            "sessions",
+        ):
+            setattr(self, name, np.delete(getattr(self, name), row))
+
+    def row(self, base: int) -> int:
+        """Return the row of the shard that starts at `base`."""
+        row = int(np.searchsorted(self.bases, base))
+        assert self.bases[row] == base
+        return row
+
+    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each sample's shard."""
+        return np.searchsorted(self.bases, numbers, side="right") - 1
+
+    def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
+        """Return the block of each sample, one row a sample."""
+        directory = self._directory
+        rows = self.rows(numbers)
+        shifts = self.shifts[rows]
+        if not shifts.any():
+            begins = directory.offsets[numbers].astype(np.int64)
+            ends = begins + directory.lengths(numbers)
+            counts = np.ones(len(numbers), np.int64)
+            return Blocks(numbers, counts, begins, ends, self._widened(begins, ends, rows), rows)
+        bases = self.bases[rows]
+        firsts = bases + ((numbers - bases) >> shifts << shifts)
+        counts = np.minimum(firsts + (1 << shifts), bases + self.counts[rows]) - firsts
+        begins, ends = self._extents(firsts, counts)
+        alone = ends - begins > LARGEST_SHARED_BLOCK
+        if alone.any():
+            firsts = np.where(alone, numbers, firsts)
+            counts = np.where(alone, 1, counts)
+            begins, ends = self._extents(firsts, counts)
+        return Blocks(firsts, counts, begins, ends, self._widened(begins, ends, rows), rows)
+
+    def _extents(
+        self, firsts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        lasts = firsts + counts - 1
+        begins = self._directory.offsets[firsts].astype(np.int64)
+        ends = self._directory.offsets[lasts].astype(np.int64) + self._directory.lengths(lasts)
+        return begins, ends
+
+    def _widened(
+        self, begins: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        alignments = self.alignments[rows]
+        return -(-ends // alignments) * alignments - begins // alignments * alignments

@@ -1,0 +1,328 @@
+"""Frames and messages between client and daemon, for both sides, without a socket in sight.
+
+A frame is a little-endian u32 (the body's size in bytes) and a body: one msgpack array whose
+first element is the message's type and whose others are its fields in order. Arrays of numbers
+travel as packed little-endian bytes, never as lists. A decoder is fed bytes as they come and
+returns whole messages; whatever breaks the rules raises ProtocolError, after which the
+connection is of no more use. `docs/PROTOCOL.md` is the normative text.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass, fields
+from typing import Any, ClassVar, TypeAlias
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.errors import BY_CODE, FFServeError, ProtocolError
+
+VERSION = 1
+MAX_FRAME_SIZE = 16 * 1024 * 1024
+"""Bytes of a body. Room for an OPEN of 100,000 paths; a lie in a length costs no more."""
+MAX_GET_COUNT = 65_536
+"""Indices in one GET or LEASE; a client splits what is larger."""
+
+_HEADER = struct.Struct("<I")
+
+
+@dataclass(slots=True)
+class Hello:
+    """Client, first of all. `about`: versions (list of int), client, job, pid."""
+
+    TYPE: ClassVar[int] = 1
+    about: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Welcome:
+    """Daemon's answer, with three descriptors: arena, directory, index.
+
+    `about`: version, server, epoch (of the arena), arena_size, max_get.
+    """
+
+    TYPE: ClassVar[int] = 2
+    about: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Open:
+    """Client asks for a dataset. `what`: paths (absolute), format or nil, verify."""
+
+    TYPE: ClassVar[int] = 3
+    tag: int
+    what: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Opened:
+    """`shards`: packed SHARD_DTYPE, in the order of the paths; `formats`: a name each shard."""
+
+    TYPE: ClassVar[int] = 4
+    tag: int
+    dataset: int
+    shards: bytes
+    formats: list[str]
+
+
+@dataclass(slots=True)
+class Get:
+    """Client asks for samples to be readable. `indices`: packed i64 in the dataset.
+
+    `acknowledged`: packed u32 tags of earlier GETs whose samples were copied. `hits`, `hit_size`:
+    samples and bytes copied without asking since the last report.
+    """
+
+    TYPE: ClassVar[int] = 5
+    tag: int
+    dataset: int
+    indices: bytes
+    acknowledged: bytes
+    hits: int
+    hit_size: int
+
+
+@dataclass(slots=True)
+class Ready:
+    """The first `count` of the indices were dealt with. `errors`: [position, *wire error] each."""
+
+    TYPE: ClassVar[int] = 6
+    tag: int
+    count: int
+    errors: list[Any]
+
+
+@dataclass(slots=True)
+class Lease:
+    """As GET, but the samples stay pinned until RELEASE or the session's end."""
+
+    TYPE: ClassVar[int] = 7
+    tag: int
+    dataset: int
+    indices: bytes
+
+
+@dataclass(slots=True)
+class Release:
+    """`tags`: packed u32 tags of leases that are over."""
+
+    TYPE: ClassVar[int] = 8
+    tags: bytes
+
+
+@dataclass(slots=True)
+class Status:
+    """Client asks how the daemon is."""
+
+    TYPE: ClassVar[int] = 9
+    tag: int
+
+
+@dataclass(slots=True)
+class Report:
+    """`facts`: what `ffserve status --json` prints."""
+
+    TYPE: ClassVar[int] = 10
+    tag: int
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Fail:
+    """A whole request failed; tag 0: the session itself, and the daemon closes it."""
+
+    TYPE: ClassVar[int] = 11
+    tag: int
+    error: list[Any]
+
+
+@dataclass(slots=True)
+class Close:
+    """Client needs a dataset no more."""
+
+    TYPE: ClassVar[int] = 12
+    dataset: int
+
+
+@dataclass(slots=True)
+class Tell:
+    """Client's counters since its last message that carried them; asks nothing."""
+
+    TYPE: ClassVar[int] = 13
+    dataset: int
+    hits: int
+    hit_size: int
+    acknowledged: bytes
+
+
+@dataclass(slots=True)
+class Bye:
+    """Client leaves of its own will."""
+
+    TYPE: ClassVar[int] = 14
+
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Open
+    | Opened
+    | Get
+    | Ready
+    | Lease
+    | Release
+    | Status
+    | Report
+    | Fail
+    | Close
+    | Tell
+    | Bye
+)
+
+FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye)
+FROM_SERVER = (Welcome, Opened, Ready, Report, Fail)
+
+_KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
+_TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
+    cls.TYPE: (cls, tuple(_KINDS[str(f.type)] for f in fields(cls)))
+    for cls in (*FROM_CLIENT, *FROM_SERVER)
+}
+
+SHARD_DTYPE = np.dtype(
+    [
+        ("base", "<u8"),
+        ("count", "<u8"),
+        ("size", "<u8"),
+        ("fingerprint", "<u8"),
+        ("checksum_kind", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+"""One shard in OPENED: its run [base, base + count) of the node-wide tables, its file's size in
+bytes, and the fingerprint of its content."""
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame.
+
+    Raises: ProtocolError when it would exceed MAX_FRAME_SIZE.
+    """
+    body: bytes = msgpack.packb([message.TYPE, *_shallow(message)], use_bin_type=True)
+    if len(body) > MAX_FRAME_SIZE:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit",
+            hint=f"the limit is {MAX_FRAME_SIZE} bytes; ask for fewer paths or samples at once",
+        )
+    return _HEADER.pack(len(body)) + body
+
+
+def _shallow(message: Message) -> tuple[Any, ...]:
+    if isinstance(message, Bye):
+        return astuple(message)
+    return tuple(getattr(message, name) for name in message.__slots__)
+
+
+class Decoder:
+    """Turn a byte stream into messages.
+
+    Args: accept: the classes that the other side may send.
+    """
+
+    def __init__(self, accept: tuple[type[Any], ...]) -> None:
+        self._accept = frozenset(accept)
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes | bytearray | memoryview) -> list[Message]:
+        """Take bytes as they came; return the messages that are complete now, in order.
+
+        Raises: ProtocolError on a size over the limit, a body that is no message, a message that
+            this side must not get, or a field of the wrong type.
+        """
+        pending = self._pending
+        pending += chunk
+        messages: list[Message] = []
+        start, end = 0, len(pending)
+        while end - start >= 4:
+            (size,) = _HEADER.unpack_from(pending, start)
+            if size > MAX_FRAME_SIZE:
+                raise ProtocolError(f"the peer announced a frame of {size} bytes")
+            if end - start - 4 < size:
+                break
+            messages.append(self._message(memoryview(pending)[start + 4 : start + 4 + size]))
+            start += 4 + size
+        if start:
+            del pending[:start]
+        return messages
+
+    def _message(self, body: memoryview) -> Message:
+        try:
+            values = msgpack.unpackb(body, raw=False, strict_map_key=True, use_list=True)
+        except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"the peer sent a frame that is not msgpack: {error}") from None
+        finally:
+            body.release()
+        if type(values) is not list or not values or type(values[0]) is not int:
+            raise ProtocolError("the peer sent a frame that is not a message")
+        known = _TABLE.get(values[0])
+        if known is None or known[0] not in self._accept:
+            raise ProtocolError(f"the peer sent a message of type {values[0]} that has no place here")
+        cls, kinds = known
+        if len(values) != len(kinds) + 1:
+            raise ProtocolError(f"the peer sent a {cls.__name__} of {len(values) - 1} fields")
+        for value, kind in zip(values[1:], kinds, strict=True):
+            if type(value) is not kind:
+                raise ProtocolError(
+                    f"the peer sent a {cls.__name__} with a {type(value).__name__} for a {kind.__name__}"
+                )
+        message: Message = cls(*values[1:])
+        return message
+
+
+def pack_indices(indices: NDArray[np.int64]) -> bytes:
+    """Pack sample indices; any length, i64 little-endian."""
+    return indices.astype("<i8", copy=False).tobytes()
+
+
+def unpack_indices(packed: bytes) -> NDArray[np.int64]:
+    """Unpack sample indices; read-only.
+
+    Raises: ProtocolError when the size is no multiple of 8 or there are more than MAX_GET_COUNT.
+    """
+    if len(packed) % 8 or len(packed) > 8 * MAX_GET_COUNT:
+        raise ProtocolError(f"the peer sent {len(packed)} bytes of indices")
+    return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
+
+
+def pack_tags(tags: list[int]) -> bytes:
+    """Pack request tags as u32."""
+    return np.array(tags, "<u4").tobytes() if tags else b""
+
+
+def unpack_tags(packed: bytes) -> list[int]:
+    """Unpack request tags. Raises: ProtocolError when the size is no multiple of 4."""
+    if len(packed) % 4:
+        raise ProtocolError(f"the peer sent {len(packed)} bytes of tags")
+    return np.frombuffer(packed, "<u4").tolist() if packed else []
+
+
+def error_to_wire(error: FFServeError) -> list[Any]:
+    """Return [code, message, path, index, offset, hint]."""
+    return [error.code, error.message, error.path, error.index, error.offset, error.hint]
+
+
+def error_from_wire(wire: Any) -> FFServeError:
+    """Rebuild an error; an unknown code becomes a plain FFServeError.
+
+    Raises: ProtocolError when the shape or a type is wrong.
+    """
+    if type(wire) is not list or len(wire) != 6:
+        raise ProtocolError("the peer sent an error that is none")
+    code, message, path, index, offset, hint = wire
+    texts = all(value is None or type(value) is str for value in (path, hint))
+    numbers = all(value is None or type(value) is int for value in (index, offset))
+    if type(code) is not str or type(message) is not str or not texts or not numbers:
+        raise ProtocolError("the peer sent an error with fields of the wrong type")
+    cls = BY_CODE.get(code, FFServeError)
+    return cls(message, path=path, index=index, offset=offset, hint=hint)
