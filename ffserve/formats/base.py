@@ -13,7 +13,7 @@ Adding a format: one module here with a module-level ``FORMAT``, and its name in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +99,15 @@ class Encoder(Protocol):
 
     def head(self) -> Iterator[bytes | memoryview]:
         """Yield the head in bounded pieces; called once, after ``tail``."""
+        ...
+
+
+@runtime_checkable
+class GrowingEncoder(Encoder, Protocol):
+    """An encoder that takes one sample in several pieces, so that none need be in memory whole."""
+
+    def extend(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        """Add more bytes to the sample that was encoded last."""
         ...
 
 

@@ -201,6 +201,12 @@ class FFRecordEncoder:
         self._next_start += len(payload)
         return (payload,)
 
+    def extend(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        """Lengthen the sample encoded last."""
+        self._checksums[-1] = zlib.crc32(payload, self._checksums[-1])
+        self._next_start += len(payload)
+        return (payload,)
+
     def tail(self) -> Iterable[bytes | memoryview]:
         """Return nothing: the file ends with its last sample."""
         return ()
