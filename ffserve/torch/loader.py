@@ -1,0 +1,495 @@
+"""torch's DataLoader, with one dataset call a batch, whole errors and a position to resume from.
+
+The class is a torch DataLoader and takes its arguments, but each iteration runs over an inner,
+plain torch DataLoader whose "sampler" yields one ``Ticket`` a batch and whose "dataset" answers a
+ticket with a finished batch. That is public torch only, and it gives what three private
+hooks would be needed for otherwise:
+
+- A ticket carries the batch's indices, so the dataset is called once a batch.
+- A ticket carries the position behind its batch, and the worker sends it back with the batch. So
+  the loader knows what the training loop was given, however far the workers are ahead.
+- torch makes a worker's exception anew from its class and a text, which loses attributes. The
+  answer to a ticket may be a ``Failure`` instead, which holds the pickled error; it is raised in
+  the training process, with the worker's traceback as its cause.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch.utils.data
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ffserve.errors import FFServeError, UsageError
+from ffserve.torch.dataset import Dataset, announce, fetch_batch, has_batch_method
+from ffserve.torch.sampler import EpochSampler
+
+_REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
+
+
+class Ticket(NamedTuple):
+    """One batch to be made: what to ask the dataset for, and where the epoch stands behind it."""
+
+    batches: int
+    samples: int
+    indices: Any
+
+
+class Failure(NamedTuple):
+    """An ffserve error on its way from a worker to the training process."""
+
+    pickled: bytes
+    traceback: str
+
+    @classmethod
+    def of(cls, error: FFServeError) -> Failure | None:
+        """Pack the error; None if it would not come out of a pickle (a user's own subclass)."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # noqa: BLE001 - a user's class may fail in any way
+            return None
+        return cls(pickled, text)
+
+    def reraise(self) -> NoReturn:
+        """Raise the error as it was in the worker."""
+        error: FFServeError = pickle.loads(self.pickled)
+        raise error from WorkerTraceback(self.traceback)
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error that a worker process met: its traceback there, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"in a DataLoader worker\n{self.text}"
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """Load batches like torch's DataLoader, with one dataset call a batch.
+
+    ``collate_fn`` gets the list of samples that the dataset returned. A dataset is asked for a
+    whole batch if it is an ``ffserve.torch.Dataset``, if it has torch's ``__getitems__``,
+    or if it refuses a single index and takes a list; any other is asked sample by sample, as torch
+    does. With ``batch_size=None`` an ``ffserve.torch.Dataset`` is asked for a list of one and
+    ``collate_fn`` gets that list, as in ffrecord. An IterableDataset goes through torch unchanged.
+
+    Errors of ffserve reach the loop as they were raised in the worker, with class, text,
+    path, index and offset.
+
+    Args:
+        skippable: False makes ``set_step`` an error.
+        by_list: True if the dataset is indexed by a list only, False if by single indices only;
+            None finds out.
+        others: torch's. They stand in ffrecord's order, so ``multiprocessing_context`` is
+            keyword-only; None for it means the system's start method, and any one works.
+    Raises: UsageError for a dataset that cannot be asked in the way that ``by_list`` says;
+        whatever torch's DataLoader raises.
+    Cost:   one dataset call a batch; one small tuple more a batch than torch's loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        skippable: bool = True,
+        by_list: bool | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            **_newer_options(pin_memory_device, in_order),
+        )
+        self.in_order = in_order
+        self.skippable = skippable
+        self.by_list = by_list
+        self._plan = _Plan(self.batch_sampler, self.sampler)
+        self._inner: torch.utils.data.DataLoader[Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of an iteration, without those that set_step skips.
+
+        The length does not shrink for the rest of an epoch that ``load_state_dict`` restored.
+        """
+        return super().__len__() - self._plan.step
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):
+            return super().__iter__()
+        run = self._plan.begin()
+        sampler = self._plan.epoch_sampler
+        if sampler is not None:
+            announce(self.dataset, sampler.order()[self._plan.samples_left_out() :], sampler.epoch)
+        if self._inner is None or not (self.persistent_workers and self.num_workers > 0):
+            self._inner = self._build_inner()
+        return _Batches(iter(self._inner), self._plan, run)
+
+    def set_step(self, step: int) -> None:
+        """Leave out the first batches of every iteration, until ``set_step(0)``.
+
+        Args:   step: 0 <= step < the number of batches of a whole epoch. Their samples are not
+            read; their indices are drawn, so the order is that of a whole epoch.
+        Raises: UsageError if it is outside, if the loader was made with ``skippable=False``, or
+            for an IterableDataset.
+        """
+        if not self.skippable:
+            raise UsageError("this loader was made with skippable=False")
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):
+            raise UsageError("an IterableDataset has no batches that could be skipped unread")
+        step = operator.index(step)
+        count = super().__len__()
+        if step != 0 and not 0 <= step < count:
+            raise UsageError(f"step {step} is outside an epoch of {count} batches")
+        self._plan.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch: what was handed to the training loop, no more.
+
+        Batches that workers have prefetched but the loop has not got do not count, nor
+        does a batch whose error was raised last.
+
+        Returns: a dict for ``load_state_dict``; of plain numbers with an EpochSampler.
+        Raises:  UsageError where the position is no exact description of what was used: an order
+            that cannot be drawn again, ``in_order=False``, an IterableDataset.
+        """
+        self._check_exact()
+        return self._plan.state_dict(self._shape())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called: the next iteration hands out the rest.
+
+        The number of workers may differ. With an EpochSampler the batch size may differ too. Later
+        iterations are whole again.
+
+        Args:   state: of a loader over the same samples in the same order.
+        Raises: UsageError if it is of another kind of loader, naming the difference.
+        """
+        self._check_exact()
+        self._plan.load_state_dict(state, self._shape())
+
+    def _check_exact(self) -> None:
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):
+            raise UsageError("an IterableDataset has no position that could be restored")
+        if self.num_workers > 0 and not self.in_order:
+            raise UsageError("with in_order=False the batches handed out are not the first ones")
+
+    def _shape(self) -> dict[str, Any]:
+        return {"batch_count": super().__len__(), "batch_size": self.batch_size}
+
+    def _build_inner(self) -> torch.utils.data.DataLoader[Any]:
+        workers: dict[str, Any] = {}
+        if self.num_workers > 0:
+            workers = {
+                "prefetch_factor": self.prefetch_factor,
+                "persistent_workers": self.persistent_workers,
+                "multiprocessing_context": self.multiprocessing_context,
+            }
+        return torch.utils.data.DataLoader(
+            TicketDataset(
+                self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list
+            ),
+            batch_size=None,
+            sampler=self._plan,
+            num_workers=self.num_workers,
+            collate_fn=_unchanged,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            generator=self.generator,
+            **workers,
+            **_newer_options(self.pin_memory_device, self.in_order),
+        )
+
+
+class TicketDataset(torch.utils.data.Dataset[Any]):
+    """A dataset of batches: ``[ticket]`` reads, processes and collates one.
+
+    In a worker this is what torch's ``get_worker_info().dataset`` returns. Everything else than
+    tickets goes to the user's dataset, attributes read and set included, so that a
+    ``worker_init_fn`` meets what it expects.
+    """
+
+    _OWN = frozenset(("_dataset", "_collate", "_batched", "_by_list"))
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], batched: bool, by_list: bool | None
+    ) -> None:
+        if by_list is None and (
+            isinstance(dataset, Dataset) or (batched and has_batch_method(dataset))
+        ):
+            by_list = True
+        self._dataset = dataset
+        self._collate = collate
+        self._batched = batched
+        self._by_list = by_list
+
+    def __getitem__(self, ticket: Any) -> Any:
+        if not isinstance(ticket, Ticket):
+            return self._dataset[ticket]
+        try:
+            batch = self._collate(self._samples(ticket.indices))
+        except FFServeError as error:
+            if torch.utils.data.get_worker_info() is None:
+                raise
+            failure = Failure.of(error)
+            if failure is None:
+                raise
+            return failure.pickled, failure.traceback
+        return ticket.batches, ticket.samples, batch
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._OWN:
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataset, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def _samples(self, wanted: Any) -> Any:
+        if not self._batched:
+            if not self._by_list:
+                return self._dataset[wanted]
+            wanted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+        indices = wanted if isinstance(wanted, list) else list(wanted)
+        if self._by_list:
+            return fetch_batch(self._dataset, indices)
+        if self._by_list is None and indices:
+            return self._find_out(indices)
+        return [self._dataset[index] for index in indices]
+
+    def _find_out(self, indices: list[Any]) -> Any:
+        """Fetch a first batch from a dataset of which it is unknown what may index it.
+
+        A single index is tried first, since many datasets for single indices also accept a list
+        and mean something else by it (a TensorDataset returns columns, not samples).
+        """
+        try:
+            first = self._dataset[indices[0]]
+        except _REFUSES_ONE_INDEX as refusal:
+            try:
+                samples = self._dataset[indices]
+                matches = len(samples) == len(indices)
+            except _REFUSES_ONE_INDEX as second_refusal:
+                raise refusal from second_refusal
+            if not matches:
+                raise
+            self._by_list = True
+            return samples
+        self._by_list = False
+        return [first, *(self._dataset[index] for index in indices[1:])]
+
+
+class _Batches(Iterator[Any]):
+    """One iteration: takes batches from torch's iterator, notes each as it is handed out."""
+
+    def __init__(self, answers: Iterator[Any], plan: _Plan, run: int) -> None:
+        self._answers = answers
+        self._plan = plan
+        self._run = run
+
+    def __next__(self) -> Any:
+        answer = next(self._answers)
+        if len(answer) == 2:  # a tuple, or the list that torch's pinning makes of it
+            Failure(*answer).reraise()
+        batches, samples, batch = answer
+        self._plan.handed_out(self._run, batches, samples)
+        return batch
+
+
+class _Plan(torch.utils.data.Sampler[Ticket]):
+    """The tickets of an iteration, and the position of the training loop in the epoch.
+
+    The position counts from the epoch's start: ``batches``, and with an EpochSampler the
+    sampler's own count of samples. Each iteration is a numbered run, so that an iterator
+    left over from an earlier one cannot move the position.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any] | None, sampler: Iterable[Any]) -> None:
+        self.step = 0
+        self._batched = batch_sampler is not None
+        self._source: Iterable[Any] = sampler if batch_sampler is None else batch_sampler
+        # Batches of torch's own BatchSampler are consecutive pieces of the order; of another batch
+        # sampler nothing is known.
+        self._order: Iterable[Any] | None = None
+        self._batch_size = 1
+        if not self._batched:
+            self._order = sampler
+        elif type(batch_sampler) is BatchSampler:
+            self._order = batch_sampler.sampler
+            self._batch_size = batch_sampler.batch_size
+        self.epoch_sampler = self._order if isinstance(self._order, EpochSampler) else None
+        self._batches = 0
+        self._resume: int | None = None
+        self._generator_state: torch.Tensor | None = None
+        self._run = 0
+        self._sampler_run = 0
+        self._skipped_batches = 0
+        self._start_sample = 0
+
+    def begin(self) -> int:
+        """Start a run at the position that was restored, else at ``step``; return its number."""
+        self._run += 1
+        self._start_sample = 0
+        if self.epoch_sampler is not None:
+            self._sampler_run = self.epoch_sampler.follow()
+            self._start_sample = self.epoch_sampler.start
+        if self._start_sample > 0:
+            self._skipped_batches = 0
+        elif self._resume is not None:
+            self._skipped_batches = self._resume
+        else:
+            self._skipped_batches = self.step
+            self._generator_state = None
+        self._resume = None
+        self._batches = self._skipped_batches
+        return self._run
+
+    def samples_left_out(self) -> int:
+        """Return how many of the order's first samples the run that just began leaves out."""
+        return self._start_sample + self._skipped_batches * self._batch_size
+
+    def handed_out(self, run: int, batches: int, samples: int) -> None:
+        """Note that the training loop has everything up to here."""
+        if run != self._run:
+            return
+        self._batches = batches
+        if self.epoch_sampler is not None:
+            self.epoch_sampler.handed_out(self._sampler_run, samples)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        # All of it runs at the first next(): torch's multi-process iterator calls iter() twice.
+        generator = self._replayed_generator()
+        if generator is not None:
+            # RandomSampler draws its permutation at its first next(), just below; so what torch
+            # drew from the same generator before (the workers' seed) does not matter.
+            if self._generator_state is not None:
+                generator.set_state(self._generator_state)
+            self._generator_state = generator.get_state()
+        items = iter(self._source)
+        batches, samples = self._skipped_batches, self._start_sample
+        for item in islice(items, batches):
+            samples += len(item) if self._batched else 1
+        for item in items:
+            batches += 1
+            samples += len(item) if self._batched else 1
+            yield Ticket(batches, samples, item)
+
+    def state_dict(self, shape: dict[str, Any]) -> dict[str, Any]:
+        if self.epoch_sampler is not None:
+            return {"kind": "samples", "sampler": self.epoch_sampler.state_dict()}
+        state: dict[str, Any] = {"kind": "batches", "batches": self._batches, **shape}
+        if isinstance(self._order, DistributedSampler):
+            state["epoch"] = self._order.epoch
+        elif self._replayed_generator() is not None:
+            state["generator"] = self._generator_state
+        elif not self._is_fixed():
+            raise UsageError(
+                f"the order of {type(self._order or self._source).__name__} cannot be drawn again",
+                hint="use ffserve.torch.EpochSampler; or give shuffle=True a generator; or, if "
+                "the order is the same every time, count batches yourself and use set_step",
+            )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], shape: dict[str, Any]) -> None:
+        kind = "batches" if self.epoch_sampler is None else "samples"
+        if state.get("kind") != kind:
+            raise UsageError(
+                f"the state counts {state.get('kind')}, but this loader counts {kind}",
+                hint="a state fits a loader with the same kind of sampler",
+            )
+        if self.epoch_sampler is not None:
+            self.epoch_sampler.load_state_dict(state["sampler"])
+            self._run += 1
+            return
+        here = self.state_dict(shape)
+        for name in shape:
+            if state.get(name) != here[name]:
+                raise UsageError(
+                    f"the state was saved with {name} {state.get(name)}, here it is {here[name]}"
+                )
+        if set(state) != set(here):
+            raise UsageError("the state was saved with another sampler")
+        if isinstance(self._order, DistributedSampler):
+            self._order.set_epoch(state["epoch"])
+        self._generator_state = state.get("generator")
+        self._batches = self._resume = state["batches"]
+        self._run += 1
+
+    def _is_fixed(self) -> bool:
+        order = self._order
+        return type(order) is SequentialSampler or isinstance(
+            order, (list, tuple, range, np.ndarray)
+        )
+
+    def _replayed_generator(self) -> torch.Generator | None:
+        order = self._order
+        if type(order) is not RandomSampler or order.replacement:
+            return None
+        generator: torch.Generator | None = order.generator
+        return generator
+
+
+def _newer_options(pin_memory_device: str, in_order: bool) -> dict[str, Any]:
+    """Return those options that not every torch since 2.0 takes, unless they have their default."""
+    options: dict[str, Any] = {}
+    if pin_memory_device:
+        options["pin_memory_device"] = pin_memory_device
+    if not in_order:
+        options["in_order"] = in_order
+    return options
+
+
+def _unchanged(answer: Any) -> Any:
+    return answer
