@@ -128,6 +128,9 @@ void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entr
  * closes the descriptor. Returns an id >= 0 or -errno. */
 int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);
 void ffs_file_remove(ffs_engine *e, int id);  /* only when no read of it is queued or in flight */
+/* What direct I/O asks of a file (statx, Linux 6.1): alignment of memory and of file offsets, both
+ * 0 when the file cannot do it. 0, or -errno (-EOPNOTSUPP: the kernel does not tell). */
+int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);
 
 ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count); /* zeroed; NULL: no memory */
 void ffs_batch_free(ffs_batch *b);            /* never between submit and done */
@@ -139,7 +142,10 @@ int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);
 int ffs_engine_notify(ffs_engine *e, int on); /* returns the eventfd, or -errno */
 ffs_batch *ffs_engine_pop(ffs_engine *e);     /* clears the eventfd when the list is empty */
 void ffs_engine_counters(ffs_engine *e, ffs_counters *out);
-/* Wait for what is in flight, fail what is queued with -ECANCELED, end the threads, free all. */
+/* Wait for what is in flight, fail what is queued with -ECANCELED, end the threads. The engine
+ * stays valid: submits get -ESHUTDOWN, ended batches can still be waited for and popped. */
+void ffs_engine_stop(ffs_engine *e);
+/* Stop, then free all. In a child of the process that opened the engine: forget. */
 void ffs_engine_close(ffs_engine *e);
 /* After fork, in the child: drop the engine without touching threads that are not there. */
 void ffs_engine_forget(ffs_engine *e);

@@ -1,0 +1,1 @@
+"""Reading extents of files, checksums, and copying out of shared memory (a C core, ``ring``)."""

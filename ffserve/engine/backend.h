@@ -1,0 +1,125 @@
+/* The seam between the engine (core.c) and the ways of reading a file (uring.c, aio.c, threads.c).
+ *
+ * A backend knows nothing of batches, records, checksums or directories. It owns its threads'
+ * loop, asks the core for the next read (ffs_take), issues it, tells the core what came of it
+ * (ffs_advance), issues the rest when the core says so, and after a round of completions lets the
+ * core wake whoever waits (ffs_flush).
+ */
+#ifndef FFSERVE_BACKEND_H
+#define FFSERVE_BACKEND_H
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "core.h"
+
+/* One system call reads at most this much: below the kernel's MAX_RW_COUNT (0x7ffff000) and a
+ * multiple of every alignment that a file may be added with. */
+#define FFS_READ_MAX ((uint64_t)1 << 30)
+#define FFS_ALIGNMENT_MAX ((uint32_t)1 << 20)
+#define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
+
+/* A batch as the engine sees it: the public face first. */
+typedef struct ffs_job {
+    ffs_batch face;
+    struct ffs_job *next;       /* in the FIFO, then the finished list, then the done list */
+    uint32_t taken;             /* reads handed to a backend so far */
+    _Atomic uint32_t remaining; /* reads that have not ended */
+    bool submitted, notify;
+    pthread_cond_t ended;
+} ffs_job;
+
+/* One read being carried out. Backends look at the fields above the line only. */
+typedef struct ffs_op {
+    int fd, file;
+    uint32_t generation;        /* tells a reused file id from the one before */
+    uint8_t *to;                /* where this attempt's bytes go */
+    uint64_t offset;            /* this attempt: position and size */
+    uint64_t size;
+    /* ---- */
+    uint32_t alignment;
+    ffs_job *job;               /* NULL: the op is spare */
+    const ffs_read *read;
+    uint8_t *base;              /* where the byte at `lo` goes */
+    uint64_t lo, hi;            /* the extent widened to the alignment */
+    uint64_t got;               /* bytes from lo that have arrived */
+    uint64_t bytes;             /* read in all, repeated ones included */
+    uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
+    uint8_t *large;             /* mapped for this one read */
+} ffs_op;
+
+typedef struct {
+    /* Called in the new thread, so that the one which owns a ring is the one which made it. */
+    int (*start)(ffs_engine *e, uint32_t thread, void **state);
+    /* Runs until ffs_stopping() and nothing is in flight. */
+    void (*loop)(ffs_engine *e, void *state);
+    void (*stop)(void *state);
+    /* In a forked child, where the threads and the DONTFORK mappings are not. */
+    void (*forget)(void *state);
+    bool many_threads;          /* wakes by condition variable, else by wake_fd */
+} ffs_backend;
+
+typedef struct { int fd; uint32_t alignment, generation; } ffs_file;
+
+struct ffs_engine {
+    const ffs_backend *backend;
+    uint32_t depth, thread_count;
+    int pid;
+    uint8_t *arena; uint64_t arena_size;
+    ffs_entry *entries; uint64_t entry_count;
+
+    pthread_mutex_t lock;       /* guards everything down to `threads` */
+    pthread_cond_t work;        /* threads backend: the FIFO is not empty, or stop */
+    pthread_cond_t settled;     /* a thread has started; the last waiter has left */
+    ffs_job *head, *tail;       /* FIFO of batches with reads not yet taken */
+    ffs_job *finished;          /* ended, not yet told */
+    ffs_job *done_head, *done_tail;
+    ffs_file *files; uint32_t file_room, generation;
+    uint32_t idle, waiters, started;
+    int start_error, broken;
+    bool notify, joined;
+    pthread_t *threads; void **states;
+
+    int wake_fd, done_fd;
+    ffs_op *ops;                /* depth of them, shared out among the backend's threads */
+    _Atomic bool stopping;
+    _Atomic bool sleeping;      /* the I/O thread waits (or is about to) and could take work */
+    _Atomic bool files_removed;
+    _Atomic uint32_t queued, inflight;
+    _Atomic uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;
+};
+
+/* Fill a spare op with the next read of the FIFO; false when there is none. */
+bool ffs_take(ffs_engine *e, ffs_op *op);
+/* result: bytes of this attempt or -errno. True: issue the op again (offset, to, size are set);
+ * false: it has ended and is spare. */
+bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
+/* Wake those whose batches have ended since the last call. */
+void ffs_flush(ffs_engine *e);
+/* Threads backend: block until there may be work; false to stop. */
+bool ffs_await_work(ffs_engine *e);
+/* I/O thread backends: true if it may block now; ffs_wake() is then sure to write wake_fd. */
+bool ffs_sleep(ffs_engine *e);
+static inline void ffs_awake(ffs_engine *e)
+{
+    atomic_store_explicit(&e->sleeping, false, memory_order_relaxed);
+}
+static inline bool ffs_stopping(ffs_engine *e)
+{
+    return atomic_load_explicit(&e->stopping, memory_order_acquire);
+}
+static inline uint32_t ffs_queued(ffs_engine *e)
+{
+    return atomic_load_explicit(&e->queued, memory_order_acquire);
+}
+/* Of the file that has this id now, 0 for none. */
+uint32_t ffs_file_generation(ffs_engine *e, int id);
+/* The backend is of no more use (its ring is gone): fail all that is or will be queued. */
+void ffs_break(ffs_engine *e, int error);
+/* End one read; error 0 or -errno for all its records (op.c). */
+void ffs_op_end(ffs_engine *e, ffs_op *op, int error);
+int ffs_op_begin(ffs_engine *e, ffs_op *op);
+void ffs_op_free(ffs_op *op);
+
+extern const ffs_backend ffs_backend_uring, ffs_backend_aio, ffs_backend_threads;
+#endif

@@ -1,0 +1,603 @@
+/* The engine: batches in, reads out to a backend, ended batches back to whoever waits.
+ *
+ * Batches of all callers stand in one FIFO and the backend is fed while it has room, so that reads
+ * of several batches are in flight together; a batch ends when its last read has, whatever order
+ * they came in. Everything shared is under one lock, taken once a read (20 ns against the 2-3 us
+ * that a read costs); what an ended read wrote reaches the waiter through `remaining` (acquire,
+ * release) and `done` (release).
+ *
+ * A batch may be freed by its owner the moment it can see `done`. Therefore `done` is the last
+ * thing written, after the condition variable inside the batch was signalled.
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "backend.h"
+
+int ffs_built(void)
+{
+    int kinds = 1 << FFS_ENGINE_THREADS;
+#ifdef FFS_HAVE_URING
+    kinds |= 1 << FFS_ENGINE_URING;
+#endif
+#ifdef FFS_HAVE_AIO
+    kinds |= 1 << FFS_ENGINE_AIO;
+#endif
+    return kinds;
+}
+
+static const ffs_backend *backend_of(int kind)
+{
+    switch (kind) {
+#ifdef FFS_HAVE_URING
+    case FFS_ENGINE_URING: return &ffs_backend_uring;
+#endif
+#ifdef FFS_HAVE_AIO
+    case FFS_ENGINE_AIO: return &ffs_backend_aio;
+#endif
+    case FFS_ENGINE_THREADS: return &ffs_backend_threads;
+    default: return NULL;
+    }
+}
+
+static uint64_t at_least(uint64_t size, uint64_t alignment)
+{
+    return (size + alignment - 1) & ~(alignment - 1);
+}
+
+/* ---- batches ------------------------------------------------------------------------------ */
+ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count)
+{
+    /* One block: Python maps both arrays through a single owner. */
+    uint64_t reads = at_least(sizeof(ffs_job), 64);
+    uint64_t records = at_least(reads + (uint64_t)read_count * sizeof(ffs_read), 64);
+    uint8_t *block = calloc(1, records + (uint64_t)record_count * sizeof(ffs_record));
+    if (!block)
+        return NULL;
+    ffs_job *job = (ffs_job *)block;
+    job->face.reads = (ffs_read *)(block + reads);
+    job->face.records = (ffs_record *)(block + records);
+    job->face.read_count = read_count;
+    job->face.record_count = record_count;
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&job->ended, &attributes);
+    pthread_condattr_destroy(&attributes);
+    return &job->face;
+}
+
+void ffs_batch_free(ffs_batch *b)
+{
+    /* No pthread_cond_destroy: in a forked child it would wait for waiters that are not there, and
+     * glibc's and musl's own no other resource. */
+    free(b);
+}
+
+static bool record_fits(const ffs_engine *e, const ffs_read *read, const ffs_record *r)
+{
+    if (r->length > read->length || r->offset < read->offset ||
+        r->offset - read->offset > read->length - r->length)
+        return false;
+    if (read->slot == UINT64_MAX)
+        return (r->dest || !r->length) && r->entry == UINT64_MAX;
+    return r->entry == UINT64_MAX || r->entry < e->entry_count;
+}
+
+/* Under the lock: the table of files may grow. */
+static bool batch_fits(const ffs_engine *e, const ffs_batch *b)
+{
+    for (uint32_t k = 0; k < b->read_count; k++) {
+        const ffs_read *read = &b->reads[k];
+        if (read->file < 0 || (uint32_t)read->file >= e->file_room ||
+            !e->files[read->file].generation)
+            return false;
+        if (read->length >= (uint64_t)1 << 48 ||
+            read->offset > (uint64_t)INT64_MAX - read->length - FFS_ALIGNMENT_MAX)
+            return false;
+        if (read->checksum_kind < FFS_CRC_NONE || read->checksum_kind > FFS_CRC_32C)
+            return false;
+        if (read->record_count > b->record_count ||
+            read->first_record > b->record_count - read->record_count)
+            return false;
+        if (read->slot != UINT64_MAX) {
+            uint32_t alignment = e->files[read->file].alignment;
+            uint64_t lo = read->offset & ~(uint64_t)(alignment - 1);
+            uint64_t size = at_least(read->offset + read->length, alignment) - lo;
+            if (read->slot > e->arena_size || read->slot_size > e->arena_size - read->slot ||
+                (read->length && size > read->slot_size))
+                return false;
+        }
+        for (uint32_t i = 0; i < read->record_count; i++)
+            if (!record_fits(e, read, &b->records[read->first_record + i]))
+                return false;
+    }
+    return true;
+}
+
+/* ---- from the callers to the backend ------------------------------------------------------ */
+static void wake(ffs_engine *e)
+{
+    uint64_t one = 1;
+    ssize_t written = write(e->wake_fd, &one, sizeof one);
+    (void)written; /* cannot fail before 2^64 - 2 wakes went unread */
+    atomic_fetch_add_explicit(&e->wakeups, 1, memory_order_relaxed);
+}
+
+int ffs_submit(ffs_engine *e, ffs_batch *b)
+{
+    ffs_job *job = (ffs_job *)b;
+    pthread_mutex_lock(&e->lock);
+    int rc = ffs_stopping(e) ? -ESHUTDOWN
+             : e->broken     ? e->broken
+             : job->submitted ? -EBUSY
+             : batch_fits(e, b) ? 0 : -EINVAL;
+    if (rc) {
+        pthread_mutex_unlock(&e->lock);
+        return rc;
+    }
+    job->submitted = true;
+    job->notify = e->notify;
+    job->next = NULL;
+    job->taken = b->failed = 0;
+    b->bytes = 0;
+    __atomic_store_n(&b->done, 0, __ATOMIC_RELAXED);
+    atomic_store_explicit(&job->remaining, b->read_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&e->submits, 1, memory_order_relaxed);
+    if (!b->read_count) {
+        job->next = e->finished;
+        e->finished = job;
+        pthread_mutex_unlock(&e->lock);
+        ffs_flush(e);
+        return 0;
+    }
+    uint32_t read_count = b->read_count;
+    if (e->tail)
+        e->tail->next = job;
+    else
+        e->head = job;
+    e->tail = job;
+    /* Sequentially consistent, as is the flag: either this thread sees that the I/O thread sleeps
+     * or that one sees the work (ffs_sleep). */
+    atomic_fetch_add(&e->queued, read_count);
+    if (e->backend->many_threads)
+        for (uint32_t k = 0; k < read_count && k < e->idle; k++)
+            pthread_cond_signal(&e->work);
+    pthread_mutex_unlock(&e->lock);
+    if (!e->backend->many_threads && atomic_load(&e->sleeping) &&
+        atomic_exchange(&e->sleeping, false))
+        wake(e);
+    return 0;
+}
+
+bool ffs_sleep(ffs_engine *e)
+{
+    atomic_store(&e->sleeping, true);
+    if (atomic_load(&e->queued) || atomic_load(&e->stopping) || atomic_load(&e->files_removed)) {
+        ffs_awake(e);
+        return false;
+    }
+    return true;
+}
+
+bool ffs_await_work(ffs_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    while (!e->head && !ffs_stopping(e)) {
+        e->idle++;
+        pthread_cond_wait(&e->work, &e->lock);
+        e->idle--;
+    }
+    bool work = e->head != NULL;
+    pthread_mutex_unlock(&e->lock);
+    return work;
+}
+
+bool ffs_take(ffs_engine *e, ffs_op *op)
+{
+    while (ffs_queued(e)) {
+        pthread_mutex_lock(&e->lock);
+        ffs_job *job = e->head;
+        if (!job) {
+            pthread_mutex_unlock(&e->lock);
+            return false;
+        }
+        op->job = job;
+        op->read = &job->face.reads[job->taken++];
+        if (job->taken == job->face.read_count) {
+            e->head = job->next;
+            if (!e->head)
+                e->tail = NULL;
+        }
+        const ffs_file *file = &e->files[op->read->file];
+        op->file = op->read->file;
+        op->fd = file->fd;
+        op->alignment = file->alignment;
+        op->generation = file->generation;
+        atomic_fetch_sub_explicit(&e->queued, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&e->inflight, 1, memory_order_relaxed);
+        pthread_mutex_unlock(&e->lock);
+
+        int rc = ffs_op_begin(e, op);
+        if (!rc)
+            return true;
+        ffs_op_end(e, op, rc < 0 ? rc : 0);
+        ffs_flush(e);
+    }
+    return false;
+}
+
+/* Under the lock. */
+static void cancel_queued(ffs_engine *e, int error)
+{
+    for (ffs_job *job = e->head, *next; job; job = next) {
+        next = job->next;
+        ffs_batch *b = &job->face;
+        uint32_t count = b->read_count - job->taken, failed = 0;
+        for (; job->taken < b->read_count; job->taken++) {
+            const ffs_read *read = &b->reads[job->taken];
+            for (uint32_t k = 0; k < read->record_count; k++)
+                b->records[read->first_record + k].status = error;
+            failed += read->record_count;
+        }
+        __atomic_fetch_add(&b->failed, failed, __ATOMIC_RELAXED);
+        if (atomic_fetch_sub_explicit(&job->remaining, count, memory_order_acq_rel) == count) {
+            job->next = e->finished;
+            e->finished = job;
+        }
+        atomic_fetch_sub(&e->queued, count);
+    }
+    e->head = e->tail = NULL;
+}
+
+void ffs_break(ffs_engine *e, int error)
+{
+    pthread_mutex_lock(&e->lock);
+    e->broken = error;
+    cancel_queued(e, error);
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* ---- from the backend to the callers ------------------------------------------------------ */
+void ffs_flush(ffs_engine *e)
+{
+    bool tell = false;
+    pthread_mutex_lock(&e->lock);
+    ffs_job *job = e->finished, *in_order = NULL, *next;
+    e->finished = NULL;
+    for (; job; job = next) { /* the list was built by pushing */
+        next = job->next;
+        job->next = in_order;
+        in_order = job;
+    }
+    for (job = in_order; job; job = next) {
+        next = job->next;
+        job->next = NULL;
+        job->submitted = false;
+        if (job->notify) {
+            tell |= !e->done_head;
+            if (e->done_head)
+                e->done_tail->next = job;
+            else
+                e->done_head = job;
+            e->done_tail = job;
+        }
+        pthread_cond_broadcast(&job->ended);
+        __atomic_store_n(&job->face.done, 1, __ATOMIC_RELEASE);
+    }
+    if (tell) {
+        uint64_t one = 1;
+        ssize_t written = write(e->done_fd, &one, sizeof one);
+        (void)written;
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* Under the lock. A batch that was waited for is not popped as well: its owner may free it. */
+static void unlink_done(ffs_engine *e, ffs_job *job)
+{
+    ffs_job *before = NULL;
+    for (ffs_job *j = e->done_head; j; before = j, j = j->next) {
+        if (j != job)
+            continue;
+        if (before)
+            before->next = job->next;
+        else
+            e->done_head = job->next;
+        if (e->done_tail == job)
+            e->done_tail = before;
+        return;
+    }
+}
+
+int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms)
+{
+    ffs_job *job = (ffs_job *)b;
+    if (__atomic_load_n(&b->done, __ATOMIC_ACQUIRE) && !job->notify)
+        return 1;
+    struct timespec until = {0, 0};
+    if (timeout_ms >= 0) {
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_sec += timeout_ms / 1000;
+        until.tv_nsec += timeout_ms % 1000 * 1000000;
+        if (until.tv_nsec >= 1000000000) {
+            until.tv_sec++;
+            until.tv_nsec -= 1000000000;
+        }
+    }
+    pthread_mutex_lock(&e->lock);
+    e->waiters++;
+    int rc = 0;
+    while (!__atomic_load_n(&b->done, __ATOMIC_ACQUIRE) && rc != ETIMEDOUT)
+        rc = timeout_ms < 0 ? pthread_cond_wait(&job->ended, &e->lock)
+                            : pthread_cond_timedwait(&job->ended, &e->lock, &until);
+    int done = (int)__atomic_load_n(&b->done, __ATOMIC_ACQUIRE);
+    if (done && job->notify)
+        unlink_done(e, job);
+    if (!--e->waiters && ffs_stopping(e))
+        pthread_cond_broadcast(&e->settled);
+    pthread_mutex_unlock(&e->lock);
+    return done;
+}
+
+int ffs_engine_notify(ffs_engine *e, int on)
+{
+    pthread_mutex_lock(&e->lock);
+    e->notify = on != 0;
+    pthread_mutex_unlock(&e->lock);
+    return e->done_fd;
+}
+
+ffs_batch *ffs_engine_pop(ffs_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    ffs_job *job = e->done_head;
+    if (job) {
+        e->done_head = job->next;
+        job->next = NULL;
+    }
+    if (!e->done_head) {
+        uint64_t count;
+        ssize_t got = read(e->done_fd, &count, sizeof count);
+        (void)got; /* EAGAIN: nothing had been told */
+        e->done_tail = NULL;
+    }
+    pthread_mutex_unlock(&e->lock);
+    return job ? &job->face : NULL;
+}
+
+/* ---- files -------------------------------------------------------------------------------- */
+int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment)
+{
+    if (fd < 0)
+        return -EBADF;
+    if (!alignment || alignment & (alignment - 1) || alignment > FFS_ALIGNMENT_MAX)
+        return -EINVAL;
+    pthread_mutex_lock(&e->lock);
+    uint32_t id = 0;
+    while (id < e->file_room && e->files[id].generation)
+        id++;
+    if (id == e->file_room) {
+        uint32_t room = e->file_room ? e->file_room * 2 : 64;
+        ffs_file *files = room > 1 << 24 ? NULL : realloc(e->files, room * sizeof *files);
+        if (!files) {
+            pthread_mutex_unlock(&e->lock);
+            return -ENOMEM;
+        }
+        memset(files + e->file_room, 0, (room - e->file_room) * sizeof *files);
+        e->files = files;
+        e->file_room = room;
+    }
+    if (!++e->generation)
+        e->generation = 1;
+    e->files[id] = (ffs_file){fd, alignment, e->generation};
+    pthread_mutex_unlock(&e->lock);
+    return (int)id;
+}
+
+void ffs_file_remove(ffs_engine *e, int id)
+{
+    pthread_mutex_lock(&e->lock);
+    if (id >= 0 && (uint32_t)id < e->file_room)
+        e->files[id].generation = 0;
+    atomic_store(&e->files_removed, true);
+    pthread_mutex_unlock(&e->lock);
+    /* A ring's table holds the file open until the I/O thread takes it out. */
+    if (!e->backend->many_threads && atomic_exchange(&e->sleeping, false))
+        wake(e);
+}
+
+uint32_t ffs_file_generation(ffs_engine *e, int id)
+{
+    pthread_mutex_lock(&e->lock);
+    uint32_t generation = (uint32_t)id < e->file_room ? e->files[id].generation : 0;
+    pthread_mutex_unlock(&e->lock);
+    return generation;
+}
+
+/* ---- life --------------------------------------------------------------------------------- */
+typedef struct { ffs_engine *engine; uint32_t thread; } errand;
+
+static void *thread_main(void *argument)
+{
+    errand mine = *(errand *)argument;
+    ffs_engine *e = mine.engine;
+    free(argument);
+    prctl(PR_SET_NAME, "ffserve-io");
+    void *state = NULL;
+    int rc = e->backend->start(e, mine.thread, &state);
+    pthread_mutex_lock(&e->lock);
+    e->states[mine.thread] = state;
+    e->started++;
+    if (rc)
+        e->start_error = rc;
+    pthread_cond_broadcast(&e->settled);
+    pthread_mutex_unlock(&e->lock);
+    if (!rc) {
+        e->backend->loop(e, state);
+        e->backend->stop(state);
+    }
+    return NULL;
+}
+
+static int start_threads(ffs_engine *e)
+{
+    sigset_t all, before;
+    int rc = 0;
+    uint32_t created = 0;
+    sigfillset(&all); /* signals are the program's own threads' business */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (; created < e->thread_count && !rc; created++) {
+        errand *argument = malloc(sizeof *argument);
+        if (!argument) {
+            rc = -ENOMEM;
+            break;
+        }
+        *argument = (errand){e, created};
+        rc = -pthread_create(&e->threads[created], NULL, thread_main, argument);
+        if (rc) {
+            free(argument);
+            break;
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_mutex_lock(&e->lock);
+    e->thread_count = created;
+    while (e->started < created)
+        pthread_cond_wait(&e->settled, &e->lock);
+    rc = rc ? rc : e->start_error;
+    pthread_mutex_unlock(&e->lock);
+    return rc;
+}
+
+int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads)
+{
+    const ffs_backend *backend = backend_of(kind);
+    *out = NULL;
+    if (!backend)
+        return -ENOSYS;
+    if (!depth || depth > 4096 || threads > 1024 || (backend->many_threads && !threads))
+        return -EINVAL;
+    ffs_engine *e = calloc(1, sizeof *e);
+    if (!e)
+        return -ENOMEM;
+    e->backend = backend;
+    e->thread_count = backend->many_threads ? threads : 1;
+    e->depth = backend->many_threads ? threads : depth;
+    e->pid = getpid();
+    pthread_mutex_init(&e->lock, NULL);
+    pthread_cond_init(&e->work, NULL);
+    pthread_cond_init(&e->settled, NULL);
+    e->wake_fd = eventfd(0, EFD_CLOEXEC);
+    e->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    e->ops = calloc(e->depth, sizeof *e->ops);
+    e->threads = calloc(e->thread_count, sizeof *e->threads);
+    e->states = calloc(e->thread_count, sizeof *e->states);
+    int rc = e->wake_fd < 0 || e->done_fd < 0 ? -errno
+             : !e->ops || !e->threads || !e->states ? -ENOMEM : 0;
+    if (rc)
+        e->thread_count = 0;
+    else
+        rc = start_threads(e);
+    if (rc)
+        ffs_engine_close(e);
+    else
+        *out = e;
+    return rc;
+}
+
+void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entry *entries,
+                          uint64_t entry_count)
+{
+    e->arena = arena;
+    e->arena_size = size;
+    e->entries = entries;
+    e->entry_count = entry_count;
+}
+
+void ffs_engine_counters(ffs_engine *e, ffs_counters *out)
+{
+#define COUNTER(name) out->name = atomic_load_explicit(&e->name, memory_order_relaxed)
+    COUNTER(reads);
+    COUNTER(bytes);
+    COUNTER(short_reads);
+    COUNTER(errors);
+    COUNTER(checksum_errors);
+    COUNTER(wakeups);
+    COUNTER(submits);
+    COUNTER(inflight);
+    COUNTER(queued);
+#undef COUNTER
+}
+
+void ffs_engine_stop(ffs_engine *e)
+{
+    if (getpid() != e->pid)
+        return; /* the threads stayed in the parent */
+    pthread_mutex_lock(&e->lock);
+    bool first = !ffs_stopping(e);
+    atomic_store(&e->stopping, true);
+    if (first)
+        cancel_queued(e, -ECANCELED);
+    pthread_cond_broadcast(&e->work);
+    pthread_mutex_unlock(&e->lock);
+    if (first) {
+        ffs_flush(e);
+        wake(e);
+        for (uint32_t k = 0; k < e->thread_count; k++)
+            pthread_join(e->threads[k], NULL);
+        ffs_flush(e);
+    }
+    pthread_mutex_lock(&e->lock);
+    e->joined |= first;
+    pthread_cond_broadcast(&e->settled);
+    while (!e->joined || e->waiters)
+        pthread_cond_wait(&e->settled, &e->lock);
+    pthread_mutex_unlock(&e->lock);
+}
+
+static void release(ffs_engine *e)
+{
+    if (e->wake_fd >= 0)
+        close(e->wake_fd);
+    if (e->done_fd >= 0)
+        close(e->done_fd);
+    free(e->files);
+    free(e->ops);
+    free(e->threads);
+    free(e->states);
+    free(e);
+}
+
+void ffs_engine_close(ffs_engine *e)
+{
+    if (getpid() != e->pid) {
+        ffs_engine_forget(e);
+        return;
+    }
+    ffs_engine_stop(e);
+    if (!e->broken) /* a ring that was lost may still be written for by the device */
+        for (uint32_t k = 0; e->ops && k < e->depth; k++)
+            ffs_op_free(&e->ops[k]);
+    pthread_mutex_destroy(&e->lock);
+    pthread_cond_destroy(&e->work);
+    pthread_cond_destroy(&e->settled);
+    release(e);
+}
+
+void ffs_engine_forget(ffs_engine *e)
+{
+    /* The lock may be held by a thread that stayed in the parent, and the bounce buffers are not
+     * mapped here (MADV_DONTFORK): neither is touched. */
+    if (e->states && !e->joined)
+        for (uint32_t k = 0; k < e->thread_count; k++)
+            if (e->states[k])
+                e->backend->forget(e->states[k]);
+    release(e);
+}

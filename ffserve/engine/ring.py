@@ -1,0 +1,725 @@
+"""The Python face of the C core: engines, batches, views of the shared directory, checksums.
+
+Everything here is thin: arrays go in as numpy buffers, one C call is made a batch, and the GIL is
+released during it. The untyped cffi module is confined to this file.
+
+Who owns what. A ``Batch`` is one block of C memory that its numpy views keep alive. From submit
+until it has ended the kernel may write into it, so the engine holds it in a dictionary that in
+turn the engine's finalizer holds: whatever order Python tears things down in, the engine's
+threads have stopped before a batch in flight is freed.
+
+A fork leaves the engine's threads in the parent. The child's copy refuses to work; dropping it,
+or ``forget()``, gives its memory and descriptors back without touching the parent's ring.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import stat
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ffserve.engine._core import ffi, lib
+from ffserve.errors import ReadError, SampleIndexError, UsageError
+
+Kind = Literal["uring", "aio", "threads"]
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+UInt32s = npt.NDArray[np.uint32]
+
+KINDS: dict[Kind, int] = {
+    "uring": lib.FFS_ENGINE_URING,
+    "aio": lib.FFS_ENGINE_AIO,
+    "threads": lib.FFS_ENGINE_THREADS,
+}
+"""Every kind there is, the best first."""
+
+CRC_NONE: int = lib.FFS_CRC_NONE
+CRC_32: int = lib.FFS_CRC_32
+CRC_32C: int = lib.FFS_CRC_32C
+ECHECKSUM: int = lib.FFS_ECHECKSUM
+ETRUNCATED: int = lib.FFS_ETRUNCATED
+ESTALE: int = lib.FFS_ESTALE
+ERANGE: int = lib.FFS_ERANGE
+
+NOWHERE = 2**64 - 1
+"""No slot (the read bounces), or no entry (nothing is published)."""
+
+READ_DTYPE = np.dtype(
+    [
+        ("offset", "u8"),
+        ("length", "u8"),
+        ("slot", "u8"),
+        ("slot_size", "u8"),
+        ("file", "i4"),
+        ("checksum_kind", "i4"),
+        ("first_record", "u4"),
+        ("record_count", "u4"),
+    ]
+)
+RECORD_DTYPE = np.dtype(
+    [
+        ("offset", "u8"),
+        ("length", "u8"),
+        ("entry", "u8"),
+        ("dest", "u8"),
+        ("checksum", "u4"),
+        ("found", "u4"),
+        ("status", "i4"),
+        ("reserved", "u4"),
+    ]
+)
+ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
+assert READ_DTYPE.itemsize == ffi.sizeof("ffs_read")
+assert RECORD_DTYPE.itemsize == ffi.sizeof("ffs_record")
+assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
+
+_INT64 = np.dtype(np.int64)
+_UINT64 = np.dtype(np.uint64)
+_I64S = ffi.typeof("int64_t[]")
+_U64S = ffi.typeof("uint64_t[]")
+_U32S = ffi.typeof("uint32_t[]")
+_U8S = ffi.typeof("uint8_t[]")
+_DESTS = ffi.typeof("uint8_t *[]")
+_POINTER = ffi.typeof("uintptr_t")
+_from_buffer = ffi.from_buffer
+_NULL = ffi.NULL
+
+# An uninterrupted wait in C would keep Ctrl-C waiting too.
+_WAIT_SLICE_MS = 200
+
+
+def _error(rc: int, what: str) -> UsageError | ReadError:
+    if rc in (-22, -16):  # EINVAL, EBUSY: our own caller's
+        return UsageError(f"{what}: {os.strerror(-rc)}")
+    return ReadError(f"{what}: {os.strerror(-rc)}")
+
+
+class Batch:
+    """Reads and records for one submit: fill the two arrays, submit, look at ``status``.
+
+    Attributes:
+        reads: structured array of READ_DTYPE, a view of C memory, zeroed at first.
+        records: structured array of RECORD_DTYPE, likewise.
+    """
+
+    __slots__ = ("__weakref__", "_c", "_held", "address", "reads", "records")
+
+    def __init__(self, read_count: int, record_count: int) -> None:
+        c = lib.ffs_batch_new(read_count, record_count)
+        if c == _NULL:
+            raise MemoryError(f"no memory for a batch of {record_count} records")
+        self._c: Any = ffi.gc(c, lib.ffs_batch_free)
+        self._held: dict[int, Batch] | None = None
+        self.address = int(ffi.cast(_POINTER, c))
+        first_read = int(ffi.cast(_POINTER, c.reads)) - self.address
+        first_record = int(ffi.cast(_POINTER, c.records)) - self.address
+        # The buffer keeps the owning pointer alive, the arrays keep the buffer.
+        block = ffi.buffer(self._c, first_record + record_count * RECORD_DTYPE.itemsize)
+        self.reads = np.frombuffer(block, READ_DTYPE, read_count, first_read)
+        self.records = np.frombuffer(block, RECORD_DTYPE, record_count, first_record)
+
+    @property
+    def tag(self) -> int:
+        """A number of the caller's own."""
+        return int(self._c.tag)
+
+    @tag.setter
+    def tag(self, value: int) -> None:
+        self._c.tag = value
+
+    @property
+    def failed(self) -> int:
+        """How many records have a status other than 0, once the batch has ended."""
+        return int(self._c.failed)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read from files, over-read included, once the batch has ended."""
+        return int(self._c.bytes)
+
+    @property
+    def done(self) -> bool:
+        """Whether the batch has ended; never before it was submitted."""
+        return bool(self._c.done)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an engine owns the batch now."""
+        return self._held is not None and not self._c.done
+
+    def free(self) -> None:
+        """Give the memory back now rather than with the last reference to batch or arrays.
+
+        Raises: UsageError while the batch is in flight.
+        """
+        if self._c is None:
+            return
+        if self.in_flight:
+            raise UsageError("a batch in flight cannot be freed")
+        if self._held is not None:
+            self._held.pop(self.address, None)
+        self._held = self._c = None
+        self.reads = np.empty(0, READ_DTYPE)
+        self.records = np.empty(0, RECORD_DTYPE)
+
+
+def _shut(core: Any, in_flight: dict[int, Batch]) -> None:
+    lib.ffs_engine_stop(core)
+    in_flight.clear()
+
+
+class Engine:
+    """Reads in flight: one I/O thread over io_uring or Linux AIO, or a pool of threads.
+
+    Args:
+        kind: "auto" takes the best that works here; any other is taken or refused.
+        depth: reads in flight, 1 to 4096.
+        threads: how many for the kind "threads", where each is one read in flight.
+    Raises:
+        UsageError: an unknown kind, a depth or number of threads out of range.
+        ReadError: the kind that was asked for does not work here.
+    """
+
+    def __init__(
+        self,
+        kind: Kind | Literal["auto"] = "auto",
+        *,
+        depth: int = 64,
+        threads: int = 32,
+    ) -> None:
+        if kind != "auto" and kind not in KINDS:
+            raise UsageError(
+                f"no engine is called {kind!r}", hint=f"one of auto, {', '.join(KINDS)}"
+            )
+        if not 1 <= depth <= 4096 or not 1 <= threads <= 1024:
+            raise UsageError("depth goes from 1 to 4096, threads from 1 to 1024")
+        self.kind: Kind = _best() if kind == "auto" else kind
+        out = ffi.new("ffs_engine **")
+        rc = lib.ffs_engine_open(out, KINDS[self.kind], depth, threads)
+        if rc < 0:
+            raise ReadError(
+                f"the engine {self.kind} does not work here: {_reason(rc)}",
+                hint='the kind "auto" takes one that does',
+            )
+        self.depth = depth if self.kind != "threads" else threads
+        self._pid = os.getpid()
+        self._in_flight: dict[int, Batch] = {}
+        # Freed when the last reference goes, which may be a call that another thread is in.
+        self._c: Any = ffi.gc(out[0], lib.ffs_engine_close)
+        self._finalizer = weakref.finalize(self, _shut, self._c, self._in_flight)
+
+    def _core(self) -> Any:
+        core = self._c
+        if core is None:
+            raise UsageError("the engine is closed")
+        if self._pid != os.getpid():
+            raise UsageError("the engine stayed in the parent process", hint="open one here")
+        return core
+
+    def set_arena(self, address: int, size: int, entries_address: int, entry_count: int) -> None:
+        """Say where slots and directory entries lie; before the first submit.
+
+        The mapping must outlive the engine.
+        """
+        lib.ffs_engine_set_arena(
+            self._core(),
+            ffi.cast("uint8_t *", address),
+            size,
+            ffi.cast("ffs_entry *", entries_address),
+            entry_count,
+        )
+
+    def add_file(self, fd: int, alignment: int) -> int:
+        """Add an open file and return its id.
+
+        Args:
+            fd: stays the caller's and must stay open until ``remove_file``.
+            alignment: of reads from it, as ``open_direct`` gives it; 1 when it is buffered.
+        """
+        rc = int(lib.ffs_file_add(self._core(), fd, alignment))
+        if rc < 0:
+            raise _error(rc, "cannot add the file")
+        return rc
+
+    def remove_file(self, file: int) -> None:
+        """Forget a file of which no read is queued or in flight."""
+        lib.ffs_file_remove(self._core(), file)
+
+    def batch(self, read_count: int, record_count: int) -> Batch:
+        """A zeroed batch; it may be submitted again after it has ended."""
+        return Batch(read_count, record_count)
+
+    def submit(self, batch: Batch) -> None:
+        """Hand the batch over; it must not be touched until it has ended.
+
+        Raises: UsageError when a read or record does not fit (an unknown file, a record outside
+        of its extent, a slot that is too small, no place for the bytes): nothing is read then.
+        """
+        core = self._core()
+        self._in_flight[batch.address] = batch
+        batch._held = self._in_flight
+        rc = lib.ffs_submit(core, batch._c)
+        if rc < 0:
+            if rc != -16:  # EBUSY: it is in flight, and stays so
+                self._in_flight.pop(batch.address, None)
+                batch._held = None
+            raise _error(rc, "the batch was refused")
+
+    def wait(self, batch: Batch, timeout_s: float | None = None) -> bool:
+        """Block until the batch has ended.
+
+        A batch that was waited for does not appear in ``completed()`` as well.
+        Args: timeout_s: None waits for ever.
+        Returns: False when the time is up.
+        """
+        core = self._core()
+        if timeout_s is None:
+            while not lib.ffs_wait(core, batch._c, _WAIT_SLICE_MS):
+                pass
+        else:
+            until = time.monotonic() + timeout_s
+            left_ms = timeout_s * 1000
+            while not lib.ffs_wait(
+                core, batch._c, min(max(int(left_ms + 0.999), 0), _WAIT_SLICE_MS)
+            ):
+                left_ms = (until - time.monotonic()) * 1000
+                if left_ms <= 0:
+                    return False
+        self._in_flight.pop(batch.address, None)
+        batch._held = None
+        return True
+
+    def fileno(self) -> int:
+        """An eventfd that is readable while ``completed()`` has something to give.
+
+        From the first call on, every batch submitted goes there when it ends. Never read it.
+        """
+        return int(lib.ffs_engine_notify(self._core(), 1))
+
+    def completed(self) -> list[Batch]:
+        """Batches that have ended since the last call, oldest first; see ``fileno``."""
+        core = self._core()
+        ended: list[Batch] = []
+        while True:
+            c = lib.ffs_engine_pop(core)
+            if c == _NULL:
+                return ended
+            batch = self._in_flight.pop(int(ffi.cast(_POINTER, c)))
+            batch._held = None
+            ended.append(batch)
+
+    def counters(self) -> dict[str, int]:
+        """What the engine did so far: reads, bytes, short_reads, errors, checksum_errors,
+        wakeups, submits; and what it does now: inflight, queued."""
+        out = ffi.new("ffs_counters *")
+        lib.ffs_engine_counters(self._core(), out)
+        return {name: int(getattr(out, name)) for name in _COUNTERS}
+
+    def close(self) -> None:
+        """Wait for what is in flight, cancel what is queued (-ECANCELED), end the threads."""
+        if self._c is None:
+            return
+        if self._pid != os.getpid():
+            self.forget()
+            return
+        self._finalizer()
+        self._c = None
+
+    def forget(self) -> None:
+        """In a forked child: drop the engine without touching what belongs to the parent."""
+        if self._c is None:
+            return
+        if self._pid == os.getpid():
+            raise UsageError("only a forked child forgets an engine", hint="close() it")
+        self._finalizer.detach()
+        self._in_flight.clear()
+        ffi.release(self._c)  # runs ffs_engine_close, which forgets in a child
+        self._c = None
+
+    def __enter__(self) -> Engine:  # noqa: PYI034 - typing.Self is Python 3.11's
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+_COUNTERS = tuple(name for name, _ in ffi.typeof("ffs_counters").fields)
+
+
+# ---- what works here ---------------------------------------------------------------------------
+
+
+def _reason(rc: int) -> str:
+    """Why the kernel refused an engine, in words."""
+    if rc == -38:
+        return "not in this kernel or not in this build"
+    if rc == -1:
+        return "not permitted (seccomp, or kernel.io_uring_disabled)"
+    if rc == -12:
+        return "no memory that may be locked (see ulimit -l)"
+    return os.strerror(-rc)
+
+
+@functools.cache
+def _trial(kind: Kind) -> str | None:
+    """Read a file by this kind of engine; None if it works, else why not."""
+    if not lib.ffs_built() >> KINDS[kind] & 1:
+        return "not in this build"
+    content = os.urandom(8192)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            fd, alignment = open_direct(file.fileno())
+            try:
+                with Engine(kind, depth=2, threads=1) as engine:
+                    batch = engine.batch(1, 1)
+                    got = np.zeros(5000, np.uint8)
+                    batch.reads[0] = (
+                        100,
+                        5000,
+                        NOWHERE,
+                        0,
+                        engine.add_file(fd, alignment),
+                        0,
+                        0,
+                        1,
+                    )
+                    batch.records[0] = (100, 5000, NOWHERE, got.ctypes.data, 0, 0, 0, 0)
+                    engine.submit(batch)
+                    engine.wait(batch)
+            finally:
+                os.close(fd)
+    except (OSError, UsageError) as error:
+        return str(error)
+    status = int(batch.records["status"][0])
+    if status:
+        return f"a read of a temporary file failed: {os.strerror(-status)}"
+    return None if got.tobytes() == content[100:5100] else "a read brought wrong bytes"
+
+
+def probe() -> list[Kind]:
+    """The kinds that work here, best first, each tried once a process by a real read."""
+    return [kind for kind in KINDS if _trial(kind) is None]
+
+
+def _best() -> Kind:
+    usable = probe()
+    if not usable:
+        raise ReadError(f"no engine works here: {describe()}")
+    return usable[0]
+
+
+def describe() -> str:
+    """One line for people: the engine that "auto" takes, why the others are out, checksums by."""
+    usable = probe()
+    parts = [f"engine {usable[0]}" if usable else "no engine"]
+    if usable[1:]:
+        parts.append(f"also {', '.join(usable[1:])}")
+    parts += [f"no {kind}: {_trial(kind)}" for kind in KINDS if kind not in usable]
+    parts.append(f"checksums by {ffi.string(lib.ffs_checksum_library()).decode()}")
+    return "; ".join(parts)
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def _logical_block_size(device: int) -> int:
+    """Of the block device a file lies on; 4096 where there is none or nobody says."""
+    place = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for queue in ("queue", "../queue"):  # a partition's queue is its disk's
+        try:
+            with open(f"{place}/{queue}/logical_block_size", encoding="ascii") as file:
+                return int(file.read())
+        except (OSError, ValueError):
+            continue
+    return 4096
+
+
+def _reads_aligned(fd: int, alignment: int) -> bool:
+    """Whether one direct read at this alignment succeeds, at the start and further on."""
+    with mmap.mmap(-1, max(alignment, mmap.PAGESIZE)) as page:
+        try:
+            with memoryview(page) as whole, whole[:alignment] as piece:
+                os.preadv(fd, [piece], 0)
+                os.preadv(fd, [piece], alignment)
+        except OSError:
+            return False
+    return True
+
+
+def direct_alignment(fd: int) -> int:
+    """Alignment of reads from a descriptor that has O_DIRECT, or 1 if none works.
+
+    Asks the kernel (statx, Linux 6.1), else the block device; then makes sure by reading.
+    """
+    out = ffi.new("uint32_t[2]")
+    candidates = []
+    if lib.ffs_dio_alignment(fd, out, out + 1) == 0:
+        if not out[1]:
+            return 1
+        candidates.append(int(max(out[0], out[1])))
+    else:
+        candidates.append(_logical_block_size(os.fstat(fd).st_dev))
+    candidates += [size for size in (4096, 65536) if size > candidates[0]]
+    for alignment in candidates:
+        if alignment & (alignment - 1) == 0 and _reads_aligned(fd, alignment):
+            return alignment
+    return 1
+
+
+def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
+    """Open a regular file for reading past the page cache, or buffered where that does not work.
+
+    Args:
+        path_or_fd: a path, or a descriptor that is opened anew (its own flags stay as they are).
+    Returns: (fd, alignment): the caller closes fd; alignment 1 means buffered.
+    Raises: OSError as open() does; UsageError when it is not a regular file or a block device.
+    """
+    given = path_or_fd if isinstance(path_or_fd, int) else None
+    path = os.fspath(path_or_fd) if not isinstance(path_or_fd, int) else f"/proc/self/fd/{given}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as refused:
+        fd = _open_buffered(path, given, refused)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+            raise UsageError("not a regular file", path=os.fspath(path))
+        if not _flags(fd) & os.O_DIRECT:
+            return fd, 1
+        alignment = direct_alignment(fd)
+        if alignment == 1:
+            buffered = _open_buffered(path, given, None)
+            os.close(fd)
+            fd = buffered
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, alignment
+
+
+def _flags(fd: int) -> int:
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("flags:"):
+                return int(line.split()[1], 8)
+    return 0
+
+
+def _open_buffered(path: str, given: int | None, refused: OSError | None) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        # A descriptor that was handed to us may be of a file that we could not open ourselves.
+        if given is None:
+            raise
+        return os.dup(given)
+    except OSError as error:
+        raise error from refused
+
+
+# ---- checksums ---------------------------------------------------------------------------------
+
+
+def checksum(kind: int, data: Any, seed: int = 0) -> int:
+    """CRC of a bytes-like object; ``seed`` is the CRC of what came before it."""
+    with _from_buffer(_U8S, data) as bytes_:
+        return int(lib.ffs_checksum(kind, seed, bytes_, len(bytes_)))
+
+
+def checksums(kind: int, data: Any, offsets: UInt64s, lengths: UInt64s) -> UInt32s:
+    """CRC of each piece data[offsets[k] : offsets[k] + lengths[k]], one call for all.
+
+    Raises: UsageError when a piece does not lie within data.
+    """
+    offsets = np.ascontiguousarray(offsets, np.uint64)
+    lengths = np.ascontiguousarray(lengths, np.uint64)
+    with _from_buffer(_U8S, data) as bytes_:
+        size = np.uint64(len(bytes_))
+        if len(offsets) != len(lengths) or bool(
+            np.any(lengths > size) or np.any(offsets > size - np.minimum(lengths, size))
+        ):
+            raise UsageError("a piece lies outside of the data")
+        out = np.empty(len(offsets), np.uint32)
+        lib.ffs_checksums(
+            kind,
+            bytes_,
+            _from_buffer(_U64S, offsets),
+            _from_buffer(_U64S, lengths),
+            len(offsets),
+            _from_buffer(_U32S, out),
+        )
+    return out
+
+
+# ---- the directory -----------------------------------------------------------------------------
+
+
+class View:
+    """What a reader needs to copy samples out of shared memory: the arena and the directory.
+
+    Args:
+        arena_address, arena_size: the mapping, which must outlive the view.
+        segments: (address of the first entry, index of its sample, count), in rising order of
+            index and without gaps from 0.
+    """
+
+    __slots__ = ("_c", "_segments", "sample_count")
+
+    def __init__(
+        self, arena_address: int, arena_size: int, segments: Sequence[tuple[int, int, int]]
+    ) -> None:
+        self.sample_count = 0
+        self._segments = ffi.new("ffs_segment[]", len(segments))
+        for segment, (address, first, count) in zip(self._segments, segments, strict=True):
+            if first != self.sample_count or count < 0:
+                raise UsageError("segments must follow each other from sample 0 without a gap")
+            segment.entries = ffi.cast("ffs_entry *", address)
+            segment.first = first
+            segment.count = count
+            self.sample_count += count
+        self._c = ffi.new("ffs_view *")
+        self._c.arena = ffi.cast("uint8_t *", arena_address)
+        self._c.arena_size = arena_size
+        self._c.segments = self._segments
+        self._c.segment_count = len(segments)
+
+    def locate(self, indices: Int64s) -> tuple[Int64s, Int64s, int]:
+        """Look samples up.
+
+        Args: indices: shape (n,), int64, contiguous; repeats are allowed.
+        Returns: (offsets, missing, unknown). offsets (n + 1): running sum of the lengths, an
+            unknown one counted as 0. missing: positions that cannot be read now. unknown: how
+            many lengths are not known yet.
+        Raises: SampleIndexError for an index outside of the view.
+        Cost: one call, no lock; about 10-20 ns a sample.
+        """
+        n = len(indices)
+        if indices.dtype != _INT64:
+            indices = indices.astype(np.int64)
+        out = np.empty(2 * n + 3, np.int64)
+        c = _from_buffer(_I64S, out)
+        missing = lib.ffs_locate(
+            self._c,
+            _from_buffer(_I64S, indices),
+            n,
+            c,
+            c + (n + 1),
+            c + (2 * n + 1),
+            c + (2 * n + 2),
+        )
+        if missing < 0:
+            index = int(indices[out[2 * n + 2]])
+            raise SampleIndexError(f"there are {self.sample_count} samples", index=index)
+        return out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1]
+
+    def gather(
+        self,
+        indices: Int64s,
+        offsets: Int64s,
+        buffer: npt.NDArray[np.uint8] | None,
+        dests: UInt64s | None = None,
+        positions: Int64s | None = None,
+    ) -> Int64s | None:
+        """Copy samples out of the arena.
+
+        Args:
+            indices, offsets: as given to and got from ``locate``.
+            buffer: sample k goes to buffer[offsets[k] : offsets[k + 1]]; None if dests are given.
+            dests: addresses, one a sample, with room for it.
+            positions: which samples to copy, each from 0 to n - 1; None for all.
+        Returns: the positions that could not be read (ask the daemon for them), or None when
+            a sample's length is not what ``offsets`` says: locate again.
+        Raises: ReadError when the directory points outside of the arena, SampleIndexError for
+            an index outside of the view.
+        """
+        n = len(indices)
+        if len(offsets) != n + 1:
+            raise UsageError("offsets must have one element more than indices")
+        if indices.dtype != _INT64 or offsets.dtype != _INT64:
+            raise UsageError("indices and offsets must be int64")
+        if dests is not None:
+            if len(dests) != n or dests.dtype != _UINT64:
+                raise UsageError("dests must be one uint64 address a sample")
+            to, tos = _NULL, _from_buffer(_DESTS, dests)
+        elif buffer is None or buffer.nbytes < offsets[n]:
+            raise UsageError("the buffer is smaller than the samples")
+        else:
+            to, tos = _from_buffer(_U8S, buffer, True), _NULL
+        if positions is None:
+            count, which = n, _NULL
+        else:
+            if positions.dtype != _INT64:
+                raise UsageError("positions must be int64")
+            count, which = len(positions), _from_buffer(_I64S, positions)
+        left = np.empty(count, np.int64)
+        rc = lib.ffs_gather(
+            self._c,
+            _from_buffer(_I64S, indices),
+            _from_buffer(_I64S, offsets),
+            to,
+            tos,
+            which,
+            count,
+            _from_buffer(_I64S, left),
+        )
+        if rc >= 0:
+            return left[:rc]
+        if rc == ESTALE:
+            return None
+        if n and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
+            raise SampleIndexError(f"there are {self.sample_count} samples")
+        raise ReadError("the shared directory points outside of the arena")
+
+    def places(self, indices: Int64s) -> UInt64s:
+        """Byte offset in the arena of each sample, NOWHERE where it cannot be read now.
+
+        The samples must be pinned by a lease, or they may be gone at once.
+        Raises: as ``gather``.
+        """
+        if indices.dtype != _INT64:
+            indices = indices.astype(np.int64)
+        out = np.empty(len(indices), np.uint64)
+        rc = lib.ffs_places(
+            self._c, _from_buffer(_I64S, indices), len(indices), _from_buffer(_U64S, out)
+        )
+        if rc >= 0:
+            return out
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
+            raise SampleIndexError(f"there are {self.sample_count} samples")
+        raise ReadError("the shared directory points outside of the arena")
+
+
+def retract(
+    entries_address: int, firsts: Int64s, counts: Int64s, slots: UInt64s, sizes: UInt64s
+) -> None:
+    """Make entries unreadable before their slots are filled anew (the daemon's side).
+
+    Args: for each k the entries [firsts[k], firsts[k] + counts[k]), of which those are meant
+        whose payload starts within [slots[k], slots[k] + sizes[k]) of the arena.
+    """
+    if not len(firsts) == len(counts) == len(slots) == len(sizes):
+        raise UsageError("firsts, counts, slots and sizes must be of one length")
+    lib.ffs_retract(
+        ffi.cast("ffs_entry *", entries_address),
+        _from_buffer(_I64S, firsts),
+        _from_buffer(_I64S, counts),
+        _from_buffer(_U64S, slots),
+        _from_buffer(_U64S, sizes),
+        len(firsts),
+    )
+
+
+def publish(entries_address: int, entry: int, offset: int, length: int) -> None:
+    """Make one sample readable whose bytes lie at ``offset`` of the arena already."""
+    lib.ffs_publish(ffi.cast("ffs_entry *", entries_address) + entry, offset, length)

@@ -1,0 +1,228 @@
+/* The seqlocked directory: how a client copies a sample that the daemon may evict meanwhile.
+ *
+ * Writer: seq to unreadable, full fence, then change the slot's bytes, length and place, then
+ * seq to readable with release. Reader: seq with acquire, place and length, bounds check, copy,
+ * acquire fence, seq again. If the reader saw anything that the writer wrote after its fence, then
+ * its second look at seq sees the change too, and the copy is refused (Boehm, "Can seqlocks get
+ * along with programming language memory models?", 2012). The copy itself races by design; what it
+ * may never do is leave the arena, hence the bounds check on values loaded once.
+ */
+#include <string.h>
+
+#include "core.h"
+
+#define AHEAD 8      /* directory entries prefetched; a power of two */
+#define NEAR 2       /* payloads prefetched */
+#define UNKNOWN ((((uint64_t)1) << 48) - 1)
+#define LINE 64
+
+typedef struct { uint32_t seq; uint64_t offset, length; } look;
+
+static inline look look_at(const ffs_entry *entry)
+{
+    look l;
+    l.seq = __atomic_load_n(&entry->seq, __ATOMIC_ACQUIRE);
+    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED);
+    uint64_t low = __atomic_load_n(&entry->length_low, __ATOMIC_RELAXED);
+    l.offset = place & UNKNOWN;
+    l.length = (place >> 48) << 32 | low;
+    return l;
+}
+
+static inline int unchanged(const ffs_entry *entry, uint32_t seq)
+{
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&entry->seq, __ATOMIC_RELAXED) == seq;
+}
+
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define UNDER_TSAN 1
+#endif
+#endif
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#endif
+
+#ifdef UNDER_TSAN
+/* The race is the design; the sanitizer intercepts memcpy wherever it is called from. */
+__attribute__((no_sanitize("thread"), noinline))
+static void racy_copy(uint8_t *to, const uint8_t *from, uint64_t size)
+{
+    const volatile uint8_t *v = from;
+    for (uint64_t k = 0; k < size; k++)
+        to[k] = v[k];
+}
+#else
+static inline void racy_copy(uint8_t *to, const uint8_t *from, uint64_t size)
+{
+    memcpy(to, from, size);
+}
+#endif
+
+/* NULL when outside. *hint: the segment found last, which is where the next one often is. */
+static inline const ffs_entry *find(const ffs_view *view, int64_t index, uint64_t *hint)
+{
+    const ffs_segment *s = view->segments + *hint;
+    uint64_t i = (uint64_t)index;
+    if (i - s->first < s->count)
+        return s->entries + (i - s->first);
+    uint64_t low = 0, n = view->segment_count;
+    while (n > 1) {
+        uint64_t half = n / 2;
+        low = view->segments[low + half].first <= i ? low + half : low;
+        n -= half;
+    }
+    s = view->segments + low;
+    if (i - s->first >= s->count)
+        return NULL;
+    *hint = low;
+    return s->entries + (i - s->first);
+}
+
+int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+                   int64_t *missing, int64_t *unknown, int64_t *bad)
+{
+    const ffs_entry *ring[AHEAD];
+    uint64_t hint = 0, sum = 0;
+    int64_t lost = 0, blank = 0;
+
+    offsets[0] = 0;
+    if (n > 0 && !view->segment_count) {
+        *bad = 0;
+        return FFS_ERANGE;
+    }
+    for (int64_t k = -AHEAD; k < n; k++) {
+        const ffs_entry *entry = k >= 0 ? ring[k & (AHEAD - 1)] : NULL;
+        int64_t next = k + AHEAD;
+        if (next < n) {
+            const ffs_entry *ahead = find(view, indices[next], &hint);
+            if (!ahead) {
+                *bad = next;
+                return FFS_ERANGE;
+            }
+            __builtin_prefetch(ahead);
+            ring[next & (AHEAD - 1)] = ahead;
+        }
+        if (k < 0)
+            continue;
+        look l = look_at(entry);
+        if (l.length == UNKNOWN)
+            blank++;
+        else
+            sum += l.length;
+        offsets[k + 1] = (int64_t)sum;
+        missing[lost] = k;
+        lost += !(l.seq & 1);
+    }
+    *unknown = blank;
+    return lost;
+}
+
+/* 0 copied, 1 not readable, or FFS_E*. */
+static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t *to,
+                           uint64_t length)
+{
+    look l = look_at(entry);
+    if (!(l.seq & 1))
+        return 1;
+    if (l.length != length)
+        return unchanged(entry, l.seq) ? FFS_ESTALE : 1;
+    if (l.offset > view->arena_size || length > view->arena_size - l.offset)
+        return unchanged(entry, l.seq) ? FFS_ERANGE : 1;
+    racy_copy(to, view->arena + l.offset, length);
+    return unchanged(entry, l.seq) ? 0 : 1;
+}
+
+static inline void prefetch_payload(const ffs_view *view, const ffs_entry *entry)
+{
+    /* Any address will do: a prefetch of a wrong one is dropped. */
+    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED) & UNKNOWN;
+    if (place >= view->arena_size)
+        return;
+    const uint8_t *payload = view->arena + place;
+    __builtin_prefetch(payload);
+    __builtin_prefetch(payload + LINE);
+    __builtin_prefetch(payload + 2 * LINE);
+    __builtin_prefetch(payload + 3 * LINE);
+}
+
+int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
+                   uint8_t *buffer, uint8_t *const *dests,
+                   const int64_t *positions, int64_t m, int64_t *left)
+{
+    const ffs_entry *ring[AHEAD];
+    uint64_t hint = 0;
+    int64_t lost = 0;
+
+    if (m > 0 && !view->segment_count)
+        return FFS_ERANGE;
+    for (int64_t k = -AHEAD; k < m; k++) {
+        const ffs_entry *entry = k >= 0 ? ring[k & (AHEAD - 1)] : NULL;
+        int64_t next = k + AHEAD;
+        if (next < m) {
+            int64_t position = positions ? positions[next] : next;
+            const ffs_entry *ahead = find(view, indices[position], &hint);
+            if (!ahead)
+                return FFS_ERANGE;
+            __builtin_prefetch(ahead);
+            ring[next & (AHEAD - 1)] = ahead;
+        }
+        if (k + NEAR >= 0 && k + NEAR < m)
+            prefetch_payload(view, ring[(k + NEAR) & (AHEAD - 1)]);
+        if (k < 0)
+            continue;
+        int64_t position = positions ? positions[k] : k;
+        uint8_t *to = dests ? dests[position] : buffer + offsets[position];
+        int rc = copy_one(view, entry, to, (uint64_t)(offsets[position + 1] - offsets[position]));
+        if (rc < 0)
+            return rc;
+        if (rc)
+            left[lost++] = position;
+    }
+    return lost;
+}
+
+int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint64_t *places)
+{
+    uint64_t hint = 0;
+    int64_t lost = 0;
+    if (n > 0 && !view->segment_count)
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        const ffs_entry *entry = find(view, indices[k], &hint);
+        if (!entry)
+            return FFS_ERANGE;
+        look l = look_at(entry);
+        int stable = (l.seq & 1) && unchanged(entry, l.seq);
+        if (stable && (l.offset > view->arena_size || l.length > view->arena_size - l.offset))
+            return FFS_ERANGE;
+        places[k] = stable ? l.offset : UINT64_MAX;
+        lost += !stable;
+    }
+    return lost;
+}
+
+void ffs_retract(ffs_entry *entries, const int64_t *firsts, const int64_t *counts,
+                 const uint64_t *slots, const uint64_t *sizes, int64_t m)
+{
+    for (int64_t k = 0; k < m; k++) {
+        for (int64_t i = firsts[k]; i < firsts[k] + counts[k]; i++) {
+            look l = look_at(&entries[i]);
+            if ((l.seq & 1) && l.offset >= slots[k] && l.offset - slots[k] < sizes[k])
+                __atomic_store_n(&entries[i].seq, l.seq + 1, __ATOMIC_RELAXED);
+        }
+    }
+    /* Whoever reads a byte that is written to these slots after this sees the stores above. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+void ffs_publish(ffs_entry *entry, uint64_t offset, uint64_t length)
+{
+    uint32_t seq = __atomic_load_n(&entry->seq, __ATOMIC_RELAXED);
+    if (seq & 1)
+        return;
+    __atomic_store_n(&entry->length_low, (uint32_t)length, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->place, offset | (length >> 32) << 48, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->seq, seq + 1, __ATOMIC_RELEASE);
+}

@@ -1,0 +1,225 @@
+/* io_uring, one ring and one thread that alone touches it.
+ *
+ * Flags by allow-list: SINGLE_ISSUER | DEFER_TASKRUN (Linux 6.1) runs completions only when this
+ * thread asks for them; then COOP_TASKRUN (5.19), then none. SQPOLL and IOPOLL cost more than they
+ * give here. NO_SQARRAY must never be set: liburing 2.3 writes to an array that is not there.
+ *
+ * New work is announced by an eventfd of which a read is always pending in the ring while the
+ * thread waits with room to spare, so work that arrives during a wait is issued at once. When the
+ * ring is full there is nothing to issue, and the thread asks for several completions at a time.
+ */
+#ifdef FFS_HAVE_URING
+#include <assert.h>
+#include <errno.h>
+#include <liburing.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "backend.h"
+
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
+#define FILE_TABLE 4096 /* ids beyond it use their plain descriptor */
+
+typedef struct {
+    struct io_uring ring;
+    uint32_t *registered;   /* by file id: the generation that stands in the ring's table */
+    uint32_t table;
+    uint64_t wake_count;    /* the pending read of wake_fd writes here */
+    bool armed;
+    uint32_t spare_count;
+    ffs_op *spare[];        /* a stack: the last buffer used is the warmest */
+} uring;
+
+static int setup(struct io_uring *ring, uint32_t depth)
+{
+    static const unsigned ladder[] = {
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL |
+            IORING_SETUP_CLAMP,
+        IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL | IORING_SETUP_CLAMP,
+        IORING_SETUP_CLAMP,
+    };
+    int rc = -EINVAL;
+    for (size_t k = 0; rc == -EINVAL && k < sizeof ladder / sizeof *ladder; k++)
+        rc = io_uring_queue_init(depth + 2, ring, ladder[k]);
+    return rc;
+}
+
+/* Fixed files spare two atomic operations on the file a read. The table may not be larger than
+ * RLIMIT_NOFILE; liburing would raise that limit behind the program's back. */
+static uint32_t make_table(struct io_uring *ring)
+{
+    struct rlimit limit;
+    uint32_t size = FILE_TABLE;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < size)
+        size = (uint32_t)limit.rlim_cur;
+    return io_uring_register_files_sparse(ring, size) ? 0 : size;
+}
+
+static void uring_stop(void *state)
+{
+    uring *u = state;
+    io_uring_queue_exit(&u->ring);
+    free(u->registered);
+    free(u);
+}
+
+static int uring_start(ffs_engine *e, uint32_t thread, void **state)
+{
+    (void)thread;
+    uring *u = calloc(1, sizeof *u + e->depth * sizeof *u->spare);
+    if (!u)
+        return -ENOMEM;
+    int rc = setup(&u->ring, e->depth);
+    if (rc) {
+        free(u);
+        return rc;
+    }
+    io_uring_ring_dontfork(&u->ring);
+    u->registered = calloc(FILE_TABLE, sizeof *u->registered);
+    rc = !u->registered ? -ENOMEM : *u->ring.sq.kring_entries < e->depth + 2 ? -EINVAL : 0;
+    if (rc) {
+        uring_stop(u);
+        return rc;
+    }
+    u->table = make_table(&u->ring);
+    for (uint32_t k = 0; k < e->depth; k++)
+        u->spare[u->spare_count++] = &e->ops[k];
+    *state = u;
+    return 0;
+}
+
+static void uring_forget(void *state)
+{
+    uring *u = state;
+    close(u->ring.ring_fd);
+    free(u->registered);
+    free(u);
+}
+
+static bool fixed(uring *u, const ffs_op *op)
+{
+    if ((uint32_t)op->file >= u->table)
+        return false;
+    if (u->registered[op->file] == op->generation)
+        return true;
+    int fd = op->fd;
+    /* A refusal (a descriptor that is not open) shows again, as the read's own result. */
+    if (io_uring_register_files_update(&u->ring, (unsigned)op->file, &fd, 1) != 1)
+        return false;
+    u->registered[op->file] = op->generation;
+    return true;
+}
+
+static void drop_removed(ffs_engine *e, uring *u)
+{
+    if (!atomic_load_explicit(&e->files_removed, memory_order_relaxed) ||
+        !atomic_exchange(&e->files_removed, false))
+        return;
+    for (uint32_t id = 0; id < u->table; id++) {
+        if (!u->registered[id] || ffs_file_generation(e, (int)id) == u->registered[id])
+            continue;
+        int none = -1;
+        io_uring_register_files_update(&u->ring, id, &none, 1);
+        u->registered[id] = 0;
+    }
+}
+
+static void issue(uring *u, ffs_op *op)
+{
+    bool in_table = fixed(u, op);
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
+    assert(sqe); /* the ring has room for depth + 2 */
+    io_uring_prep_read(sqe, in_table ? op->file : op->fd, op->to, (unsigned)op->size, op->offset);
+    if (in_table)
+        sqe->flags |= IOSQE_FIXED_FILE;
+    io_uring_sqe_set_data(sqe, op);
+}
+
+static void arm(ffs_engine *e, uring *u)
+{
+    if (u->armed)
+        return;
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
+    assert(sqe);
+    io_uring_prep_read(sqe, e->wake_fd, &u->wake_count, sizeof u->wake_count, 0);
+    io_uring_sqe_set_data(sqe, NULL);
+    u->armed = true;
+}
+
+static void reap(ffs_engine *e, uring *u)
+{
+    struct io_uring_cqe *cqe;
+    unsigned head, count = 0;
+    io_uring_for_each_cqe(&u->ring, head, cqe) {
+        ffs_op *op = io_uring_cqe_get_data(cqe);
+        count++;
+        if (!op)
+            u->armed = false;
+        else if (ffs_advance(e, op, cqe->res))
+            issue(u, op);
+        else
+            u->spare[u->spare_count++] = op;
+    }
+    io_uring_cq_advance(&u->ring, count);
+    ffs_flush(e);
+}
+
+/* Somebody closed the ring's descriptor under us. What was in flight cannot be awaited. */
+static void lose(ffs_engine *e, uring *u, int error)
+{
+    ffs_break(e, -EIO);
+    for (uint32_t k = 0; k < e->depth; k++)
+        if (e->ops[k].job)
+            ffs_op_end(e, &e->ops[k], error);
+    ffs_flush(e);
+    u->armed = false;
+    uint64_t count;
+    while (!ffs_stopping(e) && read(e->wake_fd, &count, sizeof count) > 0)
+        continue;
+}
+
+static void uring_loop(ffs_engine *e, void *state)
+{
+    uring *u = state;
+    for (;;) {
+        drop_removed(e, u);
+        while (u->spare_count && ffs_take(e, u->spare[u->spare_count - 1]))
+            issue(u, u->spare[--u->spare_count]);
+        bool idle = u->spare_count == e->depth;
+        if (ffs_stopping(e) && idle && !u->armed)
+            return;
+        unsigned wanted = 1;
+        if (u->spare_count) {
+            if (!ffs_stopping(e))
+                arm(e, u);
+            if (!ffs_sleep(e) && !ffs_stopping(e))
+                continue;
+        } else if (ffs_queued(e) && e->depth >= 16) {
+            wanted = e->depth / 8;
+        }
+        int rc = io_uring_submit_and_wait(&u->ring, wanted);
+        ffs_awake(e);
+        if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY && rc != -ETIME) {
+            lose(e, u, rc);
+            return;
+        }
+        reap(e, u);
+    }
+}
+
+const ffs_backend ffs_backend_uring = {
+    .start = uring_start,
+    .loop = uring_loop,
+    .stop = uring_stop,
+    .forget = uring_forget,
+};
+#else
+typedef int ffs_no_uring; /* ISO C wants something in every file */
+#endif
