@@ -1,0 +1,49 @@
+# make demo    set up everything on this machine and run the main job, in about a minute
+# make test    set up everything, then lint, types and all tests
+# make check   lint and types        make bench   figures of this machine
+# make soak    long tests            make fuzz    damaged files and frames, for longer
+# make asan    the C core under AddressSanitizer and UBSan
+# make clean   remove what was built (make distclean: .venv as well)
+
+python := .venv/bin/python
+pytest := $(python) -m pytest
+
+.PHONY: demo test check bench soak fuzz asan setup clean distclean
+.DEFAULT_GOAL := demo
+
+setup:
+	@bash .ci/setup
+
+demo: setup
+	@$(python) -m ffserve demo
+
+check: setup
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m mypy
+
+test: check
+	@if $(pytest) -q; then \
+	    echo "make test: passed (lint, types and tests)"; \
+	else \
+	    code=$$?; echo "make test: FAILED (see above)"; exit $$code; \
+	fi
+
+soak: setup
+	@$(pytest) -q -m soak --timeout 0
+
+fuzz: setup
+	@$(pytest) -q -m fuzz --timeout 0
+
+bench:
+	@bash .ci/setup --bench
+	@$(python) -m benchmarks
+
+clean:
+	rm -rf build dist ffserve/engine/_core.c ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .bench
+	rm -f .venv/.stamp-*
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,52 @@
+"""The demo's training job without PyTorch: a reader, an order, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ffserve
+from ffserve.cli.demo_job import BATCH_COUNT, Batch, cut_windows
+
+
+def epochs(files: list[str]) -> Iterator[Iterable[Batch]]:
+    """Yield one epoch after the other, each in an order of its own."""
+    with ffserve.open(files) as reader:
+        epoch = 0
+        while True:
+            yield _batches(reader, np.random.default_rng(epoch).permutation(len(reader)))
+            epoch += 1
+
+
+def _batches(reader: ffserve.Reader, order: NDArray[np.int64]) -> Iterator[Batch]:
+    for first in range(0, len(order), BATCH_COUNT):
+        indices = order[first : first + BATCH_COUNT]
+        samples = reader.read(indices)
+        windows = [cut_windows(int(i), sample) for i, sample in zip(indices, samples, strict=True)]
+        yield np.stack(windows), np.array([len(sample) for sample in samples])
+
+
+class Model:
+    """A softmax over the next byte for each last byte: one table of 256 by 256; AdaGrad."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros((256, 256))
+        self.squares = np.full((256, 256), 1e-8)
+
+    def step(self, windows: NDArray[np.int64]) -> float:
+        """Learn from windows; return the loss in bits a byte before that."""
+        before, target = windows[..., -2].ravel(), windows[..., -1].ravel()
+        scores = self.table[before]
+        scores -= scores.max(axis=1, keepdims=True)
+        shares = np.exp(scores)
+        shares /= shares.sum(axis=1, keepdims=True)
+        rows = np.arange(len(target))
+        loss = -np.log2(shares[rows, target] + 1e-12).mean()
+        shares[rows, target] -= 1
+        gradient = np.zeros_like(self.table)
+        np.add.at(gradient, before, shares)
+        self.squares += gradient**2
+        self.table -= 0.5 * gradient / np.sqrt(self.squares)
+        return float(loss)

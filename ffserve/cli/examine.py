@@ -1,0 +1,398 @@
+"""``inspect``, ``verify`` and ``cat``: look into record files, without a daemon."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cli import EXIT_BAD_DATA, report
+from ffserve.cli.terminal import Progress, histogram, print_facts, print_json, progress
+from ffserve.config import format_size
+from ffserve.errors import FFServeError, ReadError, UsageError
+
+if TYPE_CHECKING:
+    from ffserve.formats import Shard
+
+BATCH_SIZE = 32 << 20
+"""Bytes that one read of verify or cat asks for, unless a single sample is larger."""
+BATCH_COUNT = 4096
+CHECKSUMS = {0: "none", 1: "CRC-32 of every sample", 2: "CRC-32C of every sample"}
+
+_format_option = click.option(
+    "--format",
+    "format_name",
+    metavar="NAME",
+    help="ffrecord, …; by content, then suffix, when left out.",
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+
+def _files(paths: tuple[str, ...], format_name: str | None) -> list[str]:
+    """Expand directories and patterns; what cannot be found stays, to be reported in its turn."""
+    from ffserve import formats
+    from ffserve.dataset import expand_paths
+
+    names = (format_name,) if format_name else formats.NAMES
+    suffixes = [suffix for name in names for suffix in formats.by_name(name).suffixes]
+    files: list[str] = []
+    for path in paths:
+        try:
+            files.extend(expand_paths(path, suffixes=suffixes))
+        except ReadError:
+            if os.path.isdir(path):
+                raise
+            files.append(os.path.abspath(path))
+    return files
+
+
+def _batches(sizes: NDArray[np.int64]) -> Iterator[range]:
+    """Cut a run of samples into ranges of bounded bytes."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        limit = BATCH_SIZE + (int(ends[first - 1]) if first else 0)
+        stop = int(np.searchsorted(ends, limit, side="right"))
+        stop = min(max(stop, first + 1), first + BATCH_COUNT)
+        yield range(first, stop)
+        first = stop
+
+
+# --------------------------------------------------------------------------- inspect
+
+
+def _load(
+    path: str, format_name: str | None
+) -> tuple[Shard, NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return a file's shard, and the offsets and lengths of its samples, checked."""
+    from ffserve import formats
+    from ffserve.files import os_error, read_at_of, wrap_os_error
+    from ffserve.formats.base import HEAD_SIZE
+
+    fd = wrap_os_error(lambda name: os.open(name, os.O_RDONLY | os.O_CLOEXEC), path)
+    try:
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, HEAD_SIZE, 0)
+        known = formats.by_name(format_name) if format_name else formats.detect(head, path, size)
+        shard = known.open(read_at_of(fd, path), size, path)
+        offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
+        shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
+    except OSError as error:
+        if isinstance(error, FFServeError):
+            raise
+        raise os_error(error, path) from error
+    finally:
+        os.close(fd)
+    return shard, offsets, lengths
+
+
+def _describe(path: str, format_name: str | None) -> dict[str, Any]:
+    """Return what the tables of one file say."""
+    shard, offsets, lengths = _load(path, format_name)
+    cut = np.flatnonzero(offsets + lengths > shard.size)
+    facts: dict[str, Any] = {
+        "path": path,
+        "format": shard.format,
+        "samples": shard.count,
+        "size_bytes": shard.size,
+        "checksums": CHECKSUMS[shard.checksum_kind],
+        "fingerprint": f"{shard.fingerprint:016x}",
+        "sample_size_bytes": None,
+        "histogram": {},
+        "named_files": None,
+        "cut_samples": cut.tolist(),
+    }
+    if shard.count:
+        facts["sample_size_bytes"] = {
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "max": int(lengths.max()),
+        }
+        # Sample sizes by powers of two: bin k holds sizes from 2^(k-1) up to 2^k - 1.
+        bins = np.frexp(lengths.astype(np.float64))[1]
+        counts = np.bincount(bins)
+        facts["histogram"] = {
+            int(1 << k >> 1): int(counts[k]) for k in range(int(bins.min()), len(counts))
+        }
+    if shard.format == "ffrecord" and shard.count and not len(cut):
+        facts["named_files"] = _count_names(path)
+    return facts
+
+
+def _count_names(path: str) -> int | None:
+    """Return how many names a PackedFolder's index holds; None where the file has none."""
+    from ffserve.client import packed
+
+    if not packed.has_names(path):
+        return None
+    with packed.PackedFolder(path, server="off") as folder:
+        return int(folder.num_files)
+
+
+def _print_description(facts: dict[str, Any]) -> None:
+    click.echo(click.style(facts["path"], bold=True))
+    lines = [
+        ("format", facts["format"]),
+        ("samples", f"{facts['samples']:,}"),
+        ("file size", format_size(facts["size_bytes"])),
+        ("checksums", facts["checksums"]),
+    ]
+    sizes = facts["sample_size_bytes"]
+    if sizes:
+        shown = "   ".join(f"{name} {format_size(sizes[name])}" for name in sizes)
+        lines.append(("sample sizes", shown))
+        bounds = list(facts["histogram"])
+        bars = histogram(list(facts["histogram"].values()))
+        last = format_size(2 * bounds[-1] if bounds[-1] else 1)
+        lines.append(("", f"{format_size(bounds[0])} {bars} {last}"))
+    if facts["named_files"] is not None:
+        lines.append(("names", f"{facts['named_files']:,} files (PackedFolder)"))
+    cut = facts["cut_samples"]
+    if cut:
+        some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")
+        lines.append(("damage", f"{len(cut):,} samples reach behind the end of the file: {some}"))
+    print_facts(lines)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+@_format_option
+@_json_option
+def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> int:
+    """Show what is in record files: samples, their sizes, checksums, names.
+
+    Only metadata are read, and checked. FILES are files, directories or patterns. The exit code
+    is 1 when a file is not a sound record file.
+
+    \b
+      ffserve inspect train.ffr
+      ffserve inspect --json /data/shards | jq '.[].samples'
+    """
+    described: list[dict[str, Any]] = []
+    bad = False
+    for path in _files(files, format_name):
+        try:
+            facts = _describe(path, format_name)
+        except UsageError:
+            raise
+        except FFServeError as error:
+            bad = True
+            described.append({"path": path, "error": error.code, "message": str(error)})
+            if not as_json:
+                report(error)
+            continue
+        bad = bad or bool(facts["cut_samples"])
+        described.append(facts)
+        if not as_json:
+            _print_description(facts)
+    if as_json:
+        print_json(described)
+    return EXIT_BAD_DATA if bad else 0
+
+
+# --------------------------------------------------------------------------- verify
+
+
+class _Findings:
+    """What verify found so far, over all threads."""
+
+    def __init__(self, shown: Progress, *, quiet: bool) -> None:
+        self.samples = 0
+        self.size = 0
+        self.damaged: list[dict[str, Any]] = []
+        self.unreadable: list[dict[str, Any]] = []
+        self.stopped = False
+        self._shown = shown
+        self._quiet = quiet
+        self._lock = threading.Lock()
+
+    def count(self, samples: int, size: int) -> None:
+        with self._lock:
+            self.samples += samples
+            self.size += size
+        self._shown.advance(size)
+
+    def sample(self, path: str, index: int, error: FFServeError) -> None:
+        entry = {"path": path, "index": index, "error": error.code, "message": error.message}
+        with self._lock:
+            self.damaged.append(entry)
+            self._line(f"{path}: sample {index}: {error.message}")
+
+    def file(self, path: str, error: FFServeError) -> None:
+        entry = {"path": path, "error": error.code, "message": error.message}
+        with self._lock:
+            self.unreadable.append(entry)
+            where = f"byte {error.offset}: " if error.offset is not None else ""
+            self._line(f"{path}: {where}{error.message}")
+
+    def _line(self, text: str) -> None:
+        if not self._quiet:
+            self._shown.line(text)
+
+
+def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
+    import ffserve
+    from ffserve.files import os_error
+
+    try:
+        with ffserve.open(path, format=format_name, server="off") as reader:
+            sizes = np.asarray(reader.sizes(), np.int64)
+            for batch in _batches(sizes):
+                if findings.stopped:
+                    return
+                answers = reader.read(batch, errors="return")
+                for index, answer in zip(batch, answers, strict=True):
+                    if isinstance(answer, FFServeError):
+                        findings.sample(path, index, answer)
+                findings.count(len(batch), int(sizes[batch.start : batch.stop].sum()))
+                del answers
+    except UsageError:
+        raise
+    except FFServeError as error:
+        findings.file(path, error)
+    except OSError as error:
+        findings.file(path, os_error(error, path))
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), default=min(4, os.cpu_count() or 1),
+    show_default=True, help="Files at once.",
+)  # fmt: skip
+@_format_option
+@_json_option
+def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: bool) -> int:
+    """Read everything and check every checksum.
+
+    FILES are files, directories or patterns. A line is written for each damaged sample and for
+    each file that cannot be opened; the others are still read. The exit code is 1 if there was
+    any.
+
+    \b
+      ffserve verify /data/shards && echo sound
+      ffserve verify --json train.ffr | jq '.damaged[].index'
+    """
+    paths = _files(files, format_name)
+    total = sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    with progress("verifying", total, as_bytes=True) as shown:
+        findings = _Findings(shown, quiet=as_json)
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = [pool.submit(_verify_file, path, format_name, findings) for path in paths]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                findings.stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    bad = bool(findings.damaged or findings.unreadable)
+    if as_json:
+        print_json(
+            {
+                "files": len(paths),
+                "samples": findings.samples,
+                "size_bytes": findings.size,
+                "damaged": sorted(findings.damaged, key=lambda e: (e["path"], e["index"])),
+                "unreadable": sorted(findings.unreadable, key=lambda e: str(e["path"])),
+            }
+        )
+    else:
+        click.echo(
+            f"{len(paths):,} files, {findings.samples:,} samples, {format_size(findings.size)}: "
+            + (
+                f"{len(findings.damaged):,} damaged samples, "
+                f"{len(findings.unreadable):,} unreadable files"
+                if bad
+                else "all sound"
+            )
+        )
+    return EXIT_BAD_DATA if bad else 0
+
+
+# --------------------------------------------------------------------------- cat
+
+
+def _is_text(sample: NDArray[np.uint8]) -> bool:
+    try:
+        text = sample.tobytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return all(char.isprintable() or char in "\t\n\r" for char in text)
+
+
+def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
+    out = sys.stdout.buffer
+    for sample in samples:
+        if sys.stdout.isatty() and not force and not _is_text(sample):
+            raise UsageError(
+                "this sample is binary and standard output is a terminal",
+                hint="redirect it to a file, or add --force",
+            )
+        out.write(sample.data)
+    out.flush()
+
+
+def _as_indices(word: str, count: int) -> range | None:
+    """Return the samples that ``7`` or ``3:9`` means; None when it must be a name."""
+    if word.isascii() and word.isdecimal():
+        return range(int(word), int(word) + 1)
+    first, colon, stop = word.partition(":")
+    parts = (first or "0", stop or str(count))
+    if colon and all(part.isascii() and part.isdecimal() for part in parts):
+        return range(int(parts[0]), min(int(parts[1]), count))
+    return None
+
+
+@click.command()
+@click.argument("file")
+@click.argument("which", nargs=-1, required=True, metavar="INDEX|NAME...")
+@click.option("--force", is_flag=True, help="Write binary to a terminal.")
+@click.option(
+    "--server", default="off", show_default=True, metavar="off|auto|require|SOCKET",
+    help="Read through the daemon.",
+)  # fmt: skip
+@_format_option
+def cat(
+    file: str, which: tuple[str, ...], force: bool, server: str, format_name: str | None
+) -> int:
+    """Write samples to standard output, byte for byte, one after the other.
+
+    Each is an index, a run of them such as 3:9, or, in a file made by 'ffserve pack DIR', a name.
+
+    \b
+      ffserve cat train.ffr 0 > first.jpg
+      ffserve cat photos.ffr cats/tom.jpg > tom.jpg
+    """
+    import ffserve
+
+    with ffserve.open(file, format=format_name, server=server) as reader:
+        asked = [(word, _as_indices(word, len(reader))) for word in which]
+        for word, indices in asked:
+            if indices is None:
+                _write([_read_name(file, word, server)], force=force)
+            elif len(indices) == 1:
+                _write(reader.read(indices), force=force)
+            else:
+                sizes = np.asarray(reader.sizes(indices), np.int64)
+                for batch in _batches(sizes):
+                    part = indices[batch.start : batch.stop]
+                    _write(reader.read(part), force=force)
+    return 0
+
+
+def _read_name(file: str, name: str, server: str) -> NDArray[np.uint8]:
+    from ffserve.client import packed
+
+    with packed.PackedFolder(file, server=server) as folder:
+        if not folder.is_file(name):
+            raise UsageError(f"no file is called {name!r}", path=file)
+        return folder.read_one(name)

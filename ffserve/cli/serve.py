@@ -1,0 +1,59 @@
+"""``ffserve serve``: the daemon. Its flags are made from the settings, so none can be missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ffserve.config import CONFIG_PATH, ServerConfig, load_config
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _setting_flags(command: Command) -> Command:
+    """Add one option for every field of ServerConfig."""
+    for field in reversed(dataclasses.fields(ServerConfig)):
+        option = field.metadata
+        command = click.option(
+            option["flag"],
+            option["key"],
+            metavar=option["metavar"],
+            multiple=option["key"] == "roots",
+            help=f"{option['doc']}  [default: {option['shown_default']}]",
+        )(command)
+    return command
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    help=f"Settings in TOML, under the names of these flags; flags win.  [default: {CONFIG_PATH}]",
+)
+@_setting_flags
+def serve(config_path: str | None, **settings: Any) -> int:
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    It serves files below its roots to the processes that may read them anyway, and keeps samples
+    in one arena of shared memory. SIGTERM lets requests in flight end and then exits with 0.
+
+    \b
+      ffserve serve --root /data --arena 16GiB
+      ffserve serve --config ffserve.toml
+      systemctl enable --now ffserve.socket     as a service
+    """
+    given = {key: value for key, value in settings.items() if value not in (None, ())}
+    if "roots" in given:
+        given["roots"] = [os.path.abspath(root) for root in given["roots"]]
+    if "socket" in given:
+        given["socket"] = os.path.abspath(given["socket"])
+    config = load_config(config_path, given)
+
+    from ffserve.server import daemon
+
+    return daemon.serve(config)

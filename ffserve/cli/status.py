@@ -1,0 +1,104 @@
+"""``ffserve status``: one screen about a running daemon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ffserve.cli.terminal import percent, print_facts, print_json, print_table
+from ffserve.config import format_size
+
+SHARDS_SHOWN = 8
+JOBS_SHOWN = 12
+
+
+@click.command()
+@click.option("--socket", metavar="PATH", help="The daemon's socket; found by itself if left out.")
+@click.option("--json", "as_json", is_flag=True, help="Write everything as JSON.")
+def status(socket: str | None, as_json: bool) -> int:
+    """Show what the daemon holds and does.
+
+    Hits are samples that a job found in shared memory; the daemon is not asked for those, jobs
+    report them with their next request. The exit code is 3 when no daemon answers.
+
+    \b
+      ffserve status
+      ffserve status --json | jq '.jobs[] | {name, hit_rate}'
+    """
+    from ffserve.client import connection
+
+    facts = connection.status(socket)
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return 0
+
+
+def _print(facts: dict[str, Any]) -> None:
+    arena, cache, shards, jobs = (facts[key] for key in ("arena", "cache", "shards", "jobs"))
+    click.echo(
+        f"ffserve {facts['version']}, pid {facts['pid']}, up {duration(facts['uptime_s'])}, "
+        f"{facts['socket']}"
+    )
+    used = f"{format_size(arena['used'])} of {format_size(arena['size'])}"
+    print_facts(
+        [
+            ("engine", str(facts["engine"]["kind"])),
+            ("roots", " ".join(facts["roots"])),
+            ("arena", f"{used} ({percent(arena['used'], arena['size'])})"),
+            (
+                "read from disk",
+                f"{format_size(cache['read_size'])}, {cache['blocks_read']:,} reads",
+            ),
+            ("evicted", f"{cache['evicted']:,} samples"),
+            ("failed", f"{cache['failed']:,} reads, {cache['checksum_failures']:,} by checksum"),
+        ]
+    )
+    if shards:
+        click.echo()
+        print_table(
+            ["shard", "samples", "size", "in memory", "sessions"],
+            [
+                [
+                    shard["path"],
+                    f"{shard['count']:,}",
+                    format_size(shard["payload_size"]),
+                    percent(shard["cached_size"], shard["payload_size"]),
+                    str(shard["sessions"]),
+                ]
+                for shard in shards[:SHARDS_SHOWN]
+            ],
+        )
+        if len(shards) > SHARDS_SHOWN:
+            click.echo(f"and {len(shards) - SHARDS_SHOWN:,} more (--json shows all)")
+    if jobs:
+        click.echo()
+        latest = sorted(jobs, key=lambda job: job["idle_s"])
+        print_table(
+            ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
+            [
+                [
+                    job["name"],
+                    str(job["pid"]),
+                    f"{job['hits'] + job['missed']:,}",
+                    percent(job["hits"], job["hits"] + job["missed"]),
+                    f"{job['errors']:,}",
+                    str(job["sessions"]),
+                    f"{duration(job['idle_s'])} ago",
+                    job["paths"],
+                ]
+                for job in latest[:JOBS_SHOWN]
+            ],
+        )
+        if len(jobs) > JOBS_SHOWN:
+            click.echo(f"and {len(jobs) - JOBS_SHOWN:,} more (--json shows all)")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds for a reader: ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,119 @@
+"""What all commands write alike: progress, tables, JSON. rich is imported when it is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ffserve.config import format_size
+
+LINE_EVERY_S = 5.0
+"""How often progress says something where it cannot draw a bar."""
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """How far long work is; threads may call it."""
+
+    def __init__(self, advance: Callable[[int], None], line: Callable[[str], None]) -> None:
+        self.advance = advance
+        """Take how much more was done."""
+        self.line = line
+        """Write a line of the command's output without disturbing the bar."""
+
+
+@contextmanager
+def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Progress]:
+    """Show how far long work is, on standard error.
+
+    On a terminal a bar, elsewhere a line every few seconds.
+
+    Args:
+        label: what is being done.
+        total: how much there is.
+        as_bytes: the amounts are bytes.
+    """
+    if sys.stderr.isatty():
+        from rich import progress as bars
+        from rich.console import Console
+
+        amount: bars.ProgressColumn = (
+            bars.DownloadColumn(binary_units=True) if as_bytes else bars.MofNCompleteColumn()
+        )
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), amount)
+        with bars.Progress(
+            *columns, bars.TimeRemainingColumn(), console=Console(stderr=True), transient=True
+        ) as bar:
+            task = bar.add_task(label, total=total)
+
+            def above_the_bar(text: str) -> None:
+                bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+            yield Progress(
+                lambda more: bar.advance(task, more),
+                above_the_bar if sys.stdout.isatty() else click.echo,
+            )
+        return
+
+    lock = threading.Lock()
+    done = 0
+    spoke = time.monotonic()
+
+    def advance(more: int) -> None:
+        nonlocal done, spoke
+        with lock:
+            done += more
+            now = time.monotonic()
+            if now - spoke < LINE_EVERY_S:
+                return
+            spoke = now
+            shown = format_size if as_bytes else "{:,}".format
+            click.echo(f"{label}: {shown(done)} of {shown(total)}", err=True)
+
+    yield Progress(advance, click.echo)
+
+
+def print_json(facts: Any) -> None:
+    """Write facts as JSON, one document, keys in the order given."""
+    click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> None:
+    """Write a table of plain text; the first ``left`` columns are aligned to the left."""
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    for number, line in enumerate(lines):
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text = "  ".join(cells).rstrip()
+        click.echo(click.style(text, dim=True) if number == 0 else text)
+
+
+def print_facts(facts: list[tuple[str, str]]) -> None:
+    """Write names and values, one pair a line."""
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"  {name.ljust(width)}  {value}")
+
+
+def histogram(counts: list[int]) -> str:
+    """Draw counts as a line of bars; a count that is not 0 is always seen."""
+    top = max(counts, default=0)
+    if top == 0:
+        return ""
+    return "".join(" " if n == 0 else BARS[min(7, n * 8 // (top + 1))] for n in counts)
+
+
+def percent(part: int | float, whole: int | float) -> str:
+    """Return a share as text; a dash when there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
