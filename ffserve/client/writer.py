@@ -93,23 +93,29 @@ class Writer:
         self.path = path
         self.n = n
         self._encoder = encoder
+        self._growing = encoder if isinstance(encoder, GrowingEncoder) else None
         self._count = 0
         self._state = "open"
         self._failure: FFServeError | None = None
         self._lock = threading.Lock()
         with _naming(path):
-            self._files = _Files(path)
-        self._dropped = weakref.finalize(self, self._files.discard)
+            files = self._files = _Files(path)
+        self._dropped = weakref.finalize(self, files.discard)
         self._spooled = n is None and encoder.head_size(1) != encoder.head_size(0)
         if self._spooled:
-            self._stream = _Stream(self._files.spool, 0)
+            self._stream = _Stream(files.spool, 0)
         else:
-            self._stream = _Stream(lambda: self._files.fd, encoder.head_size(n or 0))
+            self._stream = _Stream(lambda: files.fd, encoder.head_size(n or 0))
 
     @property
     def count(self) -> int:
         """Samples written so far."""
         return self._count
+
+    @property
+    def position(self) -> int:
+        """Bytes of records written so far, as they stand in the file (head excepted)."""
+        return self._stream.position
 
     @property
     def finished(self) -> bool:
@@ -127,7 +133,16 @@ class Writer:
                  removes it.
         Cost:    one checksum; no copy for samples of 4 MiB and more, one for smaller ones.
         """
-        self.write_pieces((buffer,))
+        self._check_owner()
+        with self._lock:
+            self._check_open()
+            encoded = self._encode(flat(buffer))
+            try:
+                self._put(encoded)
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            self._count += 1
 
     def write_pieces(self, pieces: Iterable[Any], /) -> None:
         """Append one sample given in pieces, such as the blocks of a file.
@@ -140,24 +155,21 @@ class Writer:
         self._check_owner()
         with self._lock:
             self._check_open()
-            if self.n is not None and self._count >= self.n:
-                raise UsageError(
-                    f"n={self.n} samples were announced and written, this is one more",
-                    path=self.path,
-                    index=self._count,
-                    hint="leave n out when the number is not known",
-                )
-            rest = iter(pieces)
-            if isinstance(self._encoder, GrowingEncoder):
-                first = flat(next(rest, b""))
+            if self._growing is None:
+                encoded = self._encode(memoryview(b"".join(flat(piece) for piece in pieces)))
+                rest: Iterator[Any] = iter(())
             else:
-                parts = [flat(piece) for piece in rest]
-                first = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+                rest = iter(pieces)
+                encoded = self._encode(flat(next(rest, b"")))
             try:
-                encoded = self._encoder.encode(first)
-            except FFServeError as error:
-                raise error.located(path=self.path, index=self._count) from None
-            self._append(encoded, rest)
+                self._put(encoded)
+                for piece in rest:
+                    assert self._growing is not None
+                    self._put(self._growing.extend(flat(piece)))
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            self._count += 1
 
     def close(self) -> None:
         """Finish the file, sync it, and give it its name; a second call does nothing.
@@ -181,8 +193,11 @@ class Writer:
                     path=self.path,
                     hint="write the others, or leave n out when the number is not known",
                 )
-            with self._giving_up_on_error():
+            try:
                 self._finish()
+            except BaseException as error:
+                self._give_up(error)
+                raise
             self._state = "closed"
             self._dropped.detach()
 
@@ -221,18 +236,21 @@ class Writer:
     def __reduce__(self) -> NoReturn:
         raise UsageError("a Writer does not pickle", path=self.path, hint="one writer, one process")
 
-    def _append(self, encoded: Iterable[bytes | memoryview], rest: Iterator[Any]) -> None:
-        with self._giving_up_on_error():
-            self._put(encoded)
-            if isinstance(self._encoder, GrowingEncoder):
-                for more in rest:
-                    self._put(self._encoder.extend(flat(more)))
-            self._count += 1
+    def _encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        try:
+            return self._encoder.encode(payload)
+        except FFServeError as error:
+            raise error.located(path=self.path, index=self._count) from None
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _put(self, encoded: Iterable[bytes | memoryview]) -> None:
-        with _naming(self.path):
+        try:
             for piece in encoded:
                 self._stream.append(piece)
+        except OSError as error:
+            raise _named(error, self.path) from error
 
     def _finish(self) -> None:
         self._put(self._encoder.tail())
@@ -249,23 +267,18 @@ class Writer:
             assert head.position == head_size, (head.position, head_size)
             self._files.publish()
 
-    @contextlib.contextmanager
-    def _giving_up_on_error(self) -> Iterator[None]:
-        """An error in here leaves half a sample: remove the file, and remember why."""
-        try:
-            yield
-        except BaseException as error:
-            self._state = "aborted"
-            self._dropped()
-            if isinstance(error, FFServeError):
-                self._failure = error
-            else:
-                self._failure = ReadError(
-                    f"given up: {type(error).__name__} came in the middle of a sample",
-                    path=self.path,
-                    hint="what was written has been removed; write it again",
-                )
-            raise
+    def _give_up(self, error: BaseException) -> None:
+        """Remove the file, of which half a sample may be written, and remember why."""
+        self._state = "aborted"
+        self._dropped()
+        if isinstance(error, FFServeError):
+            self._failure = error
+        else:
+            self._failure = ReadError(
+                f"given up: {type(error).__name__} came in the middle of a sample",
+                path=self.path,
+                hint="what was written has been removed; write it again",
+            )
 
     def _check_owner(self) -> None:
         if self._files.owner != os.getpid():
@@ -280,6 +293,13 @@ class Writer:
             raise self._failure
         if self._state != "open":
             raise UsageError(f"the writer is {self._state}", path=self.path)
+        if self.n is not None and self._count >= self.n:
+            raise UsageError(
+                f"n={self.n} samples were announced and written, this is one more",
+                path=self.path,
+                index=self._count,
+                hint="leave n out when the number is not known",
+            )
 
 
 def flat(buffer: Any) -> memoryview:
@@ -293,6 +313,8 @@ def flat(buffer: Any) -> memoryview:
         kind = type(buffer).__name__
         hint = "encode it first" if kind == "str" else "give bytes or an array that exports them"
         raise NotABufferError(f"a sample cannot be {kind}: {error}", hint=hint) from None
+    if "O" in view.format:
+        raise NotABufferError("a sample cannot be an array of objects", hint="pickle it first")
     if view.nbytes == 0:
         return memoryview(b"")
     if not view.c_contiguous:
@@ -470,15 +492,21 @@ def _naming(path: str) -> Iterator[None]:
         yield
     except FFServeError:
         raise
-    except PermissionError as error:
-        raise AccessDenied(f"cannot write: {error.strerror}", path=path) from error
     except OSError as error:
-        hint = None
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "make room and write it again; what was written has been removed"
-        elif error.errno == errno.EFBIG:
-            hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
-        raise ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint) from error
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: str) -> FFServeError:
+    if isinstance(error, FFServeError):
+        return error
+    if isinstance(error, PermissionError):
+        return AccessDenied(f"cannot write: {error.strerror}", path=path)
+    hint = None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room and write it again; what was written has been removed"
+    elif error.errno == errno.EFBIG:
+        hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
+    return ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint)
 
 
 def _write_all(fd: int, piece: bytes | bytearray | memoryview, offset: int) -> int:

@@ -1,0 +1,243 @@
+"""The index sample of a packed folder: which name is which sample.
+
+The original ends a packed folder with one more sample: the bytes ``piouhjgbr`` and a pickle of
+nested OrderedDicts, name → sample index for a file, name → OrderedDict for a directory. The file
+may come from anyone and a pickle is a program, so it is not given to ``pickle``, whose C
+implementation also allocates by numbers it finds (a memo index of 2^31, say). ``decode`` runs the
+few opcodes that such an index consists of, at any pickle protocol from 1 on, refuses all others,
+and keeps memory in proportion to the size of the sample.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+from ffserve.errors import FormatError, UsageError
+
+MAGIC = b"piouhjgbr"
+SIZE_MAX = 1 << 30
+"""An index sample larger than this is refused: about 40 million names."""
+DEPTH_MAX = 400
+"""Directories inside one another; the original's pickling ends at about this depth as well."""
+
+Folder = OrderedDict[str, Any]
+"""name → sample index (int), or another Folder."""
+
+
+def encode(structure: Folder) -> bytes:
+    """Return the index sample; byte for byte the original's on the Pythons it runs on.
+
+    Args:    structure: nested OrderedDicts in the order of the samples.
+    Raises:  UsageError when directories lie too deep inside one another.
+    """
+    try:
+        return MAGIC + pickle.dumps(structure, protocol=4)
+    except RecursionError:
+        raise UsageError(
+            "the directories lie too deep inside one another to be indexed",
+            hint=f"at most about {DEPTH_MAX}",
+        ) from None
+
+
+def is_index(head: bytes) -> bool:
+    """Say whether a sample that begins with ``head`` is an index sample."""
+    return head[: len(MAGIC)] == MAGIC and len(head) > len(MAGIC)
+
+
+def decode(sample: bytes | memoryview, count: int) -> Folder:
+    """Return the structure that an index sample holds.
+
+    Args:
+        sample: the whole sample, magic included.
+        count: samples that may be named; every index must lie in [0, count).
+    Returns: nested OrderedDicts, the caller's own.
+    Raises:  FormatError for anything that the original would not have written.
+    Cost:    one to two seconds for a million names.
+    """
+    if len(sample) > SIZE_MAX:
+        raise FormatError(f"the index of this folder has {len(sample)} bytes, at most {SIZE_MAX}")
+    machine = _Machine(bytes(sample[len(MAGIC) :]))
+    try:
+        structure: Folder = machine.run()
+    except (IndexError, KeyError, ValueError, TypeError) as error:
+        raise _bad(machine, f"{type(error).__name__}: {error}") from None
+    _check(structure, count)
+    return structure
+
+
+class _Mark:
+    """Lies on the stack below the items of one SETITEMS."""
+
+
+class _Maker:
+    """Lies on the stack where the pickle names the class OrderedDict."""
+
+
+_MARK, _MAKER, _NO_ARGUMENTS = _Mark(), _Maker(), ()
+_OPCODES = {value[0]: name for name, value in vars(pickle).items() if name.isupper()
+            and isinstance(value, bytes) and len(value) == 1}  # fmt: skip
+
+
+class _Machine:
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+        self.at = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Execute to the end; the opcodes that come once a name are spelled out for speed."""
+        stack, code, memo, at = self.stack, self.code, self.memo, 0
+        push = stack.append
+        while True:
+            opcode = code[at]
+            at += 1
+            if opcode == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif opcode == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + code[at]
+                push(code[at + 1 : end].decode("utf-8", "surrogatepass"))
+                at = end
+            elif opcode == 0x4A:  # BININT
+                push(int.from_bytes(code[at : at + 4], "little", signed=True))
+                at += 4
+            elif opcode == 0x4D:  # BININT2
+                push(int.from_bytes(code[at : at + 2], "little"))
+                at += 2
+            elif opcode == 0x4B:  # BININT1
+                push(code[at])
+                at += 1
+            elif opcode == 0x2E:  # STOP
+                break
+            else:
+                self.at = at
+                self._seldom(opcode)
+                at = self.at
+            if at > len(code):
+                raise ValueError("it is cut")
+        self.at = at
+        if len(stack) != 1 or at != len(code):
+            raise ValueError("it does not end where it stops")
+        return stack.pop()
+
+    def _seldom(self, opcode: int) -> None:
+        stack = self.stack
+        name = _OPCODES.get(opcode, "unknown")
+        if name == "REDUCE":
+            arguments, maker = stack.pop(), stack.pop()
+            if maker is not _MAKER or arguments != _NO_ARGUMENTS:
+                raise ValueError("it makes something other than an empty OrderedDict")
+            stack.append(OrderedDict())
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "SETITEMS":
+            self._set_items()
+        elif name == "EMPTY_TUPLE":
+            stack.append(_NO_ARGUMENTS)
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self.memo[self._number(1 if name == "BINGET" else 4)])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self.memo[self._number(1 if name == "BINPUT" else 4)] = stack[-1]
+        elif name in ("BINUNICODE", "BINUNICODE8"):
+            stack.append(self._text(self._number(4 if name == "BINUNICODE" else 8)))
+        elif name == "SETITEM":
+            value, key = stack.pop(), stack.pop()
+            self._set(stack[-1], key, value)
+        elif name == "LONG1":
+            stack.append(int.from_bytes(self._take(self._number(1)), "little", signed=True))
+        elif name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            self._global(module, attribute)
+        elif name == "GLOBAL":
+            self._global(self._line(), self._line())
+        elif name == "PROTO":
+            if self._number(1) > 5:
+                raise ValueError("it is of a pickle protocol later than 5")
+        elif name == "FRAME":
+            if self._number(8) > len(self.code) - self.at:
+                raise ValueError("it is cut")
+        else:
+            raise ValueError(f"opcode {name} ({opcode:#04x}) has no place in it")
+
+    def _global(self, module: Any, attribute: Any) -> None:
+        if (module, attribute) != ("collections", "OrderedDict"):
+            raise ValueError(f"it asks for {module!r}.{attribute!r}")
+        self.stack.append(_MAKER)
+
+    def _set_items(self) -> None:
+        stack = self.stack
+        mark = len(stack) - 1
+        while stack[mark] is not _MARK:
+            mark -= 1
+            if mark < 1:
+                raise ValueError("items belong to nothing")
+        names, values = stack[mark + 1 :: 2], stack[mark + 2 :: 2]
+        del stack[mark:]
+        if len(names) != len(values):
+            raise ValueError("a name without a value")
+        for name, value in zip(names, values, strict=True):
+            self._set(stack[-1], name, value)
+
+    def _set(self, target: Any, key: Any, value: Any) -> None:
+        if type(target) is not OrderedDict or type(key) is not str:
+            raise ValueError("a name that is no text")
+        if type(value) is not int and type(value) is not OrderedDict:
+            raise ValueError(f"{key!r} is {type(value).__name__}")
+        target[key] = value
+
+    def _take(self, size: int) -> bytes:
+        part = self.code[self.at : self.at + size]
+        if len(part) != size:
+            raise ValueError("it is cut")
+        self.at += size
+        return part
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _text(self, size: int) -> str:
+        return self._take(size).decode("utf-8", "surrogatepass")
+
+    def _line(self) -> str:
+        end = self.code.index(b"\n", self.at)
+        line = self._take(end - self.at).decode("ascii")
+        self.at += 1
+        return line
+
+
+def _check(structure: Any, count: int) -> None:
+    """Walk the whole tree once: no loops, no shared directories, no names that lead elsewhere."""
+    if type(structure) is not OrderedDict:
+        raise FormatError("the index of this folder is no directory")
+    seen = {id(structure)}
+    level = [structure]
+    for _ in range(DEPTH_MAX + 1):
+        below = []
+        for folder in level:
+            for name, value in folder.items():
+                if name in ("", ".", "..") or "/" in name or "\0" in name:
+                    raise FormatError(f"the index of this folder holds the name {name!r}")
+                if type(value) is int:
+                    if not 0 <= value < count:
+                        raise FormatError(
+                            f"the index of this folder says that {name!r} is sample {value} of "
+                            f"{count}"
+                        )
+                elif id(value) in seen:
+                    raise FormatError(f"the index of this folder holds {name!r} twice")
+                else:
+                    seen.add(id(value))
+                    below.append(value)
+        if not below:
+            return
+        level = below
+    raise FormatError(f"directories in this folder's index lie more than {DEPTH_MAX} deep")
+
+
+def _bad(machine: _Machine, what: str) -> FormatError:
+    return FormatError(
+        f"the index of this folder cannot be read: {what}, at byte {machine.at} of its pickle",
+        hint="it is damaged, or was made to do something else than to name files",
+    )
