@@ -95,6 +95,7 @@ _NULL = ffi.NULL
 
 # An uninterrupted wait in C would keep Ctrl-C waiting too.
 _WAIT_SLICE_MS = 200
+_SWEEP_AT = 64
 
 
 def _error(rc: int, what: str) -> UsageError | ReadError:
@@ -109,9 +110,11 @@ class Batch:
     Attributes:
         reads: structured array of READ_DTYPE, a view of C memory, zeroed at first.
         records: structured array of RECORD_DTYPE, likewise.
+        keep: whatever owns the memory that the records' ``dest`` point to; it lives as long as
+            the engine may write there, even if the caller loses interest.
     """
 
-    __slots__ = ("__weakref__", "_c", "_held", "address", "reads", "records")
+    __slots__ = ("__weakref__", "_c", "_held", "address", "keep", "reads", "records")
 
     def __init__(self, read_count: int, record_count: int) -> None:
         c = lib.ffs_batch_new(read_count, record_count)
@@ -119,6 +122,7 @@ class Batch:
             raise MemoryError(f"no memory for a batch of {record_count} records")
         self._c: Any = ffi.gc(c, lib.ffs_batch_free)
         self._held: dict[int, Batch] | None = None
+        self.keep: object = None
         self.address = int(ffi.cast(_POINTER, c))
         first_read = int(ffi.cast(_POINTER, c.reads)) - self.address
         first_record = int(ffi.cast(_POINTER, c.records)) - self.address
@@ -213,6 +217,7 @@ class Engine:
         self.depth = depth if self.kind != "threads" else threads
         self._pid = os.getpid()
         self._in_flight: dict[int, Batch] = {}
+        self._notifying = False
         # Freed when the last reference goes, which may be a call that another thread is in.
         self._c: Any = ffi.gc(out[0], lib.ffs_engine_close)
         self._finalizer = weakref.finalize(self, _shut, self._c, self._in_flight)
@@ -265,6 +270,8 @@ class Engine:
         of its extent, a slot that is too small, no place for the bytes): nothing is read then.
         """
         core = self._core()
+        if not self._notifying and len(self._in_flight) >= _SWEEP_AT:
+            self._sweep()
         self._in_flight[batch.address] = batch
         batch._held = self._in_flight
         rc = lib.ffs_submit(core, batch._c)
@@ -273,6 +280,12 @@ class Engine:
                 self._in_flight.pop(batch.address, None)
                 batch._held = None
             raise _error(rc, "the batch was refused")
+
+    def _sweep(self) -> None:
+        """Let go of batches that ended and that nobody came to wait for."""
+        for address, batch in list(self._in_flight.items()):
+            if batch.done:
+                self._in_flight.pop(address, None)
 
     def wait(self, batch: Batch, timeout_s: float | None = None) -> bool:
         """Block until the batch has ended.
@@ -303,6 +316,7 @@ class Engine:
 
         From the first call on, every batch submitted goes there when it ends. Never read it.
         """
+        self._notifying = True
         return int(lib.ffs_engine_notify(self._core(), 1))
 
     def completed(self) -> list[Batch]:
@@ -345,7 +359,7 @@ class Engine:
         ffi.release(self._c)  # runs ffs_engine_close, which forgets in a child
         self._c = None
 
-    def __enter__(self) -> Engine:  # noqa: PYI034 - typing.Self is Python 3.11's
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc: object) -> None:

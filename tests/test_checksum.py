@@ -1,0 +1,89 @@
+"""CRC-32 against zlib, CRC-32C against its published vectors and a plain bitwise twin."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ffserve.engine import ring
+from ffserve.errors import UsageError
+
+
+def bitwise_crc32c(data: bytes, seed: int = 0) -> int:
+    crc = seed ^ 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+# RFC 3720, appendix B.4, and the check value of the CRC catalogues.
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_known_crc32c(data: bytes, expected: int) -> None:
+    assert ring.checksum(ring.CRC_32C, data) == expected
+
+
+@given(data=st.binary(max_size=3000), seed=st.integers(0, 2**32 - 1))
+def test_like_zlib(data: bytes, seed: int) -> None:
+    assert ring.checksum(ring.CRC_32, data, seed) == zlib.crc32(data, seed)
+
+
+@given(data=st.binary(max_size=300), seed=st.integers(0, 2**32 - 1))
+def test_like_bit_by_bit(data: bytes, seed: int) -> None:
+    assert ring.checksum(ring.CRC_32C, data, seed) == bitwise_crc32c(data, seed)
+
+
+@pytest.mark.parametrize("kind", [ring.CRC_32, ring.CRC_32C])
+@given(data=st.binary(max_size=3000), cut=st.integers(0, 3000))
+def test_in_two_parts(kind: int, data: bytes, cut: int) -> None:
+    first = ring.checksum(kind, data[:cut])
+    assert ring.checksum(kind, data[cut:], first) == ring.checksum(kind, data)
+
+
+@pytest.mark.parametrize("kind", [ring.CRC_NONE, ring.CRC_32, ring.CRC_32C])
+@given(
+    data=st.binary(max_size=2000),
+    pieces=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), max_size=20),
+)
+def test_many_pieces_at_once(kind: int, data: bytes, pieces: list[tuple[int, int]]) -> None:
+    inside = [(a, n) for a, n in pieces if a + n <= len(data)]
+    offsets = np.array([a for a, _ in inside], np.uint64)
+    lengths = np.array([n for _, n in inside], np.uint64)
+    expected = [ring.checksum(kind, data[a : a + n]) for a, n in inside]
+    assert ring.checksums(kind, data, offsets, lengths).tolist() == expected
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 11), (11, 0), (10, 1), (2**64 - 1, 2)])
+def test_piece_outside_of_the_data(offset: int, length: int) -> None:
+    place = np.array([offset], np.uint64)
+    with pytest.raises(UsageError):
+        ring.checksums(ring.CRC_32, b"0123456789", place, np.array([length], np.uint64))
+
+
+def test_any_buffer() -> None:
+    data = np.arange(100, dtype=np.uint16)
+    expected = zlib.crc32(data.tobytes())
+    assert ring.checksum(ring.CRC_32, data) == expected
+    assert ring.checksum(ring.CRC_32, memoryview(data)) == expected
+    assert ring.checksum(ring.CRC_32, bytearray(data.tobytes())) == expected
+
+
+def test_no_reference_is_kept() -> None:
+    with mmap.mmap(-1, 4096) as page:
+        ring.checksum(ring.CRC_32, page)  # closing a mapping that is exported would raise
