@@ -172,7 +172,7 @@ def default_socket_path() -> str:
     for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
         if os.path.basename(directory) == "ffserve":
             return os.path.join(directory, "ffserve.sock")
-    return SYSTEM_SOCKET if os.geteuid() == 0 else _user_socket_path()
+    return SYSTEM_SOCKET if _is_root() else _user_socket_path()
 
 
 def find_socket(explicit: str | None = None) -> str:
@@ -186,7 +186,7 @@ def find_socket(explicit: str | None = None) -> str:
     told = explicit or os.environ.get("FFSERVE_SOCKET")
     if told:
         return told
-    if os.geteuid() == 0 or os.path.exists(SYSTEM_SOCKET):
+    if _is_root() or os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     return _user_socket_path()
 
@@ -214,6 +214,10 @@ def prepare_socket_directory(socket: str) -> None:
         ) from error
     if directory == _private_directory():
         _check_private(directory)
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
 
 
 def _user_socket_path() -> str:

@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +21,8 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError
 
 if TYPE_CHECKING:
+    import ffserve
+    from ffserve.client.folder_index import Folder
     from ffserve.formats import Shard
 
 BATCH_SIZE = 32 << 20
@@ -68,10 +72,18 @@ def _batches(sizes: NDArray[np.int64]) -> Iterator[range]:
 # --------------------------------------------------------------------------- inspect
 
 
-def _load(
-    path: str, format_name: str | None
-) -> tuple[Shard, NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return a file's shard, and the offsets and lengths of its samples, checked."""
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of one file, and how many names the index sample of a packed folder holds."""
+
+    shard: Shard
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    names: int | None
+
+
+def _load(path: str, format_name: str | None) -> _Tables:
+    """Read and check the tables of a file."""
     from ffserve import formats
     from ffserve.files import os_error, read_at_of, wrap_os_error
     from ffserve.formats.base import HEAD_SIZE
@@ -84,18 +96,38 @@ def _load(
         shard = known.open(read_at_of(fd, path), size, path)
         offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
+        names = None
+        if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= size:
+            names = _count_names(fd, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
     except OSError as error:
         if isinstance(error, FFServeError):
             raise
         raise os_error(error, path) from error
     finally:
         os.close(fd)
-    return shard, offsets, lengths
+    return _Tables(shard, offsets, lengths, names)
+
+
+def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
+    """Return how many files the last sample names; None when it is a sample like the others."""
+    from ffserve.client import folder_index
+
+    if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
+        return None
+    names, folders = 0, [folder_index.decode(os.pread(fd, size, offset), count)]
+    for folder in folders:
+        for node in folder.values():
+            if isinstance(node, int):
+                names += 1
+            else:
+                folders.append(node)
+    return names
 
 
 def _describe(path: str, format_name: str | None) -> dict[str, Any]:
     """Return what the tables of one file say."""
-    shard, offsets, lengths = _load(path, format_name)
+    tables = _load(path, format_name)
+    shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
     cut = np.flatnonzero(offsets + lengths > shard.size)
     facts: dict[str, Any] = {
         "path": path,
@@ -106,7 +138,7 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         "fingerprint": f"{shard.fingerprint:016x}",
         "sample_size_bytes": None,
         "histogram": {},
-        "named_files": None,
+        "named_files": tables.names,
         "cut_samples": cut.tolist(),
     }
     if shard.count:
@@ -122,19 +154,7 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         facts["histogram"] = {
             int(1 << k >> 1): int(counts[k]) for k in range(int(bins.min()), len(counts))
         }
-    if shard.format == "ffrecord" and shard.count and not len(cut):
-        facts["named_files"] = _count_names(path)
     return facts
-
-
-def _count_names(path: str) -> int | None:
-    """Return how many names a PackedFolder's index holds; None where the file has none."""
-    from ffserve.client import packed
-
-    if not packed.has_names(path):
-        return None
-    with packed.PackedFolder(path, server="off") as folder:
-        return int(folder.num_files)
 
 
 def _print_description(facts: dict[str, Any]) -> None:
@@ -376,23 +396,41 @@ def cat(
 
     with ffserve.open(file, format=format_name, server=server) as reader:
         asked = [(word, _as_indices(word, len(reader))) for word in which]
+        folders = _folders(reader) if any(indices is None for _, indices in asked) else []
         for word, indices in asked:
             if indices is None:
-                _write([_read_name(file, word, server)], force=force)
-            elif len(indices) == 1:
+                indices = [_named(folders, word, file)]
+            if len(indices) == 1:
                 _write(reader.read(indices), force=force)
-            else:
-                sizes = np.asarray(reader.sizes(indices), np.int64)
-                for batch in _batches(sizes):
-                    part = indices[batch.start : batch.stop]
-                    _write(reader.read(part), force=force)
+                continue
+            for batch in _batches(np.asarray(reader.sizes(indices), np.int64)):
+                _write(reader.read(indices[batch.start : batch.stop]), force=force)
     return 0
 
 
-def _read_name(file: str, name: str, server: str) -> NDArray[np.uint8]:
-    from ffserve.client import packed
+def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
+    """Return each shard's first sample and names, for the shards that have names."""
+    from ffserve.client import folder_index
 
-    with packed.PackedFolder(file, server=server) as folder:
-        if not folder.is_file(name):
-            raise UsageError(f"no file is called {name!r}", path=file)
-        return folder.read_one(name)
+    folders = []
+    for shard in reader.shards:
+        if shard.count:
+            [last] = reader.read([shard.first + shard.count - 1])
+            if folder_index.is_index(last[:16].tobytes()):
+                folders.append((shard.first, folder_index.decode(last.data, shard.count - 1)))
+    return folders
+
+
+def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
+    """Return the sample that a name means."""
+    for first, folder in folders:
+        node: Any = folder
+        for part in PurePath(name).parts:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, int):
+            return first + node
+    raise UsageError(
+        f"no file is called {name!r}" if folders else f"{name!r} is no index, and it has no names",
+        path=file,
+        hint="'ffserve inspect' shows how many samples and names there are",
+    )

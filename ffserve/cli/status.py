@@ -73,6 +73,8 @@ def _print(facts: dict[str, Any]) -> None:
         )
         if len(shards) > SHARDS_SHOWN:
             click.echo(f"and {len(shards) - SHARDS_SHOWN:,} more (--json shows all)")
+    # What never opened a dataset (this command, for one) is no job to anybody.
+    jobs = [job for job in jobs if job["paths"]]
     if jobs:
         click.echo()
         latest = sorted(jobs, key=lambda job: job["idle_s"])
@@ -80,7 +82,7 @@ def _print(facts: dict[str, Any]) -> None:
             ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
             [
                 [
-                    job["name"],
+                    job["name"][:12],
                     str(job["pid"]),
                     f"{job['hits'] + job['missed']:,}",
                     percent(job["hits"], job["hits"] + job["missed"]),

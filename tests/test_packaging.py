@@ -1,0 +1,81 @@
+"""What importing costs, and what the metadata promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "uvloop", "click", "rich", "pytest", "asyncio", "setuptools", "cffi"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has after a statement."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_ffserve_is_light() -> None:
+    # pip's editable installs may import parts of setuptools through .pth files.
+    loaded = modules_after("import ffserve") - modules_after("pass")
+    assert not loaded & (HEAVY - {"setuptools"})
+
+
+def test_reading_needs_neither_torch_nor_the_servers_loop() -> None:
+    loaded = modules_after("import ffserve; ffserve.open; ffserve.create; ffserve.FileReader")
+    assert not loaded & {"torch", "uvloop", "click", "rich"}
+
+
+def test_the_list_of_commands_imports_no_command() -> None:
+    statement = "import ffserve.cli; ffserve.cli.run(['--help'])"
+    assert not modules_after(statement) & {"numpy", "torch", "uvloop", "rich", "msgpack"}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    import ffserve
+
+    with pytest.raises(AttributeError):
+        ffserve.no_such_name  # noqa: B018
+
+
+def test_the_command_is_installed() -> None:
+    [command] = entry_points(group="console_scripts", name="ffserve")
+    assert command.value == "ffserve.cli:main"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    import ffserve
+
+    assert ffserve.__version__ == version("ffserve")
+    assert f"## {ffserve.__version__}" in (ROOT / "docs" / "CHANGELOG.md").read_text()
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "ffserve" / "py.typed").exists()
+
+
+def test_the_top_level_stays_as_it_is_listed() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
+        ".ci", ".gitignore", "Makefile", "README.md", "benchmarks", "docs", "ffserve",
+        "pyproject.toml", "systemd", "tests",
+    }  # fmt: skip
+
+
+def test_readme_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text and "make test" in text
