@@ -247,7 +247,8 @@ class FileReader:
         return k
 
     def _checked(self, indices: Iterable[int]) -> NDArray[np.int64]:
-        given = indices if isinstance(indices, np.ndarray) else _integers(indices)
+        known = isinstance(indices, np.ndarray) and indices.dtype.kind != "O"
+        given: NDArray[Any] = np.asarray(indices) if known else _integers(indices)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise FileTypeError(
                 f"indices must be whole numbers in one row, not {given.dtype} of shape "

@@ -4,7 +4,7 @@ The original ends a packed folder with one more sample: the bytes ``piouhjgbr`` 
 nested OrderedDicts, name → sample index for a file, name → OrderedDict for a directory. The file
 may come from anyone and a pickle is a program, so it is not given to ``pickle``, whose C
 implementation also allocates by numbers it finds (a memo index of 2^31, say). ``decode`` runs the
-few opcodes that such an index consists of, at any pickle protocol from 1 on, refuses all others,
+few opcodes that such an index consists of, at any pickle protocol from 2 on, refuses all others,
 and keeps memory in proportion to the size of the sample.
 """
 

@@ -65,9 +65,9 @@ class Shard(Protocol):
         """Fill the caller's arrays, ``count`` entries each.
 
         Offsets and lengths are those of the payloads in the file. They are checked for order but
-        may reach behind the end of a file that was cut: ``offsets + lengths > size`` marks
-        exactly the samples of which bytes are missing, and whoever allocates by ``lengths``
-        looks at that first.
+        may reach behind the end of a file that was cut: a sample that is not empty and has
+        ``offset + length > size`` lacks bytes. Whoever allocates by ``lengths`` looks at that
+        first, for those lengths are bounded by nothing.
         """
         ...
 
