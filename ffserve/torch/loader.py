@@ -55,7 +55,7 @@ class Failure(NamedTuple):
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # noqa: BLE001 - a user's class may fail in any way
+        except Exception:  # a user's own class may fail in any way
             return None
         return cls(pickled, text)
 

@@ -1,0 +1,144 @@
+"""Datasets for the tests of ffserve.torch, in a module that spawned workers can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+
+from ffserve.errors import ChecksumError, FFServeError
+from ffserve.torch import Dataset
+
+DAMAGED_INDEX = 9
+
+
+class Numbers(Dataset):
+    """Sample i is (i, 3 i, size of the batch it was read in, process that read it)."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.offset = 0
+        self.announced: list[tuple[int, list[int]]] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, indices: Any) -> list[tuple[int, int, int, int]]:
+        if not isinstance(indices, list):
+            raise TypeError("only a list of indices will do")
+        return [(i, 3 * i + self.offset, len(indices), os.getpid()) for i in indices]
+
+    def announce(self, order: np.ndarray, epoch: int = 0) -> None:
+        self.announced.append((epoch, order.tolist()))
+
+
+class Damaged(Numbers):
+    """Numbers, of which one cannot be read."""
+
+    def __getitem__(self, indices: Any) -> list[tuple[int, int, int, int]]:
+        if DAMAGED_INDEX in indices:
+            raise ChecksumError(
+                "stored 00000001, found 00000002",
+                path="/data/cut.ffr",
+                index=DAMAGED_INDEX,
+                offset=4711,
+                hint="copy the file again",
+            )
+        return super().__getitem__(indices)
+
+
+class StubbornError(FFServeError):
+    """An error of a user's own that cannot be made again from what it pickles."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} is not {b}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StubbornError, ()
+
+
+class Stubborn(Numbers):
+    def __getitem__(self, indices: Any) -> list[tuple[int, int, int, int]]:
+        raise StubbornError(1, 2)
+
+
+class Foreign(Numbers):
+    def __getitem__(self, indices: Any) -> list[tuple[int, int, int, int]]:
+        raise KeyError("colour")
+
+
+class Suicidal(Numbers):
+    def __getitem__(self, indices: Any) -> list[tuple[int, int, int, int]]:
+        if DAMAGED_INDEX in indices:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(indices)
+
+
+class ListOnly:
+    """Indexed by a list and by nothing else; knows neither torch nor ffserve."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, indices: list[int]) -> list[tuple[int, int]]:
+        assert isinstance(indices, list)
+        return [(i, len(indices)) for i in indices]
+
+
+class Single(torch.utils.data.Dataset):
+    """An ordinary torch dataset, indexed by one index."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index + 0, 3 * index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class EvensThenOdds(torch.utils.data.Sampler):
+    """A batch sampler of its own kind: batches of three, the even indices first."""
+
+    def __init__(self, n: int) -> None:
+        self.batches = [
+            list(range(k, n, 2))[i : i + 3] for k in (0, 1) for i in range(0, n // 2, 3)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class Raw(Dataset):
+    """The samples' bytes as they are."""
+
+    def process(self, indices: Any, data: list[np.ndarray]) -> list[bytes]:
+        return [sample.tobytes() for sample in data]
+
+
+def keep_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def shift_by_hundred(worker_id: int) -> None:
+    """A worker_init_fn that reaches for the dataset, as torch's documentation shows."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert info.dataset.n == len(info.dataset)
+    info.dataset.offset = 100
