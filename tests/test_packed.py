@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_writer import split
 
+import ffserve
 from ffserve.client import packed, parallel
 from ffserve.client.folder_index import MAGIC, decode, encode
 from ffserve.client.packed import PackedFolder, index_samples, pack, pack_folder
@@ -373,6 +374,14 @@ def test_dump_again_replaces_and_names_what_stays(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="3 other"):
         dump(Squares(100), tmp_path / "out", 2)
     assert len(dumped(tmp_path / "out")) == 106
+
+
+def test_dump_of_an_open_reader_that_has_read_before(tmp_path: Path) -> None:
+    with ffserve.open(GOLDEN / "plain.ffr") as reader:
+        reader.read(range(16))
+        dump(reader, tmp_path / "out", 3)
+        assert reader[3].tobytes() == split((GOLDEN / "plain.ffr").read_bytes())[3]
+    assert dumped(tmp_path / "out") == split((GOLDEN / "plain.ffr").read_bytes())
 
 
 @pytest.mark.parametrize("nfiles", [1, 4])

@@ -134,9 +134,11 @@ class FileReader:
     ) -> None:
         import ffserve
 
+        self._reader: Any = None
+        self._n = 0
         self._fnames = _expanded(fname)
         self._check_data = bool(check_data)
-        self._reader: Any = ffserve.open(self._fnames, format="ffrecord", verify=self._check_data)
+        self._reader = ffserve.open(self._fnames, format="ffrecord", verify=self._check_data)
         self._n = len(self._reader)
 
     @property
