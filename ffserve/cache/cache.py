@@ -26,6 +26,7 @@ from ffserve.cache.arena import Arena, first_run
 from ffserve.cache.directory import Directory
 from ffserve.cache.policy import FillThenKeep
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.failures import TOO_LARGE
 
 FREE, LOADING, RESIDENT, FAILED = range(4)
 
@@ -47,8 +48,6 @@ class Failure:
     expected: int = 0
 
 
-TOO_LARGE = -100_100
-"""Status of a sample that no slot of this arena can hold."""
 
 
 class Fetch:
@@ -178,10 +177,10 @@ class Cache:
         else:
             where = absent
         # In order of first use, so that a cut leaves a prefix that is whole.
-        limit = np.searchsorted(np.cumsum(blocks.sizes), size, side="right")
-        cut = len(part)
-        if limit < len(where) and (limit > 0 or where[0] > 0 or fetch.cursor > 0):
-            cut = int(where[max(limit, 1) if where[0] == 0 else limit])
+        limit = int(np.searchsorted(np.cumsum(blocks.sizes), size, side="right"))
+        if limit == 0 and where[0] == 0:
+            limit = 1
+        cut = int(where[limit]) if limit < len(where) else len(part)
         fits = blocks.sizes <= self.arena.size
         if not fits.all():
             for number in blocks.firsts[~fits].tolist():
@@ -430,9 +429,9 @@ class Cache:
         self.arena.free(inside)
         return True
 
-    def usage(self, base: int, count: int) -> int:
-        """Return the bytes of slots that hold samples of [base, base + count)."""
-        inside = np.flatnonzero(
-            (self.state != FREE) & (self._first >= base) & (self._first < base + count)
-        )
-        return int(self.arena.sizes(inside).sum())
+    def usage(self) -> Int64s:
+        """Return the bytes of slots in use by each row of the shard table."""
+        taken = np.flatnonzero(self.state != FREE)
+        rows = self.shards.rows(self._first[taken])
+        weights = self.arena.sizes(taken).astype(np.float64)
+        return np.bincount(rows, weights, minlength=len(self.shards.bases)).astype(np.int64)

@@ -277,7 +277,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _daemon(socket: str, root: str, engine: str, data_size: int) -> Iterator[Daemon]:
-    arena = max(64 << 20, 2 * data_size)
+    arena = max(512 << 20, 2 * data_size)
     command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket, "--root", root]
     command += ["--arena", str(arena), "--engine", engine, "--config", os.devnull]
     command += ["--log-level", "warning"]

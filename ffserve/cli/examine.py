@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, report
-from ffserve.cli.terminal import Progress, histogram, print_facts, print_json, progress
+from ffserve.cli.terminal import Progress, counted, histogram, print_facts, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError
 
@@ -178,7 +178,9 @@ def _print_description(facts: dict[str, Any]) -> None:
     cut = facts["cut_samples"]
     if cut:
         some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")
-        lines.append(("damage", f"{len(cut):,} samples reach behind the end of the file: {some}"))
+        lines.append(
+            ("damage", f"behind the end of the file: {counted(len(cut), 'sample')}, {some}")
+        )
     print_facts(lines)
 
 
@@ -327,10 +329,11 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
         )
     else:
         click.echo(
-            f"{len(paths):,} files, {findings.samples:,} samples, {format_size(findings.size)}: "
+            f"{counted(len(paths), 'file')}, {counted(findings.samples, 'sample')}, "
+            f"{format_size(findings.size)}: "
             + (
-                f"{len(findings.damaged):,} damaged samples, "
-                f"{len(findings.unreadable):,} unreadable files"
+                f"{counted(len(findings.damaged), 'damaged sample')}, "
+                f"{counted(len(findings.unreadable), 'unreadable file')}"
                 if bad
                 else "all sound"
             )
@@ -368,7 +371,7 @@ def _as_indices(word: str, count: int) -> range | None:
     first, colon, stop = word.partition(":")
     parts = (first or "0", stop or str(count))
     if colon and all(part.isascii() and part.isdecimal() for part in parts):
-        return range(int(parts[0]), min(int(parts[1]), count))
+        return range(int(parts[0]), int(parts[1]))
     return None
 
 
@@ -397,9 +400,12 @@ def cat(
     with ffserve.open(file, format=format_name, server=server) as reader:
         asked = [(word, _as_indices(word, len(reader))) for word in which]
         folders = _folders(reader) if any(indices is None for _, indices in asked) else []
-        for word, indices in asked:
-            if indices is None:
-                indices = [_named(folders, word, file)]
+        # All of them, before anything is written.
+        wanted = [
+            [_named(folders, word, file)] if indices is None else indices
+            for word, indices in asked
+        ]
+        for indices in wanted:
             if len(indices) == 1:
                 _write(reader.read(indices), force=force)
                 continue

@@ -7,7 +7,7 @@ import stat
 
 import click
 
-from ffserve.cli.terminal import print_json, progress
+from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.config import format_size
 
 
@@ -53,7 +53,7 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
         )
     else:
         where = out if shards == 1 else f"{shards} files in {out}"
-        click.echo(f"{written.files:,} files, {format_size(written.bytes)}: {where}")
+        click.echo(f"{counted(written.files, 'file')}, {format_size(written.bytes)}: {where}")
     return 0
 
 

@@ -114,6 +114,11 @@ def histogram(counts: list[int]) -> str:
     return "".join(" " if n == 0 else BARS[min(7, n * 8 // (top + 1))] for n in counts)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 file``, ``2,000 files``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def percent(part: int | float, whole: int | float) -> str:
     """Return a share as text; a dash when there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

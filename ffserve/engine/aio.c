@@ -19,11 +19,12 @@
 
 typedef struct {
     aio_context_t context;
-    uint32_t ready_count, spare_count, depth;
+    uint32_t depth, flying;   /* flying: issued or ready to be */
+    uint32_t ready_count, landed_count, spare_count;
     struct iocb *blocks;      /* one an op, same place in its array */
     struct iocb **ready;      /* to be issued */
     struct io_event *events;
-    ffs_op **spare;
+    ffs_op **landed, **spare;
 } aio;
 
 static void aio_forget(void *state)
@@ -32,6 +33,7 @@ static void aio_forget(void *state)
     free(a->blocks);
     free(a->ready);
     free(a->events);
+    free(a->landed);
     free(a->spare);
     free(a);
 }
@@ -50,18 +52,20 @@ static int aio_start(ffs_engine *e, uint32_t thread, void **state)
     if (!a)
         return -ENOMEM;
     a->depth = e->depth;
-    a->blocks = calloc(e->depth, sizeof *a->blocks);
+    a->blocks = calloc(e->op_count, sizeof *a->blocks);
     a->ready = calloc(e->depth, sizeof *a->ready);
     a->events = calloc(e->depth, sizeof *a->events);
-    a->spare = calloc(e->depth, sizeof *a->spare);
-    int rc = !a->blocks || !a->ready || !a->events || !a->spare ? -ENOMEM : 0;
+    a->landed = calloc(e->op_count, sizeof *a->landed);
+    a->spare = calloc(e->op_count, sizeof *a->spare);
+    bool room = a->blocks && a->ready && a->events && a->landed && a->spare;
+    int rc = room ? 0 : -ENOMEM;
     if (!rc && syscall(SYS_io_setup, e->depth, &a->context) < 0)
         rc = -errno;
     if (rc) {
         aio_forget(a);
         return rc;
     }
-    for (uint32_t k = 0; k < e->depth; k++)
+    for (uint32_t k = 0; k < e->op_count; k++)
         a->spare[a->spare_count++] = &e->ops[k];
     *state = a;
     return 0;
@@ -84,10 +88,12 @@ static void prepare(ffs_engine *e, aio *a, ffs_op *op)
 
 static void ended(ffs_engine *e, aio *a, ffs_op *op, int64_t result)
 {
-    if (ffs_advance(e, op, result))
+    if (ffs_advance(e, op, result)) {
         prepare(e, a, op);
-    else
-        a->spare[a->spare_count++] = op;
+    } else {
+        a->landed[a->landed_count++] = op;
+        a->flying--;
+    }
 }
 
 /* Issue what is ready. The kernel takes a prefix; an error is the first one's own. */
@@ -99,7 +105,7 @@ static void issue(ffs_engine *e, aio *a)
             continue;
         if (taken < 0 && errno == EAGAIN) {
             /* The kernel is short of requests: go on when some of ours have ended. */
-            if (a->ready_count + a->spare_count < a->depth)
+            if (a->ready_count < a->flying)
                 return;
             nanosleep(&(struct timespec){0, 1000000}, NULL);
             continue;
@@ -129,35 +135,68 @@ static int reap(ffs_engine *e, aio *a, long wanted)
     return 0;
 }
 
+static void settle(ffs_engine *e, aio *a, uint32_t most)
+{
+    uint32_t count = a->landed_count < most ? a->landed_count : most;
+    for (uint32_t k = 0; k < count; k++) {
+        ffs_settle(e, a->landed[k]);
+        a->spare[a->spare_count++] = a->landed[k];
+    }
+    a->landed_count -= count;
+    memmove(a->landed, a->landed + count, a->landed_count * sizeof *a->landed);
+    ffs_flush(e);
+}
+
+/* Wait for completions, or for those and new work. */
+static int wait_for_more(ffs_engine *e, aio *a)
+{
+    uint32_t issued = a->flying - a->ready_count;
+    if (a->landed_count)
+        return reap(e, a, 0);
+    if (issued && (a->flying == a->depth || a->ready_count || ffs_stopping(e))) {
+        bool many = issued == a->depth && ffs_queued(e) && a->depth >= 16;
+        return reap(e, a, many ? a->depth / 8 : 1);
+    }
+    if (!ffs_sleep(e))
+        return 0;
+    uint64_t count;
+    ssize_t got = read(e->wake_fd, &count, sizeof count);
+    int error = got < 0 && errno != EINTR ? -errno : 0;
+    ffs_awake(e);
+    return error ? error : reap(e, a, 0);
+}
+
+/* Somebody closed our descriptors. What was in flight cannot be awaited. */
+static void lose(ffs_engine *e, aio *a, int error)
+{
+    ffs_break(e, -EIO);
+    settle(e, a, a->landed_count);
+    for (uint32_t k = 0; k < e->op_count; k++) {
+        if (e->ops[k].job) {
+            e->ops[k].error = error;
+            ffs_settle(e, &e->ops[k]);
+        }
+    }
+    ffs_flush(e);
+}
+
 static void aio_loop(ffs_engine *e, void *state)
 {
     aio *a = state;
     for (;;) {
         atomic_store(&e->files_removed, false); /* no table to keep */
-        while (a->spare_count && ffs_take(e, a->spare[a->spare_count - 1]))
+        while (a->flying < a->depth && a->spare_count &&
+               ffs_take(e, a->spare[a->spare_count - 1])) {
             prepare(e, a, a->spare[--a->spare_count]);
-        issue(e, a);
-        ffs_flush(e);
-        uint32_t inflight = a->depth - a->spare_count - a->ready_count;
-        if (ffs_stopping(e) && a->spare_count == a->depth)
-            return;
-        int rc = 0;
-        if (inflight && (!a->spare_count || a->ready_count || ffs_stopping(e))) {
-            bool many = !a->spare_count && !a->ready_count && ffs_queued(e) && a->depth >= 16;
-            rc = reap(e, a, many ? a->depth / 8 : 1);
-        } else if (ffs_sleep(e)) {
-            uint64_t count;
-            ssize_t got = read(e->wake_fd, &count, sizeof count);
-            ffs_awake(e);
-            rc = got < 0 && errno != EINTR ? -errno : reap(e, a, 0);
+            a->flying++;
         }
-        ffs_flush(e);
-        if (rc) { /* descriptors closed under us: nothing can be awaited any more */
-            ffs_break(e, -EIO);
-            for (uint32_t k = 0; k < a->depth; k++)
-                if (e->ops[k].job)
-                    ffs_op_end(e, &e->ops[k], -EIO);
-            ffs_flush(e);
+        issue(e, a);
+        settle(e, a, FFS_STRETCH);
+        if (ffs_stopping(e) && !a->flying && !a->landed_count)
+            return;
+        int rc = wait_for_more(e, a);
+        if (rc) {
+            lose(e, a, rc);
             return;
         }
     }

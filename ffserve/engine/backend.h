@@ -2,8 +2,12 @@
  *
  * A backend knows nothing of batches, records, checksums or directories. It owns its threads'
  * loop, asks the core for the next read (ffs_take), issues it, tells the core what came of it
- * (ffs_advance), issues the rest when the core says so, and after a round of completions lets the
- * core wake whoever waits (ffs_flush).
+ * (ffs_advance), issues the rest when the core says so, and lets the core verify and publish what
+ * has landed (ffs_settle) and wake whoever waits (ffs_flush).
+ *
+ * Landing and settling are apart because a checksum of 100 KiB costs as much as the read: an I/O
+ * thread first refills the device's queue and settles while the device is busy again. So there are
+ * twice as many ops as reads may be in flight.
  */
 #ifndef FFSERVE_BACKEND_H
 #define FFSERVE_BACKEND_H
@@ -44,6 +48,7 @@ typedef struct ffs_op {
     uint64_t lo, hi;            /* the extent widened to the alignment */
     uint64_t got;               /* bytes from lo that have arrived */
     uint64_t bytes;             /* read in all, repeated ones included */
+    int error;                  /* what it landed with */
     uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
     uint8_t *large;             /* mapped for this one read */
 } ffs_op;
@@ -81,7 +86,8 @@ struct ffs_engine {
     pthread_t *threads; void **states;
 
     int wake_fd, done_fd;
-    ffs_op *ops;                /* depth of them, shared out among the backend's threads */
+    ffs_op *ops;                /* shared out among the backend's threads */
+    uint32_t op_count;
     _Atomic bool stopping;
     _Atomic bool sleeping;      /* the I/O thread waits (or is about to) and could take work */
     _Atomic bool files_removed;
@@ -92,8 +98,10 @@ struct ffs_engine {
 /* Fill a spare op with the next read of the FIFO; false when there is none. */
 bool ffs_take(ffs_engine *e, ffs_op *op);
 /* result: bytes of this attempt or -errno. True: issue the op again (offset, to, size are set);
- * false: it has ended and is spare. */
+ * false: it has landed. */
 bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
+/* Verify, publish and account for an op that has landed; it is spare then. */
+void ffs_settle(ffs_engine *e, ffs_op *op);
 /* Wake those whose batches have ended since the last call. */
 void ffs_flush(ffs_engine *e);
 /* Threads backend: block until there may be work; false to stop. */
@@ -116,8 +124,8 @@ static inline uint32_t ffs_queued(ffs_engine *e)
 uint32_t ffs_file_generation(ffs_engine *e, int id);
 /* The backend is of no more use (its ring is gone): fail all that is or will be queued. */
 void ffs_break(ffs_engine *e, int error);
-/* End one read; error 0 or -errno for all its records (op.c). */
-void ffs_op_end(ffs_engine *e, ffs_op *op, int error);
+/* Reads settled at a stretch before the I/O thread looks at the device again. */
+#define FFS_STRETCH 8
 int ffs_op_begin(ffs_engine *e, ffs_op *op);
 void ffs_op_free(ffs_op *op);
 

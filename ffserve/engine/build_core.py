@@ -46,6 +46,7 @@ LIBURING_TRIAL = """
 int trial(struct io_uring *r)
 {
     io_uring_ring_dontfork(r);
+    io_uring_submit_and_get_events(r);
     return io_uring_register_files_sparse(r, 1) + io_uring_queue_init(8, r, 0);
 }
 """

@@ -227,7 +227,8 @@ bool ffs_take(ffs_engine *e, ffs_op *op)
         int rc = ffs_op_begin(e, op);
         if (!rc)
             return true;
-        ffs_op_end(e, op, rc < 0 ? rc : 0);
+        op->error = rc < 0 ? rc : 0;
+        ffs_settle(e, op);
         ffs_flush(e);
     }
     return false;
@@ -496,7 +497,8 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
     pthread_cond_init(&e->settled, NULL);
     e->wake_fd = eventfd(0, EFD_CLOEXEC);
     e->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    e->ops = calloc(e->depth, sizeof *e->ops);
+    e->op_count = backend->many_threads ? threads : 2 * depth;
+    e->ops = calloc(e->op_count, sizeof *e->ops);
     e->threads = calloc(e->thread_count, sizeof *e->threads);
     e->states = calloc(e->thread_count, sizeof *e->states);
     int rc = e->wake_fd < 0 || e->done_fd < 0 ? -errno
@@ -583,7 +585,7 @@ void ffs_engine_close(ffs_engine *e)
     }
     ffs_engine_stop(e);
     if (!e->broken) /* a ring that was lost may still be written for by the device */
-        for (uint32_t k = 0; e->ops && k < e->depth; k++)
+        for (uint32_t k = 0; e->ops && k < e->op_count; k++)
             ffs_op_free(&e->ops[k]);
     pthread_mutex_destroy(&e->lock);
     pthread_cond_destroy(&e->work);

@@ -54,6 +54,7 @@ int ffs_op_begin(ffs_engine *e, ffs_op *op)
     uint64_t mask = op->alignment - 1;
 
     op->got = op->bytes = 0;
+    op->error = 0;
     op->large = op->base = NULL;
     op->lo = op->hi = read->offset;
     if (read->slot != UINT64_MAX)
@@ -100,8 +101,9 @@ static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
     return 0;
 }
 
-void ffs_op_end(ffs_engine *e, ffs_op *op, int error)
+void ffs_settle(ffs_engine *e, ffs_op *op)
 {
+    int error = op->error;
     ffs_job *job = op->job;
     const ffs_read *read = op->read;
     ffs_record *records = job->face.records + read->first_record;
@@ -140,7 +142,7 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
     if (result == -EAGAIN || result == -EINTR)
         return true;
     if (result < 0) {
-        ffs_op_end(e, op, (int)result);
+        op->error = (int)result;
         return false;
     }
     op->bytes += (uint64_t)result;
@@ -149,10 +151,8 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
     if (progress)
         op->got = reached;
     /* The over-read behind the payload may lie past the end of the file: nobody needs it. */
-    if (!progress || op->lo + op->got >= op->read->offset + op->read->length) {
-        ffs_op_end(e, op, 0);
+    if (!progress || op->lo + op->got >= op->read->offset + op->read->length)
         return false;
-    }
     atomic_fetch_add_explicit(&e->short_reads, 1, memory_order_relaxed);
     aim(op);
     return true;

@@ -23,6 +23,7 @@ static void threads_loop(ffs_engine *e, void *state)
                 if (result < 0)
                     result = -errno;
             } while (ffs_advance(e, op, result));
+            ffs_settle(e, op);
             ffs_flush(e);
         }
     }

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <liburing.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -33,8 +34,9 @@ typedef struct {
     uint32_t table;
     uint64_t wake_count;    /* the pending read of wake_fd writes here */
     bool armed;
-    uint32_t spare_count;
-    ffs_op *spare[];        /* a stack: the last buffer used is the warmest */
+    uint32_t flying, landed_count, spare_count;
+    ffs_op **landed;        /* op_count pointers each */
+    ffs_op **spare;         /* a stack: the last buffer used is the warmest */
 } uring;
 
 static int setup(struct io_uring *ring, uint32_t depth)
@@ -62,34 +64,42 @@ static uint32_t make_table(struct io_uring *ring)
     return io_uring_register_files_sparse(ring, size) ? 0 : size;
 }
 
+static void release(uring *u)
+{
+    free(u->registered);
+    free(u->landed);
+    free(u->spare);
+    free(u);
+}
+
 static void uring_stop(void *state)
 {
     uring *u = state;
     io_uring_queue_exit(&u->ring);
-    free(u->registered);
-    free(u);
+    release(u);
 }
 
 static int uring_start(ffs_engine *e, uint32_t thread, void **state)
 {
     (void)thread;
-    uring *u = calloc(1, sizeof *u + e->depth * sizeof *u->spare);
+    uring *u = calloc(1, sizeof *u);
     if (!u)
         return -ENOMEM;
-    int rc = setup(&u->ring, e->depth);
+    u->registered = calloc(FILE_TABLE, sizeof *u->registered);
+    u->landed = calloc(e->op_count, sizeof *u->landed);
+    u->spare = calloc(e->op_count, sizeof *u->spare);
+    int rc = u->registered && u->landed && u->spare ? setup(&u->ring, e->depth) : -ENOMEM;
     if (rc) {
-        free(u);
+        release(u);
         return rc;
+    }
+    if (*u->ring.sq.kring_entries < e->depth + 2) {
+        uring_stop(u);
+        return -EINVAL;
     }
     io_uring_ring_dontfork(&u->ring);
-    u->registered = calloc(FILE_TABLE, sizeof *u->registered);
-    rc = !u->registered ? -ENOMEM : *u->ring.sq.kring_entries < e->depth + 2 ? -EINVAL : 0;
-    if (rc) {
-        uring_stop(u);
-        return rc;
-    }
     u->table = make_table(&u->ring);
-    for (uint32_t k = 0; k < e->depth; k++)
+    for (uint32_t k = 0; k < e->op_count; k++)
         u->spare[u->spare_count++] = &e->ops[k];
     *state = u;
     return 0;
@@ -99,8 +109,7 @@ static void uring_forget(void *state)
 {
     uring *u = state;
     close(u->ring.ring_fd);
-    free(u->registered);
-    free(u);
+    release(u);
 }
 
 static bool fixed(uring *u, const ffs_op *op)
@@ -153,6 +162,15 @@ static void arm(ffs_engine *e, uring *u)
     u->armed = true;
 }
 
+static void feed(ffs_engine *e, uring *u)
+{
+    while (u->flying < e->depth && u->spare_count &&
+           ffs_take(e, u->spare[u->spare_count - 1])) {
+        issue(u, u->spare[--u->spare_count]);
+        u->flying++;
+    }
+}
+
 static void reap(ffs_engine *e, uring *u)
 {
     struct io_uring_cqe *cqe;
@@ -160,14 +178,28 @@ static void reap(ffs_engine *e, uring *u)
     io_uring_for_each_cqe(&u->ring, head, cqe) {
         ffs_op *op = io_uring_cqe_get_data(cqe);
         count++;
-        if (!op)
+        if (!op) {
             u->armed = false;
-        else if (ffs_advance(e, op, cqe->res))
+        } else if (ffs_advance(e, op, cqe->res)) {
             issue(u, op);
-        else
-            u->spare[u->spare_count++] = op;
+        } else {
+            u->landed[u->landed_count++] = op;
+            u->flying--;
+        }
     }
     io_uring_cq_advance(&u->ring, count);
+}
+
+static void settle(ffs_engine *e, uring *u, uint32_t most)
+{
+    /* In the order of arrival, so that batches end in it. */
+    uint32_t count = u->landed_count < most ? u->landed_count : most;
+    for (uint32_t k = 0; k < count; k++) {
+        ffs_settle(e, u->landed[k]);
+        u->spare[u->spare_count++] = u->landed[k];
+    }
+    u->landed_count -= count;
+    memmove(u->landed, u->landed + count, u->landed_count * sizeof *u->landed);
     ffs_flush(e);
 }
 
@@ -175,14 +207,30 @@ static void reap(ffs_engine *e, uring *u)
 static void lose(ffs_engine *e, uring *u, int error)
 {
     ffs_break(e, -EIO);
-    for (uint32_t k = 0; k < e->depth; k++)
-        if (e->ops[k].job)
-            ffs_op_end(e, &e->ops[k], error);
+    settle(e, u, u->landed_count);
+    for (uint32_t k = 0; k < e->op_count; k++) {
+        if (e->ops[k].job) {
+            e->ops[k].error = error;
+            ffs_settle(e, &e->ops[k]);
+        }
+    }
     ffs_flush(e);
-    u->armed = false;
-    uint64_t count;
-    while (!ffs_stopping(e) && read(e->wake_fd, &count, sizeof count) > 0)
-        continue;
+}
+
+/* How many completions to wait for: none while something has landed that is not settled, one when
+ * work may arrive, several when the device's queue is full and there is more to come. */
+static unsigned wanted(ffs_engine *e, uring *u)
+{
+    if (u->landed_count)
+        return 0;
+    if (u->flying == e->depth)
+        return ffs_queued(e) && e->depth >= 16 ? e->depth / 8 : 1;
+    if (!ffs_stopping(e)) {
+        arm(e, u);
+        if (!ffs_sleep(e))
+            return 0;
+    }
+    return 1;
 }
 
 static void uring_loop(ffs_engine *e, void *state)
@@ -190,26 +238,19 @@ static void uring_loop(ffs_engine *e, void *state)
     uring *u = state;
     for (;;) {
         drop_removed(e, u);
-        while (u->spare_count && ffs_take(e, u->spare[u->spare_count - 1]))
-            issue(u, u->spare[--u->spare_count]);
-        bool idle = u->spare_count == e->depth;
-        if (ffs_stopping(e) && idle && !u->armed)
+        feed(e, u);
+        if (ffs_stopping(e) && !u->flying && !u->landed_count && !u->armed)
             return;
-        unsigned wanted = 1;
-        if (u->spare_count) {
-            if (!ffs_stopping(e))
-                arm(e, u);
-            if (!ffs_sleep(e) && !ffs_stopping(e))
-                continue;
-        } else if (ffs_queued(e) && e->depth >= 16) {
-            wanted = e->depth / 8;
-        }
-        int rc = io_uring_submit_and_wait(&u->ring, wanted);
+        unsigned count = wanted(e, u);
+        int rc = count ? io_uring_submit_and_wait(&u->ring, count)
+                       : io_uring_submit_and_get_events(&u->ring);
         ffs_awake(e);
         if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY && rc != -ETIME) {
             lose(e, u, rc);
             return;
         }
+        if (u->landed_count)
+            settle(e, u, FFS_STRETCH);
         reap(e, u);
     }
 }

@@ -15,7 +15,17 @@ NAMES = (
 
 _loaded: dict[str, Format] = {}
 
-__all__ = ["NAMES", "Encoder", "Format", "ReadAt", "Shard", "by_name", "by_suffix", "detect"]
+__all__ = [
+    "NAMES",
+    "Encoder",
+    "Format",
+    "ReadAt",
+    "Shard",
+    "by_name",
+    "by_suffix",
+    "detect",
+    "suffixes",
+]
 
 
 def by_name(name: str) -> Format:
@@ -37,6 +47,11 @@ def by_suffix(path: str | os.PathLike[str]) -> Format | None:
         if name.endswith(by_name(known).suffixes):
             return by_name(known)
     return None
+
+
+def suffixes() -> tuple[str, ...]:
+    """Return the suffixes of all formats: what counts as a record file in a directory."""
+    return tuple(suffix for name in NAMES for suffix in by_name(name).suffixes)
 
 
 def detect(head: bytes, path: str, size: int) -> Format:

@@ -1,0 +1,86 @@
+"""Record files for training jobs: one daemon a node, one cache for all jobs, a light client.
+
+Names are imported when they are first used, so `import ffserve` stays quick and works without
+torch and without the daemon's parts. `import ffserve as ffrecord` runs programs that were written for
+the original ffrecord.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ffserve.errors import (
+    AccessDenied,
+    ChecksumError,
+    FFServeError,
+    FormatError,
+    ProtocolError,
+    ReadError,
+    SampleIndexError,
+    ServerUnavailable,
+    TruncatedError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from ffserve import torch, utils
+    from ffserve.client.fileio import FileReader, FileWriter
+    from ffserve.client.packed import PackedFolder, pack_folder
+    from ffserve.client.reader import Reader, open
+    from ffserve.client.source import Batch
+    from ffserve.client.writer import Writer, create
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "open": "ffserve.client.reader",
+    "Reader": "ffserve.client.reader",
+    "Batch": "ffserve.client.source",
+    "create": "ffserve.client.writer",
+    "Writer": "ffserve.client.writer",
+    "FileReader": "ffserve.client.fileio",
+    "FileWriter": "ffserve.client.fileio",
+    "PackedFolder": "ffserve.client.packed",
+    "pack_folder": "ffserve.client.packed",
+}
+_MODULES = ("torch", "utils")
+
+__all__ = [
+    "AccessDenied",
+    "Batch",
+    "ChecksumError",
+    "FFServeError",
+    "FileReader",
+    "FileWriter",
+    "FormatError",
+    "PackedFolder",
+    "ProtocolError",
+    "ReadError",
+    "Reader",
+    "SampleIndexError",
+    "ServerUnavailable",
+    "TruncatedError",
+    "UsageError",
+    "Writer",
+    "create",
+    "open",
+    "pack_folder",
+    "torch",
+    "utils",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"ffserve.{name}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ffserve' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

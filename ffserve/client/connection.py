@@ -1,0 +1,418 @@
+"""One connection to the daemon, shared by all threads and readers of a process.
+
+Requests are tagged; any number may be on their way. Of the threads that wait for an answer one at
+a time reads the socket and hands the others theirs, so no thread of our own is needed. A
+connection that broke stays broken: whoever needs the daemon asks `connect` for a new one. After a
+fork the child drops the parent's connection without a word and makes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.cache.memory import map_read_only
+from ffserve.config import find_socket
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.protocol import Message
+
+M = TypeVar("M")
+
+CONNECT_TIMEOUT_S = 5.0
+TELL_INTERVAL_S = 1.0
+"""How often a client that only hits reports its counters."""
+_CHUNK = 256 * 1024
+
+
+@dataclass(slots=True)
+class _Waiter:
+    answer: Message | None = None
+
+
+class Connection:
+    """A connected and greeted socket, with the daemon's memory mapped.
+
+    Args: path: the socket. job: name of the training run that this process belongs to.
+
+    Raises:
+        ServerUnavailable: nobody answers there.
+        ProtocolError: who answers speaks another protocol.
+    """
+
+    def __init__(self, path: str, job: str) -> None:
+        self.path = path
+        self.readers = 0
+        self._send_lock = threading.Lock()
+        self._state = threading.Condition()
+        self._receiving = False
+        self._waiters: dict[int, _Waiter] = {}
+        self._broken: FFServeError | None = None
+        self._next_tag = 1
+        self._decoder = protocol.Decoder(protocol.FROM_SERVER)
+        self._acknowledged: list[int] = []
+        self._hits = self._hit_size = 0
+        self._told = time.monotonic()
+        self._socket = _connect(path)
+        self._fds: list[int] = []
+        try:
+            about = self._greet(job)
+            arena_size, capacity = about.get("arena_size"), about.get("capacity")
+            if not _positive(arena_size) or not _positive(capacity):
+                raise ProtocolError("the daemon's WELCOME has no sizes")
+            self.arena_size: int = arena_size
+            self._capacity: int = capacity
+            self.arena = map_read_only(self._fds[0], 0, self.arena_size)
+        except BaseException:
+            self._drop_fds()
+            self._socket.close()
+            raise
+        self._socket.settimeout(None)
+
+    def _greet(self, job: str) -> dict[str, Any]:
+        from ffserve import __version__
+
+        hello = protocol.Hello(
+            {
+                "versions": [protocol.VERSION],
+                "client": f"ffserve {__version__}",
+                "job": job,
+                "pid": os.getpid(),
+            }
+        )
+        try:
+            self._socket.sendall(protocol.encode(hello))
+            messages: list[Message] = []
+            while not messages:
+                chunk, fds, _flags, _address = socket.recv_fds(self._socket, _CHUNK, 3)
+                self._fds += fds
+                if not chunk:
+                    raise ServerUnavailable("the daemon hung up", path=self.path)
+                messages = self._decoder.feed(chunk)
+        except OSError as error:
+            if isinstance(error, FFServeError):
+                raise
+            raise ServerUnavailable(
+                f"the daemon does not greet: {error}", path=self.path
+            ) from error
+        match messages[0]:
+            case protocol.Welcome(about=about) if len(self._fds) == 3:
+                return about
+            case protocol.Fail(error=wire):
+                raise protocol.error_from_wire(wire)
+        raise ProtocolError("the daemon's greeting is none", path=self.path)
+
+    # ---- mapping --------------------------------------------------------------------------
+
+    def entries(self, base: int, count: int) -> NDArray[np.uint8]:
+        """Map the directory's entries of samples [base, base + count), read-only."""
+        self._check_run(base, count)
+        return map_read_only(self._fds[1], base * 16, count * 16)
+
+    def index(self, base: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of the payload offsets and the checksums of a run of samples."""
+        self._check_run(base, count)
+        if count == 0:
+            return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+        offsets = map_read_only(self._fds[2], base * 8, count * 8).view(np.uint64)
+        place = self._capacity * 8 + base * 4
+        return offsets.copy(), map_read_only(self._fds[2], place, count * 4).view(np.uint32).copy()
+
+    def _check_run(self, base: int, count: int) -> None:
+        if base < 0 or count < 0 or base + count > self._capacity:
+            raise ProtocolError("the daemon named samples outside its tables", path=self.path)
+
+    # ---- asking ---------------------------------------------------------------------------
+
+    def open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> protocol.Opened:
+        """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
+        tag = self._tag()
+        what = {"paths": list(paths), "format": format, "verify": verify}
+        self._send(protocol.Open(tag, what), tag)
+        return self._expect(tag, protocol.Opened)
+
+    def get(self, dataset: int, indices: NDArray[np.int64]) -> int:
+        """Ask for samples to be made readable; return the tag to `wait_ready` for."""
+        tag = self._tag()
+        with self._state:
+            acknowledged, self._acknowledged = self._acknowledged, []
+            hits, self._hits = self._hits, 0
+            hit_size, self._hit_size = self._hit_size, 0
+            self._told = time.monotonic()
+        packed = protocol.pack_tags(acknowledged)
+        message = protocol.Get(tag, dataset, protocol.pack_indices(indices), packed, hits, hit_size)
+        self._send(message, tag)
+        return tag
+
+    def lease(self, dataset: int, indices: NDArray[np.int64]) -> int:
+        """Ask for samples to be pinned; return the tag to `wait_ready` for and to `release`."""
+        tag = self._tag()
+        self._send(protocol.Lease(tag, dataset, protocol.pack_indices(indices)), tag)
+        return tag
+
+    def release(self, tag: int) -> None:
+        """Give a lease back. A daemon that is gone has forgotten it already."""
+        with contextlib.suppress(ServerUnavailable):
+            self._send(protocol.Release(protocol.pack_tags([tag])), None)
+
+    def wait_ready(self, tag: int) -> protocol.Ready:
+        """Wait for the answer to `get` or `lease`."""
+        return self._expect(tag, protocol.Ready)
+
+    def acknowledge(self, tag: int) -> None:
+        """The samples of a GET were copied; the daemon hears of it with the next message."""
+        with self._state:
+            self._acknowledged.append(tag)
+
+    def count_hits(self, count: int, size: int) -> None:
+        """Count samples that were copied without asking; now and then tell the daemon."""
+        with self._state:
+            self._hits += count
+            self._hit_size += size
+            due = time.monotonic() - self._told > TELL_INTERVAL_S
+        if due:
+            self.tell()
+
+    def tell(self) -> None:
+        """Send the counters and acknowledgements that are due."""
+        with self._state:
+            acknowledged, self._acknowledged = self._acknowledged, []
+            hits, self._hits = self._hits, 0
+            hit_size, self._hit_size = self._hit_size, 0
+            self._told = time.monotonic()
+        if hits or acknowledged:
+            packed = protocol.pack_tags(acknowledged)
+            with contextlib.suppress(ServerUnavailable):
+                self._send(protocol.Tell(0, hits, hit_size, packed), None)
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's report."""
+        tag = self._tag()
+        self._send(protocol.Status(tag), tag)
+        return self._expect(tag, protocol.Report).facts
+
+    def close_dataset(self, dataset: int) -> None:
+        """The data set is needed no more."""
+        self.tell()
+        with contextlib.suppress(ServerUnavailable):
+            self._send(protocol.Close(dataset), None)
+
+    # ---- the socket -----------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """False once it broke or was closed."""
+        return self._broken is None
+
+    def _tag(self) -> int:
+        with self._state:
+            tag = self._next_tag
+            self._next_tag = tag % 0xFFFFFFFF + 1
+            return tag
+
+    def _send(self, message: Message, tag: int | None) -> None:
+        frame = protocol.encode(message)
+        with self._state:
+            if self._broken is not None:
+                raise self._gone()
+            if tag is not None:
+                self._waiters[tag] = _Waiter()
+        try:
+            with self._send_lock:
+                self._socket.sendall(frame)
+        except OSError as error:
+            self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+            raise self._gone() from error
+
+    def _expect(self, tag: int, kind: type[M]) -> M:
+        answer = self._wait(tag)
+        if isinstance(answer, kind):
+            return answer
+        if isinstance(answer, protocol.Fail):
+            raise protocol.error_from_wire(answer.error)
+        error = ProtocolError(f"the daemon answered with a {type(answer).__name__}", path=self.path)
+        self._break(error)
+        raise error
+
+    def _wait(self, tag: int) -> Message:
+        waiter = self._waiters[tag]
+        while True:
+            with self._state:
+                while waiter.answer is None and self._broken is None and self._receiving:
+                    self._state.wait()
+                if waiter.answer is not None:
+                    del self._waiters[tag]
+                    return waiter.answer
+                if self._broken is not None:
+                    self._waiters.pop(tag, None)
+                    raise self._gone()
+                self._receiving = True
+            try:
+                while waiter.answer is None:
+                    self._receive()
+            finally:
+                with self._state:
+                    self._receiving = False
+                    self._state.notify_all()
+
+    def _receive(self) -> None:
+        try:
+            chunk = self._socket.recv(_CHUNK)
+            if not chunk:
+                raise ServerUnavailable("the daemon is gone", path=self.path)
+            messages = self._decoder.feed(chunk)
+        except OSError as error:
+            gone = error if isinstance(error, FFServeError) else None
+            self._break(gone or ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+            raise self._gone() from error
+        except ProtocolError as error:
+            self._break(error)
+            raise
+        with self._state:
+            for message in messages:
+                tag = getattr(message, "tag", 0)
+                if tag == 0 and isinstance(message, protocol.Fail):
+                    self._broken = protocol.error_from_wire(message.error)
+                    raise self._gone()
+                waiter = self._waiters.get(tag)
+                if waiter is not None:
+                    waiter.answer = message
+            if len(messages) > 1 or len(self._waiters) > 1:
+                self._state.notify_all()
+
+    def _break(self, error: FFServeError) -> None:
+        with self._state:
+            self._broken = self._broken or error
+            self._state.notify_all()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _gone(self) -> FFServeError:
+        assert self._broken is not None
+        return self._broken.located()
+
+    def _drop_fds(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def close(self) -> None:
+        """Say goodbye. Mappings live on as long as arrays over them."""
+        if self._broken is None:
+            self.tell()
+            with contextlib.suppress(FFServeError):
+                self._send(protocol.Bye(), None)
+        self._break(ServerUnavailable("this connection was closed", path=self.path))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else (also in the child of a fork)."""
+        self._broken = self._broken or ServerUnavailable("closed", path=self.path)
+        self._socket.close()
+        self._drop_fds()
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise ServerUnavailable(
+            f"no daemon answers: {error.strerror or error}",
+            path=path,
+            hint="start one with `ffserve serve`, or set $FFSERVE_SOCKET",
+        ) from error
+    return sock
+
+
+# ---- one connection a process and socket ------------------------------------------------------
+
+_lock = threading.Lock()
+_connections: dict[str, Connection] = {}
+_job: str | None = None
+
+
+def job_name() -> str:
+    """Return the name of the training run: made once, inherited by workers however started."""
+    global _job
+    if _job is None:
+        _job = uuid.uuid4().hex
+    return _job
+
+
+def join_job(name: str) -> None:
+    """Belong to a job that another process began, unless this process has one already."""
+    global _job
+    if _job is None:
+        _job = name
+
+
+def connect(path: str) -> Connection:
+    """Return this process's connection to the daemon, made anew if it broke."""
+    with _lock:
+        connection = _connections.get(path)
+        if connection is None or not connection.alive:
+            connection = _connections[path] = Connection(path, job_name())
+        connection.readers += 1
+        return connection
+
+
+def disconnect(connection: Connection) -> None:
+    """A reader needs the connection no more; the last one closes it."""
+    with _lock:
+        connection.readers -= 1
+        if connection.readers > 0:
+            return
+        if _connections.get(connection.path) is connection:
+            del _connections[connection.path]
+    connection.close()
+
+
+_fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def after_fork(listener: Any) -> None:
+    """Have `listener.after_fork()` called in every child, after the connections were dropped."""
+    _fork_listeners.add(listener)
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for connection in _connections.values():
+        connection.abandon()
+    _connections.clear()
+    for listener in list(_fork_listeners):
+        listener.after_fork()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def status(path: str | None = None) -> dict[str, Any]:
+    """Ask a daemon how it is.
+
+    Args: path: its socket; None: where this user's daemon would be.
+    Raises: ServerUnavailable when none answers.
+    """
+    connection = Connection(find_socket(path), "status")
+    try:
+        return connection.status()
+    finally:
+        connection.close()

@@ -1,0 +1,329 @@
+"""Samples through an engine in this process, where no daemon serves them.
+
+The same C core reads past the page cache into buffers of its own, verifies, and copies each
+payload to its destination while the bytes are warm; nothing is kept. Neighbours that are asked
+for together are read together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import formats
+from ffserve.client.source import Bytes, Int64s, Pending, Target
+from ffserve.dataset import Layout, ShardInfo
+from ffserve.engine import ring
+from ffserve.engine.ring import NOWHERE, Engine, open_direct
+from ffserve.errors import FFServeError, ReadError
+from ffserve.failures import read_failure
+from ffserve.files import raise_file_limit, read_at_of, wrap_os_error
+from ffserve.formats.base import HEAD_SIZE
+
+MERGED_SIZE = 1024 * 1024
+"""Neighbouring samples are read together up to about this many bytes."""
+
+_lock = threading.Lock()
+_engine: Engine | None = None
+
+
+def process_engine() -> Engine:
+    """Return the engine that all readers of this process share."""
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = Engine("auto", depth=128)
+        return _engine
+
+
+def _in_child() -> None:
+    global _engine, _lock
+    _lock = threading.Lock()
+    if _engine is not None:
+        _engine.forget()
+        _engine = None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+@dataclass(slots=True)
+class _File:
+    fd: int
+    alignment: int
+    number: int = -1
+
+
+@dataclass(slots=True)
+class LocalPending:
+    """A batch that the engine has; `rows` leads from records to positions."""
+
+    indices: Int64s
+    target: Target
+    batch: ring.Batch | None
+
+
+class LocalSource:
+    """Shards opened by this process.
+
+    Args: paths: absolute, of the shards.
+
+    Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: the first shard
+        that cannot be opened.
+    """
+
+    def __init__(self, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
+        self._files: list[_File] = []
+        self._engine: Engine | None = None
+        self._attaching = threading.Lock()
+        self._in_flight: dict[int, ring.Batch] = {}
+        self._served = self._size = 0
+        self._closed = False
+        try:
+            self._open(paths, format, verify)
+        except BaseException:
+            self._close_files()
+            raise
+        self.description = f"engine {process_engine().kind}"
+
+    def _open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
+        if len(paths) > 256:
+            raise_file_limit()
+        parsed: list[formats.Shard] = []
+        tables: list[tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]]] = []
+        for path in paths:
+            shard, table, file = open_shard(path, format, verify)
+            self._files.append(file)
+            parsed.append(shard)
+            tables.append(table)
+        self.layout = Layout(np.array([shard.count for shard in parsed], np.int64))
+        self.count = self.layout.count
+        self._offsets = _joined([table[0] for table in tables])
+        self._lengths = _joined([table[1] for table in tables])
+        self._checksums = _joined([table[2] for table in tables])
+        self._sizes = np.array([shard.size for shard in parsed], np.uint64)
+        self._kinds = np.array([s.checksum_kind if verify else 0 for s in parsed], np.int32)
+        self.shards = [
+            ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
+            for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
+        ]
+
+    def _attach(self) -> Engine:
+        engine = self._engine
+        if engine is not None:
+            return engine
+        with self._attaching:
+            if self._engine is None:
+                engine = process_engine()
+                for file in self._files:
+                    file.number = engine.add_file(file.fd, file.alignment)
+                self._numbers = np.array([file.number for file in self._files], np.int32)
+                self._engine = engine
+            return self._engine
+
+    def sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes."""
+        chosen = self._lengths if indices is None else self._lengths[indices]
+        return chosen.astype(np.int64)
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> LocalPending:
+        """Submit the reads."""
+        engine = self._attach()
+        count = len(indices)
+        lengths = self._lengths[indices].astype(np.int64)
+        starts = self._offsets[indices].astype(np.int64)
+        shards = self.layout.shards(indices)
+        # Nothing is allocated for what a cut file does not hold.
+        held = np.where(starts + lengths > self._sizes[shards].astype(np.int64), 0, lengths)
+        offsets = np.zeros(count + 1, np.int64)
+        np.cumsum(held, out=offsets[1:])
+        if out is not None:
+            from ffserve.client.reader import check_out
+
+            out = check_out(out, int(offsets[-1]))
+        target = Target(offsets, apart=apart, out=out)
+        if not count:
+            return LocalPending(indices, target, None)
+        firsts = self._merge(indices, shards, starts)
+        counts = np.diff(np.append(firsts, count))
+        batch = engine.batch(len(firsts), count)
+        reads, records = batch.reads, batch.records
+        lasts = firsts + counts - 1
+        reads["offset"] = starts[firsts]
+        reads["length"] = starts[lasts] + held[lasts] - starts[firsts]
+        reads["slot"] = NOWHERE
+        reads["file"] = self._numbers[shards[firsts]]
+        reads["checksum_kind"] = self._kinds[shards[firsts]]
+        reads["first_record"] = firsts
+        reads["record_count"] = counts
+        records["offset"] = starts
+        records["length"] = held
+        records["entry"] = NOWHERE
+        records["dest"] = target.places()
+        records["checksum"] = self._checksums[indices]
+        batch.keep = target
+        engine.submit(batch)
+        with self._attaching:
+            self._in_flight[batch.address] = batch
+        return LocalPending(indices, target, batch)
+
+    def _merge(self, indices: Int64s, shards: Int64s, starts: Int64s) -> Int64s:
+        """Return the position at which each read begins: neighbours go together."""
+        if len(indices) == 1:
+            return np.zeros(1, np.int64)
+        joined = (indices[1:] - indices[:-1] == 1) & (shards[1:] == shards[:-1])
+        if not joined.any():
+            return np.arange(len(indices), dtype=np.int64)
+        begins = np.flatnonzero(np.concatenate(([True], ~joined)))
+        runs = np.repeat(starts[begins], np.diff(np.append(begins, len(indices))))
+        piece = (starts - runs) // MERGED_SIZE
+        joined &= piece[1:] == piece[:-1]
+        return np.flatnonzero(np.concatenate(([True], ~joined))).astype(np.int64)
+
+    def finish(self, pending: Pending) -> dict[int, FFServeError]:
+        """Wait for the reads."""
+        assert isinstance(pending, LocalPending)
+        batch = pending.batch
+        if batch is None:
+            return {}
+        engine = self._engine
+        if engine is None:
+            raise ReadError("this reader was closed, or forked, while a read was on its way")
+        engine.wait(batch)
+        self._in_flight.pop(batch.address, None)
+        self._served += len(pending.indices)
+        self._size += int(pending.target.offsets[-1])
+        errors = self._errors(pending, batch)
+        batch.free()
+        return errors
+
+    def _errors(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
+        indices = pending.indices
+        cut = self._cut(indices)
+        errors: dict[int, FFServeError] = {}
+        if not batch.failed and not len(cut):
+            return errors
+        status = batch.records["status"].copy()
+        status[cut] = ring.ETRUNCATED
+        for position in np.flatnonzero(status).tolist():
+            index = int(indices[position])
+            record = batch.records[position]
+            shard = int(self.layout.shards(indices[position : position + 1])[0])
+            errors[position] = read_failure(
+                int(status[position]),
+                path=self.shards[shard].path,
+                index=index,
+                offset=int(self._offsets[index]),
+                length=int(self._lengths[index]),
+                found=int(record["found"]),
+                expected=int(record["checksum"]),
+            )
+        return errors
+
+    def _cut(self, indices: Int64s) -> Int64s:
+        ends = self._offsets[indices] + self._lengths[indices]
+        return np.flatnonzero(ends > self._sizes[self.layout.shards(indices)])
+
+    @contextmanager
+    def lease(self, indices: Int64s) -> Iterator[list[Bytes]]:
+        """Yield read-only views of one buffer."""
+        pending = self.start(indices, apart=False)
+        for _, error in sorted(self.finish(pending).items()):
+            raise error
+        buffer, edges = pending.target.buffer, pending.target.offsets.tolist()
+        assert buffer is not None
+        buffer.flags.writeable = False
+        yield [buffer[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+    # ---- the rest -------------------------------------------------------------------------
+
+    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of a shard's payload offsets, lengths and checksums."""
+        run = slice(int(self.layout.firsts[shard]), int(self.layout.firsts[shard + 1]))
+        return (
+            self._offsets[run].copy(),
+            self._lengths[run].astype(np.uint64),
+            self._checksums[run].copy(),
+        )
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters since the source was opened."""
+        return {
+            "hits": 0,
+            "misses": self._served,
+            "samples": self._served,
+            "bytes": self._size,
+            "hit_rate": 0.0,
+        }
+
+    def after_fork(self) -> None:
+        """The engine stayed in the parent; the tables and descriptors are ours as well."""
+        self._engine = None
+        self._in_flight = {}
+        self._attaching = threading.Lock()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._closed:
+            return
+        self._closed = True
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            for batch in list(self._in_flight.values()):
+                engine.wait(batch)
+            for file in self._files:
+                engine.remove_file(file.number)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                os.close(file.fd)
+        self._files = []
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def open_shard(
+    path: str, format: str | None, verify: bool
+) -> tuple[formats.Shard, tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]], _File]:
+    """Parse one file's tables (payload offsets, lengths, checksums) and open it for reading.
+
+    Lengths are u32 where they fit, which is half of a reader's memory.
+
+    Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
+    """
+    plain = wrap_os_error(
+        lambda p: os.open(p, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY), path
+    )
+    try:
+        if not stat.S_ISREG(os.fstat(plain).st_mode):
+            raise ReadError("this is no regular file", path=path)
+        size = os.fstat(plain).st_size
+        read_at = read_at_of(plain, path)
+        head = bytearray(min(size, HEAD_SIZE))
+        read_at(0, memoryview(head))
+        chosen = formats.by_name(format) if format else formats.detect(bytes(head), path, size)
+        shard = chosen.open(read_at, size, path, verify=verify)
+        offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
+        lengths = np.empty(shard.count, np.uint64)
+        shard.load(offsets, lengths, checksums)
+        # One beyond u32 in a smaller file is of a cut file, and refused wherever it is asked for.
+        kept = np.minimum(lengths, 0xFFFFFFFF).astype(np.uint32) if size < 1 << 32 else lengths
+        fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
+    finally:
+        os.close(plain)
+    return shard, (offsets, kept, checksums), _File(fd, alignment)

@@ -1,0 +1,548 @@
+"""The public reader: one index space over shards, wherever the samples come from.
+
+A Reader survives what training scripts do to it. It can be used by threads; it can be forked,
+spawned and pickled at any time, whatever was done with it before, because the copy connects anew
+at its first use; when the daemon restarts in mid-epoch, the batch that was on its way is asked for
+again as a whole, so nothing is lost or doubled. A copy, or a reader that reconnects, refuses to go
+on if the files are not those that the reader was opened on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import formats
+from ffserve.client import connection as connections
+from ffserve.client.local import LocalSource
+from ffserve.client.remote import RemoteSource
+from ffserve.client.source import Batch, Bytes, Int64s
+from ffserve.config import find_socket
+from ffserve.dataset import (
+    PathLike,
+    ShardInfo,
+    as_indices,
+    check_same_content,
+    combined_fingerprint,
+    expand_paths,
+)
+from ffserve.errors import (
+    AccessDenied,
+    FFServeError,
+    ProtocolError,
+    ReadError,
+    SampleIndexError,
+    ServerUnavailable,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from ffserve.client.source import Source
+
+log = logging.getLogger("ffserve")
+T = TypeVar("T")
+
+RECONNECT_S = {"auto": 5.0, "require": 30.0}
+"""How long a reader waits for a daemon that went away, before it reads by itself or gives up."""
+RETURN_AFTER_S = 30.0
+"""How long a reader that lost its daemon reads by itself before it looks for one again."""
+READ_AHEAD_SIZE = 4 * 1024 * 1024
+READ_AHEAD_COUNT = 1024
+READ_AHEAD_BATCHES = 3
+"""Iteration keeps this many batches of about this size on their way."""
+
+
+def open(  # noqa: A001 - the public name
+    paths: PathLike | Sequence[PathLike],
+    *,
+    format: str | None = None,
+    server: str = "auto",
+    verify: bool = True,
+    on_error: Literal["raise", "skip"] = "raise",
+) -> Reader:
+    """Open record files as one sequence of samples.
+
+    Args:
+        paths: one file, a directory, a glob pattern, or a sequence of these; samples are numbered
+            through them in order.
+        format: "ffrecord", or None to tell by content, then by suffix.
+        server: "auto": the daemon if its socket answers, else an engine in this process; which
+            one it is stands in `reader.source`. "require": the daemon. "off": no daemon. Else a
+            socket's path, which is required to answer.
+        verify: check every sample against its checksum, and the files' tables at opening.
+        on_error: "raise", or "skip" to leave out damaged samples: everything is read once to find
+            them, and the reader then holds only the intact ones, in order.
+
+    Returns: a Reader; close it, or use `with`.
+
+    Raises:
+        FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
+        AccessDenied, ReadError: a file cannot be opened or does not exist.
+        ServerUnavailable: a daemon is required and does not answer.
+        UsageError: an option that is none.
+
+    Cost: with a daemon that has the files open already one round trip; else their tables are read.
+    """
+    if on_error not in ("raise", "skip"):
+        raise UsageError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if not isinstance(server, str) or not server:
+        raise UsageError(
+            f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}"
+        )
+    chosen = formats.by_name(format) if format is not None else None
+    suffixes = chosen.suffixes if chosen else formats.suffixes()
+    reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify)
+    if on_error == "skip":
+        try:
+            reader._leave_out_damaged()
+        except BaseException:
+            reader.close()
+            raise
+    return reader
+
+
+class Reader(Sequence[Bytes]):
+    """Samples of a data set by index. Made by `ffserve.open`."""
+
+    def __init__(
+        self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
+    ) -> None:
+        self._paths = paths
+        self._format = format
+        self._server = server
+        self._verify = verify
+        self._expected: int | None = None
+        self._intact: Int64s | None = None
+        self._damaged: list[FFServeError] = []
+        self._totals: dict[str, int] = {}
+        self._closed = False
+        self._set_up()
+        with self._lock:
+            self._source = self._connect_first()
+            self._take_in(self._source)
+
+    def _set_up(self) -> None:
+        self._lock = threading.RLock()
+        self._source: Source | None = None
+        self._away_since: float | None = None
+        connections.after_fork(self)
+
+    # ---- where the samples come from ------------------------------------------------------
+
+    def _connect_first(self) -> Source:
+        if self._server == "off":
+            return self._open_local()
+        try:
+            return self._open_remote()
+        except (ServerUnavailable, ProtocolError, AccessDenied) as error:
+            if self._server != "auto":
+                raise
+            if not isinstance(error, ServerUnavailable):
+                _say_once(f"reading without the daemon: {error}")
+            return self._open_local()
+
+    def _open_remote(self) -> RemoteSource:
+        explicit = None if self._server in ("auto", "require") else self._server
+        return RemoteSource(find_socket(explicit), self._paths, self._format, self._verify)
+
+    def _open_local(self) -> LocalSource:
+        return LocalSource(self._paths, self._format, self._verify)
+
+    def _take_in(self, source: Source) -> None:
+        try:
+            check_same_content(self._expected, source.shards)
+        except BaseException:
+            source.close()
+            raise
+        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
+        self._count = source.count
+        self._source = source
+
+    def _current(self) -> Source:
+        """Return the source, opening it in a process that has none yet."""
+        source = self._source
+        if source is not None and (self._away_since is None or not self._look_again()):
+            return source
+        with self._lock:
+            if self._closed:
+                raise UsageError("this reader is closed")
+            if self._source is None:
+                self._take_in(self._connect_first())
+            assert self._source is not None
+            return self._source
+
+    def _look_again(self) -> bool:
+        """Whether the daemon that went away is back; looked for now and then."""
+        since = self._away_since
+        if since is None or time.monotonic() - since < RETURN_AFTER_S:
+            return False
+        with self._lock:
+            self._away_since = time.monotonic()
+            try:
+                source = self._open_remote()
+            except (ServerUnavailable, ProtocolError, AccessDenied):
+                return False
+            old = self._source
+            self._take_in(source)
+            self._away_since = None
+            if old is not None:
+                self._retire(old)
+            return True
+
+    def _replace(self, lost: Source, error: FFServeError) -> None:
+        """The daemon is gone: wait for the next one, or read by ourselves."""
+        with self._lock:
+            if self._closed:
+                raise UsageError("this reader is closed") from error
+            if self._source is not lost:
+                return
+            self._retire(lost)
+            self._source = None
+            kind = "auto" if self._server == "auto" else "require"
+            deadline = time.monotonic() + RECONNECT_S[kind]
+            pause = 0.01
+            while True:
+                try:
+                    self._take_in(self._open_remote())
+                    return
+                except (ServerUnavailable, ProtocolError) as again:
+                    if time.monotonic() >= deadline:
+                        if self._server != "auto":
+                            raise
+                        _say_once(f"the daemon went away, reading without it: {again}")
+                        break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.25)
+            self._away_since = time.monotonic()
+            self._take_in(self._open_local())
+
+    def _retire(self, source: Source) -> None:
+        for name in ("hits", "misses", "bytes"):
+            self._totals[name] = self._totals.get(name, 0) + int(source.stats()[name])
+        source.close()
+
+    def _retrying(self, attempt: Callable[[Source], T]) -> T:
+        """Run a request; when the daemon goes away meanwhile, run it again as a whole."""
+        while True:
+            source = self._current()
+            try:
+                return attempt(source)
+            except ServerUnavailable as error:
+                if isinstance(source, LocalSource):
+                    raise
+                self._replace(source, error)
+
+    @property
+    def source(self) -> str:
+        """Where samples come from now, such as "daemon /run/ffserve/ffserve.sock" or
+        "engine uring"."""
+        return self._current().description
+
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """The files, in order."""
+        return list(self._current().shards)
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._count if self._intact is None else len(self._intact)
+
+    def _numbers(self, indices: Any) -> Int64s:
+        if self._closed:
+            raise UsageError("this reader is closed")
+        chosen = as_indices(indices, len(self))
+        return chosen if self._intact is None else self._intact[chosen]
+
+    @overload
+    def read(self, indices: Any, *, errors: Literal["raise"] = "raise") -> list[Bytes]: ...
+    @overload
+    def read(self, indices: Any, *, errors: Literal["return"]) -> list[Bytes | FFServeError]: ...
+    def read(
+        self, indices: Any, *, errors: Literal["raise", "return"] = "raise"
+    ) -> list[Bytes] | list[Bytes | FFServeError]:
+        """Read samples.
+
+        Args:
+            indices: list, tuple, range, set, generator or integer ndarray; any number, also none;
+                order and repeats are kept.
+            errors: "raise" the first damaged sample's error, or "return" errors in the places of
+                their samples, the others being there.
+
+        Returns: one array a sample: uint8[size], writable, owning its memory.
+
+        Raises:
+            SampleIndexError: an index outside the data set; nothing is read.
+            ChecksumError, TruncatedError, ReadError: of the first sample that failed.
+            ServerUnavailable: the daemon is required and stayed away.
+
+        Cost: at most one round trip for the whole batch, none when all is in memory; one copy.
+        """
+        numbers = self._numbers(indices)
+
+        def attempt(source: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
+            pending = source.start(numbers, apart=True)
+            failed = source.finish(pending)
+            assert pending.target.arrays is not None
+            return pending.target.arrays, failed
+
+        arrays, failed = self._retrying(attempt)
+        if errors == "return":
+            mixed: list[Bytes | FFServeError] = list(arrays)
+            for position, error in failed.items():
+                mixed[position] = self._named(error, position, numbers)
+            return mixed
+        self._raise_first(failed, numbers)
+        return arrays
+
+    def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
+        """Read samples into one buffer.
+
+        Args:
+            indices: as for `read`.
+            out: a writable, contiguous uint8 array to use instead of a new one; must hold the
+                batch, may be larger (pinned memory, for instance).
+
+        Returns: a Batch with `.buffer` uint8[total] and `.offsets` int64[n + 1]; it owns them.
+
+        Raises: as `read`; UsageError for an `out` that cannot be used.
+
+        Cost: as `read`, with one allocation for the whole batch.
+        """
+        numbers = self._numbers(indices)
+
+        def attempt(source: Source) -> tuple[Batch, dict[int, FFServeError]]:
+            pending = source.start(numbers, apart=False, out=out)
+            failed = source.finish(pending)
+            assert pending.target.buffer is not None
+            return Batch(pending.target.buffer, pending.target.offsets), failed
+
+        batch, failed = self._retrying(attempt)
+        self._raise_first(failed, numbers)
+        return batch
+
+    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
+        if self._intact is None:
+            return error
+        return error.located(index=int(np.searchsorted(self._intact, numbers[position])))
+
+    def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
+        if failed:
+            position = min(failed)
+            raise self._named(failed[position], position, numbers)
+
+    @contextmanager
+    def _leased(self, numbers: Int64s) -> Iterator[list[Bytes]]:
+        with contextlib.ExitStack() as stack:
+            yield self._retrying(lambda source: stack.enter_context(source.lease(numbers)))
+
+    def lease(self, indices: Any) -> AbstractContextManager[list[Bytes]]:
+        """Read samples in place.
+
+        Args: indices: as for `read`.
+
+        Returns: a context manager that gives read-only views, straight into the daemon's arena
+            where possible; they are valid until it is left.
+
+        Raises: as `read`, on entry.
+
+        Cost: one round trip, no copy. Leased samples cannot be evicted: leave soon.
+        """
+        return self._leased(self._numbers(indices))
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice | list[int] | NDArray[np.integer[Any]]) -> list[Bytes]: ...
+    def __getitem__(self, index: Any) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return self.read(range(*index.indices(len(self))))
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            return self.read([int(index)])[0]
+        return self.read(index)
+
+    def __iter__(self) -> Iterator[Bytes]:
+        for batch in self.batches():
+            yield from (sample.copy() for sample in batch)
+
+    def batches(
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Iterator[Batch]:
+        """Read in order with read-ahead, in batches of at most `count` samples and about `size`
+        bytes, of which the next READ_AHEAD_BATCHES are on their way.
+
+        Args: indices: as for `read`; None for all.
+        Raises: as `read`, when the batch concerned is due.
+        """
+        numbers = (
+            (np.arange(self._count, dtype=np.int64) if self._intact is None else self._intact)
+            if indices is None
+            else self._numbers(indices)
+        )
+        parts = self._parts(numbers, count, size)
+        ahead: deque[tuple[Int64s, Source, Any]] = deque()
+        for part in parts:
+            ahead.append(self._start(part))
+            if len(ahead) >= READ_AHEAD_BATCHES:
+                yield self._finish(*ahead.popleft())
+        while ahead:
+            yield self._finish(*ahead.popleft())
+
+    def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[Int64s]:
+        for start in range(0, len(numbers), 65_536):
+            some = numbers[start : start + 65_536]
+            ends = np.cumsum(self._sizes_of(some))
+            at = 0
+            while at < len(some):
+                before = int(ends[at - 1]) if at else 0
+                upto = int(np.searchsorted(ends, before + size, side="right"))
+                upto = min(max(upto, at + 1), at + count, len(some))
+                yield some[at:upto]
+                at = upto
+
+    def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
+        return self._retrying(
+            lambda source: (numbers, source, source.start(numbers, apart=False))
+        )
+
+    def _finish(self, numbers: Int64s, source: Source, pending: Any) -> Batch:
+        try:
+            if source is not self._source:
+                raise ServerUnavailable("the daemon went away meanwhile")
+            failed = source.finish(pending)
+        except ServerUnavailable as error:
+            if not isinstance(source, LocalSource):
+                self._replace(source, error)
+            _, source, pending = self._start(numbers)
+            return self._finish(numbers, source, pending)
+        self._raise_first(failed, numbers)
+        return Batch(pending.target.buffer, pending.target.offsets)
+
+    # ---- about the samples ----------------------------------------------------------------
+
+    def _sizes_of(self, numbers: Int64s | None) -> Int64s:
+        return self._retrying(lambda source: source.sizes(numbers))
+
+    def sizes(self, indices: Any = None) -> Int64s:
+        """Return lengths in bytes, int64[n], without reading the samples; None for all."""
+        if indices is None:
+            return self._sizes_of(self._intact)
+        return self._sizes_of(self._numbers(indices))
+
+    def tables(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of the tables of `shards[shard]`: payload offsets in the file, lengths,
+        expected checksums."""
+        if not 0 <= shard < len(self._paths):
+            raise UsageError(f"there are {len(self._paths)} shards, not {shard + 1}")
+        return self._retrying(lambda source: source.tables(shard))
+
+    @property
+    def damaged(self) -> list[FFServeError]:
+        """What `on_error="skip"` left out, and why; indices are those in the files."""
+        return list(self._damaged)
+
+    def _leave_out_damaged(self) -> None:
+        bad: list[int] = []
+        for part in self._parts(
+            np.arange(self._count, dtype=np.int64), READ_AHEAD_COUNT, READ_AHEAD_SIZE
+        ):
+            for number, sample in zip(part.tolist(), self.read(part, errors="return"), strict=True):
+                if isinstance(sample, FFServeError):
+                    bad.append(number)
+                    self._damaged.append(sample)
+        if bad:
+            self._intact = np.delete(np.arange(self._count, dtype=np.int64), bad)
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return what this process read through this reader: samples, bytes, hits (copied
+        without asking the daemon), misses, hit_rate, and the source."""
+        current = self._current()
+        facts = dict(current.stats())
+        for name, value in self._totals.items():
+            facts[name] = int(facts[name]) + value
+        hits, misses = int(facts["hits"]), int(facts["misses"])
+        facts["samples"] = hits + misses
+        facts["hit_rate"] = hits / max(1, hits + misses)
+        facts["source"] = current.description
+        return facts
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give everything back; idempotent. Later reads raise UsageError."""
+        with self._lock:
+            self._closed = True
+            source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def after_fork(self) -> None:
+        """This process is a child: connect anew at the next use."""
+        source = self._source
+        self._lock = threading.RLock()
+        if source is None:
+            return
+        source.after_fork()
+        if isinstance(source, RemoteSource):
+            self._source = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_lock", "_source", "_away_since")
+        }
+        state["_totals"] = {}
+        state["job"] = connections.job_name()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        connections.join_job(state.pop("job"))
+        self.__dict__.update(state)
+        self._set_up()
+
+    def __repr__(self) -> str:
+        more = f" and {len(self._paths) - 1} more" if len(self._paths) > 1 else ""
+        return f"<ffserve.Reader of {len(self)} samples in {self._paths[0]}{more}>"
+
+
+def check_out(out: Bytes, total: int) -> Bytes:
+    """Return the part of a caller's buffer that a batch of `total` bytes takes.
+
+    Raises: UsageError when it cannot be used.
+    """
+    if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1:
+        raise UsageError("out must be a one-dimensional uint8 array")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise UsageError("out must be contiguous and writable")
+    if out.nbytes < total:
+        raise UsageError(f"out has {out.nbytes} bytes, the batch needs {total}")
+    return out[:total]
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
+
+

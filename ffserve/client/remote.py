@@ -1,0 +1,295 @@
+"""Samples through the daemon: hits copied straight out of its arena, misses asked for.
+
+A request looks every sample up in the shared directory, sends GETs for those that are not there,
+copies those that are, and then waits. A sample that vanishes between look-up and copy is asked for
+like any other; the daemon pins what it announces until this side acknowledges it, so every round
+gets further.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.client import connection as connections
+from ffserve.client.source import Bytes, Int64s, Pending, Target
+from ffserve.dataset import Layout, ShardInfo
+from ffserve.engine.ring import NOWHERE, View
+from ffserve.errors import FFServeError, ProtocolError, ReadError
+
+GET_COUNT = 1024
+"""Samples in one GET: enough for the engine's full depth many times over."""
+GETS_IN_FLIGHT = 4
+"""The daemon works on the next while this side copies the last."""
+_MOST_EMPTY_ROUNDS = 1000
+
+
+@dataclass(slots=True)
+class RemotePending:
+    """A request on its way: which positions still have to come, and which were asked for."""
+
+    indices: Int64s
+    target: Target
+    todo: deque[Int64s] = field(default_factory=deque)
+    asked: deque[tuple[int, Int64s]] = field(default_factory=deque)
+
+
+class RemoteSource:
+    """A data set of the daemon.
+
+    Args: path: the daemon's socket. paths: absolute, of the shards.
+
+    Raises: ServerUnavailable, and what the daemon answers.
+    """
+
+    def __init__(self, path: str, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
+        self._connection = connections.connect(path)
+        self._mappings: list[NDArray[np.uint8]] = []
+        try:
+            opened = self._connection.open(paths, format, verify)
+            self._dataset = opened.dataset
+            self._set_up(opened, paths)
+        except BaseException:
+            connections.disconnect(self._connection)
+            raise
+        self.description = f"daemon {path}"
+        self._closed = False
+        self._counting = threading.Lock()
+        self._hits = self._misses = self._size = 0
+
+    def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
+        if (
+            len(opened.shards) != len(paths) * protocol.SHARD_DTYPE.itemsize
+            or len(opened.formats) != len(paths)
+            or not all(isinstance(name, str) for name in opened.formats)
+        ):
+            raise ProtocolError("the daemon opened another number of shards than asked for")
+        table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
+        self._bases = table["base"].astype(np.int64)
+        self.layout = Layout(table["count"].astype(np.int64), self._bases)
+        self.count = self.layout.count
+        self.shards = [
+            ShardInfo(path, name, int(row["count"]), int(first), int(row["size"]), int(row["fingerprint"]))
+            for path, name, row, first in zip(
+                paths, opened.formats, table, self.layout.firsts[:-1], strict=True
+            )
+        ]
+        segments = []
+        for first, base, count in self.layout.runs():
+            mapping = self._connection.entries(base, count)
+            self._mappings.append(mapping)
+            segments.append((mapping.__array_interface__["data"][0], first, count))
+        arena = self._connection.arena
+        self._arena = arena
+        self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
+
+    def sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes."""
+        chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
+        offsets, _missing, _unknown = self._view.locate(chosen)
+        return np.diff(offsets)
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> RemotePending:
+        """Ask for what is not in memory."""
+        offsets, missing, unknown = self._view.locate(indices)
+        if unknown:
+            raise ProtocolError("the daemon does not know the length of a sample it opened")
+        if out is not None:
+            out = _fitting(out, int(offsets[-1]))
+        pending = RemotePending(indices, Target(offsets, apart=apart, out=out))
+        if len(missing):
+            pending.todo.extend(
+                missing[k : k + GET_COUNT] for k in range(0, len(missing), GET_COUNT)
+            )
+            self._ask(pending)
+        return pending
+
+    def _ask(self, pending: RemotePending) -> None:
+        while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:
+            positions = pending.todo.popleft()
+            tag = self._connection.get(self._dataset, pending.indices[positions])
+            pending.asked.append((tag, positions))
+
+    def finish(self, pending: Pending) -> dict[int, FFServeError]:
+        """Copy what is there, wait for the rest."""
+        assert isinstance(pending, RemotePending)
+        count = len(pending.indices)
+        missed = sum(map(len, pending.todo)) + sum(len(p) for _, p in pending.asked)
+        if missed < count:
+            vanished = self._copy(pending, self._hit_positions(pending, missed))
+            if len(vanished):
+                missed += len(vanished)
+                pending.todo.append(vanished)
+        self._count(pending, count - missed, missed)
+        if not pending.todo and not pending.asked:
+            return {}
+        return self._wait(pending)
+
+    def _hit_positions(self, pending: RemotePending, missed: int) -> Int64s | None:
+        if not missed:
+            return None
+        hit = np.ones(len(pending.indices), np.bool_)
+        for positions in pending.todo:
+            hit[positions] = False
+        for _, positions in pending.asked:
+            hit[positions] = False
+        return np.flatnonzero(hit)
+
+    def _wait(self, pending: RemotePending) -> dict[int, FFServeError]:
+        errors: dict[int, FFServeError] = {}
+        empty_rounds = 0
+        while pending.todo or pending.asked:
+            self._ask(pending)
+            tag, positions = pending.asked.popleft()
+            ready = self._connection.wait_ready(tag)
+            if not 0 <= ready.count <= len(positions):
+                raise ProtocolError("the daemon answered for samples it was not asked for")
+            done, rest = positions[: ready.count], positions[ready.count :]
+            if ready.errors:
+                failed = _failures(ready.errors, len(done))
+                errors.update((int(done[k]), error) for k, error in failed.items())
+                done = np.delete(done, list(failed))
+            vanished = self._copy(pending, done)
+            self._connection.acknowledge(tag)
+            empty_rounds = empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
+            if empty_rounds > _MOST_EMPTY_ROUNDS:
+                raise ReadError(
+                    "the daemon's arena is too busy: samples are evicted faster than they are copied",
+                    hint="start the daemon with a larger --arena",
+                )
+            if len(vanished) or len(rest):
+                if empty_rounds > 10:
+                    time.sleep(0.001)
+                pending.todo.appendleft(np.concatenate((vanished, rest)))
+        return errors
+
+    def _copy(self, pending: RemotePending, positions: Int64s | None) -> Int64s:
+        """Copy samples; return the positions of those that were not readable."""
+        target = pending.target
+        left = self._view.gather(
+            pending.indices, target.offsets, target.buffer, target.addresses, positions
+        )
+        if left is None:
+            raise ProtocolError("a sample changed its length while its data set was open")
+        return left
+
+    def _count(self, pending: RemotePending, hits: int, misses: int) -> None:
+        total = int(pending.target.offsets[-1])
+        with self._counting:
+            self._hits += hits
+            self._misses += misses
+            self._size += total
+        if hits:
+            share = total if not misses else total * hits // (hits + misses)
+            self._connection.count_hits(hits, share)
+
+    # ---- leases ---------------------------------------------------------------------------
+
+    @contextmanager
+    def lease(self, indices: Int64s) -> Iterator[list[Bytes]]:
+        """Pin samples and yield read-only views of the arena.
+
+        What the daemon cannot pin (leases together take at most half of the arena) is copied.
+        """
+        tags: list[int] = []
+        try:
+            views: dict[int, Bytes] = {}
+            for start in range(0, len(indices), protocol.MAX_GET_COUNT):
+                part = indices[start : start + protocol.MAX_GET_COUNT]
+                tag = self._connection.lease(self._dataset, part)
+                tags.append(tag)
+                ready = self._connection.wait_ready(tag)
+                if not 0 <= ready.count <= len(part):
+                    raise ProtocolError("the daemon leased samples it was not asked for")
+                for _, error in sorted(_failures(ready.errors, ready.count).items()):
+                    raise error
+                views.update(self._in_place(part[: ready.count], start))
+            copied = np.array([k for k in range(len(indices)) if k not in views], np.int64)
+            if len(copied):
+                views.update(zip(copied.tolist(), self._copies(indices[copied]), strict=True))
+            yield [views[k] for k in range(len(indices))]
+        finally:
+            for tag in tags:
+                self._connection.release(tag)
+
+    def _in_place(self, indices: Int64s, start: int) -> dict[int, Bytes]:
+        places = self._view.places(indices)
+        sizes = self.sizes(indices).tolist()
+        return {
+            start + k: self._arena[place : place + size]
+            for k, (place, size) in enumerate(zip(places.tolist(), sizes, strict=True))
+            if place != NOWHERE
+        }
+
+    def _copies(self, indices: Int64s) -> list[Bytes]:
+        pending = self.start(indices, apart=True)
+        errors = self.finish(pending)
+        for _, error in sorted(errors.items()):
+            raise error
+        assert pending.target.arrays is not None
+        for array in pending.target.arrays:
+            array.flags.writeable = False
+        return pending.target.arrays
+
+    # ---- the rest -------------------------------------------------------------------------
+
+    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of a shard's payload offsets, lengths and checksums."""
+        count = int(self.layout.counts[shard])
+        first = int(self.layout.firsts[shard])
+        offsets, checksums = self._connection.index(int(self._bases[shard]), count)
+        lengths = self.sizes(np.arange(first, first + count, dtype=np.int64))
+        return offsets, lengths.astype(np.uint64), checksums
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters since the source was opened."""
+        with self._counting:
+            hits, misses, size = self._hits, self._misses, self._size
+        return {
+            "hits": hits,
+            "misses": misses,
+            "samples": hits + misses,
+            "bytes": size,
+            "hit_rate": hits / max(1, hits + misses),
+        }
+
+    def after_fork(self) -> None:
+        """The parent's connection is not ours."""
+        self._closed = True
+
+    def close(self) -> None:
+        """Close the data set; the last one of the process closes the connection."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._connection.alive:
+            self._connection.close_dataset(self._dataset)
+        connections.disconnect(self._connection)
+
+
+def _failures(wire: list[object], count: int) -> dict[int, FFServeError]:
+    """Return the errors of a READY by their position among `count` samples."""
+    failed: dict[int, FFServeError] = {}
+    for entry in wire:
+        if type(entry) is not list or len(entry) != 7 or type(entry[0]) is not int:
+            raise ProtocolError("the daemon sent an error that is none")
+        if not 0 <= entry[0] < count:
+            raise ProtocolError("the daemon sent an error for a sample it was not asked for")
+        failed[entry[0]] = protocol.error_from_wire(entry[1:])
+    return failed
+
+
+def _fitting(out: Bytes, total: int) -> Bytes:
+    from ffserve.client.reader import check_out
+
+    return check_out(out, total)

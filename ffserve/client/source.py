@@ -1,0 +1,139 @@
+"""Where a reader's samples come from: the daemon, or an engine in this process.
+
+Reading is in two steps so that the next batch can be on its way while the last one is used:
+`start` sends what has to be sent and returns at once, `finish` waits and returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.dataset import ShardInfo
+from ffserve.errors import FFServeError, SampleIndexError
+
+Int64s = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Batch(Sequence[Bytes]):
+    """Samples of one `read_batch`: a sequence of views of one buffer.
+
+    Args:
+        buffer: uint8[total], owned by the batch; the samples lie back to back.
+        offsets: int64[n + 1]; sample i is buffer[offsets[i]:offsets[i + 1]].
+    """
+
+    __slots__ = ("buffer", "offsets")
+
+    def __init__(self, buffer: Bytes, offsets: Int64s) -> None:
+        self.buffer = buffer
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise SampleIndexError(f"position {index} is outside a batch of {len(self)} samples")
+        return self.buffer[self.offsets[position] : self.offsets[position + 1]]
+
+    def __iter__(self) -> Iterator[Bytes]:
+        edges = self.offsets.tolist()
+        for start, end in zip(edges[:-1], edges[1:], strict=True):
+            yield self.buffer[start:end]
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
+
+
+class Target:
+    """Where the samples of one request go: one buffer, or an array each.
+
+    Args: offsets: int64[n + 1], running sum of the lengths. apart: an array for each sample.
+    """
+
+    __slots__ = ("addresses", "arrays", "buffer", "offsets")
+
+    def __init__(self, offsets: Int64s, *, apart: bool, out: Bytes | None = None) -> None:
+        self.offsets = offsets
+        self.buffer: Bytes | None = None
+        self.arrays: list[Bytes] | None = None
+        self.addresses: NDArray[np.uint64] | None = None
+        if apart:
+            sizes = (offsets[1:] - offsets[:-1]).tolist()
+            self.arrays = [np.empty(size, np.uint8) for size in sizes]
+            self.addresses = np.array(
+                [a.__array_interface__["data"][0] for a in self.arrays], np.uint64
+            )
+        else:
+            self.buffer = np.empty(int(offsets[-1]), np.uint8) if out is None else out
+
+    def places(self) -> NDArray[np.uint64]:
+        """Return the address of each sample's destination."""
+        if self.addresses is not None:
+            return self.addresses
+        assert self.buffer is not None
+        base = self.buffer.__array_interface__["data"][0]
+        return (self.offsets[:-1] + base).astype(np.uint64)
+
+
+class Pending(Protocol):
+    """A request on its way."""
+
+    target: Target
+
+
+class Source(Protocol):
+    """The two implementations are `remote.RemoteSource` and `local.LocalSource`."""
+
+    count: int
+    shards: list[ShardInfo]
+    description: str
+
+    def sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes."""
+        ...
+
+    def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> Pending:
+        """Begin to read; indices are in range."""
+        ...
+
+    def finish(self, pending: Pending) -> dict[int, FFServeError]:
+        """Fill the target; return the errors by position.
+
+        Raises: ServerUnavailable when the source itself is lost; the request can be made again
+            of another source.
+        """
+        ...
+
+    def lease(self, indices: Int64s) -> AbstractContextManager[list[Bytes]]:
+        """Return read-only views, in place where possible."""
+        ...
+
+    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of a shard's payload offsets, lengths and checksums."""
+        ...
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters since the source was opened."""
+        ...
+
+    def after_fork(self) -> None:
+        """This process is a child: drop what belongs to the parent."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...

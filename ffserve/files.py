@@ -1,0 +1,66 @@
+"""Opening and reading files, with errors that name them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Callable
+from typing import TypeVar
+
+from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.formats.base import ReadAt
+
+T = TypeVar("T")
+
+_HINTS = {
+    errno.ENOENT: "is the path right on this machine?",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has no file descriptors left",
+    errno.ENOSPC: "free some space and try again",
+    errno.ESTALE: "the network file system lost the file; open it again",
+    errno.EIO: "the device failed; see the kernel's log",
+}
+
+
+def os_error(error: OSError, path: str) -> FFServeError:
+    """Return ours for the operating system's, naming the file."""
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        return AccessDenied(reason, path=path)
+    return ReadError(reason, path=path, hint=_HINTS.get(error.errno or 0))
+
+
+def wrap_os_error(call: Callable[[str], T], path: str) -> T:
+    """Return call(path), an OSError turned into ours."""
+    try:
+        return call(path)
+    except OSError as error:
+        raise os_error(error, path) from error
+
+
+def read_at_of(fd: int, path: str) -> ReadAt:
+    """Return a reader of a descriptor that was opened without O_DIRECT."""
+
+    def read_at(offset: int, into: memoryview, /) -> int:
+        done = 0
+        while done < len(into):
+            try:
+                got = os.preadv(fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise os_error(error, path) from error
+            if got == 0:
+                break
+            done += got
+        return done
+
+    return read_at
+
+
+def raise_file_limit() -> None:
+    """Take all descriptors that are allowed: every open shard holds one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,1 @@
+"""The daemon: sessions over a Unix socket, on top of the cache and the engines."""

@@ -1,0 +1,95 @@
+"""Who may read what.
+
+The daemon serves files under its configured roots only, and to a peer only what that peer could
+open itself: its credentials come from the kernel (SO_PEERCRED and SO_PEERGROUPS, unix(7)) and are
+held against the permission bits of the file and of every directory above it. POSIX ACLs are not
+looked at, which can only refuse. What was admitted is what is read: the path is resolved and
+opened first, and the descriptor's own path is judged.
+
+The arena itself is one mapping for all who may connect: whoever gets past the socket's mode and
+group can map every sample that is cached. Users who must not see each other's data need daemons
+of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+
+from ffserve.errors import AccessDenied
+
+_SO_PEERGROUPS = 59
+_UCRED = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The user behind a connection, as the kernel tells."""
+
+    pid: int
+    uid: int
+    groups: frozenset[int]
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Peer:
+        """Return the peer of a connected Unix socket."""
+        pid, uid, gid = _UCRED.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )
+        groups = {gid}
+        try:
+            raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4096)
+            groups.update(struct.unpack(f"{len(raw) // 4}I", raw[: len(raw) // 4 * 4]))
+        except OSError:
+            # Before Linux 4.13, or more than 1024 groups: the first group alone can only refuse.
+            pass
+        return cls(pid, uid, frozenset(groups))
+
+
+def real_path(fd: int) -> str:
+    """Return where an open file lies now, symbolic links resolved."""
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def check(fd: int, asked: str, roots: tuple[str, ...], peer: Peer) -> None:
+    """Refuse a file outside the roots or one that the peer could not open.
+
+    Args:
+        fd: the opened file. asked: the path that the peer named, for the error.
+        roots: real paths of directories.
+
+    Raises: AccessDenied.
+    """
+    path = real_path(fd)
+    if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
+        raise AccessDenied(
+            "the daemon does not serve this file: it lies outside its roots",
+            path=asked,
+            hint=f"the daemon was started with --root {' --root '.join(roots)}",
+        )
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise AccessDenied("the daemon serves regular files only", path=asked)
+    if peer.uid == 0 or peer.uid == os.geteuid():
+        return
+    if not _permits(os.fstat(fd), peer, stat.S_IROTH):
+        raise AccessDenied(f"user {peer.uid} may not read this file", path=asked)
+    parent = os.path.dirname(path)
+    while True:
+        if not _permits(os.stat(parent), peer, stat.S_IXOTH):
+            raise AccessDenied(
+                f"user {peer.uid} may not enter {parent}, so not read this file", path=asked
+            )
+        if parent == "/":
+            return
+        parent = os.path.dirname(parent)
+
+
+def _permits(status: os.stat_result, peer: Peer, other_bit: int) -> bool:
+    if status.st_uid == peer.uid:
+        return bool(status.st_mode & other_bit << 6)
+    if status.st_gid in peer.groups:
+        return bool(status.st_mode & other_bit << 3)
+    return bool(status.st_mode & other_bit)

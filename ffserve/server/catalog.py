@@ -1,0 +1,285 @@
+"""The shards that the node has open: opened once, parsed once, shared by all data sets.
+
+A shard is known by what it *is* (device, inode, size, time of last change), not by its name: a
+file that was replaced or rewritten under its name is another shard, and sessions that opened the
+old one go on reading the old one. A shard that no session has open any more stays, with its
+samples, for the next job, until its room is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ffserve import formats
+from ffserve.cache.cache import Cache
+from ffserve.cache.directory import Directory
+from ffserve.cache.shards import ShardTable
+from ffserve.engine.ring import open_direct
+from ffserve.errors import ReadError
+from ffserve.files import read_at_of, wrap_os_error
+from ffserve.formats.base import HEAD_SIZE
+from ffserve.server import access
+from ffserve.server.access import Peer
+from ffserve.server.reading import Reading
+
+Key = tuple[Any, ...]
+
+_OPENERS = 4
+"""Threads that open shards: a hung network mount must not hold up every other user."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenShard:
+    """A shard in the node-wide tables. `sessions` counts data sets of sessions that contain it."""
+
+    key: Key
+    path: str
+    format: str
+    fd: int
+    size: int
+    count: int
+    base: int
+    checksum_kind: int
+    fingerprint: int
+    alignment: int
+    payload_size: int
+    device: int
+    sessions: int = 0
+
+
+class Catalog:
+    """Opens, shares and closes shards.
+
+    Args: roots: real paths; see access.check.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        table: ShardTable,
+        cache: Cache,
+        reading: Reading,
+        roots: tuple[str, ...],
+    ) -> None:
+        self._directory = directory
+        self._table = table
+        self._cache = cache
+        self._reading = reading
+        self._roots = tuple(os.path.realpath(root) for root in roots)
+        self._open: dict[Key, asyncio.Future[OpenShard]] = {}
+        self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_OPENERS, thread_name_prefix="ffserve-open")
+        self._reserving = threading.Lock()
+        # Each shard holds one descriptor; leave a quarter for sessions and everything else.
+        self._most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+
+    async def open(
+        self, paths: list[str], format_name: str | None, verify: bool, peer: Peer
+    ) -> list[OpenShard]:
+        """Open the shards of one data set for one session; `close` gives them back.
+
+        Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: the first
+            shard that cannot be served, none being held then.
+        """
+        loop = asyncio.get_running_loop()
+        held: list[OpenShard] = []
+        try:
+            keys = await loop.run_in_executor(
+                self._pool, self._identify, paths, format_name, verify, peer
+            )
+            while len(self._open) + len(keys) > self._most_open and self._drop_idle():
+                pass
+            mine: dict[Key, asyncio.Future[OpenShard]] = {}
+            for key in keys:
+                if key not in self._open:
+                    self._open[key] = mine[key] = loop.create_future()
+            if mine:
+                await self._open_new(loop, dict(zip(keys, paths, strict=True)), mine, peer)
+            for key in keys:
+                shard = await asyncio.shield(self._open[key])
+                if key not in self._open:
+                    raise ReadError("the daemon has too many files open", path=shard.path)
+                self._hold(shard)
+                held.append(shard)
+            return held
+        except BaseException:
+            self.close(held)
+            raise
+
+    async def _open_new(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        paths: dict[Key, str],
+        mine: dict[Key, asyncio.Future[OpenShard]],
+        peer: Peer,
+    ) -> None:
+        outcome = await loop.run_in_executor(
+            self._pool, self._parse_all, [(key, paths[key]) for key in mine], peer
+        )
+        for key, shard in outcome:
+            future = mine[key]
+            if isinstance(shard, OpenShard):
+                if shard.count:
+                    engine, file = self._reading.add_file(shard.device, shard.fd, shard.alignment)
+                    self._table.add(
+                        shard.base,
+                        shard.count,
+                        payload_size=shard.payload_size,
+                        alignment=shard.alignment,
+                        checksum_kind=shard.checksum_kind,
+                        file=file,
+                        engine=engine,
+                    )
+                self._idle[key] = shard
+                future.set_result(shard)
+            else:
+                del self._open[key]
+                future.set_exception(shard)
+                future.exception()
+        for _, shard in outcome:
+            if not isinstance(shard, OpenShard):
+                raise shard
+
+    def _identify(
+        self, paths: list[str], format_name: str | None, verify: bool, peer: Peer
+    ) -> list[Key]:
+        keys = []
+        for path in paths:
+            fd = _open_plain(path)
+            try:
+                access.check(fd, path, self._roots, peer)
+                keys.append((*_identity(fd), format_name, verify))
+            finally:
+                os.close(fd)
+        return keys
+
+    def _parse_all(
+        self, wanted: list[tuple[Key, str]], peer: Peer
+    ) -> list[tuple[Key, OpenShard | Exception]]:
+        outcome: list[tuple[Key, OpenShard | Exception]] = []
+        failed = False
+        for key, path in wanted:
+            if failed:
+                outcome.append((key, ReadError("another shard of the data set failed", path=path)))
+                continue
+            try:
+                outcome.append((key, self._parse(key, path, peer)))
+            except Exception as error:
+                failed = True
+                outcome.insert(0, (key, error))
+        return outcome
+
+    def _parse(self, key: Key, path: str, peer: Peer) -> OpenShard:
+        plain = _open_plain(path)
+        try:
+            access.check(plain, path, self._roots, peer)
+            if _identity(plain) != key[:4]:
+                raise ReadError("the file is being changed while it is opened", path=path)
+            size, verify = key[2], key[5]
+            read_at = read_at_of(plain, path)
+            head = bytearray(min(size, HEAD_SIZE))
+            read_at(0, memoryview(head))
+            chosen = (
+                formats.by_name(key[4]) if key[4] else formats.detect(bytes(head), path, size)
+            )
+            parsed = chosen.open(read_at, size, path, verify=verify)
+            with self._reserving:
+                base = self._directory.reserve(parsed.count)
+            end = base + parsed.count
+            try:
+                lengths = np.empty(parsed.count, np.uint64)
+                parsed.load(
+                    self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
+                )
+                self._directory.set_lengths(base, lengths)
+                fd, alignment = open_direct(f"/proc/self/fd/{plain}")
+            except BaseException:
+                with self._reserving:
+                    self._directory.release(base, parsed.count)
+                raise
+        finally:
+            os.close(plain)
+        return OpenShard(
+            key=key,
+            path=path,
+            format=chosen.name,
+            fd=fd,
+            size=size,
+            count=parsed.count,
+            base=base,
+            checksum_kind=parsed.checksum_kind if verify else 0,
+            fingerprint=parsed.fingerprint,
+            alignment=alignment,
+            payload_size=int(lengths.sum()),
+            device=key[0],
+        )
+
+    def _hold(self, shard: OpenShard) -> None:
+        if shard.sessions == 0:
+            self._idle.pop(shard.key, None)
+        shard.sessions += 1
+        if shard.count:
+            self._table.sessions[self._table.row(shard.base)] = shard.sessions
+
+    def close(self, shards: list[OpenShard]) -> None:
+        """Give back what `open` returned."""
+        for shard in shards:
+            shard.sessions -= 1
+            if shard.count:
+                self._table.sessions[self._table.row(shard.base)] = shard.sessions
+            if shard.sessions == 0:
+                self._idle[shard.key] = shard
+                self._cache.idle_changed = True
+        while len(self._open) > self._most_open and self._drop_idle():
+            pass
+
+    def _drop_idle(self) -> bool:
+        """Forget the shard that has been idle for longest; False when none can be."""
+        for key, shard in self._idle.items():
+            if shard.count == 0 or self._cache.drop(shard.base, shard.count):
+                break
+        else:
+            return False
+        del self._idle[key], self._open[key]
+        if shard.count:
+            row = self._table.row(shard.base)
+            self._reading.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
+            self._table.remove(shard.base)
+            with self._reserving:
+                self._directory.release(shard.base, shard.count)
+        os.close(shard.fd)
+        return True
+
+    def shards(self) -> list[OpenShard]:
+        """Return every shard that is open, idle ones included."""
+        return [f.result() for f in self._open.values() if f.done() and not f.exception()]
+
+    def shutdown(self) -> None:
+        """Close every descriptor."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for shard in self.shards():
+            os.close(shard.fd)
+
+
+def _open_plain(path: str) -> int:
+    return wrap_os_error(_open_flags, path)
+
+
+def _open_flags(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _identity(fd: int) -> tuple[int, int, int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+

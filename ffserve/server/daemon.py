@@ -1,0 +1,202 @@
+"""The daemon as a process: its socket, its signals, its memory, systemd.
+
+Reading order for a newcomer: `serve` takes the socket, `_run` wires node, server and signals;
+`node.py` is the picture of the parts, `session.py` one client's conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import grp
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+
+import uvloop
+
+from ffserve.config import ServerConfig, format_size, prepare_socket_directory
+from ffserve.errors import UsageError
+from ffserve.files import raise_file_limit, wrap_os_error
+from ffserve.server import systemd
+from ffserve.server.node import Node
+from ffserve.server.server import Server
+
+log = logging.getLogger("ffserve")
+
+_BACKLOG = 1024
+_POPULATE_STEP = 2 * 1024 * 1024
+
+
+def serve(config: ServerConfig) -> int:
+    """Run the daemon until SIGTERM or SIGINT; return its exit code.
+
+    Raises:
+        UsageError: another daemon serves this socket, or something that is no socket is there.
+        AccessDenied, ReadError: the socket or the shared memory cannot be made.
+    """
+    logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
+    raise_file_limit()
+    listener, lock = _listen(config)
+    try:
+        uvloop.run(_run(config, listener))
+        return 0
+    finally:
+        listener.close()
+        if lock is not None:
+            _remove_socket(config.socket, lock)
+
+
+async def _run(config: ServerConfig, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    node = Node(config)
+    server = Server(node, listener)
+    populating = threading.Event()
+    threading.Thread(
+        target=_populate, args=(node, populating), name="ffserve-populate", daemon=True
+    ).start()
+    log.info(
+        "serving %s on %s, arena %s, engine %s",
+        " ".join(config.roots),
+        config.socket,
+        format_size(node.arena.size),
+        node.reading.kind,
+    )
+    systemd.notify("READY=1")
+    watchdog = loop.create_task(_watchdog())
+    await stop.wait()
+    systemd.notify("STOPPING=1")
+    log.info("stopping: %d clients", server.connection_count)
+    watchdog.cancel()
+    populating.set()
+    if not await server.drain(config.drain_timeout_s):
+        log.warning("stopped with requests unanswered after %g s", config.drain_timeout_s)
+    node.close()
+
+
+async def _watchdog() -> None:
+    interval_s = systemd.watchdog_interval_s()
+    while interval_s is not None:
+        systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s / 2)
+
+
+def _populate(node: Node, stop: threading.Event) -> None:
+    """Take the arena's pages before reads need them, in small steps beside the work.
+
+    The pages that will be used first come first; a read that overtakes this thread takes its own.
+    """
+    for offset in range(0, node.arena.size, _POPULATE_STEP):
+        if stop.wait(0.0005):
+            return
+        node.memory.populate(offset, min(_POPULATE_STEP, node.arena.size - offset))
+
+
+# ---- the socket -------------------------------------------------------------------------------
+
+
+def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
+    """Return the listening socket, and the lock that makes it ours (None: systemd's socket)."""
+    passed = systemd.listening_socket()
+    if passed is not None:
+        return passed, None
+    path = config.socket
+    prepare_socket_directory(path)
+    lock = _lock(path)
+    try:
+        _clear_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            # Nobody may connect before mode and group are right.
+            previous = os.umask(0o177)
+            try:
+                wrap_os_error(listener.bind, path)
+            finally:
+                os.umask(previous)
+            if config.socket_group is not None:
+                group = _group_number(config.socket_group)
+                wrap_os_error(lambda p: os.chown(p, -1, group), path)
+            wrap_os_error(lambda p: os.chmod(p, config.socket_mode), path)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener, lock
+    except BaseException:
+        _remove_lock(path, lock)
+        raise
+
+
+def _lock(path: str) -> int:
+    """Become the one daemon of this socket; the kernel drops the lock however we end."""
+    lock_path = path + ".lock"
+    while True:
+        fd = wrap_os_error(lambda p: os.open(p, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), lock_path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 32).decode(errors="replace").strip()
+            os.close(fd)
+            raise UsageError(
+                f"another daemon{f' (pid {pid})' if pid else ''} serves this socket",
+                path=path,
+                hint="stop it, or give this one another --socket",
+            ) from None
+        # An ending daemon unlinks its lock file: make sure that ours is the one with the name.
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        os.close(fd)
+
+
+def _clear_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(
+            "something that is no socket is in the socket's place",
+            path=path,
+            hint="remove it, or give another --socket",
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
+        try:
+            attempt.connect(path)
+        except OSError:
+            os.unlink(path)
+            return
+    raise UsageError(
+        "another program answers on this socket",
+        path=path,
+        hint="stop it, or give this daemon another --socket",
+    )
+
+
+def _group_number(group: str) -> int:
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise UsageError(f"no group is called {group!r}", hint="see socket_group") from None
+
+
+def _remove_socket(path: str, lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    _remove_lock(path, lock)
+
+
+def _remove_lock(path: str, lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path + ".lock")
+    os.close(lock)
+

@@ -1,0 +1,157 @@
+"""What all sessions of a daemon share, wired together once.
+
+    catalog ─ opens shards ─▶ directory, table          (what there is)
+    scheduler ─ turns ─▶ cache ─ loads ─▶ reading ─▶ engines    (who gets what, when)
+                           ◀── loaded ───────┘
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from ffserve import __version__, protocol
+from ffserve.cache.arena import Arena
+from ffserve.cache.cache import Cache, Failure, Int64s, Load
+from ffserve.cache.directory import Directory
+from ffserve.cache.memory import SharedMemory
+from ffserve.cache.shards import ShardTable
+from ffserve.config import ServerConfig
+from ffserve.engine.ring import retract
+from ffserve.failures import CHECKSUM
+from ffserve.server.catalog import Catalog
+from ffserve.server.reading import Reading
+from ffserve.server.scheduler import Scheduler
+from ffserve.server.session import Job
+
+MOST_JOBS = 256
+"""Jobs whose counters are kept, the ended ones included."""
+
+
+class Node:
+    """The parts of one daemon."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.started = time.time()
+        self.epoch = secrets.randbits(63)
+        self.arena = Arena(config.arena_size)
+        self.memory = SharedMemory("ffserve-arena", self.arena.size)
+        self.directory = Directory()
+        self.table = ShardTable(self.directory)
+        self.cache = Cache(
+            self.arena,
+            self.directory,
+            self.table,
+            self._retract,
+        )
+        self.reading = Reading(
+            config.engine, config.depth, self.memory, self.arena, self.directory, self.table
+        )
+        self.scheduler = Scheduler(
+            self.cache, self.reading.submit, most_blocks=4 * config.depth
+        )
+        self.reading.done = self._loaded
+        self.catalog = Catalog(self.directory, self.table, self.cache, self.reading, config.roots)
+        self.checksum_failures = 0
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+
+    def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
+        retract(
+            self.directory.entries_memory.address,
+            firsts,
+            counts,
+            slots.view(np.uint64),
+            sizes.view(np.uint64),
+        )
+
+    def _loaded(self, load: Load, failures: dict[int, Failure]) -> None:
+        self.checksum_failures += sum(f.status == CHECKSUM for f in failures.values())
+        self.scheduler.loaded(load, failures, time.monotonic())
+
+    def job(self, name: str, now: float) -> Job:
+        """Return the job of this name, new or known."""
+        job = self._jobs.get(name)
+        if job is None:
+            job = self._jobs[name] = Job(name, now, now)
+            for old in [j for j in self._jobs.values() if not j.sessions and j is not job]:
+                if len(self._jobs) <= MOST_JOBS:
+                    break
+                del self._jobs[old.name]
+        return job
+
+    def about(self) -> dict[str, Any]:
+        """What WELCOME says."""
+        return {
+            "version": protocol.VERSION,
+            "server": f"ffserve {__version__}",
+            "epoch": self.epoch,
+            "arena_size": self.arena.size,
+            "capacity": self.directory.capacity,
+            "max_get": protocol.MAX_GET_COUNT,
+        }
+
+    def report(self, now: float) -> dict[str, Any]:
+        """What STATUS answers: plain numbers and texts."""
+        counters = self.cache.counters
+        engine = self.reading.counters()
+        usage = dict(zip(self.table.bases.tolist(), self.cache.usage().tolist(), strict=True))
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "started": self.started,
+            "uptime_s": round(time.time() - self.started, 3),
+            "socket": self.config.socket,
+            "roots": list(self.config.roots),
+            "engine": {"kind": self.reading.kind, **engine},
+            "arena": {"size": self.arena.size, "used": self.arena.used_size},
+            "cache": {
+                "asked": counters.asked,
+                "resident": counters.resident,
+                "joined": counters.joined,
+                "blocks_read": counters.blocks_read,
+                "evicted": counters.evicted,
+                "failed": counters.failed,
+                "read_size": self.reading.read_size,
+                "checksum_failures": self.checksum_failures,
+                "blocked": self.scheduler.blocked_count,
+            },
+            "shards": [
+                {
+                    "path": shard.path,
+                    "format": shard.format,
+                    "count": shard.count,
+                    "size": shard.size,
+                    "payload_size": shard.payload_size,
+                    "sessions": shard.sessions,
+                    "cached_size": usage.get(shard.base, 0) if shard.count else 0,
+                }
+                for shard in self.catalog.shards()[:1000]
+            ],
+            "jobs": [
+                {
+                    "name": job.name,
+                    "pid": job.pid,
+                    "paths": job.paths,
+                    "sessions": job.sessions,
+                    "age_s": round(now - job.first_seen, 3),
+                    "idle_s": round(now - job.last_seen, 3),
+                    "hits": job.hits,
+                    "hit_size": job.hit_size,
+                    "missed": job.missed,
+                    "errors": job.errors,
+                    "hit_rate": job.hits / max(1, job.hits + job.missed),
+                }
+                for job in self._jobs.values()
+            ],
+        }
+
+    def close(self) -> None:
+        """End the I/O threads, close the files. Shared memory goes with the process."""
+        self.reading.close()
+        self.catalog.shutdown()

@@ -1,0 +1,177 @@
+"""From loads to engine batches and back: one engine (one I/O thread) a block device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from ffserve.cache.arena import Arena
+from ffserve.cache.cache import Failure, Load
+from ffserve.cache.directory import Directory
+from ffserve.cache.memory import SharedMemory
+from ffserve.cache.shards import ShardTable
+from ffserve.engine.ring import Batch, Engine
+
+Done = Callable[[Load, dict[int, Failure]], None]
+
+
+class Reading:
+    """Submits loads to the engines and reports what came of them.
+
+    Args: kind, depth: of every engine. done: called in the loop's thread, once a load.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        depth: int,
+        memory: SharedMemory,
+        arena: Arena,
+        directory: Directory,
+        table: ShardTable,
+    ) -> None:
+        self._kind = kind
+        self._depth = depth
+        self._memory = memory
+        self._arena = arena
+        self._directory = directory
+        self._table = table
+        self._engines: list[Engine] = []
+        self._by_device: dict[int, int] = {}
+        self._batches: dict[int, tuple[Load, _Outcome]] = {}
+        self._next_tag = 1
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.done: Done = _nobody
+        self.read_size = 0
+        """Bytes read from files since the start, over-read included."""
+        self._start_engine()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch the engines from this loop."""
+        self._loop = loop
+        for number, engine in enumerate(self._engines):
+            loop.add_reader(engine.fileno(), self._reap, number)
+
+    @property
+    def kind(self) -> str:
+        """Which engine the probe chose."""
+        return self._engines[0].kind
+
+    @property
+    def in_flight(self) -> int:
+        """Batches submitted and not yet reported."""
+        return len(self._batches)
+
+    def _start_engine(self) -> int:
+        engine = Engine(self._kind, depth=self._depth)
+        engine.set_arena(
+            self._memory.address,
+            self._arena.size,
+            self._directory.entries_memory.address,
+            self._directory.capacity,
+        )
+        self._engines.append(engine)
+        number = len(self._engines) - 1
+        if self._loop is not None:
+            self._loop.add_reader(engine.fileno(), self._reap, number)
+        return number
+
+    def add_file(self, device: int, fd: int, alignment: int) -> tuple[int, int]:
+        """Return (engine, file) for an open file on a device."""
+        if device not in self._by_device:
+            number = self._start_engine() if self._by_device else 0
+            self._by_device[device] = number
+        number = self._by_device[device]
+        return number, self._engines[number].add_file(fd, alignment)
+
+    def remove_file(self, engine: int, file: int) -> None:
+        """Forget a file of which no read is queued or in flight."""
+        self._engines[engine].remove_file(file)
+
+    def submit(self, load: Load) -> None:
+        """Read the blocks of a load; `done` is called when all have ended."""
+        engines = self._table.engines[load.blocks.shards]
+        numbers = np.unique(engines)
+        outcome = _Outcome(len(numbers))
+        for number in numbers.tolist():
+            self._submit_to(number, load, outcome, np.flatnonzero(engines == number))
+
+    def _submit_to(
+        self, number: int, load: Load, outcome: _Outcome, rows: np.ndarray[tuple[int], np.dtype[np.intp]]
+    ) -> None:
+        blocks = load.blocks if len(rows) == len(load.slots) else load.blocks.take(rows)
+        counts = blocks.counts
+        starts = np.cumsum(counts) - counts
+        total = int(counts.sum())
+        if total == len(rows):
+            samples = blocks.firsts
+            kinds = self._table.checksum_kinds[blocks.shards]
+        else:
+            samples = np.repeat(blocks.firsts - starts, counts) + np.arange(total)
+            kinds = self._table.checksum_kinds[blocks.shards]
+        engine = self._engines[number]
+        batch = engine.batch(len(rows), total)
+        reads, records = batch.reads, batch.records
+        reads["offset"] = blocks.begins
+        reads["length"] = blocks.ends - blocks.begins
+        reads["slot"] = load.offsets[rows]
+        reads["slot_size"] = load.sizes[rows]
+        reads["file"] = self._table.files[blocks.shards]
+        reads["checksum_kind"] = kinds
+        reads["first_record"] = starts
+        reads["record_count"] = counts
+        records["offset"] = self._directory.offsets[samples]
+        records["length"] = self._directory.lengths(samples)
+        records["entry"] = samples
+        records["checksum"] = self._directory.checksums[samples]
+        batch.tag = self._next_tag
+        self._batches[batch.tag] = load, outcome
+        self._next_tag += 1
+        engine.submit(batch)
+
+    def _reap(self, number: int) -> None:
+        for batch in self._engines[number].completed():
+            load, outcome = self._batches.pop(batch.tag)
+            self.read_size += batch.bytes
+            if batch.failed:
+                outcome.failures.update(_failures(batch))
+            batch.free()
+            outcome.remaining -= 1
+            if outcome.remaining == 0:
+                self.done(load, outcome.failures)
+
+    def counters(self) -> dict[str, int]:
+        """Return the engines' counters, summed."""
+        total: dict[str, int] = {}
+        for engine in self._engines:
+            for name, value in engine.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def close(self) -> None:
+        """Wait for what is in flight and end the I/O threads."""
+        for engine in self._engines:
+            if self._loop is not None:
+                self._loop.remove_reader(engine.fileno())
+            engine.close()
+
+
+class _Outcome:
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
+        self.failures: dict[int, Failure] = {}
+
+
+def _failures(batch: Batch) -> dict[int, Failure]:
+    records = batch.records
+    bad = records[records["status"] != 0]
+    return {
+        int(row["entry"]): Failure(int(row["status"]), int(row["found"]), int(row["checksum"]))
+        for row in bad
+    }
+
+
+def _nobody(load: Load, failures: dict[int, Failure]) -> None:
+    raise AssertionError("a load ended and nobody was told")

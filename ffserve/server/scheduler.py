@@ -1,0 +1,253 @@
+"""Who is served next, and who has to wait for room.
+
+Every session's requests advance in turns of at most QUANTUM samples, so that a request for
+100,000 samples delays its neighbours by one turn. Reads submitted and not yet done are bounded, so
+that a turn comes soon. Nobody can be blocked for good:
+
+* A finished GET keeps its samples pinned until the client acknowledges it, so that it can copy
+  them; when others wait for room, a pin older than PIN_GRACE_S is taken back. That is safe at any time: a
+  client that copies too late sees the seqlock move and asks again.
+* A request that cannot get on although some of its samples are there ends early; the client asks
+  for the rest, acknowledging what it has.
+* While the oldest waiting request has waited for FAVOUR_S[0] to FAVOUR_S[1], nobody else takes
+  room, so that small samples do not for ever take what a large one waits for.
+* After GIVE_UP_S (only leases can hold room that long) its next sample fails with ReadError.
+
+No socket and no clock: `now` is monotonic time in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
+from ffserve.failures import ARENA_BUSY
+
+QUANTUM = 128
+PIN_GRACE_S = 0.05
+FAVOUR_S = (0.1, 1.0)
+GIVE_UP_S = 20.0
+ARENA_SHARE = 8
+"""A request pins at most one part in this many of the arena before it is answered in part."""
+LEASED_SHARE = 2
+"""All leases together take at most one part in this many; beyond, clients get copies."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One GET or LEASE. `context` is the asker's own."""
+
+    owner: Owner
+    tag: int
+    fetch: Fetch
+    lease: bool
+    context: object
+    blocked_since: float | None = None
+    count: int = 0
+    """How many of the samples were dealt with, once it is finished."""
+
+
+@dataclass(eq=False, slots=True)
+class Owner:
+    """What one session has with the scheduler."""
+
+    finished: Callable[[Request], None]
+    """Called when a request is decided."""
+    runnable: deque[Request] = field(default_factory=deque)
+    waiting: set[Request] = field(default_factory=set)
+    """Everything that is not finished."""
+    unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
+    leases: dict[int, Fetch] = field(default_factory=dict)
+    queued: bool = False
+    gone: bool = False
+
+
+class Scheduler:
+    """Turns over the cache.
+
+    Args:
+        submit: read a load; `loaded` is to be called when it ended.
+        most_blocks: blocks submitted and not yet done before turns wait.
+    """
+
+    def __init__(
+        self, cache: Cache, submit: Callable[[Load], None], *, most_blocks: int
+    ) -> None:
+        self._cache = cache
+        self._submit = submit
+        self._most_blocks = most_blocks
+        self._blocks = 0
+        self._turns: deque[Owner] = deque()
+        self._blocked: deque[Request] = deque()
+        self._by_fetch: dict[Fetch, Request] = {}
+        self._pins: deque[tuple[float, Owner, int]] = deque()
+        self._share = max(1, cache.arena.size // ARENA_SHARE)
+        self._leased_size = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._by_fetch and self._blocks == 0
+
+    @property
+    def blocked_count(self) -> int:
+        """Requests that wait for room."""
+        return len(self._blocked)
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request in and serve what can be served."""
+        if request.lease and self._leased_size >= self._cache.arena.size // LEASED_SHARE:
+            request.owner.finished(request)
+            return
+        self._by_fetch[request.fetch] = request
+        request.owner.waiting.add(request)
+        request.owner.runnable.append(request)
+        self._queue(request.owner)
+        self.pump(now)
+
+    def acknowledge(self, owner: Owner, tags: list[int]) -> None:
+        """The samples of these GETs were copied."""
+        for tag in tags:
+            pins = owner.unacknowledged.pop(tag, None)
+            if pins is not None:
+                self._cache.release(pins)
+
+    def release(self, owner: Owner, tags: list[int]) -> None:
+        """These leases are over."""
+        for tag in tags:
+            fetch = owner.leases.pop(tag, None)
+            if fetch is not None:
+                self._leased_size -= fetch.pinned_size
+                self._cache.release(fetch.pins)
+
+    def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
+        """A load ended."""
+        self._blocks -= len(load.slots)
+        for fetch in self._cache.loaded(load, failures):
+            request = self._by_fetch.get(fetch)
+            if request is None:
+                self._cache.release(fetch.pins)
+                fetch.pins = []
+            elif fetch.complete or fetch.pinned_size >= self._share or request.blocked_since:
+                self._finish(request, now)
+        self.pump(now)
+
+    def leave(self, owner: Owner, now: float) -> None:
+        """A session ended: drop its requests and give back all its pins."""
+        owner.gone = True
+        for request in owner.waiting:
+            del self._by_fetch[request.fetch]
+            if request.fetch.waiting == 0:
+                self._cache.release(request.fetch.pins)
+                request.fetch.pins = []
+        owner.waiting.clear()
+        owner.runnable.clear()
+        self._blocked = deque(r for r in self._blocked if r.owner is not owner)
+        self.acknowledge(owner, list(owner.unacknowledged))
+        self.release(owner, list(owner.leases))
+        self.pump(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `pump` must be called again though nothing happens; None: need not."""
+        if not self._blocked:
+            return None
+        since = self._since(self._blocked[0])
+        deadline = since + GIVE_UP_S
+        deadline = min(deadline, *(since + edge for edge in FAVOUR_S if since + edge > now), deadline)
+        self._sweep()
+        if self._pins:
+            deadline = min(deadline, self._pins[0][0] + PIN_GRACE_S)
+        return deadline
+
+    # ---- turns ----------------------------------------------------------------------------
+
+    def pump(self, now: float) -> None:
+        """Give turns until nobody can get on or enough is on its way."""
+        if self._blocked:
+            self._unblock(now)
+        if self._blocked and FAVOUR_S[0] <= now - self._since(self._blocked[0]) < FAVOUR_S[1]:
+            return
+        while self._turns and self._blocks < self._most_blocks:
+            owner = self._turns.popleft()
+            owner.queued = False
+            if owner.gone or not owner.runnable:
+                continue
+            if self._turn(owner.runnable[0], now):
+                owner.runnable.popleft()
+            self._queue(owner)
+
+    def _queue(self, owner: Owner) -> None:
+        if owner.runnable and not owner.queued:
+            owner.queued = True
+            self._turns.append(owner)
+
+    def _turn(self, request: Request, now: float) -> bool:
+        """Advance a request; True when it needs no further turn for now."""
+        fetch = request.fetch
+        before = fetch.cursor
+        load = self._cache.advance(fetch, QUANTUM, max(self._share - fetch.pinned_size, 1))
+        if load is not None:
+            self._blocks += len(load.slots)
+            self._submit(load)
+        if fetch.cursor == len(fetch.numbers) or fetch.pinned_size >= self._share:
+            if fetch.waiting == 0:
+                self._finish(request, now)
+            return True
+        if fetch.cursor > before:
+            return False
+        if fetch.cursor and fetch.waiting == 0:
+            self._finish(request, now)
+        else:
+            request.blocked_since = now
+            self._blocked.append(request)
+        return True
+
+    def _finish(self, request: Request, now: float) -> None:
+        fetch, owner = request.fetch, request.owner
+        request.count = fetch.cursor
+        del self._by_fetch[fetch]
+        owner.waiting.discard(request)
+        if request.blocked_since is not None:
+            self._blocked.remove(request)
+            request.blocked_since = None
+        if request.lease:
+            owner.leases[request.tag] = fetch
+            self._leased_size += fetch.pinned_size
+        else:
+            owner.unacknowledged[request.tag] = fetch.pins
+            self._pins.append((now, owner, request.tag))
+            self._sweep()
+        owner.finished(request)
+
+    def _sweep(self) -> None:
+        while self._pins and self._pins[0][2] not in self._pins[0][1].unacknowledged:
+            self._pins.popleft()
+
+    def _unblock(self, now: float) -> None:
+        while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
+            _, owner, tag = self._pins.popleft()
+            self.acknowledge(owner, [tag])
+        waiting = list(self._blocked)
+        self._blocked.clear()
+        for request in waiting:
+            since = self._since(request)
+            if now - since >= GIVE_UP_S and request.fetch.waiting == 0:
+                fetch = request.fetch
+                fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(ARENA_BUSY)
+                fetch.cursor += 1
+                request.blocked_since = None
+                self._finish(request, now)
+                continue
+            request.blocked_since = None
+            if not self._turn(request, now):
+                request.owner.runnable.appendleft(request)
+                self._queue(request.owner)
+            elif request.blocked_since is not None:
+                request.blocked_since = since
+
+    @staticmethod
+    def _since(request: Request) -> float:
+        assert request.blocked_since is not None
+        return request.blocked_since

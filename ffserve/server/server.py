@@ -1,0 +1,259 @@
+"""Sockets and the event loop: bytes in, messages to sessions, bytes out.
+
+Connections are plain non-blocking sockets watched by the loop rather than asyncio transports,
+because descriptors travel beside the bytes (SCM_RIGHTS), which transports cannot do. Frames are
+small (payload goes through the arena), so one recv usually brings one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+
+from ffserve import protocol
+from ffserve.errors import FFServeError, ProtocolError
+from ffserve.protocol import Message
+from ffserve.server.access import Peer
+from ffserve.server.node import Node
+from ffserve.server.session import NEW, OVER, Session
+
+log = logging.getLogger("ffserve")
+
+HELLO_TIMEOUT_S = 10.0
+MOST_UNSENT = 64 * 1024 * 1024
+"""Bytes that wait for a client that does not read; beyond, it is cut off."""
+_CHUNK = 256 * 1024
+
+
+class Connection:
+    """One client's socket."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self._server = server
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
+        self._unsent = bytearray()
+        self._closed = False
+        self.session = Session(server.node, Peer.of(sock), self._send, server.open_dataset)
+        self._loop.add_reader(self._fd, self._readable)
+        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+
+    def _no_hello(self) -> None:
+        if self.session.state == NEW:
+            self._broken(ProtocolError("the client said nothing"))
+
+    def _readable(self) -> None:
+        try:
+            chunk = self._sock.recv(_CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.close()
+            return
+        try:
+            for message in self._decoder.feed(chunk):
+                self.session.receive(message, time.monotonic())
+                if self.session.state == OVER or self._closed:
+                    self.close()
+                    return
+        except FFServeError as error:
+            self._broken(error)
+            return
+        self._server.arm()
+
+    def _send(self, message: Message) -> None:
+        if self._closed:
+            return
+        frame = protocol.encode(message)
+        if isinstance(message, protocol.Welcome):
+            self._send_with_memory(frame)
+            return
+        if not self._unsent:
+            try:
+                sent = self._sock.send(frame)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                self._loop.call_soon(self.close)
+                return
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            self._loop.add_writer(self._fd, self._writable)
+        self._unsent += frame
+        if len(self._unsent) > MOST_UNSENT:
+            log.warning("cut off a client (pid %d) that does not read", self.session.peer.pid)
+            self._loop.call_soon(self.close)
+
+    def _send_with_memory(self, frame: bytes) -> None:
+        node = self._server.node
+        memories = (node.memory, node.directory.entries_memory, node.directory.index_memory)
+        fds: list[int] = []
+        try:
+            fds.extend(memory.reader_fd() for memory in memories)
+            sent = socket.send_fds(self._sock, [frame], fds)
+        except OSError as error:
+            log.warning("cannot hand the shared memory to a client: %s", error)
+            self._loop.call_soon(self.close)
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        assert sent == len(frame), "the first frame of a connection fits into its buffer"
+
+    def _writable(self) -> None:
+        try:
+            sent = self._sock.send(self._unsent)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._fd)
+
+    def _broken(self, error: FFServeError) -> None:
+        log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)
+        self.session.fail(0, error)
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hello_timer.cancel()
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        if self._unsent:
+            with contextlib.suppress(OSError):
+                self._sock.send(self._unsent)
+        self._sock.close()
+        self._server.forget(self)
+        self.session.leave(time.monotonic())
+        self._server.arm()
+
+
+class Server:
+    """Listens and keeps the connections.
+
+    Args: listener: a listening Unix stream socket; closed by `drain`.
+    """
+
+    def __init__(self, node: Node, listener: socket.socket) -> None:
+        self.node = node
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._openings: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._draining = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener.fileno(), self._accept)
+        node.reading.attach(self._loop)
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            try:
+                sock, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                # Out of descriptors: leave the listener alone for a moment instead of spinning.
+                log.warning("cannot take another client: %s", error)
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(0.2, self._resume)
+                return
+            sock.setblocking(False)
+            if len(self._connections) >= self.node.config.max_sessions:
+                self._refuse(sock)
+                continue
+            try:
+                self._connections.add(Connection(self, sock))
+            except OSError:
+                sock.close()
+
+    def _resume(self) -> None:
+        if not self._draining:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        error = FFServeError(
+            f"the daemon serves {self.node.config.max_sessions} sessions already",
+            hint="raise --max-sessions",
+        )
+        with contextlib.suppress(OSError):
+            sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(error))))
+        sock.close()
+
+    def forget(self, connection: Connection) -> None:
+        """A connection closed itself."""
+        self._connections.discard(connection)
+
+    def open_dataset(
+        self, session: Session, tag: int, paths: list[str], name: str | None, verify: bool
+    ) -> None:
+        """Open a data set beside the loop and tell the session."""
+
+        async def opening() -> None:
+            try:
+                shards = await self.node.catalog.open(paths, name, verify, session.peer)
+            except FFServeError as error:
+                session.failed(tag, error)
+            except Exception as error:
+                log.exception("opening a data set failed")
+                session.failed(tag, FFServeError(f"the daemon failed: {error!r}"))
+            else:
+                session.opened(tag, shards)
+
+        task = self._loop.create_task(opening())
+        self._openings.add(task)
+        task.add_done_callback(self._openings.discard)
+
+    def arm(self) -> None:
+        """See to it that requests that wait for room are looked at again in time."""
+        if self._timer is not None:
+            return
+        now = time.monotonic()
+        deadline = self.node.scheduler.next_deadline(now)
+        if deadline is not None:
+            self._timer = self._loop.call_later(max(deadline - now, 0.001), self._pump)
+
+    def _pump(self) -> None:
+        self._timer = None
+        self.node.scheduler.pump(time.monotonic())
+        self.arm()
+
+    @property
+    def connection_count(self) -> int:
+        """Clients connected now."""
+        return len(self._connections)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new clients, let what is asked for be answered, then close.
+
+        Returns whether everything was answered in time.
+        """
+        self._draining = True
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        deadline = time.monotonic() + timeout_s
+        while not self.node.scheduler.idle and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        drained = self.node.scheduler.idle
+        for task in list(self._openings):
+            task.cancel()
+        for connection in list(self._connections):
+            connection.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        return drained

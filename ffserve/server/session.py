@@ -1,0 +1,296 @@
+"""One client's conversation with the daemon, without its socket.
+
+`receive` takes a message and the time; what the client is to get is handed to `send`. Opening a
+data set takes other threads, so it goes out through `opener` and comes back through `opened` or
+`failed`.
+
+    state        message                                       next
+    NEW          HELLO                                         READY (or refused)
+    READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
+    READY        BYE                                           OVER
+    any          anything else: FAIL with tag 0                OVER
+
+What a session acquires (data sets, pins, leases) it gives back in `leave`, however it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ffserve import protocol
+from ffserve.cache.cache import Fetch
+from ffserve.dataset import Layout
+from ffserve.errors import FFServeError, ProtocolError, SampleIndexError
+from ffserve.failures import read_failure
+from ffserve.protocol import Message
+from ffserve.server.access import Peer
+from ffserve.server.scheduler import Owner, Request
+
+if TYPE_CHECKING:
+    from ffserve.server.catalog import OpenShard
+    from ffserve.server.node import Node
+
+NEW, READY, OVER = "new", "ready", "over"
+
+MOST_DATASETS = 256
+MOST_REQUESTS = 64
+"""GETs and LEASEs of one session at a time; a client keeps two to four."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One training run, over all its sessions; counters since it was first seen."""
+
+    name: str
+    first_seen: float
+    last_seen: float
+    sessions: int = 0
+    hits: int = 0
+    hit_size: int = 0
+    missed: int = 0
+    errors: int = 0
+    pid: int = 0
+    paths: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Dataset:
+    """A data set as one session sees it."""
+
+    shards: list[OpenShard]
+    layout: Layout
+
+
+class Session:
+    """See the module's text.
+
+    Args:
+        node: everything the sessions share.
+        peer: the user behind the connection.
+        send: takes a message for the client.
+        opener: is called with (session, tag, paths, format, verify) to open a data set.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        peer: Peer,
+        send: Callable[[Message], None],
+        opener: Callable[[Session, int, list[str], str | None, bool], None],
+    ) -> None:
+        self.state = NEW
+        self.peer = peer
+        self.job: Job | None = None
+        self._node = node
+        self._send = send
+        self._opener = opener
+        self._owner = Owner(self._finished)
+        self._datasets: dict[int, Dataset] = {}
+        self._next_dataset = 1
+        self._opening = 0
+        self._joined = False
+
+    def receive(self, message: Message, now: float) -> None:
+        """Take a message in.
+
+        Raises: ProtocolError when it breaks the rules: the session is of no more use.
+        """
+        if self.state == NEW:
+            if not isinstance(message, protocol.Hello):
+                raise ProtocolError("the client did not begin with HELLO")
+            self._hello(message, now)
+            return
+        assert self.job is not None
+        self.job.last_seen = now
+        match message:
+            case protocol.Get():
+                self._tell(message.hits, message.hit_size, message.acknowledged)
+                self._ask(message.tag, message.dataset, message.indices, now, lease=False)
+            case protocol.Tell():
+                self._tell(message.hits, message.hit_size, message.acknowledged)
+                self._node.scheduler.pump(now)
+            case protocol.Lease():
+                self._ask(message.tag, message.dataset, message.indices, now, lease=True)
+            case protocol.Release():
+                self._node.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
+                self._node.scheduler.pump(now)
+            case protocol.Open():
+                self._open(message, now)
+            case protocol.Close():
+                dataset = self._datasets.pop(message.dataset, None)
+                if dataset is not None:
+                    self._node.catalog.close(dataset.shards)
+            case protocol.Status():
+                self._send(protocol.Report(message.tag, self._node.report(now)))
+            case protocol.Bye():
+                self.state = OVER
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} has no place in a session")
+
+    def _hello(self, message: protocol.Hello, now: float) -> None:
+        about = message.about
+        versions = about.get("versions")
+        if not isinstance(versions, list) or protocol.VERSION not in versions:
+            raise ProtocolError(
+                f"the client speaks versions {versions!r} of the protocol, this daemon "
+                f"version {protocol.VERSION}",
+                hint="install the same ffserve for the daemon and its clients",
+            )
+        name = about.get("job")
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise ProtocolError("the client's HELLO names no job")
+        self.job = Job(name, now, now)
+        self.state = READY
+        self._send(protocol.Welcome(self._node.about()))
+
+    # ---- data sets ------------------------------------------------------------------------
+
+    def _join_job(self, now: float) -> None:
+        """Count for the job from the first data set on: who only looks is no job."""
+        assert self.job is not None
+        if self._joined:
+            return
+        self._joined = True
+        self.job = self._node.job(self.job.name, now)
+        self.job.sessions += 1
+        self.job.pid = self.job.pid or self.peer.pid
+
+    def _open(self, message: protocol.Open, now: float) -> None:
+        what = message.what
+        paths, name, verify = what.get("paths"), what.get("format"), what.get("verify")
+        if (
+            not isinstance(paths, list)
+            or not paths
+            or not all(isinstance(p, str) and p.startswith("/") and "\0" not in p for p in paths)
+            or not (name is None or isinstance(name, str))
+            or not isinstance(verify, bool)
+        ):
+            raise ProtocolError("the client sent an OPEN that names no absolute paths")
+        if len(self._datasets) + self._opening >= MOST_DATASETS:
+            raise ProtocolError(f"the client has {MOST_DATASETS} data sets open already")
+        self._join_job(now)
+        self._opening += 1
+        self._opener(self, message.tag, paths, name, verify)
+
+    def opened(self, tag: int, shards: list[OpenShard]) -> None:
+        """The data set is open; the session holds its shards now."""
+        self._opening -= 1
+        if self.state != READY:
+            self._node.catalog.close(shards)
+            return
+        counts = np.array([shard.count for shard in shards], np.int64)
+        bases = np.array([shard.base for shard in shards], np.int64)
+        number = self._next_dataset
+        self._next_dataset += 1
+        self._datasets[number] = Dataset(shards, Layout(counts, bases))
+        assert self.job is not None
+        if not self.job.paths:
+            more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+            self.job.paths = shards[0].path + more
+        table = np.zeros(len(shards), protocol.SHARD_DTYPE)
+        table["base"], table["count"] = bases, counts
+        table["size"] = [shard.size for shard in shards]
+        table["fingerprint"] = [shard.fingerprint for shard in shards]
+        table["checksum_kind"] = [shard.checksum_kind for shard in shards]
+        formats = [shard.format for shard in shards]
+        self._send(protocol.Opened(tag, number, table.tobytes(), formats))
+
+    def failed(self, tag: int, error: FFServeError) -> None:
+        """The data set could not be opened."""
+        self._opening -= 1
+        self.fail(tag, error)
+
+    def fail(self, tag: int, error: FFServeError) -> None:
+        """Tell the client that a request failed; tag 0: that the session did."""
+        if self.job is not None:
+            self.job.errors += 1
+        self._send(protocol.Fail(tag, protocol.error_to_wire(error)))
+
+    # ---- samples --------------------------------------------------------------------------
+
+    def _tell(self, hits: int, hit_size: int, acknowledged: bytes) -> None:
+        assert self.job is not None
+        if hits < 0 or hit_size < 0:
+            raise ProtocolError("the client counts backwards")
+        self.job.hits += hits
+        self.job.hit_size += hit_size
+        if acknowledged:
+            tags = protocol.unpack_tags(acknowledged)
+            self._node.scheduler.acknowledge(self._owner, tags)
+
+    def _ask(self, tag: int, number: int, packed: bytes, now: float, *, lease: bool) -> None:
+        dataset = self._datasets.get(number)
+        if dataset is None:
+            raise ProtocolError(f"the client asked for samples of data set {number}, not open here")
+        if not 0 < tag < 1 << 32 or tag in self._owner.unacknowledged or tag in self._owner.leases:
+            raise ProtocolError(f"the client used the tag {tag} twice")
+        if len(self._owner.waiting) >= MOST_REQUESTS:
+            raise ProtocolError(f"the client has {MOST_REQUESTS} requests on their way already")
+        indices = protocol.unpack_indices(packed)
+        layout = dataset.layout
+        if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < layout.count):
+            bad = int(indices[(indices < 0) | (indices >= layout.count)][0])
+            self.fail(
+                tag,
+                SampleIndexError(
+                    f"sample index {bad} is outside the dataset of {layout.count} samples",
+                    index=bad,
+                ),
+            )
+            return
+        numbers = layout.numbers(indices, layout.shards(indices))
+        assert self.job is not None
+        self.job.missed += len(indices)
+        request = Request(self._owner, tag, Fetch(numbers), lease, (dataset, indices))
+        if len(indices) == 0:
+            self._finished(request)
+            return
+        self._node.scheduler.add(request, now)
+
+    def _finished(self, request: Request) -> None:
+        errors: list[Any] = []
+        if request.fetch.failures:
+            errors = self._errors(request)
+        self._send(protocol.Ready(request.tag, request.count, errors))
+
+    def _errors(self, request: Request) -> list[Any]:
+        dataset, indices = request.context  # type: ignore[misc]
+        assert isinstance(dataset, Dataset)
+        node, failures = self._node, request.fetch.failures
+        errors = []
+        for position, number in enumerate(request.fetch.numbers[: request.count].tolist()):
+            failure = failures.get(number)
+            if failure is None:
+                continue
+            index = int(indices[position])
+            shard = int(dataset.layout.shards(indices[position : position + 1])[0])
+            one = request.fetch.numbers[position : position + 1]
+            error = read_failure(
+                failure.status,
+                path=dataset.shards[shard].path,
+                index=index,
+                offset=int(node.directory.offsets[number]),
+                length=int(node.directory.lengths(one)[0]),
+                found=failure.found,
+                expected=failure.expected,
+                arena_size=node.cache.arena.size,
+            )
+            errors.append([position, *protocol.error_to_wire(error)])
+        assert self.job is not None
+        self.job.errors += len(errors)
+        return errors
+
+    def leave(self, now: float) -> None:
+        """The connection is gone: give everything back."""
+        if self._joined:
+            assert self.job is not None
+            self.job.sessions -= 1
+        self.state = OVER
+        self._node.scheduler.leave(self._owner, now)
+        for dataset in self._datasets.values():
+            self._node.catalog.close(dataset.shards)
+        self._datasets.clear()
