@@ -402,7 +402,8 @@ class TestEngine:
 
     def test_batch_waited_for_is_not_told_again(self, engine: Engine, file: Opened) -> None:
         engine.fileno()
-        batches = [pieces(engine, file, [(k, 100)])[0] for k in range(5)]
+        filled = [pieces(engine, file, [(k, 100)]) for k in range(5)]
+        batches = [batch for batch, _ in filled]
         for batch in batches:
             engine.submit(batch)
         assert engine.wait(batches[3])

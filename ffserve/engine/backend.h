@@ -122,6 +122,10 @@ static inline uint32_t ffs_queued(ffs_engine *e)
 }
 /* Of the file that has this id now, 0 for none. */
 uint32_t ffs_file_generation(ffs_engine *e, int id);
+/* Write wake_fd. */
+void ffs_wake(ffs_engine *e);
+/* Fail what stands in the FIFO; under the lock. */
+void ffs_cancel_queued(ffs_engine *e, int error);
 /* The backend is of no more use (its ring is gone): fail all that is or will be queued. */
 void ffs_break(ffs_engine *e, int error);
 /* Reads settled at a stretch before the I/O thread looks at the device again. */

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Build the C core with a sanitizer, outside of any installation, and run its tests over it.
+#
+#   bash tests/sanitize.sh address [pytest options]     AddressSanitizer and UBSan
+#   bash tests/sanitize.sh thread  [pytest options]     ThreadSanitizer
+#
+# Leaks are not looked for: the interpreter does not free all of its own. ThreadSanitizer cannot
+# follow threads that are started in a forked child, so tests that do that are left out there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+kind=${1:?address or thread}
+shift
+tests=(tests/test_engine.py tests/test_view.py tests/test_checksum.py)
+folder=build/$kind
+case $kind in
+    address)
+        flags=address,undefined
+        preload="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+        export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+        export PYTHONMALLOC=malloc
+        left_out=()
+        ;;
+    thread)
+        flags=thread
+        preload=$(gcc -print-file-name=libtsan.so)
+        export TSAN_OPTIONS=halt_on_error=1:exitcode=66:report_thread_leaks=0
+        left_out=(-k "not fork and not taken_for_another")
+        ;;
+    *)
+        echo "sanitize: address or thread, not $kind" >&2
+        exit 2
+        ;;
+esac
+CC=gcc .venv/bin/python -m ffserve.engine.build_core --sanitize "$flags" -o "$folder"
+# Not "python -m pytest": that puts the source tree, and the plain build in it, first.
+PYTHONPATH=$folder LD_PRELOAD=$preload exec .venv/bin/pytest -q -p no:cacheprovider \
+    "${left_out[@]}" "${tests[@]}" "$@"
