@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from ffserve.errors import UsageError
 
 SLAB_SIZE = 4 * 1024 * 1024
+SMALLEST_SLAB = 256 * 1024
+SLABS_WANTED = 128
 SMALLEST_SLOT = 4096
 SLOT_ALIGNMENT = 512
 """What O_DIRECT asks of memory on every common device (STATX_DIOALIGN: dio_mem_align)."""
@@ -39,8 +41,9 @@ class Arena:
             raise UsageError(
                 f"an arena of {size} bytes is too small", hint=f"give at least {SMALLEST_ARENA} bytes"
             )
-        # A small arena gets small slabs, so that several size classes find room in it.
-        self.slab_size = min(SLAB_SIZE, 1 << ((size // 4).bit_length() - 1))
+        # A small arena gets small slabs, so that all size classes find room in it.
+        wanted = max(size // SLABS_WANTED, min(size // 4, SMALLEST_SLAB))
+        self.slab_size = min(SLAB_SIZE, 1 << (wanted.bit_length() - 1))
         self.slab_count = size // self.slab_size
         self.size = self.slab_count * self.slab_size
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT

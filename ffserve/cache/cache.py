@@ -194,12 +194,12 @@ class Cache:
         if (slots < 0).any():
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
+            self.state[surplus] = FREE
             self.arena.free(surplus)
             rest = where < cut
             blocks, slots, passing = blocks.take(rest), slots[rest], passing[rest]
             if not len(slots):
                 return None, cut
-        self.state[slots] = LOADING
         self._first[slots] = blocks.firsts
         self._count[slots] = blocks.counts
         self._passing[slots] = passing
@@ -292,7 +292,10 @@ class Cache:
         return int(np.searchsorted(self.shards.bases, self._first[slot], side="right")) - 1
 
     def _allocate(self, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
-        """Return a slot for each size, or -1, and whether it came at another's cost."""
+        """Return a LOADING slot for each size, or -1, and whether it came at another's cost.
+
+        Slots are marked at once, so that making room for the next does not take them again.
+        """
         slots = np.full(len(sizes), -1, np.int64)
         passing = np.zeros(len(sizes), np.bool_)
         classes = self.arena.classes(sizes)
@@ -301,6 +304,8 @@ class Cache:
             if size_class == self._large:
                 for row in rows.tolist():
                     slots[row], passing[row] = self._allocate_large(int(sizes[row]))
+                    if slots[row] >= 0:
+                        self.state[slots[row]] = LOADING
                 continue
             free = self.arena.take(size_class, len(rows))
             if len(free) < len(rows):
@@ -309,6 +314,7 @@ class Cache:
             if len(free) < len(rows):
                 free += self._from_policy(size_class, len(rows) - len(free))
             while len(free) < len(rows):
+                self.state[free] = LOADING
                 unwanted = self._steal(1)
                 if unwanted is None:
                     break
@@ -316,6 +322,7 @@ class Cache:
                 if unwanted and fresh == len(free):
                     fresh += len(stolen)
                 free += stolen
+            self.state[free] = LOADING
             slots[rows[: len(free)]] = free
             passing[rows[fresh : len(free)]] = True
         return slots, passing

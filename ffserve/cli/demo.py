@@ -26,7 +26,7 @@ import click
 
 from ffserve.cli import demo_job
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
-from ffserve.config import format_size
+from ffserve.config import ENGINES, default_arena_size, format_size
 from ffserve.errors import FFServeError, ServerUnavailable
 
 MOST_FILES = 6000
@@ -48,7 +48,11 @@ STOP_TIMEOUT_S = 10.0
 )
 @click.option("--no-torch", is_flag=True, help="Train with numpy, as where there is no PyTorch.")
 @click.option(
-    "--engine", default="auto", show_default=True, metavar="NAME", help="See 'ffserve serve'."
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="auto",
+    show_default=True,
+    help="See 'ffserve serve'.",
 )
 @click.option(
     "--dir", "directory", metavar="DIR", help="Where to work; TMPDIR, else /var/tmp, if left out."
@@ -277,7 +281,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _daemon(socket: str, root: str, engine: str, data_size: int) -> Iterator[Daemon]:
-    arena = max(512 << 20, 2 * data_size)
+    arena = max(2 * data_size, min(512 << 20, default_arena_size()))
     command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket, "--root", root]
     command += ["--arena", str(arena), "--engine", engine, "--config", os.devnull]
     command += ["--log-level", "warning"]

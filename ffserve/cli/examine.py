@@ -402,8 +402,7 @@ def cat(
         folders = _folders(reader) if any(indices is None for _, indices in asked) else []
         # All of them, before anything is written.
         wanted = [
-            [_named(folders, word, file)] if indices is None else indices
-            for word, indices in asked
+            [_named(folders, word, file)] if indices is None else indices for word, indices in asked
         ]
         for indices in wanted:
             if len(indices) == 1:
