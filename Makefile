@@ -2,13 +2,13 @@
 # make test    set up everything, then lint, types and all tests
 # make check   lint and types        make bench   figures of this machine
 # make soak    long tests            make fuzz    damaged files and frames, for longer
-# make asan    the C core under AddressSanitizer and UBSan
+# make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make clean   remove what was built (make distclean: .venv as well)
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
 
-.PHONY: demo test check bench soak fuzz asan setup clean distclean
+.PHONY: demo test check bench soak fuzz asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -34,6 +34,12 @@ soak: setup
 
 fuzz: setup
 	@$(pytest) -q -m fuzz --timeout 0
+
+asan: setup
+	@bash tests/sanitize.sh address
+
+tsan: setup
+	@bash tests/sanitize.sh thread
 
 bench:
 	@bash .ci/setup --bench

@@ -1,0 +1,346 @@
+"""The command line as its users meet it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ffserve
+from ffserve.cli import COMMANDS
+from ffserve.cli.examine import BATCH_COUNT, BATCH_SIZE, _batches
+from ffserve.cli.terminal import histogram
+
+ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
+ENVIRONMENT.pop("FFSERVE_SOCKET", None)
+
+
+def run(
+    *arguments: str | Path, code: int = 0, input: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run ``ffserve`` with arguments, expecting an exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ffserve", *map(str, arguments)],
+        capture_output=True,
+        input=input,
+        env=ENVIRONMENT,
+        timeout=60,
+    )
+    assert done.returncode == code, (done.stdout[-2000:], done.stderr[-2000:])
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+def text_of(*arguments: str | Path, code: int = 0) -> str:
+    return run(*arguments, code=code).stdout.decode()
+
+
+def error_of(*arguments: str | Path, code: int) -> str:
+    done = run(*arguments, code=code)
+    lines = done.stderr.decode().splitlines()
+    assert 1 <= len(lines) <= 4
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with a few files in it, one of them empty, one binary."""
+    top = tmp_path / "folder"
+    (top / "cats").mkdir(parents=True)
+    (top / "cats" / "tom.txt").write_text("meow\n")
+    (top / "cats" / "empty").touch()
+    (top / "noise.bin").write_bytes(bytes(range(256)) * 300)
+    return top
+
+
+@pytest.fixture
+def packed(folder: Path, tmp_path: Path) -> Path:
+    run("pack", folder, "-o", tmp_path / "packed.ffr")
+    return tmp_path / "packed.ffr"
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Ten samples of which the fourth has one wrong byte."""
+    path = tmp_path / "damaged.ffr"
+    with ffserve.create(path) as writer:
+        for number in range(10):
+            writer.write(bytes([number]) * 1000)
+    content = bytearray(path.read_bytes())
+    content[12 + 12 * 10 + 3 * 1000 + 7] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+# ---------------------------------------------------------------- help, usage, exit codes
+
+
+def test_help_names_every_command_and_each_has_an_example() -> None:
+    overview = text_of("--help")
+    assert overview == text_of("-h")
+    for name in COMMANDS:
+        assert f"\n  {name} " in overview
+        own = text_of(name, "--help")
+        assert name == "demo" or f"  ffserve {name}" in own
+    assert text_of("--version") == f"ffserve {ffserve.__version__}\n"
+
+
+def test_a_wrong_call_is_usage() -> None:
+    assert "No such command" in error_of("srve", code=2)
+    assert "No such option" in error_of("status", "--jsn", code=2)
+    assert "--arena: '4Q' is not a size" in error_of("serve", "--arena", "4Q", code=2)
+    run("pack", "somewhere", code=2)
+
+
+def test_a_configuration_with_an_unknown_key_is_usage(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("arean = 3")
+    assert "did you mean arena" in error_of("serve", "--config", tmp_path / "x.toml", code=2)
+
+
+def test_no_daemon_is_3(tmp_path: Path) -> None:
+    assert "no daemon answers" in error_of("status", "--socket", tmp_path / "none", code=3)
+
+
+def test_debug_shows_the_place() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ffserve", "--debug", "status", "--socket", "/none/x.sock"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "Traceback" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    with ffserve.create(tmp_path / "large.ffr") as writer:
+        for _ in range(64):
+            writer.write(bytes(1 << 20))
+    command = f"{sys.executable} -m ffserve cat {tmp_path / 'large.ffr'} 0:64 | head -c 10 | wc -c"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, timeout=60, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.stdout.strip() == "10"
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "never")  # opening it blocks: the command hangs until it is interrupted
+    (tmp_path / "a").write_text("a")
+    with subprocess.Popen(
+        [sys.executable, "-m", "ffserve", "serve", "--config", str(tmp_path / "never")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    ) as process:  # fmt: skip
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert (out, error.strip()) == ("", "")
+
+
+# ---------------------------------------------------------------- pack
+
+
+def test_pack_keeps_bytes_and_names(folder: Path, packed: Path) -> None:
+    for name in ("cats/tom.txt", "cats/empty", "noise.bin"):
+        assert run("cat", packed, name).stdout == (folder / name).read_bytes()
+
+
+def test_pack_into_shards_reports_in_json(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    facts = json.loads(text_of("pack", folder, "-o", out, "--shards", "2", "--jobs", "2", "--json"))
+    assert facts["files"] == 3
+    assert facts["size_bytes"] == 5 + 256 * 300
+    assert [Path(path).name for path in facts["paths"]] == ["PART_00000.ffr", "PART_00001.ffr"]
+    assert run("cat", out, "noise.bin", "cats/tom.txt").stdout.endswith(b"meow\n")
+
+
+def test_pack_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "dangling" in error_of("pack", folder, "-o", tmp_path / "x.ffr", code=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+
+
+def test_pack_speaks_on_a_terminal(folder: Path, tmp_path: Path) -> None:
+    output, code = on_a_terminal("pack", folder, "-o", tmp_path / "x.ffr")
+    assert code == 0
+    assert b"packing" in output and b"3 files" in output
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def test_inspect_tells_what_is_inside(packed: Path) -> None:
+    text = text_of("inspect", packed)
+    assert "ffrecord" in text and "CRC-32 of every sample" in text and "3 files" in text
+    [facts] = json.loads(text_of("inspect", "--json", packed))
+    assert facts["samples"] == 4
+    assert facts["named_files"] == 3
+    assert facts["sample_size_bytes"]["min"] == 0
+    assert facts["sample_size_bytes"]["max"] == 256 * 300
+    assert sum(facts["histogram"].values()) == 4
+    assert {key: facts["histogram"][key] for key in ("0", "4", "65536")} == {
+        "0": 1, "4": 1, "65536": 1,
+    }  # fmt: skip
+
+
+def test_inspect_goes_on_behind_a_foreign_file(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign.ffr").write_bytes(b"not a record file at all, but long enough")
+    done = run("inspect", tmp_path, tmp_path / "missing.ffr", code=1)
+    assert b"foreign.ffr" in done.stderr and b"missing.ffr" in done.stderr
+    assert b"packed.ffr" in done.stdout
+    described = json.loads(run("inspect", "--json", tmp_path, code=1).stdout)
+    assert [facts.get("error") for facts in described] != [None, None]
+
+
+def test_inspect_sees_a_file_that_was_cut(damaged: Path) -> None:
+    os.truncate(damaged, damaged.stat().st_size - 1500)
+    [facts] = json.loads(run("inspect", "--json", damaged, code=1).stdout)
+    assert facts["cut_samples"] == [8, 9]
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_is_silent_about_what_is_sound(packed: Path) -> None:
+    assert text_of("verify", packed).strip().endswith("all sound")
+
+
+def test_verify_names_every_damaged_sample_and_goes_on(
+    damaged: Path, packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "foreign.ffr").write_bytes(b"not a record file at all, but long enough")
+    lines = text_of("verify", tmp_path, tmp_path / "missing.ffr", code=1).splitlines()
+    assert len(lines) == 4
+    assert [line for line in lines if f"{damaged}: sample 3: " in line]
+    assert [line for line in lines if "foreign.ffr: " in line]
+    assert [line for line in lines if "missing.ffr: " in line]
+    assert lines[-1].startswith("4 files, 14 samples, ")
+    assert lines[-1].endswith("1 damaged sample, 2 unreadable files")
+    facts = json.loads(text_of("verify", "--json", "--jobs", "1", damaged, code=1))
+    assert [(entry["index"], entry["error"]) for entry in facts["damaged"]] == [(3, "checksum")]
+    assert (facts["files"], facts["samples"]) == (1, 10)
+
+
+def test_batches_are_bounded_and_complete() -> None:
+    sizes = np.array([BATCH_SIZE * 3, 1, 1, BATCH_SIZE, 0, *[10] * (BATCH_COUNT * 2)])
+    batches = list(_batches(sizes))
+    assert [index for batch in batches for index in batch] == list(range(len(sizes)))
+    for batch in batches:
+        assert len(batch) == 1 or sizes[batch.start : batch.stop].sum() <= BATCH_SIZE
+        assert len(batch) <= BATCH_COUNT
+    assert list(_batches(np.zeros(0, np.int64))) == []
+
+
+# ---------------------------------------------------------------- cat
+
+
+def test_cat_writes_samples_byte_for_byte(damaged: Path) -> None:
+    assert run("cat", damaged, "0", "9", "1:3").stdout == (
+        bytes(1000) + bytes([9]) * 1000 + bytes([1]) * 1000 + bytes([2]) * 1000
+    )
+
+
+def test_cat_of_a_damaged_sample_is_bad_data(damaged: Path) -> None:
+    error = error_of("cat", damaged, "3", code=1)
+    assert str(damaged) in error and "sample 3" in error
+
+
+@pytest.mark.parametrize("which", ["10", "5:11", "no/such/name", "-1"])
+def test_cat_of_what_is_not_there_is_usage(damaged: Path, which: str) -> None:
+    done = run("cat", damaged, "--", which, code=2)
+    assert done.stdout == b""
+
+
+def test_cat_keeps_binary_off_a_terminal(packed: Path) -> None:
+    output, code = on_a_terminal("cat", packed, "noise.bin")
+    assert code == 2 and b"--force" in output
+    output, code = on_a_terminal("cat", packed, "cats/tom.txt")
+    assert code == 0 and b"meow" in output
+    output, code = on_a_terminal("cat", "--force", packed, "noise.bin")
+    assert code == 0 and len(output) > 256 * 300
+
+
+# ---------------------------------------------------------------- the daemon
+
+
+@pytest.fixture
+def daemon(packed: Path, tmp_path: Path) -> Iterator[Path]:
+    """A daemon started from the command line; its socket."""
+    socket = tmp_path / "s.sock"
+    with subprocess.Popen(
+        [
+            sys.executable, "-m", "ffserve", "serve", "--config", os.devnull,
+            "--socket", socket, "--root", tmp_path, "--arena", "16M", "--depth", "8",
+        ],
+        env=ENVIRONMENT,
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + 20
+            while not socket.exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            yield socket
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert not socket.exists()
+
+
+def test_status_shows_one_screen(daemon: Path, packed: Path) -> None:
+    assert run("cat", "--server", daemon, packed, "cats/tom.txt").stdout == b"meow\n"
+    text = text_of("status", "--socket", daemon)
+    assert "engine" in text and "16.0 MiB" in text and str(packed) in text
+    assert len(text.splitlines()) <= 40
+    facts = json.loads(text_of("status", "--socket", daemon, "--json"))
+    assert facts["cache"]["checksum_failures"] == 0
+    assert facts["cache"]["read_size"] > 0
+
+
+def test_a_second_daemon_on_the_socket_refuses(daemon: Path, tmp_path: Path) -> None:
+    error = error_of("serve", "--config", os.devnull, "--socket", daemon, "--arena", "2M", code=2)
+    assert "another daemon" in error and "--socket" in error
+    run("status", "--socket", daemon)
+
+
+# ---------------------------------------------------------------- with a terminal
+
+
+def on_a_terminal(*arguments: str | Path) -> tuple[bytes, int]:
+    """Run ``ffserve`` with a terminal for its output; return what it wrote and the exit code."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ffserve", *map(str, arguments)],
+            stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs,
+            env={**ENVIRONMENT, "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        output = b""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 1)[0]:
+                try:
+                    piece = os.read(ours, 65536)
+                except OSError:  # the other side was closed
+                    break
+                output += piece
+        return output, process.wait(10)
+    finally:
+        os.close(ours)
+
+
+def test_a_histogram_shows_every_count() -> None:
+    assert histogram([0, 1, 1000]) == " ▁█"
+    assert histogram([]) == ""

@@ -1,0 +1,152 @@
+"""The demo, run small, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EPOCHS = 2
+
+
+def command(place: Path, *arguments: str) -> list[str]:
+    place.mkdir()
+    return [
+        sys.executable, "-m", "ffserve", "demo", "--files", "80", "--dir", str(place),
+        *(() if "--epochs" in arguments else ("--epochs", str(EPOCHS))), *arguments,
+    ]  # fmt: skip
+
+
+def processes_of(place: Path) -> list[str]:
+    """Return the command lines of processes that work in a place."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if str(place) in line:
+                found.append(line)
+    return found
+
+
+def assert_nothing_left(place: Path) -> None:
+    assert list(place.iterdir()) == []
+    assert processes_of(place) == []
+
+
+FRAMEWORKS = [
+    pytest.param(
+        "PyTorch",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("torch") is None, reason="there is no torch"
+        ),
+    ),
+    "numpy",
+]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
+    arguments = ["--json"] if framework == "PyTorch" else ["--json", "--no-torch"]
+    place = tmp_path / "place"
+    done = subprocess.run(command(place, *arguments), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    samples, size = result["samples"], result["size_bytes"]
+    first, second = result["jobs"]
+    assert result["framework"] == framework
+    assert result["files"] == 80
+    assert samples == 84  # and the names of each of the four shards
+    assert result["checksum_failures"] == 0
+    for job in (first, second):
+        assert job["samples"] == samples * EPOCHS
+        assert job["size_bytes"] == size * EPOCHS
+        assert job["hits"] + job["missed"] == samples * EPOCHS
+        assert job["last_loss"] < job["first_loss"]
+        assert job["errors"] == 0
+    # Once: all of it, in whole blocks, and nothing for the second job.
+    assert size <= first["read_from_disk_bytes"] <= size + 8192 * samples
+    assert second["read_from_disk_bytes"] == 0
+    assert first["missed"] >= samples
+    assert second["hit_rate"] == 1
+    # The same order and the same bytes: the second job learned exactly the same.
+    assert second["last_loss"] == pytest.approx(first["last_loss"], rel=1e-3)
+    assert_nothing_left(place)
+
+
+def test_it_tells_a_reader_what_happened(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    done = subprocess.run(
+        command(place, "--no-torch", "--engine", "threads"),
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("engine threads", "hit rate", "checksum failures", "job 2", "100.0 %",
+                  "What to type next", "numpy"):  # fmt: skip
+        assert words in done.stdout
+    assert_nothing_left(place)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    with subprocess.Popen(
+        command(place, "--no-torch", "--epochs", "100"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "epoch 1" in line:
+                break
+        assert len(processes_of(place)) >= 2
+        process.send_signal(number)
+        rest = process.stdout.read()
+        assert process.wait(30) == 130
+    assert "Traceback" not in rest
+    assert_nothing_left(place)
+
+
+def test_a_demo_whose_daemon_dies_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    with subprocess.Popen(
+        command(place, "--no-torch", "--epochs", "100"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 60
+        daemons: list[int] = []
+        while not daemons and time.monotonic() < deadline:
+            time.sleep(0.05)
+            daemons = [pid for pid in children(process.pid) if b"serve" in command_line(pid)]
+        for line in process.stdout or ():
+            if "epoch 1" in line:
+                break
+        os.kill(daemons[0], signal.SIGKILL)
+        _, error = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "the daemon ended with code -9" in error
+    assert "Traceback" not in error.partition("the training job failed")[0]
+    assert_nothing_left(place)
+
+
+def children(parent: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
