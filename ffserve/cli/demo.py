@@ -196,8 +196,7 @@ def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
     import ffserve
     from ffserve.client import packed
 
-    version = ".".join(map(str, sys.version_info[:2]))
-    say(f"1. Packing {len(files):,} source files of Python {version}", newline=False)
+    say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")
     for name, path in files.items():
         link = os.path.join(tree, name)
