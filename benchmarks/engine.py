@@ -180,47 +180,45 @@ def cold(path: Path, step: int, count: int, seconds: float) -> None:
 def hot(step: int, batch: int, count: int, arena_size: int = 1 << 30) -> None:
     """gather() against numpy's take, which is one memcpy a sample from the same places."""
     samples = arena_size // step
-    with mmap.mmap(-1, arena_size) as mapping:
-        arena = np.frombuffer(mapping, np.uint8)
-        arena[::4096] = 1
-        entries = np.zeros(samples, ring.ENTRY_DTYPE)
-        entries["seq"] = 1
-        entries["length_low"] = step
-        entries["place"] = np.arange(samples, dtype=np.uint64) * np.uint64(step)
-        view = ring.View(arena.ctypes.data, arena_size, [(entries.ctypes.data, 0, samples)])
-        table = arena[: samples * step].reshape(samples, step)
-        buffer = np.zeros(batch * step, np.uint8)
-        rows = buffer.reshape(batch, step)
-        random = np.random.default_rng(2)
-        rounds = max(1, (256 * MIB) // (batch * step))
+    arena = np.frombuffer(mmap.mmap(-1, arena_size), np.uint8)
+    arena[::4096] = 1
+    entries = np.zeros(samples, ring.ENTRY_DTYPE)
+    entries["seq"] = 1
+    entries["length_low"] = step
+    entries["place"] = np.arange(samples, dtype=np.uint64) * np.uint64(step)
+    view = ring.View(arena.ctypes.data, arena_size, [(entries.ctypes.data, 0, samples)])
+    table = arena[: samples * step].reshape(samples, step)
+    buffer = np.zeros(batch * step, np.uint8)
+    rows = buffer.reshape(batch, step)
+    random = np.random.default_rng(2)
+    rounds = max(1, (256 * MIB) // (batch * step))
 
-        def plain() -> tuple[float, float]:
-            picks = random.integers(0, samples, (rounds, batch))
-            begin = time.perf_counter()
-            for chosen in picks:
-                np.take(table, chosen, axis=0, out=rows, mode="clip")
-            return rounds * batch / (time.perf_counter() - begin), 0
-
-        def gathered() -> tuple[float, float]:
-            picks = random.integers(0, samples, (rounds, batch))
-            begin = time.perf_counter()
-            for chosen in picks:
-                offsets, _, _ = view.locate(chosen)
-                view.gather(chosen, offsets, buffer)
-            return rounds * batch / (time.perf_counter() - begin), 0
-
-        result = turns({"memcpy": plain, "gather": gathered}, max(5, count))
-        one, other = result["memcpy"][0], result["gather"][0]
-        print(
-            f"  {step:7} bytes, batches of {batch:4}: memcpy {1e9 / one:7.0f} ns, "
-            f"locate and gather {1e9 / other:7.0f} ns a sample, ratio {other / one:.2f}"
-        )
-        chosen = random.integers(0, samples, batch)
+    def plain() -> tuple[float, float]:
+        picks = random.integers(0, samples, (rounds, batch))
         begin = time.perf_counter()
-        for _ in range(1000):
-            view.locate(chosen)
-        print(f"           locate alone: {(time.perf_counter() - begin) * 1e3:.2f} us a batch")
-        del plain, gathered
+        for chosen in picks:
+            np.take(table, chosen, axis=0, out=rows, mode="clip")
+        return rounds * batch / (time.perf_counter() - begin), 0
+
+    def gathered() -> tuple[float, float]:
+        picks = random.integers(0, samples, (rounds, batch))
+        begin = time.perf_counter()
+        for chosen in picks:
+            offsets, _, _ = view.locate(chosen)
+            view.gather(chosen, offsets, buffer)
+        return rounds * batch / (time.perf_counter() - begin), 0
+
+    result = turns({"memcpy": plain, "gather": gathered}, max(5, count))
+    one, other = result["memcpy"][0], result["gather"][0]
+    print(
+        f"  {step:7} bytes, batches of {batch:4}: memcpy {1e9 / one:7.0f} ns, "
+        f"locate and gather {1e9 / other:7.0f} ns a sample, ratio {other / one:.2f}"
+    )
+    chosen = random.integers(0, samples, batch)
+    begin = time.perf_counter()
+    for _ in range(1000):
+        view.locate(chosen)
+    print(f"           locate alone: {(time.perf_counter() - begin) * 1e3:.2f} us a batch")
 
 
 def main() -> None:
