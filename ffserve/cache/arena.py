@@ -1,7 +1,8 @@
 """Slots: contiguous pieces of the arena, by size class, in slabs.
 
 The arena is cut into slabs. A slab serves one size class (eight a doubling, so at most one part
-in nine is lost inside a slot) and goes back to the common pool when its last slot is freed, so
+in nine is lost inside a slot; more where only a few slots make a slab, and below SMALLEST_SLOT)
+and goes back to the common pool when its last slot is freed, so
 memory follows the sizes that are asked for; a slab can also be emptied by eviction and given to
 another class. A sample larger than a slab takes a run of whole slabs. Slots are contiguous because
 clients copy out of them and the kernel reads into them.
@@ -39,7 +40,8 @@ class Arena:
     def __init__(self, size: int) -> None:
         if size < SMALLEST_ARENA:
             raise UsageError(
-                f"an arena of {size} bytes is too small", hint=f"give at least {SMALLEST_ARENA} bytes"
+                f"an arena of {size} bytes is too small",
+                hint=f"give at least {SMALLEST_ARENA} bytes",
             )
         # A small arena gets small slabs, so that all size classes find room in it.
         wanted = max(size // SLABS_WANTED, min(size // 4, SMALLEST_SLAB))
@@ -120,23 +122,22 @@ class Arena:
         slabs = slots // self.slots_per_slab
         classes = self.slab_class[slabs]
         np.subtract.at(self._slab_used, slabs, 1)
-        for slot, size_class in zip(slots.tolist(), classes.tolist(), strict=True):
-            if size_class >= 0:
-                self._free_slots[size_class].append(slot)
-        for slab in np.unique(slabs[self._slab_used[slabs] == 0]).tolist():
-            self._release(slab)
-
-    def _release(self, slab: int) -> None:
-        size_class = int(self.slab_class[slab])
-        run = int(self._run_length[slab]) if size_class == _LARGE else 1
-        if size_class >= 0:
-            low, high = slab * self.slots_per_slab, (slab + 1) * self.slots_per_slab
-            self._free_slots[size_class] = [
-                slot for slot in self._free_slots[size_class] if not low <= slot < high
-            ]
-        self._run_length[slab] = 0
-        self.slab_class[slab : slab + run] = _FREE
-        self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
+        staying = self._slab_used[slabs] > 0
+        for slot, size_class in zip(
+            slots[staying].tolist(), classes[staying].tolist(), strict=True
+        ):
+            self._free_slots[size_class].append(slot)
+        emptied = np.unique(slabs[~staying])
+        for size_class in np.unique(self.slab_class[emptied]).tolist():
+            if size_class >= 0 and self._free_slots[size_class]:
+                free = np.array(self._free_slots[size_class])
+                gone = np.isin(free // self.slots_per_slab, emptied)
+                self._free_slots[size_class] = free[~gone].tolist()
+        for slab in emptied.tolist():
+            run = max(1, int(self._run_length[slab]))
+            self._run_length[slab] = 0
+            self.slab_class[slab : slab + run] = _FREE
+            self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
 
     def members(self, slab: int) -> tuple[int, int]:
         """Return the slot numbers [low, high) that lie in a slab, its large slot's head included."""
@@ -145,6 +146,12 @@ class Arena:
             while not self._run_length[head]:
                 head -= 1
         return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
+
+    def heads(self) -> NDArray[np.int64]:
+        """Return for each slab the slab whose slots cover it: itself, or its large slot's first."""
+        heads = np.arange(self.slab_count)
+        heads[(self.slab_class == _LARGE) & (self._run_length == 0)] = 0
+        return np.maximum.accumulate(heads)
 
 
 def first_run(free: NDArray[np.bool_], need: int) -> int | None:

@@ -30,6 +30,9 @@ from ffserve.failures import TOO_LARGE
 
 FREE, LOADING, RESIDENT, FAILED = range(4)
 
+STEAL_WINDOW = 256
+"""Slabs looked at together when one has to be emptied."""
+
 Int64s: TypeAlias = NDArray[np.int64]
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
@@ -46,8 +49,6 @@ class Failure:
     status: int
     found: int = 0
     expected: int = 0
-
-
 
 
 class Fetch:
@@ -122,7 +123,7 @@ class Cache:
         self._count = np.zeros(slots, np.int32)
         self._passing = np.zeros(slots, np.bool_)
         self._loading: dict[int, Load] = {}
-        self._idle_found = False
+        self._hand = 0
         self.idle_changed = False
         """Set by the owner of the shards when a shard lost its last session."""
 
@@ -135,11 +136,19 @@ class Cache:
         pinned slots: ask again after a release.
         """
         part = fetch.numbers[fetch.cursor : fetch.cursor + count]
+        if not len(part):
+            return None
         held = self._slot_of[part].astype(np.int64) - 1
         absent = np.flatnonzero(held < 0)
+        part = part[: self._within(held, size)]
+        held, absent = held[: len(part)], absent[absent < len(part)]
         load, handled = None, len(part)
         if len(absent):
-            load, handled = self._admit(fetch, part, absent, size)
+            load, handled = self._admit(fetch, part, held, absent, size)
+            if handled == 0 and len(part) > 1:
+                # What was there of the part may itself have been in the way.
+                part, absent = part[:1], absent[:1]
+                load, handled = self._admit(fetch, part, held[:1], absent, size)
             part = part[:handled]
             held = self._slot_of[part].astype(np.int64) - 1
         touched = np.unique(held[held >= 0]) if handled else held[:0]
@@ -158,6 +167,16 @@ class Cache:
         self.counters.resident += handled - int(np.count_nonzero(absent < handled))
         return load
 
+    def _within(self, held: Int64s, size: int) -> int:
+        """Return how many samples, at least one, are held by slots of `size` bytes in all."""
+        slots, firsts = np.unique(held, return_index=True)
+        sizes = np.where(slots >= 0, self.arena.sizes(np.maximum(slots, 0)), 0)
+        if int(sizes.sum()) <= size:
+            return len(held)
+        order = np.argsort(firsts)
+        over = np.flatnonzero(np.cumsum(sizes[order]) > size)
+        return max(1, int(firsts[order[over[0]]]))
+
     def _join(self, fetch: Fetch, loading: Int64s, own: Load | None) -> None:
         others = {id(load): load for slot in loading.tolist() if (load := self._loading[slot])}
         for load in others.values():
@@ -167,8 +186,9 @@ class Cache:
                 self.counters.joined += 1
 
     def _admit(
-        self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
+        self, fetch: Fetch, part: Int64s, held: Int64s, absent: Int64s, size: int
     ) -> tuple[Load | None, int]:
+        """Find room for what is absent; return the load and how much of the part is dealt with."""
         blocks = self.shards.blocks(part[absent])
         _, rows = np.unique(blocks.firsts, return_index=True)
         if len(rows) < len(absent) or (blocks.counts > 1).any():
@@ -183,14 +203,19 @@ class Cache:
         cut = int(where[limit]) if limit < len(where) else len(part)
         fits = blocks.sizes <= self.arena.size
         if not fits.all():
-            for number in blocks.firsts[~fits].tolist():
+            for number in blocks.firsts[~fits & (where < cut)].tolist():
                 fetch.failures[number] = Failure(TOO_LARGE)
             blocks, where = blocks.take(fits), where[fits]
         if cut < len(part):
             blocks, where = blocks.take(where < cut), where[where < cut]
         if not len(where):
             return None, cut
+        # What the request finds in memory must not be evicted for what it does not.
+        present = held[:cut]
+        present = np.unique(present[present >= 0])
+        self.pins[present] += 1
         slots, passing = self._allocate(blocks.sizes)
+        self.pins[present] -= 1
         if (slots < 0).any():
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
@@ -217,7 +242,8 @@ class Cache:
             slots.tolist(), blocks.firsts.tolist(), blocks.counts.tolist(), strict=True
         ):
             run = self._slot_of[first : first + count]
-            run[run == 0] = slot + 1
+            assert not run.any(), "a block that is to be read lies in no slot, not even in part"
+            run[:] = slot + 1
 
     # ---- what came of it ------------------------------------------------------------------
 
@@ -257,9 +283,13 @@ class Cache:
             load.blocks.counts.tolist(),
             strict=True,
         ):
-            if not (self._slot_of[first : first + count] == slot + 1).any():
+            run = self._slot_of[first : first + count]
+            if not run.any():
                 self.state[slot] = FAILED
                 self._free_failed(slot)
+            if count > 1 and not run.all():
+                # Else a second slot for the block would overlap with what this one still holds.
+                self.shards.read_singly(first)
 
     def _free_failed(self, slot: int) -> None:
         if self.pins[slot] == 0:
@@ -282,14 +312,18 @@ class Cache:
         classes[classes < 0] = self._large
         return classes
 
-    def _usable(self, slot: int) -> bool:
-        return bool(self.state[slot] == RESIDENT and self.pins[slot] == 0)
+    def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
+        usable: NDArray[np.bool_] = (self.state[slots] == RESIDENT) & (self.pins[slots] == 0)
+        return usable
 
-    def _usable_idle(self, slot: int) -> bool:
-        return self._usable(slot) and self.shards.sessions[self._row(slot)] == 0
+    def _usable_idle(self, slots: Int64s) -> NDArray[np.bool_]:
+        return self._usable(slots) & ~self._wanted(slots)
 
-    def _row(self, slot: int) -> int:
-        return int(np.searchsorted(self.shards.bases, self._first[slot], side="right")) - 1
+    def _wanted(self, slots: Int64s) -> NDArray[np.bool_]:
+        """Whether a session has the shard open that a resident slot belongs to."""
+        sessions: Int64s = self.shards.sessions[self.shards.rows(self._first[slots])]
+        wanted: NDArray[np.bool_] = sessions > 0
+        return wanted
 
     def _allocate(self, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
         """Return a LOADING slot for each size, or -1, and whether it came at another's cost.
@@ -342,11 +376,11 @@ class Cache:
 
     def _find_idle(self) -> None:
         resident = np.flatnonzero(self.state == RESIDENT)
-        idle = resident[self.shards.sessions[self.shards.rows(self._first[resident])] == 0]
+        idle = resident[~self._wanted(resident)]
         classes = self._classes(idle)
         for size_class in np.unique(classes).tolist():
             chosen = idle[classes == size_class].tolist()
-            self._policy.forget(set(chosen), size_class)
+            self._policy.forget(chosen, size_class)
             self._policy.abandon(chosen, size_class)
 
     def _allocate_large(self, size: int) -> tuple[int, bool]:
@@ -363,48 +397,68 @@ class Cache:
     def _steal(self, need: int) -> bool | None:
         """Empty a run of `need` slabs. None: every such run has a busy slot; True: nobody who is
         here wanted what was in it."""
-        per_slab = self.arena.slots_per_slab
-        state = self.state.reshape(-1, per_slab)
-        pins = self.pins.reshape(-1, per_slab)
-        busy = ((state == LOADING) | (state == FAILED) | (pins > 0)).any(axis=1)
-        resident = np.flatnonzero(self.state == RESIDENT)
-        wanted = self.shards.sessions[self.shards.rows(self._first[resident])] > 0
-        wanted &= ~self._passing[resident]
-        worth = np.bincount(resident[wanted] // per_slab, minlength=self.arena.slab_count)
-        heads = self._run_heads()
-        busy, worth = busy[heads], worth[heads]
-        if need == 1:
-            free = np.flatnonzero(~busy)
-            if not len(free):
-                return None
-            start = int(free[np.argmin(worth[free])])
-        else:
-            # Prefer a run that nobody wants; else any that is not busy.
-            found = first_run(~busy & (worth == 0), need)
-            found = first_run(~busy, need) if found is None else found
-            if found is None:
-                return None
-            start = found
-        unwanted = not worth[start : start + need].any()
+        found = self._choose_run(need)
+        if found is None:
+            return None
+        start, unwanted = found
         for slab in range(start, start + need):
             low, high = self.arena.members(slab)
             victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
             if len(victims):
                 classes = self._classes(victims)
-                self._policy.forget(set(victims.tolist()), int(classes[0]))
+                self._policy.forget(victims.tolist(), int(classes[0]))
                 self._evict(victims.tolist())
                 self.arena.free(victims)
         return unwanted
 
-    def _run_heads(self) -> Int64s:
-        """For each slab the slab whose slots cover it: itself, or its large slot's first."""
-        heads = np.arange(self.arena.slab_count)
-        large = self.arena.slab_class < -1
-        if large.any():
-            starts = large & (self.state[:: self.arena.slots_per_slab] != FREE)
-            heads = np.where(large & ~starts, 0, heads)
-            heads = np.where(large, np.maximum.accumulate(heads), np.arange(len(heads)))
-        return heads
+    def _choose_run(self, need: int) -> tuple[int, bool] | None:
+        """Return the start of a run of slabs without a busy slot, and whether nobody wants what is
+        in it: one with nothing that is to be kept, if there is one nearby, else with little.
+
+        The search goes on where the last one ended and looks at a window at a time, since a look
+        at every slot of a large arena would hold everybody up.
+        """
+        heads = self.arena.heads()
+        total = self.arena.slab_count
+        window = max(STEAL_WINDOW, 4 * need)
+        starts = [min(self._hand, max(0, total - window)), *range(0, total, window)]
+        spans = [(start, min(start + window, total)) for start in starts]
+        if need > 1 and window < total:
+            spans.append((0, total))
+        for low, high in spans:
+            busy, wanted, kept = self._census(heads, low, high)
+            found = first_run(~busy & (kept == 0), need)
+            if found is None and need == 1:
+                free = np.flatnonzero(~busy)
+                found = int(free[np.argmin(kept[free])]) if len(free) else None
+            elif found is None:
+                found = first_run(~busy, need)
+            if found is not None:
+                self._hand = low
+                return low + found, not wanted[found : found + need].any()
+        return None
+
+    def _census(
+        self, heads: Int64s, low: int, high: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Int64s]:
+        """For slabs [low, high): has it a busy slot, has it what a session wants, how many slots
+        of it are to be kept. A slab inside a large slot counts as its head does."""
+        first = int(heads[low])
+        per_slab = self.arena.slots_per_slab
+        span = slice(first * per_slab, high * per_slab)
+        states = self.state[span]
+        resident = np.flatnonzero(states == RESIDENT)
+        busy = (states == LOADING) | (states == FAILED) | (self.pins[span] > 0)
+        slots = resident + span.start
+        wanted = self._wanted(slots)
+        kept = wanted & ~self._passing[slots]
+        slabs = resident // per_slab
+        chosen = heads[low:high] - first
+        return (
+            busy.reshape(-1, per_slab).any(axis=1)[chosen],
+            (np.bincount(slabs[wanted], minlength=high - first) > 0)[chosen],
+            np.bincount(slabs[kept], minlength=high - first)[chosen],
+        )
 
     def _evict(self, slots: list[int]) -> None:
         """Make what the slots hold unreadable and forget it. The slots stay taken."""
@@ -431,7 +485,7 @@ class Cache:
             return False
         classes = self._classes(inside)
         for size_class in np.unique(classes).tolist():
-            self._policy.forget(set(inside[classes == size_class].tolist()), size_class)
+            self._policy.forget(inside[classes == size_class].tolist(), size_class)
         self._evict(inside.tolist())
         self.arena.free(inside)
         return True

@@ -6,14 +6,24 @@ every sample just before its next use. So there are three kinds of residents, gi
 order: *idle*, whose shard no session has open any more; *passing*, which came when the arena was
 full and were delivered; *kept*, the newest first, and only as many as the passing traffic needs.
 
-Plain lists, no clock and no lock; whether a slot can be evicted just now (nobody pins it) is the
-cache's to say.
+Plain dicts as ordered sets (a slot is in at most one of them, and leaves it in O(1)), no clock and
+no lock; whether a slot can be evicted just now (nobody pins it) is the cache's to say.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Usable: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+"""Which of these slots can be evicted just now."""
+
+_MOST_LOOKED_AT = 65_536
+"""Slots that one search for victims looks at before it says that there are none."""
 
 
 class FillThenKeep:
@@ -23,58 +33,63 @@ class FillThenKeep:
     """
 
     def __init__(self, class_count: int) -> None:
-        self._idle: list[deque[int]] = [deque() for _ in range(class_count)]
-        self._passing: list[deque[int]] = [deque() for _ in range(class_count)]
-        self._kept: list[list[int]] = [[] for _ in range(class_count)]
+        self._idle: list[dict[int, None]] = [{} for _ in range(class_count)]
+        self._passing: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(class_count)]
+        self._kept: list[dict[int, None]] = [{} for _ in range(class_count)]
 
     def keep(self, slots: Iterable[int], size_class: int) -> None:
         """Slots that were filled while there was room."""
-        self._kept[size_class].extend(slots)
+        self._kept[size_class].update(dict.fromkeys(slots))
 
     def let_pass(self, slots: Iterable[int], size_class: int) -> None:
         """Slots that were filled at another's cost."""
-        self._passing[size_class].extend(slots)
+        self._passing[size_class].update(dict.fromkeys(slots))
 
     def abandon(self, slots: Iterable[int], size_class: int) -> None:
         """Slots of shards that nobody has open."""
-        self._idle[size_class].extend(slots)
+        self._idle[size_class].update(dict.fromkeys(slots))
 
-    def idle_victims(self, size_class: int, count: int, usable: Callable[[int], bool]) -> list[int]:
-        """Return up to `count` slots that nobody wants; `usable` says which are still idle."""
-        return _pop_usable(self._idle[size_class], count, usable, keep_unusable=False)
-
-    def victims(self, size_class: int, count: int, usable: Callable[[int], bool]) -> list[int]:
-        """Return up to `count` slots of passing samples, then of kept ones.
-
-        Args: usable: False for a slot that is pinned, or that holds something else by now.
-        """
-        found = _pop_usable(self._passing[size_class], count, usable, keep_unusable=True)
-        kept, skipped = self._kept[size_class], []
-        while len(found) < count and kept:
-            slot = kept.pop()
-            (found if usable(slot) else skipped).append(slot)
-            if len(skipped) >= 4 * count + 64:
-                break
-        kept.extend(reversed(skipped))
+    def idle_victims(self, size_class: int, count: int, usable: Usable) -> list[int]:
+        """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
+        found, spared = _search(lambda: self._idle[size_class].popitem()[0], count, usable)
+        self.keep(reversed(spared), size_class)
         return found
 
-    def forget(self, slots: set[int], size_class: int) -> None:
+    def victims(self, size_class: int, count: int, usable: Usable) -> list[int]:
+        """Return up to `count` slots of passing samples, oldest first, then of kept ones, newest
+        first."""
+        passing, kept = self._passing[size_class], self._kept[size_class]
+        found, spared = _search(lambda: passing.popitem(last=False)[0], count, usable)
+        self.let_pass(spared, size_class)
+        if len(found) < count:
+            more, spared = _search(lambda: kept.popitem()[0], count - len(found), usable)
+            self.keep(reversed(spared), size_class)
+            found += more
+        return found
+
+    def forget(self, slots: Iterable[int], size_class: int) -> None:
         """Slots that were evicted without having been asked for here."""
-        for group in (self._idle, self._passing):
-            group[size_class] = deque(s for s in group[size_class] if s not in slots)
-        self._kept[size_class] = [s for s in self._kept[size_class] if s not in slots]
+        for group in (self._idle, self._passing, self._kept):
+            members = group[size_class]
+            if members:
+                for slot in slots:
+                    members.pop(slot, None)
 
 
-def _pop_usable(
-    queue: deque[int], count: int, usable: Callable[[int], bool], *, keep_unusable: bool
-) -> list[int]:
+def _search(pop: Callable[[], int], count: int, usable: Usable) -> tuple[list[int], list[int]]:
+    """Pop until `count` usable slots are found: (these, the others in the order they came)."""
     found: list[int] = []
-    for _ in range(len(queue)):
-        if len(found) == count:
+    spared: list[int] = []
+    while len(found) < count and len(spared) < _MOST_LOOKED_AT:
+        slots: list[int] = []
+        try:
+            while len(slots) < count - len(found):
+                slots.append(pop())
+        except KeyError:
+            pass
+        if not slots:
             break
-        slot = queue.popleft()
-        if usable(slot):
-            found.append(slot)
-        elif keep_unusable:
-            queue.append(slot)
-    return found
+        good = usable(np.array(slots, np.int64)).tolist()
+        found += [slot for slot, fits in zip(slots, good, strict=True) if fits]
+        spared += [slot for slot, fits in zip(slots, good, strict=True) if not fits]
+    return found, spared

@@ -65,6 +65,7 @@ class ShardTable:
         self.files = np.zeros(0, np.int32)
         self.engines = np.zeros(0, np.int32)
         self.sessions = np.zeros(0, np.int64)
+        self._singly: set[int] = set()
 
     def add(
         self,
@@ -93,6 +94,7 @@ class ShardTable:
     def remove(self, base: int) -> None:
         """Strike a shard out."""
         row = self.row(base)
+        count = int(self.counts[row])
         for name in (
             "bases",
             "counts",
@@ -104,6 +106,12 @@ class ShardTable:
             "sessions",
         ):
             setattr(self, name, np.delete(getattr(self, name), row))
+        rest = (first for first in self._singly if not base <= first < base + count)
+        self._singly = set(rest)
+
+    def read_singly(self, first: int) -> None:
+        """Share the block that begins with this sample no more: a part of it is damaged."""
+        self._singly.add(first)
 
     def row(self, base: int) -> int:
         """Return the row of the shard that starts at `base`."""
@@ -130,6 +138,8 @@ class ShardTable:
         counts = np.minimum(firsts + (1 << shifts), bases + self.counts[rows]) - firsts
         begins, ends = self._extents(firsts, counts)
         alone = ends - begins > LARGEST_SHARED_BLOCK
+        if self._singly:
+            alone |= np.array([first in self._singly for first in firsts.tolist()], np.bool_)
         if alone.any():
             firsts = np.where(alone, numbers, firsts)
             counts = np.where(alone, 1, counts)
