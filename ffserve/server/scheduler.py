@@ -5,8 +5,8 @@ Every session's requests advance in turns of at most QUANTUM samples, so that a 
 that a turn comes soon. Nobody can be blocked for good:
 
 * A finished GET keeps its samples pinned until the client acknowledges it, so that it can copy
-  them; when others wait for room, a pin older than PIN_GRACE_S is taken back. That is safe at any time: a
-  client that copies too late sees the seqlock move and asks again.
+  them; when others wait for room, a pin older than PIN_GRACE_S is taken back. That is safe at any
+  time: a client that copies too late sees the seqlock move and asks again.
 * A request that cannot get on although some of its samples are there ends early; the client asks
   for the rest, acknowledging what it has.
 * While the oldest waiting request has waited for FAVOUR_S[0] to FAVOUR_S[1], nobody else takes
@@ -33,6 +33,7 @@ ARENA_SHARE = 8
 """A request pins at most one part in this many of the arena before it is answered in part."""
 LEASED_SHARE = 2
 """All leases together take at most one part in this many; beyond, clients get copies."""
+_FEW_PINS = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -72,9 +73,7 @@ class Scheduler:
         most_blocks: blocks submitted and not yet done before turns wait.
     """
 
-    def __init__(
-        self, cache: Cache, submit: Callable[[Load], None], *, most_blocks: int
-    ) -> None:
+    def __init__(self, cache: Cache, submit: Callable[[Load], None], *, most_blocks: int) -> None:
         self._cache = cache
         self._submit = submit
         self._most_blocks = most_blocks
@@ -83,7 +82,9 @@ class Scheduler:
         self._blocked: deque[Request] = deque()
         self._by_fetch: dict[Fetch, Request] = {}
         self._pins: deque[tuple[float, Owner, int]] = deque()
+        self._most_pins = _FEW_PINS
         self._share = max(1, cache.arena.size // ARENA_SHARE)
+        self._most_leased = cache.arena.size // LEASED_SHARE
         self._leased_size = 0
 
     @property
@@ -98,7 +99,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in and serve what can be served."""
-        if request.lease and self._leased_size >= self._cache.arena.size // LEASED_SHARE:
+        if request.lease and self._leased_size >= self._most_leased:
             request.owner.finished(request)
             return
         self._by_fetch[request.fetch] = request
@@ -130,7 +131,11 @@ class Scheduler:
             if request is None:
                 self._cache.release(fetch.pins)
                 fetch.pins = []
-            elif fetch.complete or fetch.pinned_size >= self._share or request.blocked_since:
+            elif (
+                fetch.complete
+                or fetch.pinned_size >= self._share
+                or request.blocked_since is not None
+            ):
                 self._finish(request, now)
         self.pump(now)
 
@@ -154,12 +159,11 @@ class Scheduler:
         if not self._blocked:
             return None
         since = self._since(self._blocked[0])
-        deadline = since + GIVE_UP_S
-        deadline = min(deadline, *(since + edge for edge in FAVOUR_S if since + edge > now), deadline)
+        deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > now]
         self._sweep()
         if self._pins:
-            deadline = min(deadline, self._pins[0][0] + PIN_GRACE_S)
-        return deadline
+            deadlines.append(self._pins[0][0] + PIN_GRACE_S)
+        return min(deadlines, default=None)
 
     # ---- turns ----------------------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class Scheduler:
         """Give turns until nobody can get on or enough is on its way."""
         if self._blocked:
             self._unblock(now)
-        if self._blocked and FAVOUR_S[0] <= now - self._since(self._blocked[0]) < FAVOUR_S[1]:
+        if self._blocked and self._favours(self._blocked[0], now):
             return
         while self._turns and self._blocks < self._most_blocks:
             owner = self._turns.popleft()
@@ -212,18 +216,25 @@ class Scheduler:
         if request.blocked_since is not None:
             self._blocked.remove(request)
             request.blocked_since = None
-        if request.lease:
-            owner.leases[request.tag] = fetch
-            self._leased_size += fetch.pinned_size
-        else:
+        if not request.lease:
             owner.unacknowledged[request.tag] = fetch.pins
             self._pins.append((now, owner, request.tag))
             self._sweep()
+        elif self._leased_size + fetch.pinned_size <= self._most_leased:
+            owner.leases[request.tag] = fetch
+            self._leased_size += fetch.pinned_size
+        else:
+            self._cache.release(fetch.pins)
+            request.count = 0
         owner.finished(request)
 
     def _sweep(self) -> None:
         while self._pins and self._pins[0][2] not in self._pins[0][1].unacknowledged:
             self._pins.popleft()
+        if len(self._pins) > self._most_pins:
+            # One client that never acknowledges keeps the head; the others' are long gone.
+            self._pins = deque(pin for pin in self._pins if pin[2] in pin[1].unacknowledged)
+            self._most_pins = 2 * len(self._pins) + _FEW_PINS
 
     def _unblock(self, now: float) -> None:
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
@@ -231,14 +242,11 @@ class Scheduler:
             self.acknowledge(owner, [tag])
         waiting = list(self._blocked)
         self._blocked.clear()
+        favoured = self._favours(waiting[0], now)
         for request in waiting:
             since = self._since(request)
-            if now - since >= GIVE_UP_S and request.fetch.waiting == 0:
-                fetch = request.fetch
-                fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(ARENA_BUSY)
-                fetch.cursor += 1
-                request.blocked_since = None
-                self._finish(request, now)
+            if favoured and request is not waiting[0]:
+                self._blocked.append(request)
                 continue
             request.blocked_since = None
             if not self._turn(request, now):
@@ -246,6 +254,18 @@ class Scheduler:
                 self._queue(request.owner)
             elif request.blocked_since is not None:
                 request.blocked_since = since
+                if now >= since + GIVE_UP_S and request.fetch.waiting == 0:
+                    self._give_up(request, now)
+
+    def _give_up(self, request: Request, now: float) -> None:
+        fetch = request.fetch
+        fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(ARENA_BUSY)
+        fetch.cursor += 1
+        self._finish(request, now)
+
+    def _favours(self, oldest: Request, now: float) -> bool:
+        since = self._since(oldest)
+        return since + FAVOUR_S[0] <= now < since + FAVOUR_S[1]
 
     @staticmethod
     def _since(request: Request) -> float:
