@@ -156,6 +156,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._openings: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._draining = False
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -221,12 +222,14 @@ class Server:
 
     def arm(self) -> None:
         """See to it that requests that wait for room are looked at again in time."""
-        if self._timer is not None:
-            return
         now = time.monotonic()
         deadline = self.node.scheduler.next_deadline(now)
-        if deadline is not None:
-            self._timer = self._loop.call_later(max(deadline - now, 0.001), self._pump)
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = max(deadline, now + 0.001)
+        self._timer = self._loop.call_later(self._timer_at - now, self._pump)
 
     def _pump(self) -> None:
         self._timer = None

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Fetch
+from ffserve.cache.cache import Fetch, Int64s
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError
 from ffserve.failures import read_failure
@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 NEW, READY, OVER = "new", "ready", "over"
 
 MOST_DATASETS = 256
+MOST_ERRORS = 1024
+"""Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_REQUESTS = 64
 """GETs and LEASEs of one session at a time; a client keeps two to four."""
+_MOST_COUNTED = (1 << 63) - 1
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Dataset:
 
     shards: list[OpenShard]
     layout: Layout
+    requests: int = 0
+    """On their way; the shards are held until they are decided, even if it was closed."""
 
 
 class Session:
@@ -90,6 +95,7 @@ class Session:
         self._opener = opener
         self._owner = Owner(self._finished)
         self._datasets: dict[int, Dataset] = {}
+        self._closing: set[Dataset] = set()
         self._next_dataset = 1
         self._opening = 0
         self._joined = False
@@ -122,7 +128,9 @@ class Session:
                 self._open(message, now)
             case protocol.Close():
                 dataset = self._datasets.pop(message.dataset, None)
-                if dataset is not None:
+                if dataset is not None and dataset.requests:
+                    self._closing.add(dataset)
+                elif dataset is not None:
                     self._node.catalog.close(dataset.shards)
             case protocol.Status():
                 self._send(protocol.Report(message.tag, self._node.report(now)))
@@ -216,8 +224,9 @@ class Session:
         assert self.job is not None
         if hits < 0 or hit_size < 0:
             raise ProtocolError("the client counts backwards")
-        self.job.hits += hits
-        self.job.hit_size += hit_size
+        # Beyond this a report could not be encoded; only a client that lies gets there.
+        self.job.hits = min(self.job.hits + hits, _MOST_COUNTED)
+        self.job.hit_size = min(self.job.hit_size + hit_size, _MOST_COUNTED)
         if acknowledged:
             tags = protocol.unpack_tags(acknowledged)
             self._node.scheduler.acknowledge(self._owner, tags)
@@ -226,9 +235,16 @@ class Session:
         dataset = self._datasets.get(number)
         if dataset is None:
             raise ProtocolError(f"the client asked for samples of data set {number}, not open here")
-        if not 0 < tag < 1 << 32 or tag in self._owner.unacknowledged or tag in self._owner.leases:
+        owner = self._owner
+        if not 0 < tag < 1 << 32:
+            raise ProtocolError(f"the client used the tag {tag}, which is no u32 above 0")
+        if (
+            tag in owner.unacknowledged
+            or tag in owner.leases
+            or any(request.tag == tag for request in owner.waiting)
+        ):
             raise ProtocolError(f"the client used the tag {tag} twice")
-        if len(self._owner.waiting) >= MOST_REQUESTS:
+        if len(owner.waiting) >= MOST_REQUESTS:
             raise ProtocolError(f"the client has {MOST_REQUESTS} requests on their way already")
         indices = protocol.unpack_indices(packed)
         layout = dataset.layout
@@ -245,7 +261,8 @@ class Session:
         numbers = layout.numbers(indices, layout.shards(indices))
         assert self.job is not None
         self.job.missed += len(indices)
-        request = Request(self._owner, tag, Fetch(numbers), lease, (dataset, indices))
+        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices))
+        dataset.requests += 1
         if len(indices) == 0:
             self._finished(request)
             return
@@ -256,16 +273,23 @@ class Session:
         if request.fetch.failures:
             errors = self._errors(request)
         self._send(protocol.Ready(request.tag, request.count, errors))
+        dataset, _ = _context(request)
+        dataset.requests -= 1
+        if not dataset.requests and dataset in self._closing:
+            self._closing.discard(dataset)
+            self._node.catalog.close(dataset.shards)
 
     def _errors(self, request: Request) -> list[Any]:
-        dataset, indices = request.context  # type: ignore[misc]
-        assert isinstance(dataset, Dataset)
+        dataset, indices = _context(request)
         node, failures = self._node, request.fetch.failures
-        errors = []
+        errors: list[Any] = []
         for position, number in enumerate(request.fetch.numbers[: request.count].tolist()):
             failure = failures.get(number)
             if failure is None:
                 continue
+            if len(errors) == MOST_ERRORS:
+                request.count = position
+                break
             index = int(indices[position])
             shard = int(dataset.layout.shards(indices[position : position + 1])[0])
             one = request.fetch.numbers[position : position + 1]
@@ -291,6 +315,11 @@ class Session:
             self.job.sessions -= 1
         self.state = OVER
         self._node.scheduler.leave(self._owner, now)
-        for dataset in self._datasets.values():
+        for dataset in (*self._datasets.values(), *self._closing):
             self._node.catalog.close(dataset.shards)
         self._datasets.clear()
+        self._closing.clear()
+
+
+def _context(request: Request) -> tuple[Dataset, Int64s]:
+    return cast(tuple[Dataset, Int64s], request.context)
