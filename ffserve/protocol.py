@@ -22,6 +22,8 @@ from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 VERSION = 1
 MAX_FRAME_SIZE = 16 * 1024 * 1024
 """Bytes of a body. Room for an OPEN of 100,000 paths; a lie in a length costs no more."""
+MAX_CONTAINERS = 16_384
+"""Lists and maps in one frame, so that a frame cannot take many times its size of memory."""
 MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
 
@@ -207,9 +209,13 @@ bytes, and the fingerprint of its content."""
 def encode(message: Message) -> bytes:
     """Return the message as one frame.
 
-    Raises: ProtocolError when it would exceed MAX_FRAME_SIZE.
+    Raises: ProtocolError when it would exceed MAX_FRAME_SIZE, or holds what no frame can (text
+        that is not Unicode, a number beyond 64 bits).
     """
-    body: bytes = msgpack.packb([message.TYPE, *_shallow(message)], use_bin_type=True)
+    try:
+        body: bytes = msgpack.packb([message.TYPE, *_shallow(message)], use_bin_type=True)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_SIZE:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit",
@@ -233,6 +239,7 @@ class Decoder:
     def __init__(self, accept: tuple[type[Any], ...]) -> None:
         self._accept = frozenset(accept)
         self._pending = bytearray()
+        self._containers = 0
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> list[Message]:
         """Take bytes as they came; return the messages that are complete now, in order.
@@ -256,9 +263,25 @@ class Decoder:
             del pending[:start]
         return messages
 
+    def _counted(self, container: Any) -> Any:
+        # An empty list takes one byte of a frame and 64 of memory.
+        self._containers += 1
+        if self._containers > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
+        return container
+
     def _message(self, body: memoryview) -> Message:
         try:
-            values = msgpack.unpackb(body, raw=False, strict_map_key=True, use_list=True)
+            self._containers = 0
+            values = msgpack.unpackb(
+                body,
+                raw=False,
+                strict_map_key=True,
+                use_list=True,
+                list_hook=self._counted,
+                object_hook=self._counted,
+                ext_hook=_no_extension,
+            )
         except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the peer sent a frame that is not msgpack: {error}") from None
         finally:
@@ -267,17 +290,22 @@ class Decoder:
             raise ProtocolError("the peer sent a frame that is not a message")
         known = _TABLE.get(values[0])
         if known is None or known[0] not in self._accept:
-            raise ProtocolError(f"the peer sent a message of type {values[0]} that has no place here")
+            raise ProtocolError(f"the peer sent a message of type {values[0]}: no place here")
         cls, kinds = known
         if len(values) != len(kinds) + 1:
             raise ProtocolError(f"the peer sent a {cls.__name__} of {len(values) - 1} fields")
         for value, kind in zip(values[1:], kinds, strict=True):
             if type(value) is not kind:
                 raise ProtocolError(
-                    f"the peer sent a {cls.__name__} with a {type(value).__name__} for a {kind.__name__}"
+                    f"the peer sent a {cls.__name__} with a {type(value).__name__} "
+                    f"for a {kind.__name__}"
                 )
         message: Message = cls(*values[1:])
         return message
+
+
+def _no_extension(code: int, content: bytes) -> Any:
+    raise ValueError(f"an extension of type {code}")
 
 
 def pack_indices(indices: NDArray[np.int64]) -> bytes:
