@@ -1,0 +1,642 @@
+"""Cache, scheduler and sessions together, driven by a seeded simulation of everything around them.
+
+The disk is simulated (late, out of order, with failures), the clock is virtual, and so are the
+clients: some are slow, some never acknowledge, some hold leases for ever, some die. What is under
+test is the very code that the daemon runs. After every tick the invariants of `check` hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.cache.arena import Arena
+from ffserve.cache.cache import FAILED, FREE, LOADING, RESIDENT, Cache, Failure, Fetch, Load
+from ffserve.cache.directory import Directory
+from ffserve.cache.shards import ShardTable
+from ffserve.protocol import Message
+from ffserve.server.access import Peer
+from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
+from ffserve.server.session import Job, Session
+
+Int64s = NDArray[np.int64]
+MIB = 1 << 20
+SEEDS = 60
+FUZZ_SEEDS = 3000
+EIO = -5
+
+
+@dataclass
+class Shard:
+    """As catalog.OpenShard, as far as sessions look at one."""
+
+    path: str
+    base: int
+    count: int
+    size: int
+    sessions: int = 0
+    format: str = "ffrecord"
+    fingerprint: int = 7
+    checksum_kind: int = 0
+
+
+class Shards:
+    """The catalog's part that a session calls."""
+
+    def __init__(self, table: ShardTable, cache: Cache) -> None:
+        self._table = table
+        self._cache = cache
+
+    def hold(self, shards: list[Shard], change: int) -> None:
+        for shard in shards:
+            shard.sessions += change
+            self._table.sessions[self._table.row(shard.base)] = shard.sessions
+            if shard.sessions == 0:
+                self._cache.idle_changed = True
+
+    def close(self, shards: list[Shard]) -> None:
+        self.hold(shards, -1)
+
+
+class World:
+    """A node without engines and sockets: everything a Session asks of a Node.
+
+    Args:
+        lengths: of the samples, one array a shard.
+        cache_type: what to test.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        arena_size: int,
+        lengths: list[Int64s],
+        *,
+        cache_type: type[Cache] = Cache,
+        failure_rate: float = 0.0,
+        slowest_s: float = 0.02,
+        most_blocks: int = 256,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 100.0
+        self.arena = Arena(arena_size)
+        self.directory = Directory(1 << 22)
+        self.table = ShardTable(self.directory)
+        self.cache = cache_type(self.arena, self.directory, self.table, self._retract)
+        self.scheduler = Scheduler(self.cache, self._submit, most_blocks=most_blocks)
+        self.catalog = Shards(self.table, self.cache)
+        self.failure_rate = failure_rate
+        self.slowest_s = slowest_s
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.loads: dict[int, Load] = {}
+        self.clients: list[Client] = []
+        self.slot_bytes: dict[int, int] = {}
+        """What the directory says to clients: sample → place in the arena, readable ones only."""
+        self.disk_delay_s = 0.0
+        self.reads = 0
+        self._serial = 0
+        self.shards = [self._shard(k, run) for k, run in enumerate(lengths)]
+        self.catalog.hold(self.shards, 0)
+
+    def _shard(self, k: int, lengths: Int64s) -> Shard:
+        base = self.directory.reserve(len(lengths))
+        ends = np.cumsum(lengths)
+        self.directory.offsets[base : base + len(lengths)] = ends - lengths + 64
+        self.directory.set_lengths(base, lengths.astype(np.uint64))
+        self.table.add(
+            base,
+            len(lengths),
+            payload_size=int(ends[-1]),
+            alignment=self.random.choice((1, 512, 4096)),
+            checksum_kind=0,
+            file=k,
+            engine=0,
+        )
+        return Shard(f"/shard{k}", base, len(lengths), int(ends[-1]) + 64)
+
+    # ---- what a Node offers its sessions ----------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        return {"version": protocol.VERSION}
+
+    def job(self, name: str, now: float) -> Job:
+        return Job(name, now, now)
+
+    def report(self, now: float) -> dict[str, Any]:
+        return {"blocked": self.scheduler.blocked_count}
+
+    # ---- the disk ---------------------------------------------------------------------------
+
+    def at(self, time: float, what: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self.events, (time, self._serial, what))
+
+    def _submit(self, load: Load) -> None:
+        assert len(np.unique(load.slots)) == len(load.slots)
+        assert (load.sizes >= load.blocks.sizes).all(), "a slot is too small for its block"
+        assert (load.offsets + load.sizes <= self.arena.size).all()
+        self.reads += len(load.slots)
+        self.loads[id(load)] = load
+        delay = self.random.uniform(0, self.slowest_s)
+        if self.random.random() < 0.02:
+            delay *= 50
+        self.disk_delay_s = max(self.disk_delay_s, delay)
+        self.at(self.now + delay, lambda: self._landed(load))
+
+    def _landed(self, load: Load) -> None:
+        del self.loads[id(load)]
+        failures = {}
+        rows = zip(
+            load.slots.tolist(),
+            load.blocks.firsts.tolist(),
+            load.blocks.counts.tolist(),
+            load.offsets.tolist(),
+            strict=True,
+        )
+        for _, first, count, offset in rows:
+            whole = self.random.random() < self.failure_rate / 2
+            for number in range(first, first + count):
+                if whole or self.random.random() < self.failure_rate:
+                    failures[number] = Failure(EIO)
+                elif number not in self.slot_bytes:
+                    # As ffs_publish: what is readable elsewhere stays there.
+                    self.slot_bytes[number] = offset
+        self.scheduler.loaded(load, failures, self.now)
+
+    def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
+        rows = zip(firsts.tolist(), counts.tolist(), slots.tolist(), sizes.tolist(), strict=True)
+        for first, count, slot, size in rows:
+            for number in range(first, first + count):
+                if slot <= self.slot_bytes.get(number, -1) < slot + size:
+                    del self.slot_bytes[number]
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def run(self, *, check: bool = True, most_events: int = 100_000) -> None:
+        """Let things happen until nothing is left to happen."""
+        for _ in range(most_events):
+            deadline = self.scheduler.next_deadline(self.now)
+            if not self.events and deadline is None:
+                return
+            if deadline is not None and (not self.events or deadline < self.events[0][0]):
+                self.now = max(deadline, self.now + 0.001)
+                self.scheduler.pump(self.now)
+            else:
+                self.now, _, what = heapq.heappop(self.events)
+                what()
+            if check:
+                self.check()
+        raise AssertionError("the simulation does not come to an end")
+
+    def check(self) -> None:
+        """Assert what must hold at any time."""
+        cache, arena, state = self.cache, self.arena, self.cache.state
+        taken = np.flatnonzero(state != FREE)
+        # Slots: those in use do not overlap and make up what the arena thinks is used.
+        offsets, sizes = arena.offsets(taken), arena.sizes(taken)
+        order = np.argsort(offsets)
+        ends = (offsets + sizes)[order]
+        assert (ends[:-1] <= offsets[order][1:]).all(), "slots overlap"
+        assert arena.used_size == int(sizes.sum()), "a slot is lost"
+        # Loading slots are exactly those of the loads on their way.
+        loading = sorted(s for load in self.loads.values() for s in load.slots.tolist())
+        assert loading == np.flatnonzero(state == LOADING).tolist(), "a loading slot was taken"
+        # Samples and slots point at one another.
+        held: dict[int, set[int]] = {}
+        numbers = np.flatnonzero(self.directory.slot_of[: self._end])
+        for number, slot in zip(
+            numbers.tolist(), (self.directory.slot_of[numbers] - 1).tolist(), strict=True
+        ):
+            held.setdefault(slot, set()).add(number)
+        for slot in taken.tolist():
+            first, count = int(cache._first[slot]), int(cache._count[slot])
+            mine = held.pop(slot, set())
+            assert mine <= set(range(first, first + count)), "a slot holds another's samples"
+            assert bool(mine) == (state[slot] != FAILED), "a failed slot is still looked up"
+            if state[slot] == LOADING:
+                assert len(mine) == count
+        assert not held, "samples point at free slots"
+        # What clients can read is what is resident, at the slot's place.
+        places = {}
+        resident = numbers[state[self.directory.slot_of[numbers] - 1] == RESIDENT]
+        slots = self.directory.slot_of[resident].astype(np.int64) - 1
+        for number, place in zip(resident.tolist(), arena.offsets(slots).tolist(), strict=True):
+            places[number] = place
+        assert self.slot_bytes == places, "readable and resident differ"
+        # Pins are what requests, unacknowledged answers and leases hold, and nothing else.
+        pins = np.zeros_like(cache.pins)
+        for fetch in self._fetches():
+            for slots in fetch.pins:
+                pins[slots] += 1
+        for client in self.clients:
+            for kept in client.owner.unacknowledged.values():
+                for slots in kept:
+                    pins[slots] += 1
+        assert (pins == cache.pins).all(), "pins are not what is held"
+        assert not cache.pins[state == FREE].any(), "a free slot is pinned"
+
+    def _fetches(self) -> set[Fetch]:
+        fetches = set(self.scheduler._by_fetch)
+        for load in self.loads.values():
+            fetches.update(load.fetches)
+        for client in self.clients:
+            fetches.update(client.owner.leases.values())
+        return fetches
+
+    @property
+    def _end(self) -> int:
+        return max(shard.base + shard.count for shard in self.shards)
+
+    def check_end(self) -> None:
+        """Assert what must hold when everybody has left."""
+        assert self.scheduler.idle and not self.loads
+        assert not self.cache.pins.any()
+        assert self.scheduler._leased_size == 0
+        assert not (self.cache.state == LOADING).any()
+        assert not (self.cache.state == FAILED).any()
+        assert all(shard.sessions == 0 for shard in self.shards)
+        for shard in self.shards:
+            assert self.cache.drop(shard.base, shard.count)
+        assert self.arena.used_size == 0
+        assert (self.arena.slab_class == -1).all()
+        assert not self.slot_bytes
+
+    def close(self) -> None:
+        self.directory.close()
+
+
+@dataclass(eq=False)
+class Client:
+    """A client and its session.
+
+    Args:
+        orders: batches of indices to be read, in turn.
+        pace_s: how long it takes over an answer.
+        acknowledges: whether it ever does.
+        lease_rate: how many of its requests are leases; those it keeps for `lease_s`.
+        lifetime_s: when it dies.
+    """
+
+    world: World
+    batches: list[Int64s]
+    pace_s: float = 0.01
+    acknowledges: bool = True
+    lease_rate: float = 0.0
+    lease_s: float = 0.05
+    in_flight: int = 2
+    lifetime_s: float | None = None
+    shards: list[Shard] = field(default_factory=list)
+    asked: dict[int, tuple[float, Int64s, bool]] = field(default_factory=dict)
+    served: int = 0
+    readable: int = 0
+    hits: int = 0
+    errors: int = 0
+    waited_s: list[float] = field(default_factory=list)
+    dead: bool = False
+    done: bool = False
+    tag: int = 0
+    due: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shards = self.shards or self.world.shards
+        self.world.clients.append(self)
+        self._decoder = protocol.Decoder(protocol.FROM_SERVER)
+        self._to_daemon = protocol.Decoder(protocol.FROM_CLIENT)
+        session: Any = Session
+        self.session = session(self.world, Peer(1, 1, frozenset()), self._got, self._open)
+        self.owner: Owner = self.session._owner
+        self._tell(protocol.Hello({"versions": [1], "job": "simulated"}))
+        self._tell(
+            protocol.Open(self._next_tag(), {"paths": ["/x"], "format": None, "verify": True})
+        )
+        if self.lifetime_s is not None:
+            self.world.at(self.world.now + self.lifetime_s, self.leave)
+
+    def _next_tag(self) -> int:
+        self.tag += 1
+        return self.tag
+
+    def _tell(self, message: Message) -> None:
+        for received in self._to_daemon.feed(protocol.encode(message)):
+            self.session.receive(received, self.world.now)
+
+    def _open(self, session: Session, tag: int, *_: object) -> None:
+        self.world.catalog.hold(self.shards, 1)
+        shards: Any = self.shards
+        session.opened(tag, shards)
+
+    def _got(self, message: Message) -> None:
+        assert not self.dead, "the dead get an answer"
+        for received in self._decoder.feed(protocol.encode(message)):
+            match received:
+                case protocol.Opened():
+                    self.dataset = received.dataset
+                    counts = np.array([shard.count for shard in self.shards])
+                    bases = np.array([shard.base for shard in self.shards])
+                    self._numbers = np.concatenate(
+                        [np.arange(b, b + c) for b, c in zip(bases, counts, strict=True)]
+                    )
+                    for _ in range(self.in_flight):
+                        self.world.at(self.world.now, self.ask)
+                case protocol.Ready():
+                    self._ready(received)
+                case protocol.Welcome():
+                    pass
+                case _:
+                    raise AssertionError(f"unexpected: {received}")
+
+    def ask(self) -> None:
+        """Send the next request, hits apart as a client does."""
+        while not self.dead:
+            if not self.batches:
+                if not self.asked and not self.done:
+                    self.done = True
+                    self.world.at(self.world.now + self.pace_s, self.leave)
+                return
+            batch = self.batches.pop(0)
+            missing = np.array(
+                [i for i in batch.tolist() if int(self._numbers[i]) not in self.world.slot_bytes],
+                np.int64,
+            )
+            self.hits += len(batch) - len(missing)
+            self.served += len(batch) - len(missing)
+            if len(missing):
+                break
+        else:
+            return
+        tag = self._next_tag()
+        lease = self.world.random.random() < self.lease_rate
+        self.asked[tag] = self.world.now, missing, lease
+        packed = protocol.pack_indices(missing)
+        if lease:
+            self._tell(protocol.Lease(tag, self.dataset, packed))
+        else:
+            due, self.due = protocol.pack_tags(self.due), []
+            self._tell(protocol.Get(tag, self.dataset, packed, due, 0, 0))
+
+    def _ready(self, ready: protocol.Ready) -> None:
+        assert ready.tag in self.asked, "a second answer to one request"
+        world = self.world
+        since, indices, lease = self.asked.pop(ready.tag)
+        waited = world.now - since
+        self.waited_s.append(waited)
+        assert 0 <= ready.count <= len(indices)
+        failed = {wire[0] for wire in ready.errors}
+        for wire in ready.errors:
+            assert 0 <= wire[0] < ready.count
+            assert int(indices[wire[0]]) == wire[4], "an error names another sample"
+        for position in range(ready.count):
+            if position not in failed:
+                number = int(self._numbers[indices[position]])
+                assert number in world.slot_bytes, "an announced sample is not readable"
+        self.errors += len(failed)
+        self.served += ready.count
+        rest = indices[ready.count :]
+        if len(rest) and lease:
+            # What cannot be leased is copied.
+            self.served += len(rest)
+        elif len(rest):
+            assert ready.count > 0, "a GET was answered without progress"
+            self.batches.insert(0, rest)
+        if lease:
+            world.at(world.now + self.lease_s, lambda: self._release(ready.tag))
+        elif self.acknowledges:
+            world.at(world.now + self.pace_s, lambda: self._copied(ready.tag))
+        world.at(world.now + self.pace_s, self.ask)
+
+    def _release(self, tag: int) -> None:
+        if not self.dead:
+            self._tell(protocol.Release(protocol.pack_tags([tag])))
+
+    def _copied(self, tag: int) -> None:
+        self.due.append(tag)
+        if not self.dead and (not self.batches or self.world.random.random() < 0.2):
+            due, self.due = protocol.pack_tags(self.due), []
+            self._tell(protocol.Tell(0, 0, 0, due))
+
+    def leave(self) -> None:
+        """Die, or end."""
+        if not self.dead:
+            self.dead = True
+            self.session.leave(self.world.now)
+
+
+def batches_of(
+    chooser: random.Random, count: int, total: int, largest: int, *, repeats: bool = True
+) -> list[Int64s]:
+    """Random batches; with repeats inside a batch now and then."""
+    batches = []
+    while total > 0:
+        size = min(total, chooser.randint(1, largest))
+        chosen = [chooser.randrange(count) for _ in range(size)]
+        if repeats and chooser.random() < 0.2:
+            chosen += chosen[: size // 2]
+        batches.append(np.array(chosen, np.int64))
+        total -= size
+    return batches
+
+
+def random_lengths(chooser: random.Random, arena_size: int) -> list[Int64s]:
+    """A few shards of one character each; together usually larger than the arena."""
+    shards = []
+    for _ in range(chooser.randint(1, 4)):
+        kind = chooser.choice(("tiny", "small", "mixed", "large", "huge", "lone giant"))
+        match kind:
+            case "tiny":
+                lengths = [chooser.randint(0, 200) for _ in range(chooser.randint(1, 3000))]
+            case "small":
+                lengths = [chooser.randint(1500, 6000) for _ in range(chooser.randint(1, 800))]
+            case "mixed":
+                lengths = [int(2 ** chooser.uniform(0, 18)) for _ in range(chooser.randint(1, 300))]
+            case "large":
+                size = arena_size // 4
+                lengths = [chooser.randint(size // 4, size) for _ in range(chooser.randint(1, 20))]
+            case "huge":
+                size = arena_size
+                lengths = [
+                    chooser.randint(size // 3, size + size // 8)
+                    for _ in range(chooser.randint(1, 6))
+                ]
+            case _:
+                lengths = [chooser.randint(0, 50) for _ in range(500)]
+                lengths[chooser.randrange(500)] = arena_size // 3
+        shards.append(np.array(lengths, np.int64))
+    return shards
+
+
+def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
+    chooser = random.Random(seed)
+    arena_size = chooser.choice((1, 1, 2, 5)) * MIB + chooser.choice((0, 123_456))
+    world = World(
+        seed,
+        arena_size,
+        random_lengths(chooser, arena_size),
+        cache_type=cache_type,
+        failure_rate=chooser.choice((0, 0, 0.02, 0.3)),
+        slowest_s=chooser.choice((0.001, 0.02, 0.3)),
+        most_blocks=chooser.choice((4, 64, 512)),
+    )
+    for _ in range(chooser.randint(1, 6)):
+        shards = [s for s in world.shards if chooser.random() < 0.7] or world.shards
+        count = sum(shard.count for shard in shards)
+        Client(
+            world,
+            batches_of(
+                chooser, count, chooser.choice((20, 200, 600)), chooser.choice((3, 40, 300))
+            ),
+            pace_s=chooser.choice((0, 0.001, 0.02, 0.5)),
+            acknowledges=chooser.random() < 0.7,
+            lease_rate=chooser.choice((0, 0, 0.3, 1)),
+            lease_s=chooser.choice((0.01, 1, 1e9)),
+            in_flight=chooser.randint(1, 4),
+            lifetime_s=chooser.choice((None, None, 0.05, 1, 30)),
+            shards=shards,
+        )
+    return world
+
+
+def simulate(seed: int, cache_type: type[Cache] = Cache) -> World:
+    """Run one world from beginning to end."""
+    world = random_world(seed, cache_type)
+    try:
+        world.check()
+        # Leases for ever end when their holders leave, which they do when they have all they want.
+        world.run()
+        for client in world.clients:
+            assert client.dead and (client.done or client.lifetime_s is not None), "never served"
+            assert all(
+                waited <= GIVE_UP_S + 2 * world.disk_delay_s + 2 for waited in client.waited_s
+            )
+        world.check_end()
+    finally:
+        world.close()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_invariants_hold_through_random_lives(seed: int) -> None:
+    simulate(seed)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(SEEDS, SEEDS + FUZZ_SEEDS))
+def test_invariants_hold_through_many_random_lives(seed: int) -> None:
+    simulate(seed)
+
+
+# ---- canaries: what is broken on purpose is caught ---------------------------------------------
+
+
+class ForgetsPins(Cache):
+    """Does not pin what it finds."""
+
+    def advance(self, fetch: Fetch, count: int, size: int) -> Load | None:
+        load = super().advance(fetch, count, size)
+        if load is None and fetch.pins:
+            self.pins[fetch.pins[-1]] -= 1
+        return load
+
+
+class EvictsWhatLoads(Cache):
+    """Takes slots that the disk still writes into."""
+
+    def _from_policy(self, size_class: int, count: int) -> list[int]:
+        loading = np.flatnonzero(self.state == LOADING)
+        chosen: list[int] = loading[self._classes(loading) == size_class][:1].tolist()
+        self._evict(chosen)
+        return chosen + super()._from_policy(size_class, count - len(chosen))
+
+
+class PublishesFailures(Cache):
+    """Believes in samples that the disk could not read."""
+
+    def _fail(self, load: Load, failures: dict[int, Failure]) -> None:
+        self.counters.failed += len(failures)
+
+
+class LosesSlots(Cache):
+    """Does not give back what it cannot use."""
+
+    def _free_failed(self, slot: int) -> None:
+        if self.pins[slot] == 0:
+            self.state[slot] = FREE
+
+
+@pytest.mark.parametrize(
+    "broken",
+    (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots),
+    ids=lambda c: c.__name__,
+)
+def test_the_simulation_catches_a_broken_cache(broken: type[Cache]) -> None:
+    caught = 0
+    for seed in range(SEEDS):
+        try:
+            simulate(seed, broken)
+        except (AssertionError, KeyError, IndexError, ValueError):
+            caught += 1
+            if caught == 2:
+                return
+    raise AssertionError("the invariants do not notice")
+
+
+# ---- what the policy and the turns promise ------------------------------------------------------
+
+
+def hit_rate_of_an_epoch(lengths: Int64s, arena_size: int, seed: int) -> float:
+    """One job that visits every sample once an epoch; the last of three epochs."""
+    world = World(seed, arena_size, [lengths])
+    chooser = np.random.default_rng(seed)
+    try:
+        hits = 0
+        for _ in range(3):
+            order = chooser.permutation(len(lengths))
+            client = Client(world, [order[k : k + 64] for k in range(0, len(order), 64)], pace_s=0)
+            keeper = Client(world, [], in_flight=0)
+            world.run(check=False)
+            assert client.done
+            hits = client.hits
+            keeper.dead = True
+        return hits / len(lengths)
+    finally:
+        world.close()
+
+
+def test_one_job_over_twice_the_cache_hits_as_often_as_the_cache_is_large() -> None:
+    lengths = np.full(4000, 8000, np.int64)
+    rate = hit_rate_of_an_epoch(lengths, 16 * MIB, seed=1)
+    share = 16 * MIB / (8192 * 4000)
+    assert 0.85 * share <= rate <= 1.1 * share
+
+
+def test_samples_larger_than_a_slab_are_kept_as_others_are() -> None:
+    lengths = np.full(100, 600_000, np.int64)
+    rate = hit_rate_of_an_epoch(lengths, 32 * MIB, seed=2)
+    assert rate >= 0.75 * (32 * MIB / (786_432 * 100))
+
+
+def test_samples_of_mixed_sizes_are_kept_as_others_are() -> None:
+    lengths = np.array([2_000 + 97 * (k * 7919 % 1000) for k in range(1000)], np.int64)
+    rate = hit_rate_of_an_epoch(lengths, 24 * MIB, seed=3)
+    assert rate >= 0.65 * 24 * MIB / int(lengths.sum())
+
+
+def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
+    world = World(5, 8 * MIB, [np.full(40_000, 4000, np.int64)], slowest_s=0.002, most_blocks=256)
+    try:
+        huge = Client(world, [np.arange(k, k + 10_000) for k in range(0, 40_000, 10_000)], pace_s=0)
+        tiny = Client(world, [np.array([k * 400]) for k in range(60)], pace_s=0.001, in_flight=1)
+        world.run(check=False)
+        assert huge.done and tiny.done
+        assert len(tiny.waited_s) > 20
+        assert sorted(tiny.waited_s)[len(tiny.waited_s) // 2] < 0.05
+        assert max(tiny.waited_s) < 1.5
+    finally:
+        world.close()
