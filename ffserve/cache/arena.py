@@ -140,7 +140,7 @@ class Arena:
             self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
 
     def members(self, slab: int) -> tuple[int, int]:
-        """Return the slot numbers [low, high) that lie in a slab, its large slot's head included."""
+        """Return the slot numbers [low, high) in a slab, its large slot's head included."""
         head = slab
         if self.slab_class[slab] == _LARGE:
             while not self._run_length[head]:

@@ -3,10 +3,10 @@
 Three arrays run in parallel, addressed by a sample's node-wide number: the *directory* (seqlock,
 place in the arena, length: 16 bytes, `ffs_entry` in engine/core.h), the *index* (payload offset
 in the file, 8 bytes; expected checksum, 4 bytes), and the daemon's own `slot_of` (4 bytes). The
-first two are memfds that clients map read-only. They are sized for the whole node at once and take memory only where
-shards lie, so they never move and never grow under a client's mapping. A shard owns one run of
-numbers; runs of shards opened together lie together, so a data set of 10,000 shards is usually
-one run to its clients.
+first two are memfds that clients map read-only. They are sized for the whole node at once and take
+memory only where shards lie, so they never move and never grow under a client's mapping. A shard
+owns one run of numbers; runs of shards opened together lie together, so a data set of 10,000 shards
+is usually one run to its clients.
 """
 
 from __future__ import annotations
