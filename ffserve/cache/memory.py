@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
 
-_F_ADD_SEALS = 1033
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MAP_NORESERVE = 0x4000
 _MADV_REMOVE = 9
@@ -96,6 +96,15 @@ def private_zeros(count: int, dtype: np.dtype[np.int32]) -> NDArray[np.int32]:
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)[:count]
 
 
+def is_sealed(fd: int) -> bool:
+    """Return whether a descriptor's file can neither shrink nor grow under a mapping."""
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        return False
+    return seals & _SEAL_SHRINK != 0 and seals & _SEAL_GROW != 0
+
+
 def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
     """Map [offset, offset + size) of a descriptor; the array keeps the mapping alive.
 
@@ -105,7 +114,7 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
     lead = offset - start
     try:
         mapping = mmap.mmap(fd, size + lead, prot=mmap.PROT_READ, offset=start)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ReadError(
             f"cannot map {size} bytes of the daemon's memory: {error}",
             hint="is an address-space limit (ulimit -v) in force?",

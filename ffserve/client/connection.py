@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.cache.memory import map_read_only
+from ffserve.cache.memory import is_sealed, map_read_only
 from ffserve.config import find_socket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
@@ -68,10 +68,12 @@ class Connection:
         try:
             about = self._greet(job)
             arena_size, capacity = about.get("arena_size"), about.get("capacity")
-            if not _positive(arena_size) or not _positive(capacity):
-                raise ProtocolError("the daemon's WELCOME has no sizes")
-            self.arena_size: int = arena_size
-            self._capacity: int = capacity
+            if not isinstance(arena_size, int) or not isinstance(capacity, int):
+                raise ProtocolError("the daemon's WELCOME has no sizes", path=path)
+            if arena_size <= 0 or not 0 < capacity < 1 << 48:
+                raise ProtocolError("the daemon's WELCOME has impossible sizes", path=path)
+            self.arena_size = arena_size
+            self._capacity = capacity
             self.arena = map_read_only(self._fds[0], 0, self.arena_size)
         except BaseException:
             self._drop_fds()
@@ -91,9 +93,13 @@ class Connection:
             }
         )
         try:
-            self._socket.sendall(protocol.encode(hello))
+            # A daemon that takes no more clients says so and hangs up before it hears anything.
+            with contextlib.suppress(BrokenPipeError):
+                self._socket.sendall(protocol.encode(hello))
             messages: list[Message] = []
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
                 chunk, fds, _flags, _address = socket.recv_fds(self._socket, _CHUNK, 3)
                 self._fds += fds
                 if not chunk:
@@ -107,6 +113,8 @@ class Connection:
             ) from error
         match messages[0]:
             case protocol.Welcome(about=about) if len(self._fds) == 3:
+                if not all(map(is_sealed, self._fds)):
+                    raise ProtocolError("the daemon's memory is not sealed", path=self.path)
                 return about
             case protocol.Fail(error=wire):
                 raise protocol.error_from_wire(wire)
@@ -316,14 +324,10 @@ class Connection:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptors and nothing else (also in the child of a fork)."""
+        """Close the descriptors and nothing else."""
         self._broken = self._broken or ServerUnavailable("closed", path=self.path)
         self._socket.close()
         self._drop_fds()
-
-
-def _positive(value: Any) -> bool:
-    return type(value) is int and value > 0
 
 
 def _connect(path: str) -> socket.socket:
@@ -396,6 +400,9 @@ def _in_child() -> None:
     global _lock
     _lock = threading.Lock()
     for connection in _connections.values():
+        # A thread that stayed in the parent may have held them.
+        connection._send_lock = threading.Lock()
+        connection._state = threading.Condition()
         connection.abandon()
     _connections.clear()
     for listener in list(_fork_listeners):

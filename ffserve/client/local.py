@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from ffserve.client.source import Bytes, Int64s, Pending, Target
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine import ring
 from ffserve.engine.ring import NOWHERE, Engine, open_direct
-from ffserve.errors import FFServeError, ReadError
+from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 from ffserve.failures import read_failure
 from ffserve.files import raise_file_limit, read_at_of, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE
@@ -65,11 +66,12 @@ class _File:
 
 @dataclass(slots=True)
 class LocalPending:
-    """A batch that the engine has; `rows` leads from records to positions."""
+    """A batch that an engine has; None: there is nothing to read."""
 
     indices: Int64s
     target: Target
     batch: ring.Batch | None
+    engine: Engine
 
 
 class LocalSource:
@@ -85,7 +87,8 @@ class LocalSource:
         self._files: list[_File] = []
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
-        self._in_flight: dict[int, ring.Batch] = {}
+        self._pending = 0
+        """Requests begun and not finished; the last one after `close` closes the files."""
         self._served = self._size = 0
         self._closed = False
         try:
@@ -118,17 +121,27 @@ class LocalSource:
         ]
 
     def _attach(self) -> Engine:
-        engine = self._engine
-        if engine is not None:
-            return engine
+        """Return the engine, and count a request: the files stay open until it is over.
+
+        Raises: ServerUnavailable when the source was closed.
+        """
         with self._attaching:
+            if self._closed:
+                raise ServerUnavailable("this source of samples was closed")
             if self._engine is None:
                 engine = process_engine()
                 for file in self._files:
                     file.number = engine.add_file(file.fd, file.alignment)
                 self._numbers = np.array([file.number for file in self._files], np.int32)
                 self._engine = engine
+            self._pending += 1
             return self._engine
+
+    def _detach(self) -> None:
+        with self._attaching:
+            self._pending -= 1
+            if self._closed and not self._pending:
+                self._release()
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes."""
@@ -140,6 +153,15 @@ class LocalSource:
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> LocalPending:
         """Submit the reads."""
         engine = self._attach()
+        try:
+            return self._submit(engine, indices, apart, out)
+        except BaseException:
+            self._detach()
+            raise
+
+    def _submit(
+        self, engine: Engine, indices: Int64s, apart: bool, out: Bytes | None
+    ) -> LocalPending:
         count = len(indices)
         lengths = self._lengths[indices].astype(np.int64)
         starts = self._offsets[indices].astype(np.int64)
@@ -154,7 +176,7 @@ class LocalSource:
             out = check_out(out, int(offsets[-1]))
         target = Target(offsets, apart=apart, out=out)
         if not count:
-            return LocalPending(indices, target, None)
+            return LocalPending(indices, target, None, engine)
         firsts = self._merge(indices, shards, starts)
         counts = np.diff(np.append(firsts, count))
         batch = engine.batch(len(firsts), count)
@@ -174,9 +196,7 @@ class LocalSource:
         records["checksum"] = self._checksums[indices]
         batch.keep = target
         engine.submit(batch)
-        with self._attaching:
-            self._in_flight[batch.address] = batch
-        return LocalPending(indices, target, batch)
+        return LocalPending(indices, target, batch, engine)
 
     def _merge(self, indices: Int64s, shards: Int64s, starts: Int64s) -> Int64s:
         """Return the position at which each read begins: neighbours go together."""
@@ -194,14 +214,15 @@ class LocalSource:
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Wait for the reads."""
         assert isinstance(pending, LocalPending)
-        batch = pending.batch
-        if batch is None:
-            return {}
-        engine = self._engine
-        if engine is None:
-            raise ReadError("this reader was closed, or forked, while a read was on its way")
-        engine.wait(batch)
-        self._in_flight.pop(batch.address, None)
+        if pending.engine is not self._engine:
+            raise ServerUnavailable("the process forked while a read was on its way")
+        try:
+            return {} if pending.batch is None else self._wait(pending, pending.batch)
+        finally:
+            self._detach()
+
+    def _wait(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
+        pending.engine.wait(batch)
         self._served += len(pending.indices)
         self._size += int(pending.target.offsets[-1])
         errors = self._errors(pending, batch)
@@ -244,11 +265,13 @@ class LocalSource:
         buffer, edges = pending.target.buffer, pending.target.offsets.tolist()
         assert buffer is not None
         buffer.flags.writeable = False
-        yield [buffer[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        yield [buffer[a:b] for a, b in pairwise(edges)]
 
     # ---- the rest -------------------------------------------------------------------------
 
-    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+    def tables(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of a shard's payload offsets, lengths and checksums."""
         run = slice(int(self.layout.firsts[shard]), int(self.layout.firsts[shard + 1]))
         return (
@@ -270,18 +293,19 @@ class LocalSource:
     def after_fork(self) -> None:
         """The engine stayed in the parent; the tables and descriptors are ours as well."""
         self._engine = None
-        self._in_flight = {}
+        self._pending = 0
         self._attaching = threading.Lock()
 
     def close(self) -> None:
-        """Close the files."""
-        if self._closed:
-            return
-        self._closed = True
+        """Close the files, or let the last request that is on its way do it."""
+        with self._attaching:
+            if not self._closed and not self._pending:
+                self._release()
+            self._closed = True
+
+    def _release(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            for batch in list(self._in_flight.values()):
-                engine.wait(batch)
             for file in self._files:
                 engine.remove_file(file.number)
         self._close_files()

@@ -40,7 +40,6 @@ from ffserve.errors import (
     FFServeError,
     ProtocolError,
     ReadError,
-    SampleIndexError,
     ServerUnavailable,
     UsageError,
 )
@@ -55,13 +54,15 @@ RECONNECT_S = {"auto": 5.0, "require": 30.0}
 """How long a reader waits for a daemon that went away, before it reads by itself or gives up."""
 RETURN_AFTER_S = 30.0
 """How long a reader that lost its daemon reads by itself before it looks for one again."""
+_NOT_SERVED = (ServerUnavailable, ProtocolError, AccessDenied, ReadError)
+"""The daemon does not serve these files to us, for whatever reason; an engine of our own may."""
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 READ_AHEAD_BATCHES = 3
 """Iteration keeps this many batches of about this size on their way."""
 
 
-def open(  # noqa: A001 - the public name
+def open(
     paths: PathLike | Sequence[PathLike],
     *,
     format: str | None = None,
@@ -95,9 +96,7 @@ def open(  # noqa: A001 - the public name
     if on_error not in ("raise", "skip"):
         raise UsageError(f"on_error is 'raise' or 'skip', not {on_error!r}")
     if not isinstance(server, str) or not server:
-        raise UsageError(
-            f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}"
-        )
+        raise UsageError(f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}")
     chosen = formats.by_name(format) if format is not None else None
     suffixes = chosen.suffixes if chosen else formats.suffixes()
     reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify)
@@ -127,8 +126,7 @@ class Reader(Sequence[Bytes]):
         self._closed = False
         self._set_up()
         with self._lock:
-            self._source = self._connect_first()
-            self._take_in(self._source)
+            self._take_in(self._connect_first())
 
     def _set_up(self) -> None:
         self._lock = threading.RLock()
@@ -143,7 +141,7 @@ class Reader(Sequence[Bytes]):
             return self._open_local()
         try:
             return self._open_remote()
-        except (ServerUnavailable, ProtocolError, AccessDenied) as error:
+        except _NOT_SERVED as error:
             if self._server != "auto":
                 raise
             if not isinstance(error, ServerUnavailable):
@@ -189,7 +187,7 @@ class Reader(Sequence[Bytes]):
             self._away_since = time.monotonic()
             try:
                 source = self._open_remote()
-            except (ServerUnavailable, ProtocolError, AccessDenied):
+            except _NOT_SERVED:
                 return False
             old = self._source
             self._take_in(source)
@@ -214,8 +212,9 @@ class Reader(Sequence[Bytes]):
                 try:
                     self._take_in(self._open_remote())
                     return
-                except (ServerUnavailable, ProtocolError) as again:
-                    if time.monotonic() >= deadline:
+                except _NOT_SERVED as again:
+                    final = not isinstance(again, (ServerUnavailable, ProtocolError))
+                    if final or time.monotonic() >= deadline:
                         if self._server != "auto":
                             raise
                         _say_once(f"the daemon went away, reading without it: {again}")
@@ -238,7 +237,9 @@ class Reader(Sequence[Bytes]):
                 return attempt(source)
             except ServerUnavailable as error:
                 if isinstance(source, LocalSource):
-                    raise
+                    if source is self._source:
+                        raise
+                    continue
                 self._replace(source, error)
 
     @property
@@ -390,12 +391,17 @@ class Reader(Sequence[Bytes]):
         )
         parts = self._parts(numbers, count, size)
         ahead: deque[tuple[Int64s, Source, Any]] = deque()
-        for part in parts:
-            ahead.append(self._start(part))
-            if len(ahead) >= READ_AHEAD_BATCHES:
+        try:
+            for part in parts:
+                ahead.append(self._start(part))
+                if len(ahead) >= READ_AHEAD_BATCHES:
+                    yield self._finish(*ahead.popleft())
+            while ahead:
                 yield self._finish(*ahead.popleft())
-        while ahead:
-            yield self._finish(*ahead.popleft())
+        finally:
+            # What nobody waits for any more still has its buffers and its pins.
+            for _, source, pending in ahead:
+                self._discard(source, pending)
 
     def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[Int64s]:
         for start in range(0, len(numbers), 65_536):
@@ -410,13 +416,14 @@ class Reader(Sequence[Bytes]):
                 at = upto
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
-        return self._retrying(
-            lambda source: (numbers, source, source.start(numbers, apart=False))
-        )
+        return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
 
     def _finish(self, numbers: Int64s, source: Source, pending: Any) -> Batch:
+        if self._closed:
+            self._discard(source, pending)
+            raise UsageError("this reader is closed")
         try:
-            if source is not self._source:
+            if source is not self._source and not isinstance(source, LocalSource):
                 raise ServerUnavailable("the daemon went away meanwhile")
             failed = source.finish(pending)
         except ServerUnavailable as error:
@@ -426,6 +433,11 @@ class Reader(Sequence[Bytes]):
             return self._finish(numbers, source, pending)
         self._raise_first(failed, numbers)
         return Batch(pending.target.buffer, pending.target.offsets)
+
+    def _discard(self, source: Source, pending: Any) -> None:
+        if source is self._source or isinstance(source, LocalSource):
+            with contextlib.suppress(FFServeError):
+                source.finish(pending)
 
     # ---- about the samples ----------------------------------------------------------------
 
@@ -544,5 +556,3 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         log.warning("%s", text)
-
-

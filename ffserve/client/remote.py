@@ -77,7 +77,9 @@ class RemoteSource:
         self.layout = Layout(table["count"].astype(np.int64), self._bases)
         self.count = self.layout.count
         self.shards = [
-            ShardInfo(path, name, int(row["count"]), int(first), int(row["size"]), int(row["fingerprint"]))
+            ShardInfo(
+                path, name, int(row["count"]), int(first), int(row["size"]), int(row["fingerprint"])
+            )
             for path, name, row, first in zip(
                 paths, opened.formats, table, self.layout.firsts[:-1], strict=True
             )
@@ -161,10 +163,12 @@ class RemoteSource:
                 done = np.delete(done, list(failed))
             vanished = self._copy(pending, done)
             self._connection.acknowledge(tag)
-            empty_rounds = empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
+            empty_rounds = (
+                empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
+            )
             if empty_rounds > _MOST_EMPTY_ROUNDS:
                 raise ReadError(
-                    "the daemon's arena is too busy: samples are evicted faster than they are copied",
+                    "the daemon's arena is too busy: samples are evicted before they are copied",
                     hint="start the daemon with a larger --arena",
                 )
             if len(vanished) or len(rest):
@@ -243,7 +247,9 @@ class RemoteSource:
 
     # ---- the rest -------------------------------------------------------------------------
 
-    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+    def tables(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of a shard's payload offsets, lengths and checksums."""
         count = int(self.layout.counts[shard])
         first = int(self.layout.firsts[shard])

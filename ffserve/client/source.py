@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Protocol, overload
 
 import numpy as np
@@ -51,7 +52,7 @@ class Batch(Sequence[Bytes]):
 
     def __iter__(self) -> Iterator[Bytes]:
         edges = self.offsets.tolist()
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in pairwise(edges):
             yield self.buffer[start:end]
 
     def __repr__(self) -> str:
@@ -86,7 +87,8 @@ class Target:
             return self.addresses
         assert self.buffer is not None
         base = self.buffer.__array_interface__["data"][0]
-        return (self.offsets[:-1] + base).astype(np.uint64)
+        places: NDArray[np.uint64] = (self.offsets[:-1] + base).astype(np.uint64)
+        return places
 
 
 class Pending(Protocol):
@@ -122,7 +124,9 @@ class Source(Protocol):
         """Return read-only views, in place where possible."""
         ...
 
-    def tables(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+    def tables(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of a shard's payload offsets, lengths and checksums."""
         ...
 

@@ -54,22 +54,28 @@ def real_path(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def check(fd: int, asked: str, roots: tuple[str, ...], peer: Peer) -> None:
-    """Refuse a file outside the roots or one that the peer could not open.
-
-    Args:
-        fd: the opened file. asked: the path that the peer named, for the error.
-        roots: real paths of directories.
-
-    Raises: AccessDenied.
-    """
-    path = real_path(fd)
+def check_place(path: str, asked: str, roots: tuple[str, ...]) -> None:
+    """Refuse a real path outside the roots. Raises: AccessDenied."""
     if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
         raise AccessDenied(
             "the daemon does not serve this file: it lies outside its roots",
             path=asked,
             hint=f"the daemon was started with --root {' --root '.join(roots)}",
         )
+
+
+def check(fd: int, asked: str, roots: tuple[str, ...], peer: Peer) -> None:
+    """Refuse a file outside the roots or one that the peer could not open.
+
+    Args:
+        fd: the file, opened at least with O_PATH.
+        asked: the path that the peer named, for the error.
+        roots: real paths of directories.
+
+    Raises: AccessDenied.
+    """
+    path = real_path(fd)
+    check_place(path, asked, roots)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise AccessDenied("the daemon serves regular files only", path=asked)
     if peer.uid == 0 or peer.uid == os.geteuid():

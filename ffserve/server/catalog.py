@@ -24,8 +24,8 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
 from ffserve.engine.ring import open_direct
-from ffserve.errors import ReadError
-from ffserve.files import read_at_of, wrap_os_error
+from ffserve.errors import FFServeError, ReadError
+from ffserve.files import os_error, read_at_of
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.server import access
 from ffserve.server.access import Peer
@@ -91,29 +91,29 @@ class Catalog:
             shard that cannot be served, none being held then.
         """
         loop = asyncio.get_running_loop()
-        held: list[OpenShard] = []
-        try:
-            keys = await loop.run_in_executor(
-                self._pool, self._identify, paths, format_name, verify, peer
-            )
-            while len(self._open) + len(keys) > self._most_open and self._drop_idle():
-                pass
+        keys = await loop.run_in_executor(
+            self._pool, self._identify, paths, format_name, verify, peer
+        )
+        while len(self._open) + len(keys) > self._most_open and self._drop_idle():
+            pass
+        wanted = dict(zip(keys, paths, strict=True))
+        while True:
             mine: dict[Key, asyncio.Future[OpenShard]] = {}
-            for key in keys:
+            for key in wanted:
                 if key not in self._open:
                     self._open[key] = mine[key] = loop.create_future()
             if mine:
-                await self._open_new(loop, dict(zip(keys, paths, strict=True)), mine, peer)
-            for key in keys:
-                shard = await asyncio.shield(self._open[key])
-                if key not in self._open:
-                    raise ReadError("the daemon has too many files open", path=shard.path)
-                self._hold(shard)
-                held.append(shard)
-            return held
-        except BaseException:
-            self.close(held)
-            raise
+                await self._open_new(loop, wanted, mine, peer)
+            others = [f for key in wanted if (f := self._open.get(key)) and not f.done()]
+            if others:
+                await asyncio.wait(others)
+            elif all(key in self._open for key in wanted):
+                break
+            # A session that failed to open one may have done so for reasons of its own.
+        shards = [self._open[key].result() for key in keys]
+        for shard in shards:
+            self._hold(shard)
+        return shards
 
     async def _open_new(
         self,
@@ -122,29 +122,37 @@ class Catalog:
         mine: dict[Key, asyncio.Future[OpenShard]],
         peer: Peer,
     ) -> None:
-        outcome = await loop.run_in_executor(
-            self._pool, self._parse_all, [(key, paths[key]) for key in mine], peer
-        )
-        for key, shard in outcome:
-            future = mine[key]
-            if isinstance(shard, OpenShard):
-                if shard.count:
-                    engine, file = self._reading.add_file(shard.device, shard.fd, shard.alignment)
-                    self._table.add(
-                        shard.base,
-                        shard.count,
-                        payload_size=shard.payload_size,
-                        alignment=shard.alignment,
-                        checksum_kind=shard.checksum_kind,
-                        file=file,
-                        engine=engine,
-                    )
-                self._idle[key] = shard
-                future.set_result(shard)
-            else:
-                del self._open[key]
-                future.set_exception(shard)
-                future.exception()
+        try:
+            outcome = await loop.run_in_executor(
+                self._pool, self._parse_all, [(key, paths[key]) for key in mine], peer
+            )
+            for key, shard in outcome:
+                future = mine[key]
+                if isinstance(shard, OpenShard):
+                    if shard.count:
+                        engine, file = self._reading.add_file(
+                            shard.device, shard.fd, shard.alignment
+                        )
+                        self._table.add(
+                            shard.base,
+                            shard.count,
+                            payload_size=shard.payload_size,
+                            alignment=shard.alignment,
+                            checksum_kind=shard.checksum_kind,
+                            file=file,
+                            engine=engine,
+                        )
+                    self._idle[key] = shard
+                    future.set_result(shard)
+                else:
+                    del self._open[key]
+                    future.set_exception(shard)
+                    future.exception()
+        finally:
+            for key, future in mine.items():
+                if not future.done():
+                    del self._open[key]
+                    future.cancel()
         for _, shard in outcome:
             if not isinstance(shard, OpenShard):
                 raise shard
@@ -154,13 +162,30 @@ class Catalog:
     ) -> list[Key]:
         keys = []
         for path in paths:
-            fd = _open_plain(path)
+            fd = self._open_plain(path, peer)
             try:
-                access.check(fd, path, self._roots, peer)
                 keys.append((*_identity(fd), format_name, verify))
             finally:
                 os.close(fd)
         return keys
+
+    def _open_plain(self, path: str, peer: Peer) -> int:
+        """Open a file that this peer may read; what it may not is not even touched."""
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError as error:
+            # Nor do we tell what there is outside the roots.
+            access.check_place(os.path.realpath(path), path, self._roots)
+            raise os_error(error, path) from error
+        try:
+            access.check(place, path, self._roots, peer)
+            return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            if isinstance(error, FFServeError):
+                raise
+            raise os_error(error, path) from error
+        finally:
+            os.close(place)
 
     def _parse_all(
         self, wanted: list[tuple[Key, str]], peer: Peer
@@ -179,18 +204,15 @@ class Catalog:
         return outcome
 
     def _parse(self, key: Key, path: str, peer: Peer) -> OpenShard:
-        plain = _open_plain(path)
+        plain = self._open_plain(path, peer)
         try:
-            access.check(plain, path, self._roots, peer)
             if _identity(plain) != key[:4]:
                 raise ReadError("the file is being changed while it is opened", path=path)
             size, verify = key[2], key[5]
             read_at = read_at_of(plain, path)
             head = bytearray(min(size, HEAD_SIZE))
             read_at(0, memoryview(head))
-            chosen = (
-                formats.by_name(key[4]) if key[4] else formats.detect(bytes(head), path, size)
-            )
+            chosen = formats.by_name(key[4]) if key[4] else formats.detect(bytes(head), path, size)
             parsed = chosen.open(read_at, size, path, verify=verify)
             with self._reserving:
                 base = self._directory.reserve(parsed.count)
@@ -244,12 +266,12 @@ class Catalog:
 
     def _drop_idle(self) -> bool:
         """Forget the shard that has been idle for longest; False when none can be."""
-        for key, shard in self._idle.items():
+        for shard in self._idle.values():
             if shard.count == 0 or self._cache.drop(shard.base, shard.count):
                 break
         else:
             return False
-        del self._idle[key], self._open[key]
+        del self._idle[shard.key], self._open[shard.key]
         if shard.count:
             row = self._table.row(shard.base)
             self._reading.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
@@ -270,16 +292,6 @@ class Catalog:
             os.close(shard.fd)
 
 
-def _open_plain(path: str) -> int:
-    return wrap_os_error(_open_flags, path)
-
-
-def _open_flags(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-
-
 def _identity(fd: int) -> tuple[int, int, int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-

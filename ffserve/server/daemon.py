@@ -138,7 +138,9 @@ def _lock(path: str) -> int:
     """Become the one daemon of this socket; the kernel drops the lock however we end."""
     lock_path = path + ".lock"
     while True:
-        fd = wrap_os_error(lambda p: os.open(p, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), lock_path)
+        fd = wrap_os_error(
+            lambda p: os.open(p, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), lock_path
+        )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,4 +201,3 @@ def _remove_lock(path: str, lock: int) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path + ".lock")
     os.close(lock)
-

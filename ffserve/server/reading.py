@@ -12,6 +12,7 @@ from ffserve.cache.cache import Failure, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import ShardTable
+from ffserve.config import EngineName
 from ffserve.engine.ring import Batch, Engine
 
 Done = Callable[[Load, dict[int, Failure]], None]
@@ -25,7 +26,7 @@ class Reading:
 
     def __init__(
         self,
-        kind: str,
+        kind: EngineName,
         depth: int,
         memory: SharedMemory,
         arena: Arena,
@@ -99,7 +100,11 @@ class Reading:
             self._submit_to(number, load, outcome, np.flatnonzero(engines == number))
 
     def _submit_to(
-        self, number: int, load: Load, outcome: _Outcome, rows: np.ndarray[tuple[int], np.dtype[np.intp]]
+        self,
+        number: int,
+        load: Load,
+        outcome: _Outcome,
+        rows: np.ndarray[tuple[int], np.dtype[np.intp]],
     ) -> None:
         blocks = load.blocks if len(rows) == len(load.slots) else load.blocks.take(rows)
         counts = blocks.counts

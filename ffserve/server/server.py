@@ -15,7 +15,7 @@ import socket
 import time
 
 from ffserve import protocol
-from ffserve.errors import FFServeError, ProtocolError
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.node import Node
@@ -188,7 +188,7 @@ class Server:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _refuse(self, sock: socket.socket) -> None:
-        error = FFServeError(
+        error = ServerUnavailable(
             f"the daemon serves {self.node.config.max_sessions} sessions already",
             hint="raise --max-sessions",
         )

@@ -24,7 +24,7 @@ import numpy as np
 from ffserve import protocol
 from ffserve.cache.cache import Fetch, Int64s
 from ffserve.dataset import Layout
-from ffserve.errors import FFServeError, ProtocolError, SampleIndexError
+from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.failures import read_failure
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NEW, READY, OVER = "new", "ready", "over"
 
-MOST_DATASETS = 256
+MOST_DATASETS = 4096
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_REQUESTS = 64
@@ -179,7 +179,12 @@ class Session:
         ):
             raise ProtocolError("the client sent an OPEN that names no absolute paths")
         if len(self._datasets) + self._opening >= MOST_DATASETS:
-            raise ProtocolError(f"the client has {MOST_DATASETS} data sets open already")
+            error = UsageError(
+                f"this process has {MOST_DATASETS} data sets open already",
+                hint="close readers, or open many files as one data set",
+            )
+            self.fail(message.tag, error)
+            return
         self._join_job(now)
         self._opening += 1
         self._opener(self, message.tag, paths, name, verify)
