@@ -1,0 +1,268 @@
+"""A real daemon for the tests: a process of its own, its log watched, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ffserve
+from ffserve import protocol
+from ffserve.client import connection
+
+DEADLINE_S = 30.0
+"""For whatever must happen some time; a loaded machine is slow."""
+EXPECTED = (r"serving .* on .*, arena .*, engine \w+", r"stopping: \d+ clients")
+"""What a daemon's log may hold in any test."""
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Wait for a condition; return its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"this did not come about: {what}"
+        time.sleep(0.01)
+    return value
+
+
+class Daemon:
+    """`python -m ffserve serve` on a socket of its own.
+
+    Args:
+        arena, roots, options: of the command line.
+        expect: patterns of the log lines that this test provokes; any other fails it.
+        patch: statements run in the process before the daemon begins, to set its constants.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: str = "64MiB",
+        roots: Sequence[str | Path] = ("/",),
+        options: Sequence[str] = (),
+        expect: Sequence[str] = (),
+        patch: str = "",
+    ) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="ffs-"))
+        self.directory.chmod(0o755)
+        self.socket = str(self.directory / "s")
+        self.expect = [*EXPECTED, *expect]
+        program = ["-m", "ffserve"]
+        if patch:
+            program = ["-c", f"{patch}\nfrom ffserve.cli import main\nraise SystemExit(main())"]
+        self.command = [
+            sys.executable,
+            "-W",
+            "error",
+            *program,
+            "serve",
+            *("--socket", self.socket, "--arena", arena),
+            *(argument for root in roots for argument in ("--root", str(root))),
+            *options,
+        ]
+        self.log = self.directory / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> Daemon:
+        """Start it, or start it again on the same socket, and wait until it answers."""
+        assert self.process is None
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        if wait:
+            until(self._answers, "the daemon answers")
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.text()
+        with socket.socket(socket.AF_UNIX) as attempt:
+            return attempt.connect_ex(self.socket) == 0
+
+    @property
+    def pid(self) -> int:
+        """Of the running daemon."""
+        assert self.process is not None
+        return self.process.pid
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send it a signal; return its exit code, negative for a signal."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(DEADLINE_S)
+        self.process = None
+        return code
+
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text()
+
+    def status(self) -> dict[str, Any]:
+        """What `ffserve status` shows."""
+        return connection.status(self.socket)
+
+    def cache(self) -> dict[str, int]:
+        """The cache's counters."""
+        return dict(self.status()["cache"])
+
+    def fd_count(self) -> int:
+        """Descriptors that it holds."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def open(self, paths: Any, **options: Any) -> ffserve.Reader:
+        """Open files through this daemon and no other way."""
+        return ffserve.open(paths, server=self.socket, **options)
+
+    def check_log(self) -> None:
+        """Fail on any line that was not expected."""
+        for line in self.text().splitlines():
+            text = line.removeprefix("ffserve: ")
+            assert any(re.fullmatch(known, text) for known in self.expect), self.text()
+
+    def close(self) -> None:
+        """Kill it if it still runs, and remove its directory."""
+        if self.process is not None:
+            self.end(signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Daemon]:
+    """A running daemon; at the end it must still live, stop when told to, and have a clean log."""
+    daemon = Daemon(**options)
+    try:
+        daemon.start()
+        yield daemon
+        if daemon.process is not None:
+            assert daemon.process.poll() is None, daemon.text()
+            assert daemon.end() == 0, daemon.text()
+        daemon.check_log()
+    finally:
+        daemon.close()
+
+
+def sample(
+    index: int, sizes: Sequence[int] = (0, 1, 511, 512, 513, 5000, 70_000), seed: int = 0
+) -> bytes:
+    """The bytes of a test file's sample: every one different, of very different sizes."""
+    size = sizes[index % len(sizes)]
+    return np.random.default_rng([seed, index]).bytes(size)
+
+
+def write(path: str | Path, samples: Sequence[bytes]) -> str:
+    """Write an FFRecord file."""
+    with ffserve.create(path, format="ffrecord") as writer:
+        for each in samples:
+            writer.write(each)
+    return str(path)
+
+
+def damage(path: str | Path, index: int) -> None:
+    """Turn a bit in a sample's last byte, without a trace in the file's times."""
+    with ffserve.open(path, server="off", verify=False) as reader:
+        offsets, lengths, _ = reader.tables(0)
+    times = os.stat(path)
+    with open(path, "r+b") as file:
+        place = int(offsets[index] + lengths[index]) - 1
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def run_python(
+    program: str, *arguments: Any, code: int | None = 0, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a Python of its own that can import this module."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    if code is not None:
+        assert done.returncode == code, (done.stdout, done.stderr)
+    return done
+
+
+class Raw:
+    """A client that speaks the protocol by hand."""
+
+    def __init__(self, path: str, *, hello: bool = True) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(DEADLINE_S)
+        self.socket.connect(path)
+        self._decoder = protocol.Decoder(protocol.FROM_SERVER)
+        self._messages: list[protocol.Message] = []
+        if hello:
+            self.hello()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.socket.close()
+
+    def hello(self, **about: Any) -> protocol.Message:
+        """Greet; return the answer."""
+        default = {"versions": [protocol.VERSION], "client": "test", "job": "raw", "pid": 1}
+        self.send(protocol.Hello({**default, **about}))
+        return self.receive()
+
+    def send(self, *messages: protocol.Message) -> None:
+        """Send whole messages."""
+        self.socket.sendall(b"".join(map(protocol.encode, messages)))
+
+    def receive(self) -> protocol.Message:
+        """Return the next message; EOFError when the daemon hung up."""
+        while not self._messages:
+            chunk, fds, _, _ = socket.recv_fds(self.socket, 65536, 16)
+            for fd in fds:
+                os.close(fd)
+            if not chunk:
+                raise EOFError
+            self._messages = self._decoder.feed(chunk)
+        return self._messages.pop(0)
+
+    def open(self, *paths: str, verify: bool = True, tag: int = 1) -> protocol.Opened:
+        """Open a data set."""
+        self.send(protocol.Open(tag, {"paths": list(paths), "format": None, "verify": verify}))
+        answer = self.receive()
+        assert isinstance(answer, protocol.Opened), answer
+        return answer
+
+    def refused(self) -> ffserve.FFServeError:
+        """Return why the daemon ends the session, having seen it end."""
+        answer = self.receive()
+        while not isinstance(answer, protocol.Fail):
+            answer = self.receive()
+        assert answer.tag == 0
+        try:
+            late = self.receive()
+        except (EOFError, ConnectionError):
+            return protocol.error_from_wire(answer.error)
+        raise AssertionError(f"the daemon goes on with {late}")
+
+
+def get(
+    tag: int, dataset: int, indices: Sequence[int], acknowledged: Sequence[int] = ()
+) -> protocol.Get:
+    """A GET as a client sends it."""
+    packed = protocol.pack_indices(np.array(indices, np.int64))
+    return protocol.Get(tag, dataset, packed, protocol.pack_tags(list(acknowledged)), 0, 0)
