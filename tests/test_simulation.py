@@ -183,7 +183,7 @@ class World:
     def run(self, *, check: bool = True, most_events: int = 100_000) -> None:
         """Let things happen until nothing is left to happen."""
         for _ in range(most_events):
-            deadline = self.scheduler.next_deadline(self.now)
+            deadline = self.scheduler.next_deadline()
             if not self.events and deadline is None:
                 return
             if deadline is not None and (not self.events or deadline < self.events[0][0]):

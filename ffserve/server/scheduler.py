@@ -86,6 +86,7 @@ class Scheduler:
         self._share = max(1, cache.arena.size // ARENA_SHARE)
         self._most_leased = cache.arena.size // LEASED_SHARE
         self._leased_size = 0
+        self._pumped = 0.0
 
     @property
     def idle(self) -> bool:
@@ -154,12 +155,12 @@ class Scheduler:
         self.release(owner, list(owner.leases))
         self.pump(now)
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self) -> float | None:
         """When `pump` must be called again though nothing happens; None: need not."""
         if not self._blocked:
             return None
         since = self._since(self._blocked[0])
-        deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > now]
+        deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
         self._sweep()
         if self._pins:
             deadlines.append(self._pins[0][0] + PIN_GRACE_S)
@@ -169,6 +170,7 @@ class Scheduler:
 
     def pump(self, now: float) -> None:
         """Give turns until nobody can get on or enough is on its way."""
+        self._pumped = now
         if self._blocked:
             self._unblock(now)
         if self._blocked and self._favours(self._blocked[0], now):

@@ -223,7 +223,7 @@ class Server:
     def arm(self) -> None:
         """See to it that requests that wait for room are looked at again in time."""
         now = time.monotonic()
-        deadline = self.node.scheduler.next_deadline(now)
+        deadline = self.node.scheduler.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
         if self._timer is not None:
