@@ -151,7 +151,7 @@ def test_runs_of_numbers_are_disjoint_and_merge_again(data: st.DataObject) -> No
     try:
         held: list[tuple[int, int]] = []
         for _ in range(data.draw(st.integers(1, 20))):
-            if held and data.draw(st.integers(0, 1)):
+            if data.draw(st.booleans()) and held:
                 chosen: int = data.draw(st.integers(0, len(held) - 1))
                 start, count = held.pop(chosen)
                 directory.release(start, count)
@@ -567,7 +567,7 @@ def test_leases_on_their_way_together_took_more_than_their_half() -> None:
 
 def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     node = Node([[900_000] * 3])
-    scheduler, loads, finished, owner = scheduled(node)
+    scheduler, _loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
     scheduler.add(asked(Owner(finished.append), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1

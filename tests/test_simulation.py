@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import FAILED, FREE, LOADING, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
+from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
@@ -530,6 +532,85 @@ def test_invariants_hold_through_random_lives(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS, SEEDS + FUZZ_SEEDS))
 def test_invariants_hold_through_many_random_lives(seed: int) -> None:
     simulate(seed)
+
+
+# ---- clients that break the rules ---------------------------------------------------------------
+
+
+def wild_message(chooser: random.Random, dataset: int) -> Message:
+    """Something that the codec lets through: tags twice, indices nowhere, sizes that are none."""
+    tag = chooser.choice(
+        (0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 1 << 32, -1) if chooser.random() < 0.1 else range(1, 10_000)
+    )
+    number = dataset if chooser.random() < 0.97 else 77
+    top = 900 if chooser.random() < 0.02 else 800
+    indices = protocol.pack_indices(
+        np.array([chooser.randrange(top) for _ in range(chooser.randint(0, 30))], np.int64)
+    )
+    tags = protocol.pack_tags([chooser.randrange(10_000) for _ in range(chooser.randint(0, 300))])
+    if chooser.random() < 0.01:
+        indices, tags = indices[:-1] + b"x", tags + b"x"
+    return chooser.choice(
+        (
+            protocol.Get(tag, number, indices, tags, chooser.randrange(1 << 63), 5),
+            protocol.Get(tag, number, indices, b"", 1, 1),
+            protocol.Lease(tag, number, indices),
+            protocol.Release(tags),
+            protocol.Tell(0, chooser.choice((0, 1, (1 << 64) - 1)), 3, tags),
+            protocol.Status(tag),
+            protocol.Close(chooser.choice((0, 77, 77, 77, dataset))),
+            protocol.Open(tag, {"paths": ["/x"], "format": None, "verify": True}),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
+    chooser = random.Random(seed)
+    world = World(
+        seed,
+        MIB,
+        [np.full(400, 3000, np.int64), np.full(400, 90, np.int64)],
+        failure_rate=0.05,
+        most_blocks=16,
+    )
+    honest = Client(world, batches_of(chooser, 800, 300, 20), pace_s=0.01)
+    try:
+        for _ in range(5):
+            heard: list[Message] = []
+            session: Any = Session
+
+            def opened(session: Session, tag: int, *_: object) -> None:
+                world.catalog.hold(world.shards, 1)
+                shards: Any = world.shards
+                session.opened(tag, shards)
+
+            wild = session(world, Peer(1, 1, frozenset()), heard.append, opened)
+            held = Client(world, [], in_flight=0)
+            held.leave()
+            held.owner = wild._owner  # so that its pins are counted
+            for opening in (
+                protocol.Hello({"versions": [1], "job": "wild"}),
+                protocol.Open(1, {"paths": ["/x"], "format": None, "verify": True}),
+            ):
+                wild.receive(opening, world.now)
+            with suppress(ProtocolError):
+                for _ in range(chooser.randint(1, 80)):
+                    wild.receive(wild_message(chooser, 1), world.now)
+                    world.check()
+                    if world.events and chooser.random() < 0.5:
+                        world.now, _, what = heapq.heappop(world.events)
+                        what()
+                        world.check()
+            wild.leave(world.now)
+            world.check()
+            for message in heard:
+                protocol.encode(message)
+        world.run()
+        assert honest.done
+        world.check_end()
+    finally:
+        world.close()
 
 
 # ---- canaries: what is broken on purpose is caught ---------------------------------------------
