@@ -1,0 +1,693 @@
+"""Peers that break the rules: clients against the real daemon, daemons against the real client."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, get, run_python, sample, serving, until, write
+
+import ffserve
+import ffserve.client.reader
+from ffserve import protocol
+from ffserve.cache.directory import ENTRY_DTYPE
+from ffserve.errors import (
+    FFServeError,
+    ProtocolError,
+    ReadError,
+    SampleIndexError,
+    ServerUnavailable,
+)
+
+COUNT = 50
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of COUNT samples."""
+    return write(tmp_path_factory.mktemp("data") / "a.ffr", [sample(i) for i in range(COUNT)])
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon that closes sessions, and says so, and lives."""
+    with serving(expect=[r"closed a session \(pid \d+\): .*"]) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A client that was there before and one that comes after are served."""
+    if "daemon" not in request.fixturenames:
+        yield
+        return
+    daemon, path = request.getfixturevalue("daemon"), request.getfixturevalue("path")
+    with daemon.open(path) as before:
+        yield
+        with daemon.open(path) as after:
+            for reader in (before, after):
+                assert [s.tobytes() for s in reader.read(range(0, COUNT, 7))] == [
+                    sample(i) for i in range(0, COUNT, 7)
+                ]
+
+
+def frame(*values: Any) -> bytes:
+    """A frame with any body."""
+    body: bytes = msgpack.packb(list(values))
+    return struct.pack("<I", len(body)) + body
+
+
+# ---- clients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"versions": [protocol.VERSION + 1]},
+        {"versions": []},
+        {"versions": None},
+        {"versions": {"a": 1}},
+        {"job": ""},
+        {"job": 7},
+        {"job": "x" * 1000},
+    ],
+)
+def test_greeting_that_is_refused(daemon: Daemon, about: dict[str, Any]) -> None:
+    with Raw(daemon.socket, hello=False) as raw:
+        raw.send(
+            protocol.Hello({"versions": [protocol.VERSION], "client": "t", "job": "j", **about})
+        )
+        error = raw.refused()
+        assert isinstance(error, ProtocolError)
+        if about.get("versions") == [protocol.VERSION + 1]:
+            assert f"[{protocol.VERSION + 1}]" in str(error)
+            assert error.hint is not None and "same ffserve" in error.hint
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        protocol.Status(1),
+        protocol.Bye(),
+        get(1, 1, [0]),
+        protocol.Open(1, {"paths": ["/x"], "format": None, "verify": True}),
+    ],
+)
+def test_no_greeting(daemon: Daemon, message: protocol.Message) -> None:
+    with Raw(daemon.socket, hello=False) as raw:
+        raw.send(message)
+        assert "HELLO" in str(raw.refused())
+
+
+def test_second_greeting(daemon: Daemon) -> None:
+    with Raw(daemon.socket) as raw:
+        raw.send(protocol.Hello({"versions": [protocol.VERSION], "job": "j"}))
+        assert isinstance(raw.refused(), ProtocolError)
+
+
+@pytest.mark.parametrize("hello", [False, True])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<I", protocol.MAX_FRAME_SIZE + 1),
+        b"\xff" * 100,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        struct.pack("<I", 0),
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("<I", 1) + b"\x91",
+        frame(),
+        frame("x"),
+        frame(True),
+        frame(99),
+        frame(-1),
+        frame(2**63),
+        frame(protocol.Ready.TYPE, 1, 1, []),
+        frame(protocol.Get.TYPE, 1),
+        frame(protocol.Get.TYPE, 1, 1, [1, 2], b"", 0, 0),
+        frame(protocol.Get.TYPE, True, 1, b"", b"", 0, 0),
+        frame(protocol.Status.TYPE, 1.0),
+        frame(protocol.Open.TYPE, 1, None),
+        frame(protocol.Hello.TYPE, {1: 2}),
+        b"\x05\0\0\0\xdd\xff\xff\xff\xff",
+        struct.pack("<I", 100_000) + b"\x91" * 100_000,
+    ],
+)
+def test_garbage(daemon: Daemon, garbage: bytes, hello: bool) -> None:
+    with Raw(daemon.socket, hello=hello) as raw:
+        raw.socket.sendall(garbage)
+        assert isinstance(raw.refused(), ProtocolError)
+
+
+def test_random_garbage(daemon: Daemon) -> None:
+    chance = random.Random(3)
+    for _ in range(100):
+        with Raw(daemon.socket) as raw:
+            body = chance.randbytes(chance.randrange(1, 60))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                raw.socket.sendall(struct.pack("<I", len(body)) + body)
+                raw.socket.sendall(b"\0" * 4)
+            assert isinstance(raw.refused(), ProtocolError)
+
+
+def test_frame_that_is_longer_than_it_says_or_never_ends(daemon: Daemon) -> None:
+    whole = protocol.encode(protocol.Status(1))
+    with Raw(daemon.socket) as raw:
+        raw.socket.sendall(struct.pack("<I", len(whole)) + whole[4:])
+        raw.socket.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            raw.receive()
+    with Raw(daemon.socket) as raw:
+        raw.socket.sendall(struct.pack("<I", len(whole) - 5) + whole[4:] + whole)
+        assert isinstance(raw.refused(), ProtocolError)
+    with Raw(daemon.socket) as raw:
+        raw.socket.sendall(struct.pack("<I", protocol.MAX_FRAME_SIZE) + b"\x91")
+
+
+def test_frames_byte_by_byte(daemon: Daemon, path: str) -> None:
+    with Raw(daemon.socket) as raw:
+        dataset = raw.open(path).dataset
+        for byte in protocol.encode(get(2, dataset, range(COUNT))):
+            raw.socket.sendall(bytes([byte]))
+        ready = raw.receive()
+        assert isinstance(ready, protocol.Ready)
+        assert (ready.tag, ready.count, ready.errors) == (2, COUNT, [])
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {},
+        {"paths": [], "format": None, "verify": True},
+        {"paths": "/x", "format": None, "verify": True},
+        {"paths": ["relative"], "format": None, "verify": True},
+        {"paths": ["/x\0y"], "format": None, "verify": True},
+        {"paths": [7], "format": None, "verify": True},
+        {"paths": ["/x"], "format": 7, "verify": True},
+        {"paths": ["/x"], "format": None, "verify": 1},
+        {"paths": ["/x"], "format": None},
+    ],
+)
+def test_open_that_means_nothing(daemon: Daemon, what: dict[str, Any]) -> None:
+    with Raw(daemon.socket) as raw:
+        raw.send(protocol.Open(1, what))
+        assert isinstance(raw.refused(), ProtocolError)
+
+
+def test_open_of_what_is_not_there_fails_alone(daemon: Daemon, path: str) -> None:
+    with Raw(daemon.socket) as raw:
+        for tag, (name, form) in enumerate(
+            [("/no/such/file", None), ("/" + "x" * 300, None), ("/x" * 5000, None), (path, "wav")]
+        ):
+            raw.send(protocol.Open(tag + 5, {"paths": [name], "format": form, "verify": True}))
+            answer = raw.receive()
+            assert isinstance(answer, protocol.Fail) and answer.tag == tag + 5
+        raw.open(path)
+
+
+def test_get_for_a_data_set_that_is_not_open(daemon: Daemon, path: str) -> None:
+    for message in (get(1, 1, [0]), protocol.Lease(1, 99, protocol.pack_indices(np.arange(3)))):
+        with Raw(daemon.socket) as raw:
+            raw.send(message)
+            assert "not open here" in str(raw.refused())
+    with Raw(daemon.socket) as raw:
+        dataset = raw.open(path).dataset
+        raw.send(protocol.Close(dataset), protocol.Close(dataset), get(1, dataset, [0]))
+        assert "not open here" in str(raw.refused())
+
+
+@pytest.mark.parametrize("index", [-1, COUNT, 2**62, -(2**63)])
+def test_index_out_of_range_fails_the_request_only(daemon: Daemon, path: str, index: int) -> None:
+    with Raw(daemon.socket) as raw:
+        dataset = raw.open(path).dataset
+        raw.send(get(1, dataset, [0, index, 1]), get(2, dataset, [0]))
+        failed, ready = raw.receive(), raw.receive()
+        assert isinstance(failed, protocol.Fail) and failed.tag == 1
+        error = protocol.error_from_wire(failed.error)
+        assert isinstance(error, SampleIndexError) and error.index == index
+        assert isinstance(ready, protocol.Ready) and ready.count == 1
+
+
+@pytest.mark.parametrize("packed", [b"1234567", b"\0" * 9, b"\0" * 8 * 65_537])
+def test_indices_of_a_wrong_size(daemon: Daemon, path: str, packed: bytes) -> None:
+    for lease in (True, False):
+        with Raw(daemon.socket) as raw:
+            dataset = raw.open(path).dataset
+            raw.send(
+                protocol.Lease(1, dataset, packed)
+                if lease
+                else protocol.Get(1, dataset, packed, b"", 0, 0)
+            )
+            assert "bytes of indices" in str(raw.refused())
+
+
+def test_tags(daemon: Daemon, path: str) -> None:
+    everything = range(COUNT)
+    for messages in (
+        [get(1, 1, everything), get(1, 1, everything)],
+        [get(1, 1, [0]), protocol.Lease(1, 1, protocol.pack_indices(np.arange(2)))],
+        [get(0, 1, [0])],
+        [get(-1, 1, [0])],
+        [get(2**32, 1, [0])],
+    ):
+        with Raw(daemon.socket) as raw:
+            assert raw.open(path).dataset == 1
+            raw.send(*messages)
+            assert "tag" in str(raw.refused())
+    with Raw(daemon.socket) as raw:
+        dataset = raw.open(path).dataset
+        for _ in range(3):
+            raw.send(get(7, dataset, [1, 2], acknowledged=[7, 8, 8, 2**32 - 1]))
+            assert isinstance(raw.receive(), protocol.Ready)
+            raw.send(protocol.Release(protocol.pack_tags([7, 12, 7])))
+        raw.send(protocol.Tell(0, 0, 0, b"123"))
+        assert "bytes of tags" in str(raw.refused())
+
+
+def test_counters_that_lie(daemon: Daemon, path: str) -> None:
+    with Raw(daemon.socket) as raw:
+        raw.open(path)
+        for _ in range(3):
+            raw.send(protocol.Tell(0, 2**64 - 1, 2**64 - 1, b""))
+        raw.send(protocol.Status(3))
+        assert isinstance(raw.receive(), protocol.Report)
+    daemon.status()
+    with Raw(daemon.socket) as raw:
+        raw.open(path)
+        raw.send(protocol.Tell(0, -1, 0, b""))
+        assert isinstance(raw.refused(), ProtocolError)
+
+
+def test_too_many_requests_at_once(daemon: Daemon, path: str) -> None:
+    with Raw(daemon.socket) as raw:
+        dataset = raw.open(path).dataset
+        os.kill(daemon.pid, 19)
+        try:
+            # In one piece, so that nothing is answered in between.
+            raw.send(*(get(1 + k, dataset, range(COUNT)) for k in range(200)))
+        finally:
+            os.kill(daemon.pid, 18)
+        with contextlib.suppress(EOFError):
+            for _ in range(200):
+                answer = raw.receive()
+                if isinstance(answer, protocol.Fail):
+                    assert "requests on their way" in str(protocol.error_from_wire(answer.error))
+                    break
+
+
+def test_thousands_of_requests_and_no_answer_read(path: str) -> None:
+    patch = "import ffserve.server.server as s; s.MOST_UNSENT = 1 << 20"
+    cut_off = r"cut off a client \(pid \d+\) that does not read"
+    with serving(patch=patch, expect=[cut_off]) as daemon, daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        with Raw(daemon.socket) as raw:
+            dataset = raw.open(path).dataset
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                for tag in range(1, 1_000_000):
+                    raw.send(get(tag, dataset, [tag % COUNT]), protocol.Status(tag))
+        assert reader[3].tobytes() == sample(3)
+        until(lambda: "that does not read" in daemon.text(), "it was cut off")
+
+
+def test_greeting_that_never_comes_or_takes_for_ever() -> None:
+    patch = "import ffserve.server.server as s; s.HELLO_TIMEOUT_S = 0.5"
+    refusal = r"closed a session \(pid \d+\): the client said nothing"
+    hello = protocol.encode(protocol.Hello({"versions": [1], "job": "j", "client": "x" * 1000}))
+    with serving(patch=patch, expect=[refusal]) as daemon:
+        with Raw(daemon.socket, hello=False) as silent, Raw(daemon.socket, hello=False) as slow:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for byte in hello[:40]:
+                    slow.socket.sendall(bytes([byte]))
+                    time.sleep(0.03)
+            for raw in (silent, slow):
+                assert "said nothing" in str(raw.refused())
+        until(lambda: not daemon.status()["jobs"], "it lives")
+
+
+def test_client_that_sends_descriptors(daemon: Daemon) -> None:
+    before = daemon.fd_count()
+    for _ in range(20):
+        with Raw(daemon.socket) as raw:
+            socket.send_fds(raw.socket, [protocol.encode(protocol.Status(1))], [0, 0, 0])
+            assert isinstance(raw.receive(), protocol.Report)
+    until(lambda: daemon.fd_count() <= before, "no descriptor of the client's is kept")
+
+
+# ---- daemons ----------------------------------------------------------------------------------
+
+ARENA_SIZE = 1 << 20
+CAPACITY = 4096
+Answer = Callable[[socket.socket, protocol.Message], None]
+
+
+def memory(size: int, *, sealed: bool = True) -> int:
+    """A memfd as the daemon hands it out."""
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, 1033, 2 | 4)
+    return fd
+
+
+class Hostile:
+    """A daemon that greets and opens as it should, or as `answer` does."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = str(directory / "s")
+        self.arena = memory(ARENA_SIZE)
+        self.directory = memory(CAPACITY * 16)
+        self.index = memory(CAPACITY * 12)
+        self.about: dict[str, Any] = {
+            "version": 1,
+            "server": "hostile",
+            "epoch": 1,
+            "arena_size": ARENA_SIZE,
+            "capacity": CAPACITY,
+            "max_get": 65_536,
+        }
+        self.fds = [self.arena, self.directory, self.index]
+        self.count = 3
+        self.base = 0
+        self.on_hello: Answer = self.welcome
+        self.on_open: Answer = self.opened
+        self.on_get: Answer = lambda sock, message: None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket)
+        self._listener.listen()
+        self._socks: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._socks.append(sock)
+                threading.Thread(target=self._talk, args=(sock,), daemon=True).start()
+
+    def _talk(self, sock: socket.socket) -> None:
+        decoder = protocol.Decoder(protocol.FROM_CLIENT)
+        with contextlib.suppress(OSError), sock:
+            while chunk := sock.recv(65536):
+                for message in decoder.feed(chunk):
+                    match message:
+                        case protocol.Hello():
+                            self.on_hello(sock, message)
+                        case protocol.Open():
+                            self.on_open(sock, message)
+                        case protocol.Get() | protocol.Lease():
+                            self.on_get(sock, message)
+
+    def welcome(self, sock: socket.socket, message: protocol.Message) -> None:
+        """A proper WELCOME, or what the fields make of it."""
+        socket.send_fds(sock, [protocol.encode(protocol.Welcome(self.about))], self.fds)
+
+    def opened(self, sock: socket.socket, message: protocol.Message) -> None:
+        """A proper OPENED, or what the fields make of it."""
+        assert isinstance(message, protocol.Open)
+        table = np.zeros(1, protocol.SHARD_DTYPE)
+        table["base"], table["count"], table["size"] = self.base, self.count, 1000
+        sock.sendall(
+            protocol.encode(protocol.Opened(message.tag, 1, table.tobytes(), ["ffrecord"]))
+        )
+
+    def entries(self) -> Any:
+        """The directory, writable."""
+        import mmap
+
+        return np.frombuffer(mmap.mmap(self.directory, CAPACITY * 16), ENTRY_DTYPE)
+
+    def close(self) -> None:
+        """End it."""
+        self._listener.close()
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for fd in (self.arena, self.directory, self.index):
+            os.close(fd)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[Hostile]:
+    daemon = Hostile(tmp_path)
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ffserve.client.connection.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setitem(ffserve.client.reader.RECONNECT_S, "require", 0.2)
+
+
+REFUSED = (ProtocolError, ServerUnavailable, ReadError)
+BAD_FRAMES: Sequence[bytes] = [
+    b"",
+    b"\xff" * 8,
+    frame(),
+    frame(protocol.Ready.TYPE, 1),
+    frame(protocol.Welcome.TYPE, []),
+    frame(protocol.Welcome.TYPE, {}),
+    frame(protocol.Status.TYPE, 1),
+    frame(protocol.Fail.TYPE, 0, []),
+    frame(protocol.Fail.TYPE, 0, ["x", 1, 2, 3, 4, 5]),
+    frame(protocol.Fail.TYPE, 0, ["unheard of", "no", None, None, None, None]),
+    frame(protocol.Fail.TYPE, 0, ["protocol", "go away", None, None, None, None]),
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", BAD_FRAMES)
+def test_daemon_that_greets_with_nonsense(hostile: Hostile, sent: bytes, path: str) -> None:
+    def answer(sock: socket.socket, message: protocol.Message) -> None:
+        sock.sendall(sent)
+        sock.shutdown(socket.SHUT_RDWR)
+
+    hostile.on_hello = answer
+    with pytest.raises(FFServeError) as caught:
+        ffserve.open(path, server=hostile.socket)
+    assert isinstance(caught.value, (*REFUSED, FFServeError))
+
+
+def test_daemon_that_never_greets_or_takes_for_ever(hostile: Hostile, path: str) -> None:
+    def dribble(sock: socket.socket, message: protocol.Message) -> None:
+        sock.sendall(struct.pack("<I", 1000))
+        for _ in range(100):
+            sock.sendall(b"x")
+            time.sleep(0.1)
+
+    for answer in (lambda sock, message: None, dribble):
+        hostile.on_hello = answer
+        started = time.monotonic()
+        with pytest.raises(ServerUnavailable, match="does not greet"):
+            ffserve.open(path, server=hostile.socket)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"arena_size": 0},
+        {"arena_size": -1},
+        {"arena_size": "1"},
+        {"arena_size": ARENA_SIZE + 1},
+        {"arena_size": 2**63},
+        {"arena_size": 2**64 - 1},
+        {"arena_size": None},
+        {"capacity": 0},
+        {"capacity": None},
+        {"capacity": 2**64 - 1},
+    ],
+)
+def test_daemon_whose_memory_is_not_as_it_says(
+    hostile: Hostile, about: dict[str, Any], path: str
+) -> None:
+    hostile.about.update(about)
+    with pytest.raises(REFUSED):
+        ffserve.open(path, server=hostile.socket)
+
+
+def test_daemon_that_hands_over_the_wrong_descriptors(hostile: Hostile, path: str) -> None:
+    right = list(hostile.fds)
+    reading, writing = os.pipe()
+    unsealed, small = memory(ARENA_SIZE, sealed=False), memory(4096)
+    wrong = [right[:2], [], [reading] * 3, [unsealed, *right[1:]], [small, *right[1:]]]
+    before = len(os.listdir("/proc/self/fd"))
+    for fds in wrong:
+        hostile.fds = fds
+        with pytest.raises(REFUSED):
+            ffserve.open(path, server=hostile.socket)
+    for fd in (reading, writing, unsealed, small):
+        os.close(fd)
+    # The hostile side's sockets are in this process as well, one a connection at most.
+    assert len(os.listdir("/proc/self/fd")) <= before - 4 + len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("base", "count"),
+    [(0, CAPACITY + 1), (CAPACITY, 1), (2**63, 1), (0, 2**63), (2**64 - 1, 2), (1, 2**64 - 1)],
+)
+def test_daemon_that_names_samples_outside_its_tables(
+    hostile: Hostile, path: str, base: int, count: int
+) -> None:
+    hostile.base, hostile.count = base, count
+    with pytest.raises(REFUSED):
+        ffserve.open(path, server=hostile.socket)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        protocol.Opened(1, 1, b"", []),
+        protocol.Opened(1, 1, b"x" * 40, []),
+        protocol.Opened(1, 1, b"", ["ffrecord"]),
+        protocol.Opened(1, 1, b"\0" * 80, ["a", "b"]),
+        protocol.Opened(1, 1, b"\0" * 40, [1]),  # type: ignore[list-item]
+        protocol.Ready(1, 1, []),
+        protocol.Welcome({}),
+        protocol.Fail(1, []),
+        protocol.Fail(1, ["path", 1, 2, 3, 4, 5]),
+        protocol.Fail(0, ["protocol", "bad", None, None, None, None]),
+    ],
+)
+def test_daemon_that_opens_nonsense(hostile: Hostile, path: str, answer: protocol.Message) -> None:
+    def reply(sock: socket.socket, message: protocol.Message) -> None:
+        sock.sendall(protocol.encode(answer))
+        if isinstance(answer, protocol.Welcome):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    hostile.on_open = reply
+    with pytest.raises(REFUSED):
+        ffserve.open(path, server=hostile.socket)
+
+
+@pytest.mark.parametrize("lease", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda tag: protocol.Ready(tag, 4, []),
+        lambda tag: protocol.Ready(tag, -1, []),
+        lambda tag: protocol.Ready(tag, 2**63, []),
+        lambda tag: protocol.Ready(tag, 3, [1]),
+        lambda tag: protocol.Ready(tag, 3, [[0]]),
+        lambda tag: protocol.Ready(tag, 3, [[3, "read", "m", None, None, None, None]]),
+        lambda tag: protocol.Ready(tag, 3, [[-1, "read", "m", None, None, None, None]]),
+        lambda tag: protocol.Ready(tag, 1, [[2, "read", "m", None, None, None, None]]),
+        lambda tag: protocol.Ready(tag, 3, [["0", "read", "m", None, None, None, None]]),
+        lambda tag: protocol.Report(tag, {}),
+        lambda tag: protocol.Fail(tag, ["protocol", "no", None, None, None, None]),
+        lambda tag: protocol.Fail(0, ["protocol", "no", None, None, None, None]),
+        lambda tag: protocol.Fail(tag, [None]),
+        lambda tag: None,
+    ],
+)
+def test_daemon_that_answers_nonsense(
+    hostile: Hostile, path: str, answer: Callable[[int], protocol.Message | None], lease: bool
+) -> None:
+    hostile.entries()["length_low"] = 10
+
+    def reply(sock: socket.socket, message: protocol.Message) -> None:
+        assert isinstance(message, (protocol.Get, protocol.Lease))
+        sent = answer(message.tag)
+        if sent is None:
+            sock.shutdown(socket.SHUT_RDWR)
+        else:
+            sock.sendall(protocol.encode(sent))
+
+    hostile.on_get = reply
+    with ffserve.open(path, server=hostile.socket) as reader:
+        if answer(1) is None:
+            hostile.on_hello = lambda sock, message: sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(REFUSED):
+            if lease:
+                with reader.lease(range(3)):
+                    pass
+            else:
+                reader.read(range(3))
+
+
+def test_daemon_that_says_ready_and_never_is(
+    hostile: Hostile, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile.entries()["length_low"] = 10
+
+    def reply(sock: socket.socket, message: protocol.Message) -> None:
+        assert isinstance(message, (protocol.Get, protocol.Lease))
+        sock.sendall(protocol.encode(protocol.Ready(message.tag, len(message.indices) // 8, [])))
+
+    hostile.on_get = reply
+    monkeypatch.setattr("ffserve.client.remote._MOST_EMPTY_ROUNDS", 30)
+    with ffserve.open(path, server=hostile.socket) as reader:
+        with pytest.raises(ReadError, match="too busy"):
+            reader.read(range(3))
+        with pytest.raises(ReadError, match="too busy"), reader.lease(range(3)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("seq", "length", "place"),
+    [
+        (3, 10, ARENA_SIZE - 9),
+        (3, 10, ARENA_SIZE),
+        (3, 10, 2**48 - 1),
+        (3, ARENA_SIZE + 1, 0),
+        (3, 2**32 - 1, ARENA_SIZE - 1),
+        (3, 16, 2**48 - 8),
+    ],
+)
+def test_directory_that_points_outside_the_arena_is_refused(
+    hostile: Hostile, path: str, seq: int, length: int, place: int
+) -> None:
+    entries = hostile.entries()
+    entries["length_low"] = 10
+    entries["seq"] = seq
+    entries[1] = (seq, length, place)
+    with ffserve.open(path, server=hostile.socket) as reader:
+        assert reader[0].tobytes() == b"\0" * 10
+        with pytest.raises(REFUSED):
+            reader.read_batch(range(3))
+        with pytest.raises(REFUSED):
+            reader.read([1])
+        hostile.on_get = lambda sock, message: sock.sendall(
+            protocol.encode(protocol.Ready(message.tag, 3, []))  # type: ignore[union-attr]
+        )
+        with pytest.raises(REFUSED), reader.lease(range(3)):
+            pass
+
+
+def test_auto_reads_by_itself_when_a_daemon_talks_nonsense(hostile: Hostile, path: str) -> None:
+    hostile.about["arena_size"] = 2**63
+    program = (
+        "import os, sys, ffserve, logging; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "print(ffserve.open(sys.argv[1])[0].tobytes(), ffserve.open(sys.argv[1]).source)"
+    )
+    done = run_python(program, path, hostile.socket)
+    assert done.stdout.startswith(f"{sample(0)!r} engine ")
+    assert done.stderr.count("reading without the daemon") == 1
+
+
+def test_daemon_that_sends_more_descriptors_than_it_should(hostile: Hostile, path: str) -> None:
+    def flood(sock: socket.socket, message: protocol.Message) -> None:
+        whole = protocol.encode(protocol.Welcome(hostile.about))
+        for start in range(0, len(whole), 10):
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", hostile.fds))
+            sock.sendmsg([whole[start : start + 10]], [rights])
+            time.sleep(0.01)
+
+    hostile.on_hello = flood
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(REFUSED):
+        ffserve.open(path, server=hostile.socket)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
