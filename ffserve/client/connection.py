@@ -8,6 +8,7 @@ fork the child drops the parent's connection without a word and makes its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -410,6 +411,18 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def _at_exit() -> None:
+    """Say goodbye for readers that nobody closed: the daemon gets their last counters."""
+    with _lock:
+        left = list(_connections.values())
+        _connections.clear()
+    for connection in left:
+        connection.close()
+
+
+atexit.register(_at_exit)
 
 
 def status(path: str | None = None) -> dict[str, Any]:
