@@ -1,0 +1,347 @@
+"""Jobs whose workers, whose neighbours and whose daemon are killed in mid-epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
+
+COUNT = 1200
+SIZES = [0, 100, 5000, 20_000, 70_000]
+
+JOB = """
+import hashlib, multiprocessing, sys, time
+from multiprocessing.connection import wait
+import numpy as np
+import ffserve, ffserve.client.reader as module
+path, server, seed, pause, reconnect_s = sys.argv[1:6]
+module.RECONNECT_S.update(auto=float(reconnect_s), require=float(reconnect_s))
+reader = ffserve.open(path, server=server)
+
+def share(reader, mine, pipe, pause):
+    for start in range(0, len(mine), 20):
+        part = mine[start:start + 20]
+        got = reader.read(part)
+        pipe.send([(int(i), hashlib.md5(s).hexdigest()) for i, s in zip(part, got)])
+        time.sleep(pause)
+
+order = np.random.default_rng(int(seed)).permutation(len(reader))
+missing, pipes, workers = set(order.tolist()), [], []
+for k in range(2):
+    inner, outer = multiprocessing.Pipe(duplex=False)
+    arguments = (reader, order[k::2], outer, float(pause))
+    workers.append(multiprocessing.Process(target=share, args=arguments))
+    workers[-1].start()
+    outer.close()
+    pipes.append(inner)
+print("workers", *[worker.pid for worker in workers], flush=True)
+
+def take(batch):
+    missing.difference_update(i for i, _ in batch)
+    print(*[f"{i}:{digest}" for i, digest in batch], flush=True)
+
+while pipes:
+    for pipe in wait(pipes):
+        try:
+            take(pipe.recv())
+        except (EOFError, OSError):
+            pipes.remove(pipe)
+for worker in workers: worker.join()
+# A worker that was killed owes something.
+for i in sorted(missing): take([(i, hashlib.md5(reader[i]).hexdigest())])
+print("source", reader.source, flush=True)
+"""
+
+
+class Job:
+    """A training run with two workers, which prints what it got."""
+
+    def __init__(
+        self, path: str, server: str, *, seed: int, pause: float = 0.0, reconnect_s: float = 30
+    ) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", JOB]
+            + [path, server, str(seed), str(pause), str(reconnect_s)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.workers = [int(pid) for pid in self.process.stdout.readline().split()[1:]]
+        assert len(self.workers) == 2
+
+    def begun(self) -> None:
+        """Wait until it has samples."""
+        assert self.process.stdout is not None
+        self.first = self.process.stdout.readline()
+        assert ":" in self.first
+
+    def end(self) -> tuple[list[tuple[int, str]], str, str]:
+        """Return samples, the source at the end, standard error."""
+        assert self.process.stdout is not None
+        out = self.process.stdout.read()
+        self.process.wait(DEADLINE_S)
+        self.errors.seek(0)
+        err = self.errors.read()
+        assert self.process.returncode == 0, err
+        lines = (getattr(self, "first", "") + out).splitlines()
+        assert lines[-1].startswith("source ")
+        pairs = [pair.split(":") for line in lines[:-1] for pair in line.split()]
+        return [(int(i), digest) for i, digest in pairs], lines[-1][7:], err
+
+    def kill(self) -> None:
+        """SIGKILL it with its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.errors.close()
+
+
+@contextlib.contextmanager
+def jobs(count: int, *arguments: Any, **options: Any) -> Iterator[list[Job]]:
+    """Several jobs, none of which outlives the test."""
+    started: list[Job] = []
+    try:
+        for seed in range(count):
+            started.append(Job(*arguments, seed=seed, **options))
+        yield started
+    finally:
+        for job in started:
+            job.kill()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of COUNT samples."""
+    samples = [sample(i, SIZES) for i in range(COUNT)]
+    return write(tmp_path_factory.mktemp("data") / "a.ffr", samples)
+
+
+@pytest.fixture(scope="module")
+def truth(path: str) -> list[tuple[int, str]]:
+    """What every job has to get: each sample once."""
+    import hashlib
+
+    return [(i, hashlib.md5(sample(i, SIZES)).hexdigest()) for i in range(COUNT)]
+
+
+Truth = list[tuple[int, str]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth, count: int) -> None:
+    with jobs(1, path, "off") as [alone]:
+        expected, source, _ = alone.end()
+    assert source.startswith("engine ")
+    assert sorted(expected) == truth
+    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket) as running:
+        for k, job in enumerate(running):
+            got, source, err = job.end()
+            assert (source, err) == (f"daemon {daemon.socket}", "")
+            assert sorted(got) == truth
+            if k == 0:
+                assert len(got) == len(expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth, count: int) -> None:
+    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket, pause=0.02) as running:
+        for job in running:
+            job.begun()
+        assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
+        time.sleep(0.1)
+        assert all(job.process.poll() is None for job in running)
+        daemon.start()
+        for job in running:
+            got, source, err = job.end()
+            assert sorted(got) == truth, "every sample exactly once, with its own bytes"
+            assert (source, err) == (f"daemon {daemon.socket}", "")
+
+
+def test_daemon_restarted_again_and_again(path: str, truth: Truth) -> None:
+    with serving() as daemon, jobs(2, path, daemon.socket, pause=0.03) as running:
+        for job in running:
+            job.begun()
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
+            daemon.end(number)
+            daemon.start()
+            time.sleep(0.15)
+        for job in running:
+            assert sorted(job.end()[0]) == truth
+
+
+def test_job_killed_in_mid_epoch_leaves_the_others_alone(path: str, truth: Truth) -> None:
+    with serving(arena="2MiB") as daemon, jobs(3, path, daemon.socket, pause=0.01) as running:
+        for job in running:
+            job.begun()
+        running[0].kill()
+        for job in running[1:]:
+            assert sorted(job.end()[0]) == truth
+        until(lambda: not daemon.status()["shards"][0]["sessions"], "all sessions ended")
+
+
+def test_worker_killed_in_mid_epoch(path: str, truth: Truth) -> None:
+    with serving(arena="2MiB") as daemon, jobs(2, path, daemon.socket, pause=0.02) as running:
+        for job in running:
+            job.begun()
+        os.kill(running[0].workers[0], signal.SIGKILL)
+        for job in running:
+            assert sorted(job.end()[0]) == truth
+
+
+AUTO = """
+import logging, os, sys, ffserve, ffserve.client.reader as module
+os.environ["FFSERVE_SOCKET"] = sys.argv[2]
+module.RECONNECT_S.update(auto=0.3, require=0.3)
+module.RETURN_AFTER_S = float(sys.argv[4])
+logging.basicConfig(format="%(levelname)s %(message)s")
+readers = [ffserve.open(sys.argv[1], server=sys.argv[3]) for _ in range(2)]
+print(*[r.source for r in readers], flush=True)
+for k, line in enumerate(sys.stdin):
+    try:
+        part = range(200 * (k % 6), 200 * (k % 6) + 200)
+        got = [hash(r.read_batch(part).buffer.tobytes()) for r in readers]
+        print(len(set(got)), *[r.source for r in readers], flush=True)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def conversation(*arguments: Any) -> Iterator[Any]:
+    """A client that reads when it is told to."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AUTO, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def read() -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+
+    try:
+        assert process.stdout is not None
+        assert "daemon" in process.stdout.readline()
+        yield process, read
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_auto_goes_on_alone_says_so_once_and_comes_back(path: str) -> None:
+    with serving() as daemon, conversation(path, daemon.socket, "auto", 0.2) as (process, read):
+        assert read().startswith("1 daemon ")
+        daemon.end(signal.SIGKILL)
+        assert read().startswith("1 engine ")
+        assert read().startswith("1 engine ")
+        daemon.start()
+        time.sleep(0.25)
+        assert read() == f"1 daemon {daemon.socket} daemon {daemon.socket}\n"
+        _, err = process.communicate()
+        assert err.count("the daemon went away, reading without it") == 1, err
+        assert len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("how", ["require", "path"])
+def test_required_daemon_that_stays_away(path: str, how: str) -> None:
+    with serving() as daemon:
+        server = "require" if how == "require" else daemon.socket
+        with conversation(path, daemon.socket, server, 30) as (process, read):
+            assert read().startswith("1 daemon ")
+            daemon.end(signal.SIGKILL)
+            started = time.monotonic()
+            assert read().startswith("ServerUnavailable ")
+            assert time.monotonic() - started < 5
+            daemon.start()
+            assert read().startswith("1 daemon "), "a reader that failed once can be used again"
+            assert process.poll() is None
+
+
+def test_file_replaced_while_the_daemon_was_away(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(COUNT)])
+    with serving() as daemon, conversation(path, daemon.socket, "auto", 30) as (_, read):
+        assert read().startswith("1 daemon ")
+        daemon.end(signal.SIGKILL)
+        write(path, [sample(i, SIZES, seed=1) for i in range(COUNT)])
+        daemon.start()
+        assert read().startswith("FormatError ")
+
+
+def test_daemon_that_serves_other_roots_after_its_restart(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(COUNT)])
+    (tmp_path / "elsewhere").mkdir()
+    with serving() as daemon, conversation(path, daemon.socket, "auto", 30) as (process, read):
+        assert read().startswith("1 daemon ")
+        daemon.end(signal.SIGKILL)
+        daemon.command[daemon.command.index("--root") + 1] = str(tmp_path / "elsewhere")
+        daemon.start()
+        assert read().startswith("1 engine ")
+        _, err = process.communicate()
+        assert "outside its roots" in err
+
+
+def test_hits_go_on_while_the_daemon_is_dead(path: str) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        expected = reader.read_batch(range(100)).buffer.tobytes()
+        with reader.lease(range(10)) as views:
+            daemon.end(signal.SIGKILL)
+            assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(10)]
+        assert reader.read_batch(range(100)).buffer.tobytes() == expected
+        daemon.start()
+        assert reader[1000].tobytes() == sample(1000, SIZES)
+
+
+def test_iteration_goes_on_across_a_restart(path: str) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        got = []
+        for k, batch in enumerate(reader.batches(count=100)):
+            got += [one.tobytes() for one in batch]
+            if k in (0, 5):
+                daemon.end(signal.SIGKILL)
+                daemon.start()
+        assert got == [sample(i, SIZES) for i in range(COUNT)]
+
+
+def test_no_daemon_at_all(path: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys, ffserve; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
+        "from ffserve.errors import ServerUnavailable\n"
+        "print(ffserve.open(sys.argv[1]).source)\n"
+        "for server in ('require', sys.argv[2]):\n"
+        "    try: ffserve.open(sys.argv[1], server=server)\n"
+        "    except ServerUnavailable as error: print(error)\n"
+    )
+    lines = run_python(program, path, tmp_path / "none").stdout.splitlines()
+    assert lines[0].startswith("engine ")
+    assert len(lines) == 3
+    assert all("ffserve serve" in line and str(tmp_path / "none") in line for line in lines[1:])
+
+
+def test_daemon_object_knows_its_own_death() -> None:
+    daemon = Daemon()
+    try:
+        daemon.start()
+        assert daemon.end(signal.SIGINT) == 0
+        daemon.check_log()
+    finally:
+        daemon.close()
