@@ -71,8 +71,10 @@ class Job:
     ) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", JOB]
-            + [path, server, str(seed), str(pause), str(reconnect_s)],
+            [
+                *(sys.executable, "-W", "error", "-c", JOB),
+                *(path, server, str(seed), str(pause), str(reconnect_s)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self.errors,

@@ -1,0 +1,591 @@
+"""The reader's contract, the same with a daemon and without one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, damage, sample, until, write
+
+import ffserve
+from ffserve.errors import (
+    ChecksumError,
+    FFServeError,
+    FormatError,
+    ProtocolError,
+    ReadError,
+    SampleIndexError,
+    TruncatedError,
+    UsageError,
+)
+
+COUNTS = (120, 0, 80)
+COUNT = sum(COUNTS)
+TRUTH = [sample(i) for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three shards, the middle one empty."""
+    directory = tmp_path_factory.mktemp("shards")
+    edges = np.cumsum((0, *COUNTS)).tolist()
+    return [
+        write(directory / f"{k}.ffr", TRUTH[edges[k] : edges[k + 1]]) for k in range(len(COUNTS))
+    ]
+
+
+@pytest.fixture(params=["off", "daemon"])
+def server(request: pytest.FixtureRequest) -> str:
+    """What to give as `server`: both kinds of source."""
+    if request.param == "off":
+        return "off"
+    daemon = request.getfixturevalue("daemon")
+    assert isinstance(daemon, Daemon)
+    return daemon.socket
+
+
+@pytest.fixture
+def reader(files: list[str], server: str) -> Iterator[ffserve.Reader]:
+    with ffserve.open(files, server=server) as opened:
+        yield opened
+
+
+def listed(samples: Any) -> list[bytes]:
+    return [one.tobytes() for one in samples]
+
+
+def wanted(indices: Any) -> list[bytes]:
+    return [TRUTH[int(i)] for i in indices]
+
+
+def digest(reader: ffserve.Reader, queue: Any = None) -> bool:
+    """Whether a reader, perhaps in another process, reads what it should."""
+    order = np.random.default_rng(os.getpid()).permutation(COUNT)
+    right = listed(reader.read(order)) == wanted(order)
+    if queue is not None:
+        queue.put((right, reader.source))
+    return right
+
+
+def one_sample(argument: tuple[ffserve.Reader, int]) -> bytes:
+    reader, index = argument
+    return reader[index].tobytes()
+
+
+class TestReader:
+    # ---- indices ---------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "indices",
+        [
+            [0, 5, 199, 120, 119],
+            (3, 3, 3, 1),
+            range(10),
+            range(190, 100, -7),
+            {4, 9, 150},
+            np.array([7, 6, 5]),
+            np.array([7, 6, 5], np.uint8),
+            np.array([7, 6, 5], ">i4"),
+            np.arange(100)[::-3],
+            np.array([1, 2], np.uint64),
+            [np.int64(4), np.uint8(5), 6],
+            [],
+            (),
+            range(0),
+            np.array([], np.int64),
+            np.array([]),
+            set(),
+        ],
+        ids=repr,
+    )
+    def test_every_kind_of_indices(self, reader: ffserve.Reader, indices: Any) -> None:
+        expected = wanted(indices)
+        assert listed(reader.read(indices)) == expected
+        batch = reader.read_batch(indices)
+        assert listed(batch) == expected
+        assert batch.offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+        assert batch.buffer.tobytes() == b"".join(expected)
+        with reader.lease(indices) as views:
+            assert listed(views) == expected
+        assert reader.sizes(indices).tolist() == [len(s) for s in expected]
+        assert reader.sizes(indices).dtype == np.int64
+
+    def test_generator(self, reader: ffserve.Reader) -> None:
+        assert listed(reader.read(i * i for i in range(10))) == wanted(i * i for i in range(10))
+
+    @pytest.mark.parametrize("indices", [[-1], [COUNT], [0, 2**70], [-(2**70)], [3, -200, 4]])
+    def test_indices_outside(self, reader: ffserve.Reader, indices: Any) -> None:
+        for ask in (reader.read, reader.read_batch, reader.lease, reader.sizes, reader.__getitem__):
+            with pytest.raises(SampleIndexError, match="outside the dataset of 200") as caught:
+                ask(indices)
+            assert caught.value.index in indices
+            assert isinstance(caught.value, IndexError)
+
+    @pytest.mark.parametrize(
+        "indices",
+        [
+            [1.0],
+            np.array([1.0, 2.0]),
+            [True, False],
+            np.array([True]),
+            [[1, 2], [3, 4]],
+            [[1], [2, 3]],
+            np.zeros((2, 2), np.int64),
+            np.zeros((0, 2), np.int64),
+            np.array(3),
+            ["1"],
+            "12",
+            [None],
+            None,
+            3,
+            3.5,
+            [1, "x"],
+            [object()],
+            np.array(["1"]),
+        ],
+        ids=repr,
+    )
+    def test_indices_that_are_none(self, reader: ffserve.Reader, indices: Any) -> None:
+        for ask in (reader.read, reader.read_batch, reader.lease):
+            with pytest.raises(UsageError):
+                ask(indices)
+
+    # ---- what comes back -------------------------------------------------------------------
+
+    def test_samples_are_the_callers_own(self, reader: ffserve.Reader) -> None:
+        first, again = reader.read([5, 5])
+        for one in (first, again):
+            assert one.dtype == np.uint8 and one.ndim == 1
+            assert one.flags.writeable and one.flags.owndata and one.flags.c_contiguous
+        first[:] = 0
+        assert again.tobytes() == reader[5].tobytes() == TRUTH[5]
+
+    def test_batch(self, reader: ffserve.Reader) -> None:
+        batch = reader.read_batch([6, 0, 6, 5])
+        assert len(batch) == 4
+        assert batch.buffer.flags.owndata and batch.buffer.flags.writeable
+        assert listed(batch[1:3]) == wanted([0, 6])
+        assert batch[-1].tobytes() == TRUTH[5]
+        for outside in (4, -5):
+            with pytest.raises(IndexError):
+                batch[outside]
+
+    def test_batch_into_the_callers_buffer(self, reader: ffserve.Reader) -> None:
+        need = len(TRUTH[5]) + len(TRUTH[6])
+        for out in (np.zeros(need, np.uint8), np.zeros(need + 10, np.uint8)):
+            batch = reader.read_batch([6, 5], out=out)
+            assert np.shares_memory(batch.buffer, out)
+            assert batch.buffer.nbytes == need
+            assert listed(batch) == wanted([6, 5])
+            assert not out[need:].any()
+        read_only = np.zeros(need, np.uint8)
+        read_only.flags.writeable = False
+        for bad in (
+            np.zeros(need - 1, np.uint8),
+            np.zeros(need, np.int8),
+            np.zeros(2 * need, np.uint8)[::2],
+            np.zeros((1, need), np.uint8),
+            read_only,
+            bytearray(need),
+        ):
+            with pytest.raises(UsageError, match="out"):
+                reader.read_batch([6, 5], out=bad)  # type: ignore[arg-type]
+
+    def test_items_and_slices(self, reader: ffserve.Reader) -> None:
+        assert reader[6].tobytes() == reader[np.int64(6)].tobytes() == TRUTH[6]
+        assert listed(reader[3:9]) == TRUTH[3:9]
+        assert listed(reader[::-37]) == TRUTH[::-37]
+        assert listed(reader[-3:]) == TRUTH[-3:]
+        assert reader[500:] == []
+        assert listed(reader[[9, 1]]) == listed(reader[np.array([9, 1])]) == wanted([9, 1])
+        for index in (-1, COUNT):
+            with pytest.raises(IndexError):
+                reader[index]
+        for bad in (True, 1.0, None, "1"):
+            with pytest.raises(UsageError):
+                reader[bad]  # type: ignore[index]
+
+    def test_iteration(self, reader: ffserve.Reader) -> None:
+        assert listed(reader) == TRUTH
+        assert all(one.flags.owndata for one in reader)
+        sizes = [len(batch) for batch in reader.batches(count=7, size=50_000)]
+        assert sum(sizes) == COUNT and max(sizes) <= 7
+        order = list(range(COUNT - 1, -1, -1))
+        assert [s for b in reader.batches(order, count=50) for s in listed(b)] == TRUTH[::-1]
+        two = [iter(reader), iter(reader)]
+        assert [next(it).tobytes() for it in two * 3] == [TRUTH[i // 2] for i in range(6)]
+
+    def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
+        before = resident_size()
+        for _ in range(300):
+            assert next(iter(reader)).tobytes() == TRUTH[0]
+        gc.collect()
+        assert resident_size() - before < 100_000_000
+
+    def test_length_sizes_shards_tables(self, reader: ffserve.Reader, files: list[str]) -> None:
+        assert len(reader) == COUNT
+        assert reader.sizes().tolist() == [len(s) for s in TRUTH]
+        assert [s.path for s in reader.shards] == files
+        assert [s.count for s in reader.shards] == list(COUNTS)
+        assert [s.first for s in reader.shards] == [0, 120, 120]
+        for k in range(3):
+            offsets, lengths, checksums = reader.tables(k)
+            assert len(offsets) == len(lengths) == len(checksums) == COUNTS[k]
+            content = Path(files[k]).read_bytes()
+            first = reader.shards[k].first
+            for i in range(0, COUNTS[k], 11):
+                start, length = int(offsets[i]), int(lengths[i])
+                assert content[start : start + length] == TRUTH[first + i]
+        for bad in (-1, 3):
+            with pytest.raises(UsageError):
+                reader.tables(bad)
+
+    def test_lease_outlives_nothing(self, reader: ffserve.Reader) -> None:
+        with reader.lease(range(20)) as views:
+            assert not any(v.flags.writeable for v in views)
+            assert listed(reader.read(range(20))) == listed(views) == TRUTH[:20]
+        with pytest.raises(RuntimeError, match="mine"), reader.lease([1]):
+            raise RuntimeError("mine")
+        assert reader[1].tobytes() == TRUTH[1]
+
+    def test_stats(self, reader: ffserve.Reader) -> None:
+        reader.read(range(10))
+        reader.read_batch(range(5))
+        stats = reader.stats()
+        assert stats["samples"] == 15
+        assert stats["bytes"] == sum(map(len, TRUTH[:10])) + sum(map(len, TRUTH[:5]))
+        assert stats["source"] == reader.source
+        assert repr(reader).startswith("<ffserve.Reader of 200 samples in /")
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def test_closed(self, files: list[str], server: str) -> None:
+        reader = ffserve.open(files, server=server)
+        iterator = iter(reader)
+        next(iterator)
+        batches = reader.batches(count=5)
+        next(batches)
+        reader.close()
+        reader.close()
+        calls: list[Callable[[], Any]] = [
+            lambda: reader.read([0]),
+            lambda: reader.read_batch([]),
+            lambda: reader.lease([0]),
+            lambda: reader[0],
+            reader.sizes,
+            reader.stats,
+            lambda: reader.source,
+            lambda: next(iter(reader)),
+            lambda: next(batches),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="closed"):
+                call()
+        assert len(reader) == COUNT
+        with pytest.raises(UsageError, match="closed"):
+            pickle.loads(pickle.dumps(reader)).read([0])
+
+    def test_nothing_is_left_open(self, files: list[str], server: str) -> None:
+        def open_files() -> set[str]:
+            names = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+            return {os.readlink(n) for n in names if os.path.lexists(n)} & {*files}
+
+        with ffserve.open(files, server=server) as reader:
+            reader.read(range(COUNT))
+            batches: Any = reader.batches(count=5)
+            next(batches)
+        batches.close()
+        assert not open_files()
+
+    def test_threads(self, reader: ffserve.Reader) -> None:
+        problems: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                chance = np.random.default_rng(seed)
+                for _ in range(15):
+                    order = chance.integers(0, COUNT, 60)
+                    assert listed(reader.read(order)) == wanted(order)
+                    assert listed(reader.read_batch(order)) == wanted(order)
+                    with reader.lease(order[:5]) as views:
+                        assert listed(views) == wanted(order[:5])
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems
+
+    def test_closed_while_threads_read(self, files: list[str], server: str) -> None:
+        for _ in range(10):
+            reader = ffserve.open(files, server=server)
+            problems: list[BaseException] = []
+
+            def work(reader: ffserve.Reader, problems: list[BaseException]) -> None:
+                try:
+                    while True:
+                        assert listed(reader.read(range(30))) == TRUTH[:30]
+                except BaseException as error:
+                    problems.append(error)
+
+            threads = [threading.Thread(target=work, args=(reader, problems)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            reader.read([100])
+            reader.close()
+            for thread in threads:
+                thread.join(30)
+            assert [type(p) for p in problems] == [UsageError] * 3, problems
+
+    # ---- processes -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+    def test_other_processes(self, reader: ffserve.Reader, method: str) -> None:
+        context: Any = multiprocessing.get_context(method)
+        reader.read(range(50))
+        queue = context.SimpleQueue()
+        processes = [context.Process(target=digest, args=(reader, queue)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        assert digest(reader), "the parent goes on meanwhile"
+        assert [queue.get() for _ in processes] == [(True, reader.source)] * 2
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        assert digest(reader)
+
+    def test_pool(self, reader: ffserve.Reader) -> None:
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            got = pool.map(one_sample, [(reader, i) for i in range(0, COUNT, 9)])
+            pool.close()
+            pool.join()
+        assert got == TRUTH[::9]
+
+    def test_fork_while_threads_read(self, reader: ffserve.Reader) -> None:
+        stop = threading.Event()
+        problems: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                while not stop.is_set():
+                    assert digest(reader)
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(15):
+                assert in_a_child(lambda: digest(reader))
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not problems
+
+    def test_fork_in_the_middle_of_an_iteration_and_a_lease(self, reader: ffserve.Reader) -> None:
+        batches = reader.batches(count=10)
+        got = listed(next(batches))
+        with reader.lease(range(10)) as views:
+
+            def child() -> bool:
+                rest = [s for batch in batches for s in listed(batch)]
+                return listed(views) == TRUTH[:10] and got + rest == TRUTH
+
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(reader.lease([3]))
+                assert in_a_child(child)
+
+                def leaves() -> bool:
+                    stack.close()
+                    return digest(reader)
+
+                assert in_a_child(leaves)
+        assert got + [s for batch in batches for s in listed(batch)] == TRUTH
+
+    def test_child_closes_its_copy_and_the_parent_goes_on(self, reader: ffserve.Reader) -> None:
+        reader.read([0])
+
+        def child() -> bool:
+            reader.close()
+            return True
+
+        assert in_a_child(child)
+        assert digest(reader)
+
+    def test_pickles(self, reader: ffserve.Reader) -> None:
+        with pickle.loads(pickle.dumps(reader)) as copy:
+            assert len(copy) == COUNT
+            assert listed(copy.read(range(9))) == TRUTH[:9]
+            assert copy.source == reader.source
+            assert copy.stats()["samples"] == 9
+
+    def test_copy_refuses_a_file_that_was_replaced(self, tmp_path: Path, server: str) -> None:
+        path = write(tmp_path / "a.ffr", TRUTH[:10])
+        with ffserve.open(path, server=server) as reader:
+            packed = pickle.dumps(reader)
+            write(path, TRUTH[1:11])
+            assert reader[5].tobytes() == TRUTH[5]
+            copy = pickle.loads(packed)
+            for _ in range(2):
+                with pytest.raises(FormatError, match="replaced or rewritten") as caught:
+                    copy.read([0])
+                assert caught.value.path == path
+            write(path, TRUTH[:10])
+            assert copy[5].tobytes() == TRUTH[5]
+
+    # ---- files -----------------------------------------------------------------------------
+
+    def test_directory_glob_list_and_nested_order(self, tmp_path: Path, server: str) -> None:
+        names = ["b.ffr", "a.ffr", "c/d.ffr", ".hidden.ffr", "x.txt"]
+        (tmp_path / "c").mkdir()
+        for k, name in enumerate(names):
+            write(tmp_path / name, [name.encode()] * (k + 1))
+
+        def opened(paths: Any) -> list[str]:
+            with ffserve.open(paths, server=server) as reader:
+                return list(dict.fromkeys(s.tobytes().decode() for s in reader))
+
+        top = str(tmp_path)
+        assert opened(tmp_path) == ["a.ffr", "b.ffr"]
+        assert opened(top + "/*.ffr") == ["a.ffr", "b.ffr"]
+        assert opened([tmp_path / "b.ffr", top + "/a.ffr"]) == ["b.ffr", "a.ffr"]
+        assert opened((tmp_path / "c", tmp_path)) == ["c/d.ffr", "a.ffr", "b.ffr"]
+        assert opened([top + "/x.*", tmp_path / ".hidden.ffr"]) == ["x.txt", ".hidden.ffr"]
+        with ffserve.open([tmp_path / "b.ffr"] * 3, server=server) as reader:
+            assert len(reader) == 3
+
+    def test_names_that_are_no_text(self, tmp_path: Path, server: str) -> None:
+        for name in ("grün\n .ffr", "grün\udcff.ffr"):
+            path = write(tmp_path / name, [b"x"])
+            if server != "off" and "\udcff" in name:
+                # Protocol 1 has no way to name such a file.
+                with pytest.raises(ProtocolError, match="cannot be sent"):
+                    ffserve.open(path, server=server)
+                continue
+            with ffserve.open(path, server=server) as reader:
+                assert reader[0].tobytes() == b"x"
+
+    @pytest.mark.parametrize("paths", [[], None, 3, b"/x", [None], [b"/x"]])
+    def test_paths_that_are_none(self, paths: Any, server: str) -> None:
+        with pytest.raises(UsageError):
+            ffserve.open(paths, server=server)
+
+    def test_files_that_are_not_there_or_none_of_ours(self, tmp_path: Path, server: str) -> None:
+        def refused(content: bytes | None, error: type[FFServeError], **options: Any) -> None:
+            path = tmp_path / "a.ffr"
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+            with pytest.raises(error) as caught:
+                ffserve.open(path, server=server, **options)
+            assert caught.value.path == str(path)
+
+        good = Path(write(tmp_path / "good.ffr", TRUTH[:20])).read_bytes()
+        refused(None, ReadError)
+        refused(b"", FormatError)
+        refused(b"\0" * 1000, FormatError)
+        refused(b"hello world, this is text\n" * 50, FormatError)
+        refused(good[:10], FormatError)
+        refused(good[:100], TruncatedError)
+        refused(good[:40] + bytes([good[40] ^ 1]) + good[41:], ChecksumError)
+        for bad in (tmp_path / "none", tmp_path / "*.none"):
+            with pytest.raises(ReadError):
+                ffserve.open(bad, server=server)
+        with pytest.raises(UsageError):
+            ffserve.open(tmp_path / "good.ffr", format="wav", server=server)
+
+    def test_empty_data_set(self, tmp_path: Path, server: str) -> None:
+        path = write(tmp_path / "a.ffr", [])
+        with ffserve.open([path, path], server=server) as reader:
+            assert len(reader) == 0 and list(reader) == [] and reader.read([]) == []
+            assert reader.sizes().tolist() == []
+            with pytest.raises(SampleIndexError):
+                reader.read([0])
+
+    def test_damaged_samples(self, tmp_path: Path, server: str) -> None:
+        paths = [write(tmp_path / f"{k}.ffr", TRUTH[:20]) for k in range(2)]
+        damage(paths[1], 5)
+        damage(paths[1], 6)
+        with ffserve.open(paths, server=server) as reader:
+            offset = int(reader.tables(1)[0][5])
+            for ask in (reader.read, reader.read_batch, lambda i: reader.lease(i).__enter__()):
+                with pytest.raises(ChecksumError) as caught:
+                    ask([1, 26, 25, 2])
+                assert (caught.value.path, caught.value.index) == (paths[1], 26)
+            got = reader.read([25, 3, 25, 26], errors="return")
+            assert [type(g) for g in got] == [
+                ChecksumError,
+                np.ndarray,
+                ChecksumError,
+                ChecksumError,
+            ]
+            assert isinstance(got[0], ChecksumError) and got[0].offset == offset
+            again = pickle.loads(pickle.dumps(got[0]))
+            assert str(again) == str(got[0]) and "25" in str(again)
+            with pytest.raises(ChecksumError):
+                list(reader)
+        with ffserve.open(paths, server=server, verify=False) as reader:
+            assert len(reader[25]) == len(TRUTH[5])
+        with ffserve.open(paths, server=server, on_error="skip") as reader:
+            assert len(reader) == 38
+            assert listed(reader) == TRUTH[:20] + TRUTH[:5] + TRUTH[7:20]
+            assert listed(reader.read([24, 25])) == [TRUTH[4], TRUTH[7]]
+            assert [error.index for error in reader.damaged] == [25, 26]
+            assert reader.sizes().tolist() == [len(s) for s in listed(reader)]
+            with pytest.raises(SampleIndexError, match="38"):
+                reader.read([38])
+            copy = pickle.loads(pickle.dumps(reader))
+            assert listed(copy[20:]) == TRUTH[:5] + TRUTH[7:20]
+            copy.close()
+
+    @pytest.mark.parametrize("options", [{"on_error": "x"}, {"server": ""}, {"server": 3}])
+    def test_options_that_are_none(self, files: list[str], options: dict[str, Any]) -> None:
+        with pytest.raises(UsageError):
+            ffserve.open(files, **options)
+
+
+def resident_size() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def in_a_child(call: Callable[[], bool]) -> bool:
+    """Fork; return what a call gives in the child, False for an exception or a hang."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if call() else 2
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    try:
+        _, status = until(lambda: _waited(pid), "the child ends", 20)
+    except AssertionError:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        raise
+    return bool(status == 0)
+
+
+def _waited(pid: int) -> tuple[int, int] | None:
+    got, status = os.waitpid(pid, os.WNOHANG)
+    return (got, status) if got else None
