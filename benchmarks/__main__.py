@@ -43,7 +43,9 @@ def make_shard(folder: Path, step: int, size: int) -> str:
     """Write one FFRecord shard of equal random samples, once."""
     path = folder / f"{step}-{size // MIB}.ffr"
     if not path.exists():
-        block = np.random.default_rng(step).integers(0, 256, 64 * MIB // step * step, dtype=np.uint8)
+        block = np.random.default_rng(step).integers(
+            0, 256, 64 * MIB // step * step, dtype=np.uint8
+        )
         rows = block.reshape(-1, step)
         count = size // step
         with ffserve.create(path, n=count) as writer:
@@ -192,7 +194,10 @@ class Bench:
                                 [self.case("memcpy", step, count, b, seed=s) for s in range(c)]
                             )["rate"],
                             lambda b=batch, c=clients: run(
-                                [self.case("reader", step, count, b, seed=s, **reading) for s in range(c)]
+                                [
+                                    self.case("reader", step, count, b, seed=s, **reading)
+                                    for s in range(c)
+                                ]
                             ),
                         )
             name = "hot read(64), list of arrays / memcpy"
@@ -201,7 +206,9 @@ class Bench:
                     name,
                     step,
                     lambda: run([self.case("memcpy", step, count, 64)])["rate"],
-                    lambda: run([self.case("reader", step, count, 64, **{**reading, "way": "read"})]),
+                    lambda: run(
+                        [self.case("reader", step, count, 64, **{**reading, "way": "read"})]
+                    ),
                 )
             name = "hot torch DataLoader, 2 workers / memcpy"
             if self.wanted(name):
@@ -250,9 +257,7 @@ class Bench:
                     missed = status(socket)["cache"]["blocks_read"]
                     return {**row, "daemon_us": used / max(missed, 1) * 1e6}
 
-            self.compare(
-                name, step, lambda d=depth: fio(path, step, d, self.seconds), contestant
-            )
+            self.compare(name, step, lambda d=depth: fio(path, step, d, self.seconds), contestant)
 
     def _cold_case(
         self, kind: str, step: int, count: int, batch: int, path: str, server: str, seed: int
@@ -278,9 +283,9 @@ def main() -> None:
     print(f"{'case / yardstick':44} {'size':>9} {'ratio':>6}  (turns)")
     bench = Bench(arguments)
     for step in STEPS:
-        if bench.wanted("hot") or arguments.only and "hot" in arguments.only:
+        if arguments.only is None or "cold" not in arguments.only:
             bench.hot(step)
-        if bench.wanted("cold") or arguments.only and "cold" in arguments.only:
+        if arguments.only is None or "cold" in arguments.only:
             if shutil.which("fio"):
                 bench.cold(step)
             else:

@@ -1,7 +1,7 @@
 """One contestant in a process of its own: `python -m benchmarks.worker '{"case": …}'`.
 
-Warms up, says "ready", waits for a line, runs for the time it was given and prints one line of JSON:
-bytes and samples delivered, seconds, and CPU seconds of this process.
+Warms up, says "ready", waits for a line, runs for the time it was given and prints one line of
+JSON: bytes and batches delivered, seconds, and CPU seconds of this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Record files for training jobs: one daemon a node, one cache for all jobs, a light client.
 
 Names are imported when they are first used, so `import ffserve` stays quick and works without
-torch and without the daemon's parts. `import ffserve as ffrecord` runs programs that were written for
-the original ffrecord.
+torch and without the daemon's parts. `import ffserve as ffrecord` runs programs that were written
+for the original ffrecord.
 """
 
 from __future__ import annotations

@@ -120,9 +120,7 @@ class Layout:
             return np.zeros(len(indices), np.int64)
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
-    def numbers(
-        self, indices: NDArray[np.int64], shards: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def numbers(self, indices: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the node-wide numbers of samples."""
         assert self._shift is not None
         return indices + (self._shift[0] if len(self.counts) == 1 else self._shift[shards])

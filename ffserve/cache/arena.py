@@ -53,6 +53,8 @@ class Arena:
         self.slab_class = np.full(self.slab_count, _FREE, np.int32)
         self._slab_used = np.zeros(self.slab_count, np.int64)
         self._run_length = np.zeros(self.slab_count, np.int64)
+        self._offset = np.zeros(self.slot_count, np.int64)
+        self._size = np.zeros(self.slot_count, np.int64)
         self._free_slabs = list(range(self.slab_count - 1, -1, -1))
         self._free_slots: list[list[int]] = [[] for _ in self.class_sizes]
         self.used_size = 0
@@ -69,16 +71,12 @@ class Arena:
 
     def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the byte offset of each slot in use."""
-        slabs, positions = np.divmod(slots, self.slots_per_slab)
-        return slabs * self.slab_size + positions * self.sizes(slots)
+        offsets: NDArray[np.int64] = self._offset[slots]
+        return offsets
 
     def sizes(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the size in bytes of each slot in use."""
-        slabs = slots // self.slots_per_slab
-        classes = self.slab_class[slabs]
-        sizes = self.class_sizes[classes]
-        if (classes == _LARGE).any():
-            sizes = np.where(classes == _LARGE, self._run_length[slabs] * self.slab_size, sizes)
+        sizes: NDArray[np.int64] = self._size[slots]
         return sizes
 
     def take(self, size_class: int, count: int) -> list[int]:
@@ -88,14 +86,21 @@ class Arena:
             slab = self._free_slabs.pop()
             self.slab_class[slab] = size_class
             first = slab * self.slots_per_slab
-            per_slab = self.slab_size // int(self.class_sizes[size_class])
+            size = int(self.class_sizes[size_class])
+            per_slab = self.slab_size // size
+            self._size[first : first + per_slab] = size
+            begin = slab * self.slab_size
+            self._offset[first : first + per_slab] = range(begin, begin + per_slab * size, size)
             free.extend(range(first + per_slab - 1, first - 1, -1))
         cut = max(0, len(free) - count)
         taken = free[cut:]
         del free[cut:]
         if taken:
             slabs = np.array(taken) // self.slots_per_slab
-            np.add.at(self._slab_used, slabs, 1)
+            if (slabs == slabs[0]).all():
+                self._slab_used[slabs[0]] += len(taken)
+            else:
+                np.add.at(self._slab_used, slabs, 1)
             self.used_size += len(taken) * int(self.class_sizes[size_class])
             taken.reverse()
         return taken
@@ -112,6 +117,8 @@ class Arena:
         self._run_length[start] = need
         self._slab_used[start] = 1
         self.used_size += need * self.slab_size
+        self._offset[start * self.slots_per_slab] = start * self.slab_size
+        self._size[start * self.slots_per_slab] = need * self.slab_size
         return start * self.slots_per_slab
 
     def free(self, slots: NDArray[np.int64]) -> None:

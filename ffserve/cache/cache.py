@@ -83,6 +83,7 @@ class Load:
     slots: Int64s
     offsets: Int64s
     sizes: Int64s
+    classes: Int64s
     passing: NDArray[np.bool_]
     fetches: list[Fetch] = field(default_factory=list)
 
@@ -143,6 +144,11 @@ class Cache:
         part = part[: self._within(held, size)]
         held, absent = held[: len(part)], absent[absent < len(part)]
         load, handled = None, len(part)
+        if len(absent) == len(part):
+            load, handled = self._admit(fetch, part, held, absent, size)
+            if load is not None:
+                self._pin(fetch, load.slots)
+            return self._took(fetch, load, handled, handled)
         if len(absent):
             load, handled = self._admit(fetch, part, held, absent, size)
             if handled == 0 and len(part) > 1:
@@ -153,22 +159,30 @@ class Cache:
             held = self._slot_of[part].astype(np.int64) - 1
         touched = np.unique(held[held >= 0]) if handled else held[:0]
         if len(touched):
-            self.pins[touched] += 1
-            fetch.pins.append(touched)
-            fetch.pinned_size += int(self.arena.sizes(touched).sum())
+            self._pin(fetch, touched)
             loading = touched[self.state[touched] == LOADING]
             if len(loading) > (0 if load is None else len(load.slots)):
                 self._join(fetch, loading, load)
+        return self._took(fetch, load, handled, int(np.count_nonzero(absent < handled)))
+
+    def _pin(self, fetch: Fetch, slots: Int64s) -> None:
+        self.pins[slots] += 1
+        fetch.pins.append(slots)
+        fetch.pinned_size += int(self.arena.sizes(slots).sum())
+
+    def _took(self, fetch: Fetch, load: Load | None, handled: int, absent: int) -> Load | None:
         if load is not None:
             load.fetches.append(fetch)
             fetch.waiting += 1
         fetch.cursor += handled
         self.counters.asked += handled
-        self.counters.resident += handled - int(np.count_nonzero(absent < handled))
+        self.counters.resident += handled - absent
         return load
 
     def _within(self, held: Int64s, size: int) -> int:
         """Return how many samples, at least one, are held by slots of `size` bytes in all."""
+        if (held < 0).all():
+            return len(held)
         slots, firsts = np.unique(held, return_index=True)
         sizes = np.where(slots >= 0, self.arena.sizes(np.maximum(slots, 0)), 0)
         if int(sizes.sum()) <= size:
@@ -190,12 +204,11 @@ class Cache:
     ) -> tuple[Load | None, int]:
         """Find room for what is absent; return the load and how much of the part is dealt with."""
         blocks = self.shards.blocks(part[absent])
-        _, rows = np.unique(blocks.firsts, return_index=True)
-        if len(rows) < len(absent) or (blocks.counts > 1).any():
+        where = absent
+        if len(set(blocks.firsts.tolist())) < len(absent):
+            _, rows = np.unique(blocks.firsts, return_index=True)
             rows.sort()
             blocks, where = blocks.take(rows), absent[rows]
-        else:
-            where = absent
         # In order of first use, so that a cut leaves a prefix that is whole.
         limit = int(np.searchsorted(np.cumsum(blocks.sizes), size, side="right"))
         if limit == 0 and where[0] == 0:
@@ -212,9 +225,10 @@ class Cache:
             return None, cut
         # What the request finds in memory must not be evicted for what it does not.
         present = held[:cut]
-        present = np.unique(present[present >= 0])
+        present = np.unique(present[present >= 0]) if len(absent) < len(held) else absent[:0]
+        classes = self.arena.classes(blocks.sizes)
         self.pins[present] += 1
-        slots, passing = self._allocate(blocks.sizes)
+        slots, passing = self._allocate(classes, blocks.sizes)
         self.pins[present] -= 1
         if (slots < 0).any():
             cut = int(where[int(np.argmax(slots < 0))])
@@ -223,13 +237,15 @@ class Cache:
             self.arena.free(surplus)
             rest = where < cut
             blocks, slots, passing = blocks.take(rest), slots[rest], passing[rest]
+            classes = classes[rest]
             if not len(slots):
                 return None, cut
         self._first[slots] = blocks.firsts
         self._count[slots] = blocks.counts
         self._passing[slots] = passing
         self._enter(slots, blocks)
-        load = Load(blocks, slots, self.arena.offsets(slots), self.arena.sizes(slots), passing)
+        offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
+        load = Load(blocks, slots, offsets, sizes, classes, passing)
         self._loading.update(dict.fromkeys(slots.tolist(), load))
         self.counters.blocks_read += len(slots)
         return load, cut
@@ -258,12 +274,15 @@ class Cache:
         self.state[slots] = RESIDENT
         if failures:
             self._fail(load, failures)
-        alive = self.state[slots] == RESIDENT
-        classes = self._classes(slots)
-        for size_class in np.unique(classes[alive]).tolist():
-            chosen = alive & (classes == size_class)
-            self._policy.let_pass(slots[chosen & load.passing].tolist(), size_class)
-            self._policy.keep(slots[chosen & ~load.passing].tolist(), size_class)
+        for size_class, rows in _groups(load.classes):
+            chosen, passing = slots[rows], load.passing[rows]
+            if failures:
+                alive = self.state[chosen] == RESIDENT
+                chosen, passing = chosen[alive], passing[alive]
+            if passing.any():
+                self._policy.let_pass(chosen[passing].tolist(), size_class)
+            if not passing.all():
+                self._policy.keep(chosen[~passing].tolist(), size_class)
         ready = []
         for fetch in load.fetches:
             fetch.waiting -= 1
@@ -299,11 +318,13 @@ class Cache:
     def release(self, pins: list[Int64s]) -> None:
         """Give back what `advance` pinned."""
         for slots in pins:
-            self.pins[slots] -= 1
-            assert (self.pins[slots] >= 0).all()
-            failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]
-            for slot in failed.tolist():
-                self._free_failed(slot)
+            left = self.pins[slots] - 1
+            assert left.min(initial=0) >= 0
+            self.pins[slots] = left
+            states = self.state[slots]
+            if states.max(initial=FREE) == FAILED:
+                for slot in slots[(states == FAILED) & (left == 0)].tolist():
+                    self._free_failed(slot)
 
     # ---- room -----------------------------------------------------------------------------
 
@@ -325,16 +346,14 @@ class Cache:
         wanted: NDArray[np.bool_] = sessions > 0
         return wanted
 
-    def _allocate(self, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+    def _allocate(self, classes: Int64s, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
         """Return a LOADING slot for each size, or -1, and whether it came at another's cost.
 
         Slots are marked at once, so that making room for the next does not take them again.
         """
         slots = np.full(len(sizes), -1, np.int64)
         passing = np.zeros(len(sizes), np.bool_)
-        classes = self.arena.classes(sizes)
-        for size_class in np.unique(classes).tolist():
-            rows = np.flatnonzero(classes == size_class)
+        for size_class, rows in _groups(classes):
             if size_class == self._large:
                 for row in rows.tolist():
                     slots[row], passing[row] = self._allocate_large(int(sizes[row]))
@@ -496,3 +515,10 @@ class Cache:
         rows = self.shards.rows(self._first[taken])
         weights = self.arena.sizes(taken).astype(np.float64)
         return np.bincount(rows, weights, minlength=len(self.shards.bases)).astype(np.int64)
+
+
+def _groups(classes: Int64s) -> list[tuple[int, Int64s]]:
+    """Return each size class with the rows that have it; mostly there is one."""
+    if (classes == classes[0]).all():
+        return [(int(classes[0]), np.arange(len(classes)))]
+    return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]

@@ -44,6 +44,8 @@ class Directory:
                 capacity //= 2
         self.capacity = capacity
         self.entries = self.entries_memory.array.view(ENTRY_DTYPE)
+        self._length_low: NDArray[np.uint32] = self.entries["length_low"]
+        self._long = False
         self.offsets: NDArray[np.uint64] = self.index_memory.array[: capacity * 8].view(np.uint64)
         self.checksums: NDArray[np.uint32] = self.index_memory.array[capacity * 8 :].view(np.uint32)
         self._free = [(0, capacity)]
@@ -89,16 +91,19 @@ class Directory:
         run["length_low"] = lengths & np.uint64(0xFFFFFFFF)
         high = lengths >> np.uint64(32)
         if high.any():
+            self._long = True
             run["place"] = high << np.uint64(48)
 
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return lengths in bytes, int64[n]."""
+        if not self._long:
+            return self._length_low[numbers].astype(np.int64)
         entries = self.entries[numbers]
         low = entries["length_low"].astype(np.int64)
         return low | ((entries["place"] >> np.uint64(48)).astype(np.int64) << 32)
 
     def close(self) -> None:
         """Unmap everything."""
-        del self.entries, self.offsets, self.checksums, self.slot_of
+        del self.entries, self._length_low, self.offsets, self.checksums, self.slot_of
         self.entries_memory.close()
         self.index_memory.close()

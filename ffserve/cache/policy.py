@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -51,7 +52,7 @@ class FillThenKeep:
 
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> list[int]:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
-        found, spared = _search(lambda: self._idle[size_class].popitem()[0], count, usable)
+        found, spared = _search(self._idle[size_class], count, usable, newest=True)
         self.keep(reversed(spared), size_class)
         return found
 
@@ -59,10 +60,10 @@ class FillThenKeep:
         """Return up to `count` slots of passing samples, oldest first, then of kept ones, newest
         first."""
         passing, kept = self._passing[size_class], self._kept[size_class]
-        found, spared = _search(lambda: passing.popitem(last=False)[0], count, usable)
+        found, spared = _search(passing, count, usable, newest=False)
         self.let_pass(spared, size_class)
         if len(found) < count:
-            more, spared = _search(lambda: kept.popitem()[0], count - len(found), usable)
+            more, spared = _search(kept, count - len(found), usable, newest=True)
             self.keep(reversed(spared), size_class)
             found += more
         return found
@@ -76,20 +77,21 @@ class FillThenKeep:
                     members.pop(slot, None)
 
 
-def _search(pop: Callable[[], int], count: int, usable: Usable) -> tuple[list[int], list[int]]:
-    """Pop until `count` usable slots are found: (these, the others in the order they came)."""
+def _search(
+    group: dict[int, None], count: int, usable: Usable, *, newest: bool
+) -> tuple[list[int], list[int]]:
+    """Take out until `count` usable slots are found: (these, the others as they came)."""
     found: list[int] = []
     spared: list[int] = []
-    while len(found) < count and len(spared) < _MOST_LOOKED_AT:
-        slots: list[int] = []
-        try:
-            while len(slots) < count - len(found):
-                slots.append(pop())
-        except KeyError:
-            pass
-        if not slots:
-            break
-        good = usable(np.array(slots, np.int64)).tolist()
+    while group and len(found) < count and len(spared) < _MOST_LOOKED_AT:
+        slots = list(islice(reversed(group) if newest else group, count - len(found)))
+        for slot in slots:
+            del group[slot]
+        usable_now = usable(np.array(slots, np.int64))
+        if usable_now.all():
+            found += slots
+            continue
+        good = usable_now.tolist()
         found += [slot for slot, fits in zip(slots, good, strict=True) if fits]
         spared += [slot for slot, fits in zip(slots, good, strict=True) if not fits]
     return found, spared

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import socket
 import threading
@@ -370,7 +371,11 @@ def join_job(name: str) -> None:
 
 def connect(path: str) -> Connection:
     """Return this process's connection to the daemon, made anew if it broke."""
+    global _leaving
     with _lock:
+        if _leaving is None:
+            # Worker processes of multiprocessing end without atexit; they run finalizers.
+            _leaving = multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
         connection = _connections.get(path)
         if connection is None or not connection.alive:
             connection = _connections[path] = Connection(path, job_name())
@@ -397,8 +402,12 @@ def after_fork(listener: Any) -> None:
     _fork_listeners.add(listener)
 
 
+_leaving: multiprocessing.util.Finalize | None = None
+
+
 def _in_child() -> None:
-    global _lock
+    global _lock, _leaving
+    _leaving = None
     _lock = threading.Lock()
     for connection in _connections.values():
         # A thread that stayed in the parent may have held them.

@@ -1,8 +1,8 @@
 """What all sessions of a daemon share, wired together once.
 
-    catalog ─ opens shards ─▶ directory, table          (what there is)
-    scheduler ─ turns ─▶ cache ─ loads ─▶ reading ─▶ engines    (who gets what, when)
-                           ◀── loaded ───────┘
+catalog ─ opens shards ─▶ directory, table          (what there is)
+scheduler ─ turns ─▶ cache ─ loads ─▶ reading ─▶ engines    (who gets what, when)
+                       ◀── loaded ───────┘
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class Node:
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
-        self.scheduler = Scheduler(
-            self.cache, self.reading.submit, most_blocks=4 * config.depth
-        )
+        self.scheduler = Scheduler(self.cache, self.reading.submit, most_blocks=4 * config.depth)
         self.reading.done = self._loaded
         self.catalog = Catalog(self.directory, self.table, self.cache, self.reading, config.roots)
         self.checksum_failures = 0

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Failure, Load
+from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
-from ffserve.cache.shards import ShardTable
+from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.ring import Batch, Engine
 
@@ -94,41 +94,48 @@ class Reading:
     def submit(self, load: Load) -> None:
         """Read the blocks of a load; `done` is called when all have ended."""
         engines = self._table.engines[load.blocks.shards]
-        numbers = np.unique(engines)
+        if (engines == engines[0]).all():
+            self._submit_to(
+                int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1)
+            )
+            return
+        numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers))
-        for number in numbers.tolist():
-            self._submit_to(number, load, outcome, np.flatnonzero(engines == number))
+        for number in numbers:
+            rows = np.flatnonzero(engines == number)
+            part = load.blocks.take(rows)
+            self._submit_to(number, part, load.offsets[rows], load.sizes[rows], load, outcome)
 
     def _submit_to(
         self,
         number: int,
+        blocks: Blocks,
+        slots: Int64s,
+        slot_sizes: Int64s,
         load: Load,
         outcome: _Outcome,
-        rows: np.ndarray[tuple[int], np.dtype[np.intp]],
     ) -> None:
-        blocks = load.blocks if len(rows) == len(load.slots) else load.blocks.take(rows)
+        engine = self._engines[number]
         counts = blocks.counts
         starts = np.cumsum(counts) - counts
         total = int(counts.sum())
-        if total == len(rows):
-            samples = blocks.firsts
-            kinds = self._table.checksum_kinds[blocks.shards]
-        else:
-            samples = np.repeat(blocks.firsts - starts, counts) + np.arange(total)
-            kinds = self._table.checksum_kinds[blocks.shards]
-        engine = self._engines[number]
-        batch = engine.batch(len(rows), total)
+        batch = engine.batch(len(counts), total)
         reads, records = batch.reads, batch.records
         reads["offset"] = blocks.begins
-        reads["length"] = blocks.ends - blocks.begins
-        reads["slot"] = load.offsets[rows]
-        reads["slot_size"] = load.sizes[rows]
+        reads["length"] = lengths = blocks.ends - blocks.begins
+        reads["slot"] = slots
+        reads["slot_size"] = slot_sizes
         reads["file"] = self._table.files[blocks.shards]
-        reads["checksum_kind"] = kinds
+        reads["checksum_kind"] = self._table.checksum_kinds[blocks.shards]
         reads["first_record"] = starts
         reads["record_count"] = counts
-        records["offset"] = self._directory.offsets[samples]
-        records["length"] = self._directory.lengths(samples)
+        if total == len(counts):
+            samples = blocks.firsts
+            records["offset"], records["length"] = blocks.begins, lengths
+        else:
+            samples = np.repeat(blocks.firsts - starts, counts) + np.arange(total)
+            records["offset"] = self._directory.offsets[samples]
+            records["length"] = self._directory.lengths(samples)
         records["entry"] = samples
         records["checksum"] = self._directory.checksums[samples]
         batch.tag = self._next_tag
