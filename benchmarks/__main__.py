@@ -121,8 +121,8 @@ def fio(path: str, step: int, depth: int, seconds: float) -> float:
     command = [
         "fio", "--name=cold", f"--filename={path}", "--rw=randread", f"--bs={step}",
         f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1", "--norandommap", "--thread=1",
-        "--registerfiles=1", "--nonvectored=1", "--time_based", f"--runtime={max(1, round(seconds))}",
-        "--output-format=json",
+        "--registerfiles=1", "--nonvectored=1", "--time_based",
+        f"--runtime={max(1, round(seconds))}", "--output-format=json",
     ]  # fmt: skip
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     job = json.loads(out[out.index("{") :])["jobs"][0]
