@@ -76,6 +76,8 @@ def daemon(folder: Path, arena: int) -> Iterator[str]:
             time.sleep(0.02)
             if process.poll() is not None:
                 raise SystemExit("the daemon did not start")
+        while (arena_now := status(socket)["arena"])["populated"] < arena_now["size"]:
+            time.sleep(0.05)
         yield socket
     finally:
         process.terminate()
@@ -120,7 +122,8 @@ def fio(path: str, step: int, depth: int, seconds: float) -> float:
     """Bytes a second of random reads at a depth."""
     command = [
         "fio", "--name=cold", f"--filename={path}", "--rw=randread", f"--bs={step}",
-        f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1", "--norandommap", "--thread=1",
+        f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1", "--norandommap",
+        "--thread=1", "--randrepeat=0",
         "--registerfiles=1", "--nonvectored=1", "--time_based",
         f"--runtime={max(1, round(seconds))}", "--output-format=json",
     ]  # fmt: skip

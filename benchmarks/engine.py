@@ -13,11 +13,11 @@ import json
 import mmap
 import os
 import resource
+import select
 import shutil
 import statistics
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,19 +109,20 @@ class Cold:
 
     def run(self, seconds: float) -> tuple[float, float]:
         """Reads a second, and microseconds of this process's CPU a read."""
-        flying = deque(self.batches)
+        fd = self.engine.fileno()
         begin, used = time.perf_counter(), cpu_s()
-        for batch in flying:
+        for batch in self.batches:
             self.submit(batch)
-        ended = 0
+        ended, flying = 0, len(self.batches)
         while flying:
-            batch = flying.popleft()
-            self.engine.wait(batch)
-            assert batch.failed == 0, batch.records[batch.records["status"] != 0]
-            ended += BATCH
-            if time.perf_counter() - begin < seconds:
-                self.submit(batch)
-                flying.append(batch)
+            select.select([fd], [], [])
+            for batch in self.engine.completed():
+                assert batch.failed == 0, batch.records[batch.records["status"] != 0]
+                ended += BATCH
+                if time.perf_counter() - begin < seconds:
+                    self.submit(batch)
+                else:
+                    flying -= 1
         took = time.perf_counter() - begin
         return ended / took, (cpu_s() - used) / ended * 1e6
 
@@ -134,7 +135,8 @@ def fio(path: Path, step: int, seconds: float) -> tuple[float, float]:
     command = [
         "fio", "--name=cold", f"--filename={path}", "--rw=randread", f"--bs={step}",
         f"--iodepth={DEPTH}", "--ioengine=io_uring", "--direct=1", "--norandommap",
-        "--registerfiles=1", "--nonvectored=1", "--time_based", f"--runtime={seconds}",
+        "--randrepeat=0", "--registerfiles=1", "--nonvectored=1", "--time_based",
+        f"--runtime={seconds}",
         "--output-format=json", "--iodepth_batch_complete_max=32", "--thread=1",
     ]  # fmt: skip
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

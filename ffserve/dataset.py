@@ -179,10 +179,14 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
         raise UsageError(f"sample indices must be integers, not {array.dtype}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= count:
-        raise _outside(low if low < 0 else high, count)
-    return np.ascontiguousarray(array, dtype=np.int64)
+    if array.dtype == np.uint64 and int(array.max()) >= count:
+        raise _outside(int(array.max()), count)
+    chosen = np.ascontiguousarray(array, dtype=np.int64)
+    # As unsigned numbers negative ones are too large as well: one look at each.
+    if int(chosen.view(np.uint64).max()) >= count:
+        low = int(chosen.min())
+        raise _outside(low if low < 0 else int(chosen.max()), count)
+    return chosen
 
 
 def _outside(index: int, count: int) -> SampleIndexError:

@@ -28,6 +28,8 @@ MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
 
 _HEADER = struct.Struct("<I")
+_FILE_NAMES = "surrogateescape"
+"""File names are bytes; those that are no UTF-8 travel as Python carries them, os.fsencode()."""
 
 
 @dataclass(slots=True)
@@ -213,7 +215,9 @@ def encode(message: Message) -> bytes:
         that is not Unicode, a number beyond 64 bits).
     """
     try:
-        body: bytes = msgpack.packb([message.TYPE, *_shallow(message)], use_bin_type=True)
+        body: bytes = msgpack.packb(
+            [message.TYPE, *_shallow(message)], use_bin_type=True, unicode_errors=_FILE_NAMES
+        )
     except (ValueError, OverflowError, TypeError) as error:
         raise ProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_SIZE:
@@ -276,6 +280,7 @@ class Decoder:
             values = msgpack.unpackb(
                 body,
                 raw=False,
+                unicode_errors=_FILE_NAMES,
                 strict_map_key=True,
                 use_list=True,
                 list_hook=self._counted,

@@ -692,3 +692,15 @@ def test_one_users_bad_shard_does_not_fail_the_opening_of_another(tmp_path: Path
         for thread in threads:
             thread.join()
         assert not problems, problems
+
+
+def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
+    directory = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(directory)
+    name = os.fsdecode(directory + b"/\xff.ffr")
+    samples = [sample(i) for i in range(20)]
+    write(name, samples)
+    with serving() as daemon, daemon.open(os.fsdecode(directory)) as reader:
+        assert [one.tobytes() for one in reader.read(range(20))] == samples
+        assert reader.shards[0].path == name
+        assert daemon.status()["shards"][0]["path"] == name

@@ -152,7 +152,6 @@ WRONG: dict[str, bytes] = {
     "two bodies in one": struct.pack("<I", 4) + b"\x91\x0e\x91\x0e",
     "body cut short": struct.pack("<I", 1) + b"\x91",
     "reserved byte": struct.pack("<I", 1) + b"\xc1",
-    "text that is no UTF-8": struct.pack("<I", 6) + b"\x92\x01\x81\xa1\xff\xc0",
     "extension": frame([1, {"a": msgpack.ExtType(5, b"x")}]),
     "broken timestamp": frame([1, {"a": msgpack.ExtType(5, b"")}]).replace(b"\x05", b"\xff"),
     "array that promises 4 G": struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
@@ -247,7 +246,13 @@ def test_what_cannot_be_sent_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         encode(protocol.Status(1 << 64))
     with pytest.raises(ProtocolError):
-        encode(protocol.Open(1, {"paths": ["/\udcff"]}))
+        encode(protocol.Open(1, {"paths": ["/\ud800"]}))
+
+
+def test_file_names_that_are_no_utf8_travel() -> None:
+    message = protocol.Open(1, {"paths": ["/\udcff"]})
+    assert b"\xa2/\xff" in encode(message)
+    assert decode(encode(message)) == [message]
 
 
 @pytest.mark.parametrize("size", (1, 7, 9, 8 * protocol.MAX_GET_COUNT + 8))

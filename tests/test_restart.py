@@ -324,6 +324,42 @@ def test_iteration_goes_on_across_a_restart(path: str) -> None:
         assert got == [sample(i, SIZES) for i in range(COUNT)]
 
 
+STOPPED = """
+import logging, sys, ffserve, ffserve.client.connection as module
+module.ANSWER_TIMEOUT_S = 1
+import ffserve.client.reader as reader_module
+reader_module.RECONNECT_S.update(auto=0.3)
+module.CONNECT_TIMEOUT_S = 0.3
+logging.basicConfig(format="%(levelname)s %(message)s")
+reader = ffserve.open(sys.argv[1], server="auto")
+print(reader.source, flush=True)
+sys.stdin.readline()
+print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=True)
+"""
+
+
+def test_daemon_that_is_stopped_counts_as_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        client = subprocess.Popen(
+            [sys.executable, "-c", STOPPED, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline().startswith("daemon ")
+            os.kill(daemon.pid, signal.SIGSTOP)
+            out, err = client.communicate("go\n", timeout=30)
+            assert out == f"daemon {daemon.socket} 1000 engine {out.split()[-1]}\n", (out, err)
+            assert "reading without it" in err
+        finally:
+            client.kill()
+            os.kill(daemon.pid, signal.SIGCONT)
+
+
 def test_no_daemon_at_all(path: str, tmp_path: Path) -> None:
     program = (
         "import os, sys, ffserve; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"

@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing.util
 import os
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -32,6 +33,9 @@ from ffserve.protocol import Message
 M = TypeVar("M")
 
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 120
+"""A daemon that answers nothing for so long (stopped, or hung on a dead disk) counts as gone. It
+gives up by itself on what only waits for room long before that."""
 TELL_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
 _CHUNK = 256 * 1024
@@ -82,6 +86,9 @@ class Connection:
             self._socket.close()
             raise
         self._socket.settimeout(None)
+        # In the kernel, so that it costs no system call of its own.
+        limit = struct.pack("ll", ANSWER_TIMEOUT_S, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def _greet(self, job: str) -> dict[str, Any]:
         from ffserve import __version__
@@ -281,6 +288,15 @@ class Connection:
             if not chunk:
                 raise ServerUnavailable("the daemon is gone", path=self.path)
             messages = self._decoder.feed(chunk)
+        except BlockingIOError as error:
+            self._break(
+                ServerUnavailable(
+                    f"the daemon has answered nothing for {ANSWER_TIMEOUT_S} s",
+                    path=self.path,
+                    hint="is it stopped, or does its disk hang?",
+                )
+            )
+            raise self._gone() from error
         except OSError as error:
             gone = error if isinstance(error, FFServeError) else None
             self._break(gone or ServerUnavailable(f"the daemon is gone: {error}", path=self.path))

@@ -73,6 +73,7 @@ class Target:
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
         if apart:
+            _keep_freed_memory()
             sizes = (offsets[1:] - offsets[:-1]).tolist()
             self.arrays = [np.empty(size, np.uint8) for size in sizes]
             self.addresses = np.array(
@@ -89,6 +90,24 @@ class Target:
         base = self.buffer.__array_interface__["data"][0]
         places: NDArray[np.uint64] = (self.offsets[:-1] + base).astype(np.uint64)
         return places
+
+
+_KEPT_SIZE = (32 << 20) - (64 << 10)
+_kept = False
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc keep what a batch of arrays gives back, once a process.
+
+    glibc gives the top of its heap back to the kernel beyond 128 KiB, so that every batch of
+    arrays would fault its pages in anew, at three times the cost of copying into them. Freeing one
+    large block raises that limit to twice its size (mallopt(3), M_MMAP_THRESHOLD: the dynamic
+    threshold, 32 MiB at most). The block is never touched, so it costs nothing.
+    """
+    global _kept
+    if not _kept:
+        _kept = True
+        np.empty(_KEPT_SIZE, np.uint8)
 
 
 class Pending(Protocol):

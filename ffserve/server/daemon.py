@@ -96,7 +96,9 @@ def _populate(node: Node, stop: threading.Event) -> None:
     for offset in range(0, node.arena.size, _POPULATE_STEP):
         if stop.wait(0.0005):
             return
-        node.memory.populate(offset, min(_POPULATE_STEP, node.arena.size - offset))
+        step = min(_POPULATE_STEP, node.arena.size - offset)
+        node.memory.populate(offset, step)
+        node.populated = offset + step
 
 
 # ---- the socket -------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ class Node:
         self.reading.done = self._loaded
         self.catalog = Catalog(self.directory, self.table, self.cache, self.reading, config.roots)
         self.checksum_failures = 0
+        self.populated = 0
+        """Bytes of the arena that have been taken from the kernel ahead of use."""
         self._jobs: OrderedDict[str, Job] = OrderedDict()
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
@@ -107,7 +109,11 @@ class Node:
             "socket": self.config.socket,
             "roots": list(self.config.roots),
             "engine": {"kind": self.reading.kind, **engine},
-            "arena": {"size": self.arena.size, "used": self.arena.used_size},
+            "arena": {
+                "size": self.arena.size,
+                "used": self.arena.used_size,
+                "populated": self.populated,
+            },
             "cache": {
                 "asked": counters.asked,
                 "resident": counters.resident,

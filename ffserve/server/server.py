@@ -100,6 +100,10 @@ class Connection:
         try:
             fds.extend(memory.reader_fd() for memory in memories)
             sent = socket.send_fds(self._sock, [frame], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            # Who was not answered in time has gone away again.
+            self._loop.call_soon(self.close)
+            return
         except OSError as error:
             log.warning("cannot hand the shared memory to a client: %s", error)
             self._loop.call_soon(self.close)
