@@ -53,6 +53,13 @@ def test_service_and_socket_belong_together() -> None:
     assert service["Service"]["KillSignal"] == "SIGTERM"
 
 
+def test_the_user_has_a_name_of_its_own() -> None:
+    # With a group of that name and no user, systemd gives up: 217/USER.
+    service, socket = read_unit("ffserve.service"), read_unit("ffserve.socket")
+    assert service["Service"]["DynamicUser"] == "yes"
+    assert service["Service"]["User"] not in ("ffserve", socket["Socket"]["SocketGroup"])
+
+
 def test_stopping_takes_longer_than_draining() -> None:
     from ffserve.config import ServerConfig
 
