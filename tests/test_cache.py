@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import SLOT_ALIGNMENT, SMALLEST_ARENA, SMALLEST_SLOT, Arena
 from ffserve.cache.cache import FREE, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
-from ffserve.cache.memory import SharedMemory
+from ffserve.cache.memory import SharedMemory, map_read_only
 from ffserve.cache.policy import FillThenKeep
 from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
 from ffserve.errors import ReadError, UsageError
@@ -201,6 +203,21 @@ def test_discard_zeroes_what_it_is_told_and_nothing_else(offset: int, size: int)
         assert not memory.array[offset : offset + size].any()
         assert (memory.array[:offset] == 9).all()
         assert (memory.array[offset + size :] == 9).all()
+    finally:
+        memory.close()
+
+
+def test_samples_stay_out_of_core_files() -> None:
+    memory = SharedMemory("ffserve-test", 8 * PAGE)
+    mapped = map_read_only(memory.fd, 0, 8 * PAGE)
+    try:
+        regions = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+        flags = [
+            region.split("VmFlags:")[1].split()
+            for region in regions
+            if region.startswith((f"{memory.address:x}-", f"{mapped.ctypes.data:x}-"))
+        ]
+        assert len(flags) == 2 and all("dd" in flag for flag in flags)
     finally:
         memory.close()
 

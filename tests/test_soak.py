@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -38,7 +39,8 @@ def test_daemon_and_jobs_killed_at_random(tmp_path: Path) -> None:
                 elif victim == "job":
                     running[0].kill()
                 elif victim == "worker":
-                    os.kill(running[0].workers[0], signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(running[0].workers[0], signal.SIGKILL)
                 elif victim == "stop":
                     daemon.end(signal.SIGTERM)
                     daemon.start()

@@ -47,6 +47,9 @@ class SharedMemory:
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
             self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+            # A core file (the watchdog of systemd asks for one) would be as large as the arena,
+            # hold everybody's samples and keep the next daemon waiting.
+            self._map.madvise(mmap.MADV_DONTDUMP)
         except (OSError, ValueError) as error:
             os.close(self.fd)
             raise ReadError(
@@ -114,6 +117,7 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
     lead = offset - start
     try:
         mapping = mmap.mmap(fd, size + lead, prot=mmap.PROT_READ, offset=start)
+        mapping.madvise(mmap.MADV_DONTDUMP)
     except (OSError, ValueError, OverflowError) as error:
         raise ReadError(
             f"cannot map {size} bytes of the daemon's memory: {error}",
