@@ -15,7 +15,8 @@ UNITS = Path(__file__).parent.parent / "systemd"
 
 
 def read_unit(name: str) -> dict[str, dict[str, str]]:
-    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=True)
+    # Not strict: a key may stand twice, as SystemCallFilter does. The last one is returned.
+    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(UNITS / name)
     return {section: dict(parser[section]) for section in parser.sections()}

@@ -355,10 +355,12 @@ def _connect(path: str) -> socket.socket:
         sock.connect(path)
     except OSError as error:
         sock.close()
+        if isinstance(error, PermissionError):
+            hint = "become a member of the socket's group (see `ls -l`) and log in again"
+        else:
+            hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"
         raise ServerUnavailable(
-            f"no daemon answers: {error.strerror or error}",
-            path=path,
-            hint="start one with `ffserve serve`, or set $FFSERVE_SOCKET",
+            f"no daemon answers: {error.strerror or error}", path=path, hint=hint
         ) from error
     return sock
 
