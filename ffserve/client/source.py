@@ -72,8 +72,9 @@ class Target:
         self.buffer: Bytes | None = None
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
-        if apart:
+        if out is None:
             _keep_freed_memory()
+        if apart:
             sizes = (offsets[1:] - offsets[:-1]).tolist()
             self.arrays = [np.empty(size, np.uint8) for size in sizes]
             self.addresses = np.array(
@@ -97,12 +98,13 @@ _kept = False
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc keep what a batch of arrays gives back, once a process.
+    """Have malloc keep what batches give back, once a process.
 
-    glibc gives the top of its heap back to the kernel beyond 128 KiB, so that every batch of
-    arrays would fault its pages in anew, at three times the cost of copying into them. Freeing one
-    large block raises that limit to twice its size (mallopt(3), M_MMAP_THRESHOLD: the dynamic
-    threshold, 32 MiB at most). The block is never touched, so it costs nothing.
+    glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
+    kernel beyond as much, so that every batch would fault its pages in again, at up to three times
+    the cost of copying into them. Freeing one large block raises both limits, to its size and to
+    twice its size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block
+    is never touched, so it costs nothing.
     """
     global _kept
     if not _kept:
