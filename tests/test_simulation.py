@@ -26,8 +26,9 @@ from ffserve.cache.shards import ShardTable
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.job import Job
 from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
-from ffserve.server.session import Job, Session
+from ffserve.server.session import Session
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20

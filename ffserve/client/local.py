@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats
-from ffserve.client.source import Bytes, Int64s, Pending, Target
+from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine import ring
 from ffserve.engine.ring import NOWHERE, Engine, open_direct
@@ -171,8 +171,6 @@ class LocalSource:
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(held, out=offsets[1:])
         if out is not None:
-            from ffserve.client.reader import check_out
-
             out = check_out(out, int(offsets[-1]))
         target = Target(offsets, apart=apart, out=out)
         if not count:

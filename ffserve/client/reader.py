@@ -535,20 +535,6 @@ class Reader(Sequence[Bytes]):
         return f"<ffserve.Reader of {len(self)} samples in {self._paths[0]}{more}>"
 
 
-def check_out(out: Bytes, total: int) -> Bytes:
-    """Return the part of a caller's buffer that a batch of `total` bytes takes.
-
-    Raises: UsageError when it cannot be used.
-    """
-    if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1:
-        raise UsageError("out must be a one-dimensional uint8 array")
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise UsageError("out must be contiguous and writable")
-    if out.nbytes < total:
-        raise UsageError(f"out has {out.nbytes} bytes, the batch needs {total}")
-    return out[:total]
-
-
 _said: set[str] = set()
 
 

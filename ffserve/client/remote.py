@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client import connection as connections
-from ffserve.client.source import Bytes, Int64s, Pending, Target
+from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.ring import NOWHERE, View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
@@ -107,7 +107,7 @@ class RemoteSource:
         if unknown:
             raise ProtocolError("the daemon does not know the length of a sample it opened")
         if out is not None:
-            out = _fitting(out, int(offsets[-1]))
+            out = check_out(out, int(offsets[-1]))
         pending = RemotePending(indices, Target(offsets, apart=apart, out=out))
         if len(missing):
             pending.todo.extend(
@@ -293,9 +293,3 @@ def _failures(wire: list[object], count: int) -> dict[int, FFServeError]:
             raise ProtocolError("the daemon sent an error for a sample it was not asked for")
         failed[entry[0]] = protocol.error_from_wire(entry[1:])
     return failed
-
-
-def _fitting(out: Bytes, total: int) -> Bytes:
-    from ffserve.client.reader import check_out
-
-    return check_out(out, total)

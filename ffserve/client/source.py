@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dataset import ShardInfo
-from ffserve.errors import FFServeError, SampleIndexError
+from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -110,6 +110,20 @@ def _keep_freed_memory() -> None:
     if not _kept:
         _kept = True
         np.empty(_KEPT_SIZE, np.uint8)
+
+
+def check_out(out: Bytes, total: int) -> Bytes:
+    """Return the part of a caller's buffer that a batch of `total` bytes takes.
+
+    Raises: UsageError when it cannot be used.
+    """
+    if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1:
+        raise UsageError("out must be a one-dimensional uint8 array")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise UsageError("out must be contiguous and writable")
+    if out.nbytes < total:
+        raise UsageError(f"out has {out.nbytes} bytes, the batch needs {total}")
+    return out[:total]
 
 
 class Pending(Protocol):

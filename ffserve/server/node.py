@@ -25,9 +25,9 @@ from ffserve.config import ServerConfig
 from ffserve.engine.ring import retract
 from ffserve.failures import CHECKSUM
 from ffserve.server.catalog import Catalog
+from ffserve.server.job import Job
 from ffserve.server.reading import Reading
 from ffserve.server.scheduler import Scheduler
-from ffserve.server.session import Job
 
 MOST_JOBS = 256
 """Jobs whose counters are kept, the ended ones included."""

@@ -28,6 +28,7 @@ from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageE
 from ffserve.failures import read_failure
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.job import Job
 from ffserve.server.scheduler import Owner, Request
 
 if TYPE_CHECKING:
@@ -42,22 +43,6 @@ MOST_ERRORS = 1024
 MOST_REQUESTS = 64
 """GETs and LEASEs of one session at a time; a client keeps two to four."""
 _MOST_COUNTED = (1 << 63) - 1
-
-
-@dataclass(slots=True)
-class Job:
-    """One training run, over all its sessions; counters since it was first seen."""
-
-    name: str
-    first_seen: float
-    last_seen: float
-    sessions: int = 0
-    hits: int = 0
-    hit_size: int = 0
-    missed: int = 0
-    errors: int = 0
-    pid: int = 0
-    paths: str = ""
 
 
 @dataclass(slots=True, eq=False)
