@@ -162,7 +162,9 @@ def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth, count: 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth, count: int) -> None:
-    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket, pause=0.02) as running:
+    # The first job has to be at it still when the last one has begun.
+    pause = 0.04 * count
+    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket, pause=pause) as running:
         for job in running:
             job.begun()
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL

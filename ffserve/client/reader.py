@@ -136,17 +136,23 @@ class Reader(Sequence[Bytes]):
 
     # ---- where the samples come from ------------------------------------------------------
 
-    def _connect_first(self) -> Source:
+    def _connect_first(self, patience_s: float = 0.0) -> Source:
+        """Open the files; a required daemon that is away is waited for."""
         if self._server == "off":
             return self._open_local()
-        try:
-            return self._open_remote()
-        except _NOT_SERVED as error:
-            if self._server != "auto":
-                raise
-            if not isinstance(error, ServerUnavailable):
-                _say_once(f"reading without the daemon: {error}")
-            return self._open_local()
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._open_remote()
+            except _NOT_SERVED as error:
+                away = isinstance(error, ServerUnavailable)
+                if self._server == "auto":
+                    if not away:
+                        _say_once(f"reading without the daemon: {error}")
+                    return self._open_local()
+                if not away or time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.05)
 
     def _open_remote(self) -> RemoteSource:
         explicit = None if self._server in ("auto", "require") else self._server
@@ -174,7 +180,8 @@ class Reader(Sequence[Bytes]):
             if self._closed:
                 raise UsageError("this reader is closed")
             if self._source is None:
-                self._take_in(self._connect_first())
+                # A copy, in a worker: the daemon of the original may be starting anew just now.
+                self._take_in(self._connect_first(RECONNECT_S["require"]))
             assert self._source is not None
             return self._source
 
