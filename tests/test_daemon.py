@@ -704,3 +704,20 @@ def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
         assert [one.tobytes() for one in reader.read(range(20))] == samples
         assert reader.shards[0].path == name
         assert daemon.status()["shards"][0]["path"] == name
+
+
+@needs_root
+def test_a_socket_that_may_not_be_used_is_said() -> None:
+    with serving() as daemon:
+        path = write(daemon.directory / "a.ffr", [b"one"])
+        program = AS_NOBODY + (
+            "os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
+            "for _ in range(2): print(ffserve.open(sys.argv[1]).source)"
+        )
+        # The first engine of the process is started while files can still be imported.
+        program = program.replace(
+            "os.setgroups", "ffserve.open(sys.argv[1], server='off')[0]\nos.setgroups", 1
+        )
+        ended = run_python(program, path, daemon.socket)
+    assert ended.stdout.startswith("engine ")
+    assert ended.stderr.count("reading without the daemon") == 1, ended.stderr

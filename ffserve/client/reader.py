@@ -147,7 +147,8 @@ class Reader(Sequence[Bytes]):
             except _NOT_SERVED as error:
                 away = isinstance(error, ServerUnavailable)
                 if self._server == "auto":
-                    if not away:
+                    # No daemon is nothing to talk about; one that may not be used is.
+                    if not away or isinstance(error.__cause__, PermissionError):
                         _say_once(f"reading without the daemon: {error}")
                     return self._open_local()
                 if not away or time.monotonic() >= deadline:
