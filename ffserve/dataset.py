@@ -141,6 +141,19 @@ class Layout:
         return runs
 
 
+def bound_lengths(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> None:
+    """Shorten, in place, the lengths of samples that a cut file does not hold whole.
+
+    They keep one byte more than the file has, so that reading them still meets its end, and so
+    that no length out of a file makes anybody allocate more than the file's own size.
+    """
+    cut = (lengths > 0) & ((offsets > size) | (lengths > size))
+    cut |= (lengths > 0) & ~cut & (offsets + lengths > size)
+    if cut.any():
+        held = np.uint64(size) - np.minimum(offsets[cut], np.uint64(size))
+        lengths[cut] = held + np.uint64(1)
+
+
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
     """Return what a caller gave as sample indices as int64[n]; order and repeats kept.
 

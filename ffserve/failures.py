@@ -43,7 +43,7 @@ def read_failure(
         )
     if status == TRUNCATED:
         return TruncatedError(
-            f"the file ends inside this sample of {length} bytes: it was cut",
+            "the file ends inside this sample: it was cut",
             path=path,
             index=index,
             offset=offset,

@@ -172,6 +172,18 @@ def test_runs_of_numbers_are_disjoint_and_merge_again(data: st.DataObject) -> No
         directory.close()
 
 
+def test_numbers_of_a_dropped_shard_are_not_soon_another_shards() -> None:
+    directory = Directory(1 << 22)
+    try:
+        first = directory.reserve(1000)
+        directory.release(first, 1000)
+        assert directory.reserve(1000) != first
+        assert directory.reserve((1 << 22) - 2000) == 2000
+        assert directory.reserve(1000) == first, "but when nothing else is left"
+    finally:
+        directory.close()
+
+
 @pytest.mark.parametrize("start", (0, 1, 255, 256, 257))
 @pytest.mark.parametrize("count", (1, 3, 256, 257, 1025, 5000))
 def test_a_released_run_reads_as_zeros_and_its_neighbours_do_not(

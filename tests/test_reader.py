@@ -7,7 +7,9 @@ import gc
 import multiprocessing
 import os
 import pickle
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -477,6 +479,20 @@ class TestReader:
     def test_paths_that_are_none(self, paths: Any, server: str) -> None:
         with pytest.raises(UsageError):
             ffserve.open(paths, server=server)
+
+    @pytest.mark.parametrize("lie", [1 << 40, (1 << 48) + 5, 1 << 62])
+    def test_lengths_that_lie(self, tmp_path: Path, server: str, lie: int) -> None:
+        """A cut or hostile file costs no memory, and its empty sample is intact."""
+        body = struct.pack("<q3I3q", 3, zlib.crc32(b"abcd"), 0, 0, 48, 52, lie)
+        content = struct.pack("<I", zlib.crc32(body)) + body + b"abcdefgh"
+        path = tmp_path / "a.ffr"
+        path.write_bytes(content)
+        with ffserve.open(path, server=server) as reader:
+            good, cut, empty = reader.read(range(3), errors="return")
+            assert isinstance(cut, TruncatedError) and cut.index == 1
+            assert not isinstance(good, FFServeError) and good.tobytes() == b"abcd"
+            assert not isinstance(empty, FFServeError) and empty.tobytes() == b""
+            assert reader.sizes().max() <= len(content)
 
     def test_files_that_are_not_there_or_none_of_ours(self, tmp_path: Path, server: str) -> None:
         def refused(content: bytes | None, error: type[FFServeError], **options: Any) -> None:

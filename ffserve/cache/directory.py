@@ -48,13 +48,23 @@ class Directory:
         self._long = False
         self.offsets: NDArray[np.uint64] = self.index_memory.array[: capacity * 8].view(np.uint64)
         self.checksums: NDArray[np.uint32] = self.index_memory.array[capacity * 8 :].view(np.uint32)
-        self._free = [(0, capacity)]
+        self._unused = 0
+        """Numbers from here on were never given out."""
+        self._free: list[tuple[int, int]] = []
 
     def reserve(self, count: int) -> int:
         """Take a run of `count` numbers; return the first.
 
+        Numbers are given out anew only when all have been used: a client that was cut off and
+        does not know it yet would find another shard's samples under them.
+
         Raises: ReadError when no run is long enough.
         """
+        if self._unused + count <= self.capacity:
+            self._unused += count
+            return self._unused - count
+        self._put_back(self._unused, self.capacity - self._unused)
+        self._unused = self.capacity
         for k, (start, room) in enumerate(self._free):
             if room >= count:
                 self._free[k] = (start + count, room - count)
@@ -74,6 +84,11 @@ class Directory:
         self.index_memory.discard(start * 8, count * 8)
         self.index_memory.discard(self.capacity * 8 + start * 4, count * 4)
         self.slot_of[start : start + count] = 0
+        self._put_back(start, count)
+
+    def _put_back(self, start: int, count: int) -> None:
+        if count == 0:
+            return
         k = bisect.bisect(self._free, (start, count))
         self._free.insert(k, (start, count))
         self._merge(k)

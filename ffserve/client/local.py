@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ffserve import formats
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
-from ffserve.dataset import Layout, ShardInfo
+from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
 from ffserve.engine.ring import NOWHERE, Engine, open_direct
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
@@ -251,8 +251,9 @@ class LocalSource:
         return errors
 
     def _cut(self, indices: Int64s) -> Int64s:
-        ends = self._offsets[indices] + self._lengths[indices]
-        return np.flatnonzero(ends > self._sizes[self.layout.shards(indices)])
+        lengths = self._lengths[indices]
+        ends = self._offsets[indices] + lengths
+        return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
 
     @contextmanager
     def lease(self, indices: Int64s) -> Iterator[list[Bytes]]:
@@ -343,8 +344,8 @@ def open_shard(
         offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
         lengths = np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, checksums)
-        # One beyond u32 in a smaller file is of a cut file, and refused wherever it is asked for.
-        kept = np.minimum(lengths, 0xFFFFFFFF).astype(np.uint32) if size < 1 << 32 else lengths
+        bound_lengths(offsets, lengths, size)
+        kept = lengths.astype(np.uint32) if size < (1 << 32) - 1 else lengths
         fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
     finally:
         os.close(plain)

@@ -23,6 +23,7 @@ from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
+from ffserve.dataset import bound_lengths
 from ffserve.engine.ring import open_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, read_at_of
@@ -222,6 +223,7 @@ class Catalog:
                 parsed.load(
                     self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
                 )
+                bound_lengths(self._directory.offsets[base:end], lengths, size)
                 self._directory.set_lengths(base, lengths)
                 fd, alignment = open_direct(f"/proc/self/fd/{plain}")
             except BaseException:
