@@ -26,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ffserve.engine import ring
+from ffserve.engine.checksum import CRC_32, CRC_NONE, checksums
+from ffserve.engine.direct import open_direct
+from ffserve.engine.view import ENTRY_DTYPE, View, retract
 
 MIB = 1 << 20
 BATCH = 64
@@ -55,7 +58,7 @@ def checksums_of(path: Path, size: int, step: int) -> npt.NDArray[np.uint32]:
     count = size // step
     with open(path, "rb") as source, mmap.mmap(source.fileno(), size, prot=mmap.PROT_READ) as all_:
         offsets = np.arange(count, dtype=np.uint64) * np.uint64(step)
-        found = ring.checksums(ring.CRC_32, all_, offsets, np.full(count, step, np.uint64))
+        found = checksums(CRC_32, all_, offsets, np.full(count, step, np.uint64))
         all_.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return found
@@ -74,7 +77,7 @@ class Cold:
         self.step, self.ahead = step, ahead
         self.size = path.stat().st_size
         self.crcs = checksums_of(path, self.size, step)
-        self.fd, alignment = ring.open_direct(path)
+        self.fd, alignment = open_direct(path)
         room = -(-step // 4096) * 4096
         count = ahead * BATCH
         size = (count * room // HUGE + 2) * HUGE
@@ -84,9 +87,7 @@ class Cold:
         start = -whole.ctypes.data % HUGE
         self.arena = whole[start : start + count * room]
         self.arena[::4096] = 1
-        self.entries = np.frombuffer(
-            mmap.mmap(-1, count * ring.ENTRY_DTYPE.itemsize), ring.ENTRY_DTYPE
-        )
+        self.entries = np.frombuffer(mmap.mmap(-1, count * ENTRY_DTYPE.itemsize), ENTRY_DTYPE)
         self.engine = ring.Engine(kind, depth=DEPTH, threads=DEPTH)
         self.engine.set_arena(
             self.arena.ctypes.data, len(self.arena), self.entries.ctypes.data, count
@@ -99,7 +100,7 @@ class Cold:
             batch.reads["slot_size"] = room
             batch.reads["length"] = batch.records["length"] = step
             batch.reads["file"] = 0
-            batch.reads["checksum_kind"] = ring.CRC_32 if verify else ring.CRC_NONE
+            batch.reads["checksum_kind"] = CRC_32 if verify else CRC_NONE
             batch.reads["first_record"] = np.arange(BATCH)
             batch.reads["record_count"] = 1
             batch.records["entry"] = slots
@@ -111,7 +112,7 @@ class Cold:
         chosen = self.random.integers(0, len(self.crcs), BATCH)
         batch.reads["offset"] = batch.records["offset"] = chosen * self.step
         batch.records["checksum"] = self.crcs[chosen]
-        ring.retract(
+        retract(
             self.entries.ctypes.data,
             batch.records["entry"].astype(np.int64),
             np.ones(BATCH, np.int64),
@@ -201,11 +202,11 @@ def hot(step: int, batch: int, count: int, arena_size: int = 1 << 30) -> None:
     samples = arena_size // step
     arena = np.frombuffer(mmap.mmap(-1, arena_size), np.uint8)
     arena[::4096] = 1
-    entries = np.zeros(samples, ring.ENTRY_DTYPE)
+    entries = np.zeros(samples, ENTRY_DTYPE)
     entries["seq"] = 1
     entries["length_low"] = step
     entries["place"] = np.arange(samples, dtype=np.uint64) * np.uint64(step)
-    view = ring.View(arena.ctypes.data, arena_size, [(entries.ctypes.data, 0, samples)])
+    view = View(arena.ctypes.data, arena_size, [(entries.ctypes.data, 0, samples)])
     table = arena[: samples * step].reshape(samples, step)
     buffer = np.zeros(batch * step, np.uint8)
     rows = buffer.reshape(batch, step)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine import ring
+from ffserve.engine.checksum import CRC_32, CRC_32C, CRC_NONE, checksum, checksums
 from ffserve.errors import UsageError
 
 
@@ -36,27 +36,27 @@ def bitwise_crc32c(data: bytes, seed: int = 0) -> int:
     ],
 )
 def test_known_crc32c(data: bytes, expected: int) -> None:
-    assert ring.checksum(ring.CRC_32C, data) == expected
+    assert checksum(CRC_32C, data) == expected
 
 
 @given(data=st.binary(max_size=3000), seed=st.integers(0, 2**32 - 1))
 def test_like_zlib(data: bytes, seed: int) -> None:
-    assert ring.checksum(ring.CRC_32, data, seed) == zlib.crc32(data, seed)
+    assert checksum(CRC_32, data, seed) == zlib.crc32(data, seed)
 
 
 @given(data=st.binary(max_size=300), seed=st.integers(0, 2**32 - 1))
 def test_like_bit_by_bit(data: bytes, seed: int) -> None:
-    assert ring.checksum(ring.CRC_32C, data, seed) == bitwise_crc32c(data, seed)
+    assert checksum(CRC_32C, data, seed) == bitwise_crc32c(data, seed)
 
 
-@pytest.mark.parametrize("kind", [ring.CRC_32, ring.CRC_32C])
+@pytest.mark.parametrize("kind", [CRC_32, CRC_32C])
 @given(data=st.binary(max_size=3000), cut=st.integers(0, 3000))
 def test_in_two_parts(kind: int, data: bytes, cut: int) -> None:
-    first = ring.checksum(kind, data[:cut])
-    assert ring.checksum(kind, data[cut:], first) == ring.checksum(kind, data)
+    first = checksum(kind, data[:cut])
+    assert checksum(kind, data[cut:], first) == checksum(kind, data)
 
 
-@pytest.mark.parametrize("kind", [ring.CRC_NONE, ring.CRC_32, ring.CRC_32C])
+@pytest.mark.parametrize("kind", [CRC_NONE, CRC_32, CRC_32C])
 @given(
     data=st.binary(max_size=2000),
     pieces=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), max_size=20),
@@ -65,25 +65,25 @@ def test_many_pieces_at_once(kind: int, data: bytes, pieces: list[tuple[int, int
     inside = [(a, n) for a, n in pieces if a + n <= len(data)]
     offsets = np.array([a for a, _ in inside], np.uint64)
     lengths = np.array([n for _, n in inside], np.uint64)
-    expected = [ring.checksum(kind, data[a : a + n]) for a, n in inside]
-    assert ring.checksums(kind, data, offsets, lengths).tolist() == expected
+    expected = [checksum(kind, data[a : a + n]) for a, n in inside]
+    assert checksums(kind, data, offsets, lengths).tolist() == expected
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 11), (11, 0), (10, 1), (2**64 - 1, 2)])
 def test_piece_outside_of_the_data(offset: int, length: int) -> None:
     place = np.array([offset], np.uint64)
     with pytest.raises(UsageError):
-        ring.checksums(ring.CRC_32, b"0123456789", place, np.array([length], np.uint64))
+        checksums(CRC_32, b"0123456789", place, np.array([length], np.uint64))
 
 
 def test_any_buffer() -> None:
     data = np.arange(100, dtype=np.uint16)
     expected = zlib.crc32(data.tobytes())
-    assert ring.checksum(ring.CRC_32, data) == expected
-    assert ring.checksum(ring.CRC_32, memoryview(data)) == expected
-    assert ring.checksum(ring.CRC_32, bytearray(data.tobytes())) == expected
+    assert checksum(CRC_32, data) == expected
+    assert checksum(CRC_32, memoryview(data)) == expected
+    assert checksum(CRC_32, bytearray(data.tobytes())) == expected
 
 
 def test_no_reference_is_kept() -> None:
     with mmap.mmap(-1, 4096) as page:
-        ring.checksum(ring.CRC_32, page)  # closing a mapping that is exported would raise
+        checksum(CRC_32, page)  # closing a mapping that is exported would raise

@@ -26,7 +26,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ffserve.engine import ring
-from ffserve.engine.ring import NOWHERE, Batch, Engine, View
+from ffserve.engine.checksum import CRC_32, CRC_32C, CRC_NONE, checksum
+from ffserve.engine.direct import open_direct
+from ffserve.engine.ring import Batch, Engine
+from ffserve.engine.view import ENTRY_DTYPE, NOWHERE, View, retract
 from ffserve.errors import UsageError
 
 MIB = 1 << 20
@@ -40,7 +43,7 @@ class Arena:
     def __init__(self, size: int, entry_count: int) -> None:
         self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.entries = np.frombuffer(
-            mmap.mmap(-1, max(entry_count, 1) * ring.ENTRY_DTYPE.itemsize), ring.ENTRY_DTYPE
+            mmap.mmap(-1, max(entry_count, 1) * ENTRY_DTYPE.itemsize), ENTRY_DTYPE
         )[:entry_count]
         self.entries["length_low"] = 0xFFFFFFFF
         self.entries["place"] = 0xFFFF << 48
@@ -55,7 +58,7 @@ class Arena:
         return self
 
     def retract(self, entry: int, slot: int, size: int) -> None:
-        ring.retract(
+        retract(
             self.entries_address,
             np.array([entry]),
             np.array([1]),
@@ -70,19 +73,19 @@ class Opened:
     def __init__(self, engine: Engine, path: Path, content: bytes = CONTENT) -> None:
         path.write_bytes(content)
         self.path, self.content = path, content
-        self.fd, self.alignment = ring.open_direct(path)
+        self.fd, self.alignment = open_direct(path)
         self.id = engine.add_file(self.fd, self.alignment)
 
 
 def pieces(
-    engine: Engine, file: Opened, extents: Sequence[tuple[int, int]], crc: int = ring.CRC_32
+    engine: Engine, file: Opened, extents: Sequence[tuple[int, int]], crc: int = CRC_32
 ) -> tuple[Batch, list[npt.NDArray[np.uint8]]]:
     """A batch that bounces every extent, as one record, into an array of its own."""
     batch = engine.batch(len(extents), len(extents))
     dests = [np.full(length + 16, 0xA5, np.uint8) for _, length in extents]
     for k, (offset, length) in enumerate(extents):
         batch.reads[k] = (offset, length, NOWHERE, 0, file.id, crc, k, 1)
-        expected = ring.checksum(crc, file.content[offset : offset + length])
+        expected = checksum(crc, file.content[offset : offset + length])
         batch.records[k] = (offset, length, NOWHERE, dests[k].ctypes.data, expected, 0, 99, 0)
     return batch, dests
 
@@ -99,7 +102,7 @@ def check(file: Opened, batch: Batch, dests: list[npt.NDArray[np.uint8]]) -> Non
 
 def place(batch: Batch, file: Opened, offset: int, length: int, slot: int, size: int) -> None:
     """One read into a slot, one record published as entry 0."""
-    batch.reads[0] = (offset, length, slot, size, file.id, ring.CRC_32, 0, 1)
+    batch.reads[0] = (offset, length, slot, size, file.id, CRC_32, 0, 1)
     batch.records[0] = (
         offset,
         length,
@@ -142,7 +145,7 @@ def disk_file(engine: Engine, tmp_path: Path) -> Iterator[Opened]:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("crc", [ring.CRC_NONE, ring.CRC_32, ring.CRC_32C])
+    @pytest.mark.parametrize("crc", [CRC_NONE, CRC_32, CRC_32C])
     def test_any_size_at_any_offset(self, engine: Engine, file: Opened, crc: int) -> None:
         offsets = [0, 1, 511, 512, 513, 4096, 4 * MIB + 3]
         extents = [(offset, size) for offset in offsets for size in SIZES]
@@ -165,7 +168,7 @@ class TestEngine:
             out.truncate(size + 1)
             out.seek(size - 1)
             out.write(b"ab")
-        fd, alignment = ring.open_direct(tmp_path / "sparse")
+        fd, alignment = open_direct(tmp_path / "sparse")
         arena = Arena(size + 2 * MIB, 1).serve(engine)
         batch = engine.batch(1, 1)
         batch.reads[0] = (1, size, 4096, size + MIB, engine.add_file(fd, alignment), 0, 0, 1)
@@ -218,10 +221,10 @@ class TestEngine:
         count, length, first = 100, 777, 12345
         arena = Arena(MIB, count).serve(engine)
         batch = engine.batch(1, count)
-        batch.reads[0] = (first, count * length, 8192, MIB - 8192, file.id, ring.CRC_32C, 0, count)
+        batch.reads[0] = (first, count * length, 8192, MIB - 8192, file.id, CRC_32C, 0, count)
         for k in range(count):
             at = first + k * length
-            crc = ring.checksum(ring.CRC_32C, CONTENT[at : at + length])
+            crc = checksum(CRC_32C, CONTENT[at : at + length])
             batch.records[k] = (at, length, k, 0, crc ^ (k == 42), 0, 0, 0)
         engine.submit(batch)
         engine.wait(batch)
@@ -259,8 +262,8 @@ class TestEngine:
         file = Opened(engine, tmp_path / "short", CONTENT[:10001])
         arena = Arena(MIB, 4).serve(engine)
         batch = engine.batch(2, 5)
-        batch.reads[0] = (8000, 5000, 0, 65536, file.id, ring.CRC_32, 0, 4)
-        batch.reads[1] = (1 << 30, 5000, 65536, 65536, file.id, ring.CRC_32, 4, 1)
+        batch.reads[0] = (8000, 5000, 0, 65536, file.id, CRC_32, 0, 4)
+        batch.reads[1] = (1 << 30, 5000, 65536, 65536, file.id, CRC_32, 4, 1)
         parts = [(8000, 1000), (9000, 1001), (10001, 100), (12000, 0)]
         for k, (offset, length) in enumerate(parts):
             crc = zlib.crc32(file.content[offset : offset + length])
@@ -648,30 +651,30 @@ for kind in ring.KINDS:
 class TestOpenDirect:
     def test_on_a_disk(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"x" * 10000)
-        fd, alignment = ring.open_direct(tmp_path / "file")
+        fd, alignment = open_direct(tmp_path / "file")
         assert alignment & (alignment - 1) == 0
         assert not os.get_inheritable(fd)
         os.close(fd)
 
     def test_empty_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        fd, _ = ring.open_direct(tmp_path / "file")
+        fd, _ = open_direct(tmp_path / "file")
         os.close(fd)
 
     def test_descriptor_keeps_its_own_flags(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"x" * 10000)
         with open(tmp_path / "file", "rb") as given:
-            fd, _ = ring.open_direct(given.fileno())
+            fd, _ = open_direct(given.fileno())
             assert given.read() == b"x" * 10000
             assert fd != given.fileno()
             os.close(fd)
 
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
-            ring.open_direct(tmp_path / "file")
+            open_direct(tmp_path / "file")
 
     def test_directory(self, tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises((UsageError, IsADirectoryError)):
-            ring.open_direct(tmp_path)
+            open_direct(tmp_path)
         assert len(os.listdir("/proc/self/fd")) == before

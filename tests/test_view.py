@@ -14,16 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve.engine import ring
-from ffserve.engine.ring import NOWHERE, Engine, View
+from ffserve.engine.checksum import CRC_32, checksum
+from ffserve.engine.direct import open_direct
+from ffserve.engine.ring import Engine
+from ffserve.engine.view import ENTRY_DTYPE, NOWHERE, View, publish, retract
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFF << 48)
 
 
 def directory(count: int) -> npt.NDArray[np.void]:
-    entries = np.frombuffer(
-        mmap.mmap(-1, max(1, count) * ring.ENTRY_DTYPE.itemsize), ring.ENTRY_DTYPE
-    )[:count]
+    entries = np.frombuffer(mmap.mmap(-1, max(1, count) * ENTRY_DTYPE.itemsize), ENTRY_DTYPE)[
+        :count
+    ]
     entries["length_low"], entries["place"] = UNKNOWN
     return entries
 
@@ -32,8 +35,8 @@ def shared(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
-def retract(entries: npt.NDArray[np.void], first: int, count: int, slot: int, size: int) -> None:
-    ring.retract(
+def take_back(entries: npt.NDArray[np.void], first: int, count: int, slot: int, size: int) -> None:
+    retract(
         entries.ctypes.data,
         np.array([first]),
         np.array([count]),
@@ -51,9 +54,9 @@ class Shelf:
         self.entries = directory(10)
         for k in range(10):
             if k != 3:
-                ring.publish(self.entries.ctypes.data, k, 1000 * k + 7, 100 + k)
+                publish(self.entries.ctypes.data, k, 1000 * k + 7, 100 + k)
         address = self.entries.ctypes.data
-        size = ring.ENTRY_DTYPE.itemsize
+        size = ENTRY_DTYPE.itemsize
         # Four segments over one array: as many shards, one of them empty.
         self.view = View(
             self.arena.ctypes.data,
@@ -135,7 +138,7 @@ def test_sample_that_changed_its_length() -> None:
     wanted = np.array([3])
     offsets, missing, unknown = shelf.view.locate(wanted)
     assert (missing.tolist(), unknown) == ([0], 1)
-    ring.publish(shelf.entries.ctypes.data, 3, 50, 60)
+    publish(shelf.entries.ctypes.data, 3, 50, 60)
     assert shelf.view.gather(wanted, offsets, np.zeros(1000, np.uint8)) is None
     offsets, missing, unknown = shelf.view.locate(wanted)
     assert (offsets.tolist(), missing.size, unknown) == ([0, 60], 0, 0)
@@ -144,7 +147,7 @@ def test_sample_that_changed_its_length() -> None:
 @pytest.mark.parametrize("offset", [(1 << 20) - 59, 1 << 20, 1 << 40, (1 << 48) - 1])
 def test_entry_that_points_outside_of_the_arena(offset: int) -> None:
     shelf = Shelf()
-    ring.publish(shelf.entries.ctypes.data, 3, offset, 60)
+    publish(shelf.entries.ctypes.data, 3, offset, 60)
     wanted = np.array([2, 3])
     offsets, _, _ = shelf.view.locate(wanted)
     with pytest.raises(ReadError):
@@ -155,7 +158,7 @@ def test_entry_that_points_outside_of_the_arena(offset: int) -> None:
 
 def test_length_beyond_four_gib() -> None:
     shelf = Shelf()
-    ring.publish(shelf.entries.ctypes.data, 3, 7, (5 << 32) + 11)
+    publish(shelf.entries.ctypes.data, 3, 7, (5 << 32) + 11)
     offsets, missing, _ = shelf.view.locate(np.array([3]))
     assert offsets[1] == (5 << 32) + 11
     assert missing.size == 0
@@ -164,7 +167,7 @@ def test_length_beyond_four_gib() -> None:
 def test_retract_spares_what_lies_elsewhere() -> None:
     shelf = Shelf()
     before = shelf.entries["seq"].copy()
-    retract(shelf.entries, 1, 5, 2007, 2001)  # samples 2 and 4 start in there, 3 is not readable
+    take_back(shelf.entries, 1, 5, 2007, 2001)  # samples 2 and 4 start in there, 3 is not readable
     after = shelf.entries["seq"]
     assert np.flatnonzero(after != before).tolist() == [2, 4]
     _, missing, unknown = shelf.view.locate(np.arange(10))
@@ -199,9 +202,9 @@ def test_no_torn_copy_is_accepted() -> None:
                 slot, turn = turn % 4, turn + 1
                 entry = slot + 4 * (turn // 4 % 2)
                 if holds[slot] >= 0:
-                    retract(entries, holds[slot], 1, slot * size, size)
+                    take_back(entries, holds[slot], 1, slot * size, size)
                 arena[slot * size : (slot + 1) * size] = turn % 251
-                ring.publish(entries.ctypes.data, entry, slot * size, size)
+                publish(entries.ctypes.data, entry, slot * size, size)
                 holds[slot] = entry
         finally:
             os._exit(0)
@@ -243,7 +246,7 @@ def test_no_sample_is_taken_for_another(kind: ring.Kind, tmp_path: Path) -> None
     if pid == 0:
         status = 1
         try:
-            fd, alignment = ring.open_direct(tmp_path / "file")
+            fd, alignment = open_direct(tmp_path / "file")
             with Engine(kind, depth=4, threads=2) as engine:
                 engine.set_arena(arena.ctypes.data, len(arena), entries.ctypes.data, count)
                 file = engine.add_file(fd, alignment)
@@ -255,9 +258,9 @@ def test_no_sample_is_taken_for_another(kind: ring.Kind, tmp_path: Path) -> None
                     if sample in holds:
                         continue
                     if holds[slot] >= 0:
-                        retract(entries, holds[slot], 1, slot * room, room)
+                        take_back(entries, holds[slot], 1, slot * room, room)
                     holds[slot] = sample
-                    crc = ring.checksum(ring.CRC_32, content[sample])
+                    crc = checksum(CRC_32, content[sample])
                     batch.reads[0] = (sample * size, size, slot * room, room, file, 1, 0, 1)
                     batch.records[0] = (sample * size, size, sample, 0, crc, 0, 0, 0)
                     engine.submit(batch)

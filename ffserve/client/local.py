@@ -24,7 +24,9 @@ from ffserve import formats
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
-from ffserve.engine.ring import NOWHERE, Engine, open_direct
+from ffserve.engine.direct import open_direct
+from ffserve.engine.ring import Engine
+from ffserve.engine.view import NOWHERE
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 from ffserve.failures import read_failure
 from ffserve.files import raise_file_limit, read_at_of, wrap_os_error

@@ -22,7 +22,7 @@ from ffserve import protocol
 from ffserve.client import connection as connections
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.ring import NOWHERE, View
+from ffserve.engine.view import NOWHERE, View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 
 GET_COUNT = 1024

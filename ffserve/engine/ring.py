@@ -1,7 +1,7 @@
-"""The Python face of the C core: engines, batches, views of the shared directory, checksums.
+"""The Python face of the C engines: batches in, ended batches out, and which engine works here.
 
 Everything here is thin: arrays go in as numpy buffers, one C call is made a batch, and the GIL is
-released during it. The untyped cffi module is confined to this file.
+released during it. The untyped cffi module is confined to this folder.
 
 Who owns what. A ``Batch`` is one block of C memory that its numpy views keep alive. From submit
 until it has ended the kernel may write into it, so the engine holds it in a dictionary that in
@@ -15,25 +15,21 @@ or ``forget()``, gives its memory and descriptors back without touching the pare
 from __future__ import annotations
 
 import functools
-import mmap
 import os
-import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from ffserve.engine import checksum
 from ffserve.engine._core import ffi, lib
-from ffserve.errors import ReadError, SampleIndexError, UsageError
+from ffserve.engine.direct import open_direct
+from ffserve.engine.view import NOWHERE
+from ffserve.errors import ReadError, UsageError
 
 Kind = Literal["uring", "aio", "threads"]
-Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
-UInt32s = npt.NDArray[np.uint32]
 
 KINDS: dict[Kind, int] = {
     "uring": lib.FFS_ENGINE_URING,
@@ -42,16 +38,8 @@ KINDS: dict[Kind, int] = {
 }
 """Every kind there is, the best first."""
 
-CRC_NONE: int = lib.FFS_CRC_NONE
-CRC_32: int = lib.FFS_CRC_32
-CRC_32C: int = lib.FFS_CRC_32C
 ECHECKSUM: int = lib.FFS_ECHECKSUM
 ETRUNCATED: int = lib.FFS_ETRUNCATED
-ESTALE: int = lib.FFS_ESTALE
-ERANGE: int = lib.FFS_ERANGE
-
-NOWHERE = 2**64 - 1
-"""No slot (the read bounces), or no entry (nothing is published)."""
 
 READ_DTYPE = np.dtype(
     [
@@ -77,20 +65,10 @@ RECORD_DTYPE = np.dtype(
         ("reserved", "u4"),
     ]
 )
-ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert READ_DTYPE.itemsize == ffi.sizeof("ffs_read")
 assert RECORD_DTYPE.itemsize == ffi.sizeof("ffs_record")
-assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
 
-_INT64 = np.dtype(np.int64)
-_UINT64 = np.dtype(np.uint64)
-_I64S = ffi.typeof("int64_t[]")
-_U64S = ffi.typeof("uint64_t[]")
-_U32S = ffi.typeof("uint32_t[]")
-_U8S = ffi.typeof("uint8_t[]")
-_DESTS = ffi.typeof("uint8_t *[]")
 _POINTER = ffi.typeof("uintptr_t")
-_from_buffer = ffi.from_buffer
 _NULL = ffi.NULL
 
 # An uninterrupted wait in C would keep Ctrl-C waiting too.
@@ -440,300 +418,5 @@ def describe() -> str:
     if usable[1:]:
         parts.append(f"also {', '.join(usable[1:])}")
     parts += [f"no {kind}: {_trial(kind)}" for kind in KINDS if kind not in usable]
-    parts.append(f"checksums by {ffi.string(lib.ffs_checksum_library()).decode()}")
+    parts.append(f"checksums by {checksum.library()}")
     return "; ".join(parts)
-
-
-# ---- files -------------------------------------------------------------------------------------
-
-
-def _logical_block_size(device: int) -> int:
-    """Of the block device a file lies on; 4096 where there is none or nobody says."""
-    place = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    for queue in ("queue", "../queue"):  # a partition's queue is its disk's
-        try:
-            with open(f"{place}/{queue}/logical_block_size", encoding="ascii") as file:
-                return int(file.read())
-        except (OSError, ValueError):
-            continue
-    return 4096
-
-
-def _reads_aligned(fd: int, alignment: int) -> bool:
-    """Whether one direct read at this alignment succeeds, at the start and further on."""
-    with mmap.mmap(-1, max(alignment, mmap.PAGESIZE)) as page:
-        try:
-            with memoryview(page) as whole, whole[:alignment] as piece:
-                os.preadv(fd, [piece], 0)
-                os.preadv(fd, [piece], alignment)
-        except OSError:
-            return False
-    return True
-
-
-def direct_alignment(fd: int) -> int:
-    """Alignment of reads from a descriptor that has O_DIRECT, or 1 if none works.
-
-    Asks the kernel (statx, Linux 6.1), else the block device; then makes sure by reading.
-    """
-    out = ffi.new("uint32_t[2]")
-    candidates = []
-    if lib.ffs_dio_alignment(fd, out, out + 1) == 0:
-        if not out[1]:
-            return 1
-        candidates.append(int(max(out[0], out[1])))
-    else:
-        candidates.append(_logical_block_size(os.fstat(fd).st_dev))
-    candidates += [size for size in (4096, 65536) if size > candidates[0]]
-    for alignment in candidates:
-        if alignment & (alignment - 1) == 0 and _reads_aligned(fd, alignment):
-            return alignment
-    return 1
-
-
-def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
-    """Open a regular file for reading past the page cache, or buffered where that does not work.
-
-    Args:
-        path_or_fd: a path, or a descriptor that is opened anew (its own flags stay as they are).
-    Returns: (fd, alignment): the caller closes fd; alignment 1 means buffered.
-    Raises: OSError as open() does; UsageError when it is not a regular file or a block device.
-    """
-    given = path_or_fd if isinstance(path_or_fd, int) else None
-    path = os.fspath(path_or_fd) if not isinstance(path_or_fd, int) else f"/proc/self/fd/{given}"
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as refused:
-        fd = _open_buffered(path, given, refused)
-    try:
-        mode = os.fstat(fd).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
-            raise UsageError("not a regular file", path=os.fspath(path))
-        if not _flags(fd) & os.O_DIRECT:
-            return fd, 1
-        alignment = direct_alignment(fd)
-        if alignment == 1:
-            buffered = _open_buffered(path, given, None)
-            os.close(fd)
-            fd = buffered
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, alignment
-
-
-def _flags(fd: int) -> int:
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("flags:"):
-                return int(line.split()[1], 8)
-    return 0
-
-
-def _open_buffered(path: str, given: int | None, refused: OSError | None) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError:
-        # A descriptor that was handed to us may be of a file that we could not open ourselves.
-        if given is None:
-            raise
-        return os.dup(given)
-    except OSError as error:
-        raise error from refused
-
-
-# ---- checksums ---------------------------------------------------------------------------------
-
-
-def checksum(kind: int, data: Any, seed: int = 0) -> int:
-    """CRC of a bytes-like object; ``seed`` is the CRC of what came before it."""
-    with _from_buffer(_U8S, data) as bytes_:
-        return int(lib.ffs_checksum(kind, seed, bytes_, len(bytes_)))
-
-
-def checksums(kind: int, data: Any, offsets: UInt64s, lengths: UInt64s) -> UInt32s:
-    """CRC of each piece data[offsets[k] : offsets[k] + lengths[k]], one call for all.
-
-    Raises: UsageError when a piece does not lie within data.
-    """
-    offsets = np.ascontiguousarray(offsets, np.uint64)
-    lengths = np.ascontiguousarray(lengths, np.uint64)
-    with _from_buffer(_U8S, data) as bytes_:
-        size = np.uint64(len(bytes_))
-        if len(offsets) != len(lengths) or bool(
-            np.any(lengths > size) or np.any(offsets > size - np.minimum(lengths, size))
-        ):
-            raise UsageError("a piece lies outside of the data")
-        out = np.empty(len(offsets), np.uint32)
-        lib.ffs_checksums(
-            kind,
-            bytes_,
-            _from_buffer(_U64S, offsets),
-            _from_buffer(_U64S, lengths),
-            len(offsets),
-            _from_buffer(_U32S, out),
-        )
-    return out
-
-
-# ---- the directory -----------------------------------------------------------------------------
-
-
-class View:
-    """What a reader needs to copy samples out of shared memory: the arena and the directory.
-
-    Args:
-        arena_address, arena_size: the mapping, which must outlive the view.
-        segments: (address of the first entry, index of its sample, count), in rising order of
-            index and without gaps from 0.
-    """
-
-    __slots__ = ("_c", "_segments", "sample_count")
-
-    def __init__(
-        self, arena_address: int, arena_size: int, segments: Sequence[tuple[int, int, int]]
-    ) -> None:
-        self.sample_count = 0
-        self._segments = ffi.new("ffs_segment[]", len(segments))
-        for segment, (address, first, count) in zip(self._segments, segments, strict=True):
-            if first != self.sample_count or count < 0:
-                raise UsageError("segments must follow each other from sample 0 without a gap")
-            segment.entries = ffi.cast("ffs_entry *", address)
-            segment.first = first
-            segment.count = count
-            self.sample_count += count
-        self._c = ffi.new("ffs_view *")
-        self._c.arena = ffi.cast("uint8_t *", arena_address)
-        self._c.arena_size = arena_size
-        self._c.segments = self._segments
-        self._c.segment_count = len(segments)
-
-    def locate(self, indices: Int64s) -> tuple[Int64s, Int64s, int]:
-        """Look samples up.
-
-        Args: indices: shape (n,), int64, contiguous; repeats are allowed.
-        Returns: (offsets, missing, unknown). offsets (n + 1): running sum of the lengths, an
-            unknown one counted as 0. missing: positions that cannot be read now. unknown: how
-            many lengths are not known yet.
-        Raises: SampleIndexError for an index outside of the view.
-        Cost: one call, no lock; about 10-20 ns a sample.
-        """
-        n = len(indices)
-        if indices.dtype != _INT64:
-            indices = indices.astype(np.int64)
-        out = np.empty(2 * n + 3, np.int64)
-        c = _from_buffer(_I64S, out)
-        missing = lib.ffs_locate(
-            self._c,
-            _from_buffer(_I64S, indices),
-            n,
-            c,
-            c + (n + 1),
-            c + (2 * n + 1),
-            c + (2 * n + 2),
-        )
-        if missing < 0:
-            index = int(indices[out[2 * n + 2]])
-            raise SampleIndexError(f"there are {self.sample_count} samples", index=index)
-        return out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1]
-
-    def gather(
-        self,
-        indices: Int64s,
-        offsets: Int64s,
-        buffer: npt.NDArray[np.uint8] | None,
-        dests: UInt64s | None = None,
-        positions: Int64s | None = None,
-    ) -> Int64s | None:
-        """Copy samples out of the arena.
-
-        Args:
-            indices, offsets: as given to and got from ``locate``.
-            buffer: sample k goes to buffer[offsets[k] : offsets[k + 1]]; None if dests are given.
-            dests: addresses, one a sample, with room for it.
-            positions: which samples to copy, each from 0 to n - 1; None for all.
-        Returns: the positions that could not be read (ask the daemon for them), or None when
-            a sample's length is not what ``offsets`` says: locate again.
-        Raises: ReadError when the directory points outside of the arena, SampleIndexError for
-            an index outside of the view.
-        """
-        n = len(indices)
-        if len(offsets) != n + 1:
-            raise UsageError("offsets must have one element more than indices")
-        if indices.dtype != _INT64 or offsets.dtype != _INT64:
-            raise UsageError("indices and offsets must be int64")
-        if dests is not None:
-            if len(dests) != n or dests.dtype != _UINT64:
-                raise UsageError("dests must be one uint64 address a sample")
-            to, tos = _NULL, _from_buffer(_DESTS, dests)
-        elif buffer is None or buffer.nbytes < offsets[n]:
-            raise UsageError("the buffer is smaller than the samples")
-        else:
-            to, tos = _from_buffer(_U8S, buffer, True), _NULL
-        if positions is None:
-            count, which = n, _NULL
-        else:
-            if positions.dtype != _INT64:
-                raise UsageError("positions must be int64")
-            count, which = len(positions), _from_buffer(_I64S, positions)
-        left = np.empty(count, np.int64)
-        rc = lib.ffs_gather(
-            self._c,
-            _from_buffer(_I64S, indices),
-            _from_buffer(_I64S, offsets),
-            to,
-            tos,
-            which,
-            count,
-            _from_buffer(_I64S, left),
-        )
-        if rc >= 0:
-            return left[:rc]
-        if rc == ESTALE:
-            return None
-        if n and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
-            raise SampleIndexError(f"there are {self.sample_count} samples")
-        raise ReadError("the shared directory points outside of the arena")
-
-    def places(self, indices: Int64s) -> UInt64s:
-        """Byte offset in the arena of each sample, NOWHERE where it cannot be read now.
-
-        The samples must be pinned by a lease, or they may be gone at once.
-        Raises: as ``gather``.
-        """
-        if indices.dtype != _INT64:
-            indices = indices.astype(np.int64)
-        out = np.empty(len(indices), np.uint64)
-        rc = lib.ffs_places(
-            self._c, _from_buffer(_I64S, indices), len(indices), _from_buffer(_U64S, out)
-        )
-        if rc >= 0:
-            return out
-        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
-            raise SampleIndexError(f"there are {self.sample_count} samples")
-        raise ReadError("the shared directory points outside of the arena")
-
-
-def retract(
-    entries_address: int, firsts: Int64s, counts: Int64s, slots: UInt64s, sizes: UInt64s
-) -> None:
-    """Make entries unreadable before their slots are filled anew (the daemon's side).
-
-    Args: for each k the entries [firsts[k], firsts[k] + counts[k]), of which those are meant
-        whose payload starts within [slots[k], slots[k] + sizes[k]) of the arena.
-    """
-    if not len(firsts) == len(counts) == len(slots) == len(sizes):
-        raise UsageError("firsts, counts, slots and sizes must be of one length")
-    lib.ffs_retract(
-        ffi.cast("ffs_entry *", entries_address),
-        _from_buffer(_I64S, firsts),
-        _from_buffer(_I64S, counts),
-        _from_buffer(_U64S, slots),
-        _from_buffer(_U64S, sizes),
-        len(firsts),
-    )
-
-
-def publish(entries_address: int, entry: int, offset: int, length: int) -> None:
-    """Make one sample readable whose bytes lie at ``offset`` of the arena already."""
-    lib.ffs_publish(ffi.cast("ffs_entry *", entries_address) + entry, offset, length)

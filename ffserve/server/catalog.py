@@ -24,7 +24,7 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
 from ffserve.dataset import bound_lengths
-from ffserve.engine.ring import open_direct
+from ffserve.engine.direct import open_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, read_at_of
 from ffserve.formats.base import HEAD_SIZE

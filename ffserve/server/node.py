@@ -22,7 +22,7 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import ShardTable
 from ffserve.config import ServerConfig
-from ffserve.engine.ring import retract
+from ffserve.engine.view import retract
 from ffserve.failures import CHECKSUM
 from ffserve.server.catalog import Catalog
 from ffserve.server.job import Job
