@@ -10,7 +10,6 @@ on if the files are not those that the reader was opened on.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -21,45 +20,30 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats
+from ffserve.client import choice
 from ffserve.client import connection as connections
+from ffserve.client.base import (
+    READ_AHEAD_BATCHES,
+    READ_AHEAD_COUNT,
+    READ_AHEAD_SIZE,
+    RETURN_AFTER_S,
+    SIZES_AT_ONCE,
+    BaseReader,
+    check_options,
+    cut,
+)
+from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.local import LocalSource
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes, Int64s
 from ffserve.config import find_socket
-from ffserve.dataset import (
-    PathLike,
-    ShardInfo,
-    as_indices,
-    check_same_content,
-    combined_fingerprint,
-    expand_paths,
-)
-from ffserve.errors import (
-    AccessDenied,
-    FFServeError,
-    ProtocolError,
-    ReadError,
-    ServerUnavailable,
-    UsageError,
-)
+from ffserve.dataset import PathLike, ShardInfo, expand_paths
+from ffserve.errors import FFServeError, ServerUnavailable, UsageError
 
 if TYPE_CHECKING:
     from ffserve.client.source import Source
 
-log = logging.getLogger("ffserve")
 T = TypeVar("T")
-
-RECONNECT_S = {"auto": 5.0, "require": 30.0}
-"""How long a reader waits for a daemon that went away, before it reads by itself or gives up."""
-RETURN_AFTER_S = 30.0
-"""How long a reader that lost its daemon reads by itself before it looks for one again."""
-_NOT_SERVED = (ServerUnavailable, ProtocolError, AccessDenied, ReadError)
-"""The daemon does not serve these files to us, for whatever reason; an engine of our own may."""
-READ_AHEAD_SIZE = 4 * 1024 * 1024
-READ_AHEAD_COUNT = 1024
-READ_AHEAD_BATCHES = 3
-"""Iteration keeps this many batches of about this size on their way."""
 
 
 def open(
@@ -93,12 +77,7 @@ def open(
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
-    if on_error not in ("raise", "skip"):
-        raise UsageError(f"on_error is 'raise' or 'skip', not {on_error!r}")
-    if not isinstance(server, str) or not server:
-        raise UsageError(f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}")
-    chosen = formats.by_name(format) if format is not None else None
-    suffixes = chosen.suffixes if chosen else formats.suffixes()
+    suffixes = check_options(format, server, on_error)
     reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify)
     if on_error == "skip":
         try:
@@ -109,24 +88,16 @@ def open(
     return reader
 
 
-class Reader(Sequence[Bytes]):
+class Reader(BaseReader, Sequence[Bytes]):
     """Samples of a data set by index. Made by `ffserve.open`."""
 
     def __init__(
         self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
     ) -> None:
-        self._paths = paths
-        self._format = format
-        self._server = server
-        self._verify = verify
-        self._expected: int | None = None
-        self._intact: Int64s | None = None
-        self._damaged: list[FFServeError] = []
-        self._totals: dict[str, int] = {}
-        self._closed = False
+        super().__init__(paths, format, server, verify)
         self._set_up()
         with self._lock:
-            self._take_in(self._connect_first())
+            self._take_in(self._choose(choice.first(self._server, 0.0)))
 
     def _set_up(self) -> None:
         self._lock = threading.RLock()
@@ -136,40 +107,37 @@ class Reader(Sequence[Bytes]):
 
     # ---- where the samples come from ------------------------------------------------------
 
-    def _connect_first(self, patience_s: float = 0.0) -> Source:
-        """Open the files; a required daemon that is away is waited for."""
-        if self._server == "off":
-            return self._open_local()
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                return self._open_remote()
-            except _NOT_SERVED as error:
-                away = isinstance(error, ServerUnavailable)
-                if self._server == "auto":
-                    # No daemon is nothing to talk about; one that may not be used is.
-                    if not away or isinstance(error.__cause__, PermissionError):
-                        _say_once(f"reading without the daemon: {error}")
-                    return self._open_local()
-                if not away or time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.05)
+    def _choose(self, choosing: Choosing[Source]) -> Source:
+        """Do what a choice asks for; return the source that it ends with."""
+        try:
+            step = next(choosing)
+            while True:
+                try:
+                    if isinstance(step, float):
+                        time.sleep(step)
+                        step = next(choosing)
+                        continue
+                    source = self._open_remote() if step is Origin.REMOTE else self._open_local()
+                except FFServeError as error:
+                    step = choosing.throw(error)
+                else:
+                    step = choosing.send(source)
+        except StopIteration as end:
+            chosen: Source = end.value
+            return chosen
 
-    def _open_remote(self) -> RemoteSource:
-        explicit = None if self._server in ("auto", "require") else self._server
-        return RemoteSource(find_socket(explicit), self._paths, self._format, self._verify)
+    def _open_remote(self) -> Source:
+        return RemoteSource.open(find_socket(self._socket), self._paths, self._format, self._verify)
 
-    def _open_local(self) -> LocalSource:
+    def _open_local(self) -> Source:
         return LocalSource(self._paths, self._format, self._verify)
 
     def _take_in(self, source: Source) -> None:
         try:
-            check_same_content(self._expected, source.shards)
+            self._check_content(source)
         except BaseException:
             source.close()
             raise
-        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
-        self._count = source.count
         self._source = source
 
     def _current(self) -> Source:
@@ -182,7 +150,7 @@ class Reader(Sequence[Bytes]):
                 raise UsageError("this reader is closed")
             if self._source is None:
                 # A copy, in a worker: the daemon of the original may be starting anew just now.
-                self._take_in(self._connect_first(RECONNECT_S["require"]))
+                self._take_in(self._choose(choice.first(self._server, RECONNECT_S["require"])))
             assert self._source is not None
             return self._source
 
@@ -195,7 +163,7 @@ class Reader(Sequence[Bytes]):
             self._away_since = time.monotonic()
             try:
                 source = self._open_remote()
-            except _NOT_SERVED:
+            except choice.NOT_SERVED:
                 return False
             old = self._source
             self._take_in(source)
@@ -213,28 +181,13 @@ class Reader(Sequence[Bytes]):
                 return
             self._retire(lost)
             self._source = None
-            kind = "auto" if self._server == "auto" else "require"
-            deadline = time.monotonic() + RECONNECT_S[kind]
-            pause = 0.01
-            while True:
-                try:
-                    self._take_in(self._open_remote())
-                    return
-                except _NOT_SERVED as again:
-                    final = not isinstance(again, (ServerUnavailable, ProtocolError))
-                    if final or time.monotonic() >= deadline:
-                        if self._server != "auto":
-                            raise
-                        _say_once(f"the daemon went away, reading without it: {again}")
-                        break
-                time.sleep(pause)
-                pause = min(2 * pause, 0.25)
-            self._away_since = time.monotonic()
-            self._take_in(self._open_local())
+            source = self._choose(choice.after_loss(self._server))
+            if isinstance(source, LocalSource):
+                self._away_since = time.monotonic()
+            self._take_in(source)
 
     def _retire(self, source: Source) -> None:
-        for name in ("hits", "misses", "bytes"):
-            self._totals[name] = self._totals.get(name, 0) + int(source.stats()[name])
+        self._add_totals(source)
         source.close()
 
     def _retrying(self, attempt: Callable[[Source], T]) -> T:
@@ -262,15 +215,6 @@ class Reader(Sequence[Bytes]):
         return list(self._current().shards)
 
     # ---- reading --------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return self._count if self._intact is None else len(self._intact)
-
-    def _numbers(self, indices: Any) -> Int64s:
-        if self._closed:
-            raise UsageError("this reader is closed")
-        chosen = as_indices(indices, len(self))
-        return chosen if self._intact is None else self._intact[chosen]
 
     @overload
     def read(self, indices: Any, *, errors: Literal["raise"] = "raise") -> list[Bytes]: ...
@@ -305,13 +249,7 @@ class Reader(Sequence[Bytes]):
             return pending.target.arrays, failed
 
         arrays, failed = self._retrying(attempt)
-        if errors == "return":
-            mixed: list[Bytes | FFServeError] = list(arrays)
-            for position, error in failed.items():
-                mixed[position] = self._named(error, position, numbers)
-            return mixed
-        self._raise_first(failed, numbers)
-        return arrays
+        return self._mixed(arrays, failed, numbers, errors)
 
     def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
         """Read samples into one buffer.
@@ -338,16 +276,6 @@ class Reader(Sequence[Bytes]):
         batch, failed = self._retrying(attempt)
         self._raise_first(failed, numbers)
         return batch
-
-    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
-        if self._intact is None:
-            return error
-        return error.located(index=int(np.searchsorted(self._intact, numbers[position])))
-
-    def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
-        if failed:
-            position = min(failed)
-            raise self._named(failed[position], position, numbers)
 
     @contextmanager
     def _leased(self, numbers: Int64s) -> Iterator[list[Bytes]]:
@@ -392,11 +320,7 @@ class Reader(Sequence[Bytes]):
         Args: indices: as for `read`; None for all.
         Raises: as `read`, when the batch concerned is due.
         """
-        numbers = (
-            (np.arange(self._count, dtype=np.int64) if self._intact is None else self._intact)
-            if indices is None
-            else self._numbers(indices)
-        )
+        numbers = self._all_numbers() if indices is None else self._numbers(indices)
         parts = self._parts(numbers, count, size)
         ahead: deque[tuple[Int64s, Source, Any]] = deque()
         try:
@@ -412,16 +336,9 @@ class Reader(Sequence[Bytes]):
                 self._discard(source, pending)
 
     def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[Int64s]:
-        for start in range(0, len(numbers), 65_536):
-            some = numbers[start : start + 65_536]
-            ends = np.cumsum(self._sizes_of(some))
-            at = 0
-            while at < len(some):
-                before = int(ends[at - 1]) if at else 0
-                upto = int(np.searchsorted(ends, before + size, side="right"))
-                upto = min(max(upto, at + 1), at + count, len(some))
-                yield some[at:upto]
-                at = upto
+        for start in range(0, len(numbers), SIZES_AT_ONCE):
+            some = numbers[start : start + SIZES_AT_ONCE]
+            yield from cut(some, self._sizes_of(some), count, size)
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
         return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
@@ -467,35 +384,18 @@ class Reader(Sequence[Bytes]):
             raise UsageError(f"there are {len(self._paths)} shards, not {shard + 1}")
         return self._retrying(lambda source: source.tables(shard))
 
-    @property
-    def damaged(self) -> list[FFServeError]:
-        """What `on_error="skip"` left out, and why; indices are those in the files."""
-        return list(self._damaged)
-
     def _leave_out_damaged(self) -> None:
-        bad: list[int] = []
-        for part in self._parts(
-            np.arange(self._count, dtype=np.int64), READ_AHEAD_COUNT, READ_AHEAD_SIZE
-        ):
+        bad: dict[int, FFServeError] = {}
+        for part in self._parts(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
             for number, sample in zip(part.tolist(), self.read(part, errors="return"), strict=True):
                 if isinstance(sample, FFServeError):
-                    bad.append(number)
-                    self._damaged.append(sample)
-        if bad:
-            self._intact = np.delete(np.arange(self._count, dtype=np.int64), bad)
+                    bad[number] = sample
+        self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return what this process read through this reader: samples, bytes, hits (copied
         without asking the daemon), misses, hit_rate, and the source."""
-        current = self._current()
-        facts = dict(current.stats())
-        for name, value in self._totals.items():
-            facts[name] = int(facts[name]) + value
-        hits, misses = int(facts["hits"]), int(facts["misses"])
-        facts["samples"] = hits + misses
-        facts["hit_rate"] = hits / max(1, hits + misses)
-        facts["source"] = current.description
-        return facts
+        return self._summed(self._current())
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -520,7 +420,7 @@ class Reader(Sequence[Bytes]):
         if source is None:
             return
         source.after_fork()
-        if isinstance(source, RemoteSource):
+        if not isinstance(source, LocalSource):
             self._source = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -541,12 +441,3 @@ class Reader(Sequence[Bytes]):
     def __repr__(self) -> str:
         more = f" and {len(self._paths) - 1} more" if len(self._paths) > 1 else ""
         return f"<ffserve.Reader of {len(self)} samples in {self._paths[0]}{more}>"
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)

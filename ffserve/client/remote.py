@@ -11,15 +11,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client import connection as connections
+from ffserve.client.connection import Connection
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.view import NOWHERE, View
@@ -42,28 +44,58 @@ class RemotePending:
     asked: deque[tuple[int, Int64s]] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class Awaited:
+    """The READY of this tag is needed."""
+
+    tag: int
+
+
+@dataclass(slots=True)
+class Copy:
+    """These positions (None: all) are to be copied, after a pause in seconds."""
+
+    positions: Int64s | None
+    pause_s: float = 0.0
+
+
+Steps: TypeAlias = Generator[Awaited | Copy, protocol.Ready | Int64s, dict[int, FFServeError]]
+
+
 class RemoteSource:
-    """A data set of the daemon.
+    """A data set of the daemon, opened over a connection.
 
-    Args: path: the daemon's socket. paths: absolute, of the shards.
+    Args: opened: the daemon's answer. paths: absolute, of the shards, as they were asked for.
 
-    Raises: ServerUnavailable, and what the daemon answers.
+    Raises: ProtocolError when the answer is none; the connection is then still the caller's.
     """
 
-    def __init__(self, path: str, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
-        self._connection = connections.connect(path)
+    def __init__(
+        self, connection: Connection, opened: protocol.Opened, paths: tuple[str, ...]
+    ) -> None:
+        self._connection = connection
         self._mappings: list[NDArray[np.uint8]] = []
-        try:
-            opened = self._connection.open(paths, format, verify)
-            self._dataset = opened.dataset
-            self._set_up(opened, paths)
-        except BaseException:
-            connections.disconnect(self._connection)
-            raise
-        self.description = f"daemon {path}"
+        self._dataset = opened.dataset
+        self._set_up(opened, paths)
+        self.description = f"daemon {connection.path}"
         self._closed = False
         self._counting = threading.Lock()
         self._hits = self._misses = self._size = 0
+
+    @classmethod
+    def open(
+        cls, path: str, paths: tuple[str, ...], format: str | None, verify: bool
+    ) -> RemoteSource:
+        """Open a data set over this process's connection to the daemon at `path`.
+
+        Raises: ServerUnavailable, and what the daemon answers.
+        """
+        connection = connections.connect(path)
+        try:
+            return cls(connection, connection.open(paths, format, verify), paths)
+        except BaseException:
+            connections.disconnect(connection)
+            raise
 
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
         if (
@@ -124,18 +156,39 @@ class RemoteSource:
 
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Copy what is there, wait for the rest."""
+        steps = self.steps(pending)
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Awaited):
+                    step = steps.send(self._connection.wait_ready(step.tag))
+                else:
+                    if step.pause_s:
+                        time.sleep(step.pause_s)
+                    step = steps.send(self.copy(pending, step.positions))
+        except StopIteration as end:
+            failed: dict[int, FFServeError] = end.value
+            return failed
+
+    def steps(self, pending: Pending) -> Steps:
+        """What `finish` does, one step after the other, without doing it.
+
+        Yields an Awaited, to be sent the READY, or a Copy, to be sent the positions that were
+        not readable (what `copy` returns).
+        """
         assert isinstance(pending, RemotePending)
         count = len(pending.indices)
         missed = sum(map(len, pending.todo)) + sum(len(p) for _, p in pending.asked)
         if missed < count:
-            vanished = self._copy(pending, self._hit_positions(pending, missed))
+            vanished = yield Copy(self._hit_positions(pending, missed))
+            assert isinstance(vanished, np.ndarray)
             if len(vanished):
                 missed += len(vanished)
                 pending.todo.append(vanished)
         self._count(pending, count - missed, missed)
         if not pending.todo and not pending.asked:
             return {}
-        return self._wait(pending)
+        return (yield from self._wait(pending))
 
     def _hit_positions(self, pending: RemotePending, missed: int) -> Int64s | None:
         if not missed:
@@ -147,13 +200,15 @@ class RemoteSource:
             hit[positions] = False
         return np.flatnonzero(hit)
 
-    def _wait(self, pending: RemotePending) -> dict[int, FFServeError]:
+    def _wait(self, pending: RemotePending) -> Steps:
         errors: dict[int, FFServeError] = {}
         empty_rounds = 0
         while pending.todo or pending.asked:
             self._ask(pending)
-            tag, positions = pending.asked.popleft()
-            ready = self._connection.wait_ready(tag)
+            tag, positions = pending.asked[0]
+            ready = yield Awaited(tag)
+            assert isinstance(ready, protocol.Ready)
+            pending.asked.popleft()
             if not 0 <= ready.count <= len(positions):
                 raise ProtocolError("the daemon answered for samples it was not asked for")
             done, rest = positions[: ready.count], positions[ready.count :]
@@ -161,7 +216,9 @@ class RemoteSource:
                 failed = _failures(ready.errors, len(done))
                 errors.update((int(done[k]), error) for k, error in failed.items())
                 done = np.delete(done, list(failed))
-            vanished = self._copy(pending, done)
+            pause_s = 0.001 if empty_rounds > 10 else 0.0
+            vanished = yield Copy(done, pause_s)
+            assert isinstance(vanished, np.ndarray)
             self._connection.acknowledge(tag)
             empty_rounds = (
                 empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
@@ -172,13 +229,12 @@ class RemoteSource:
                     hint="start the daemon with a larger --arena",
                 )
             if len(vanished) or len(rest):
-                if empty_rounds > 10:
-                    time.sleep(0.001)
                 pending.todo.appendleft(np.concatenate((vanished, rest)))
         return errors
 
-    def _copy(self, pending: RemotePending, positions: Int64s | None) -> Int64s:
+    def copy(self, pending: Pending, positions: Int64s | None) -> Int64s:
         """Copy samples; return the positions of those that were not readable."""
+        assert isinstance(pending, RemotePending)
         target = pending.target
         left = self._view.gather(
             pending.indices, target.offsets, target.buffer, target.addresses, positions

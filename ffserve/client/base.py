@@ -1,0 +1,134 @@
+"""What every reader knows of its data set, whether it blocks or awaits: no I/O in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from ffserve import formats
+from ffserve.client.source import Int64s, Source
+from ffserve.dataset import as_indices, check_same_content, combined_fingerprint
+from ffserve.errors import FFServeError, UsageError
+
+RETURN_AFTER_S = 30.0
+"""How long a reader that lost its daemon reads by itself before it looks for one again."""
+READ_AHEAD_SIZE = 4 * 1024 * 1024
+READ_AHEAD_COUNT = 1024
+READ_AHEAD_BATCHES = 3
+"""Iteration keeps this many batches of about this size on their way."""
+SIZES_AT_ONCE = 65_536
+
+
+def check_options(format: str | None, server: str, on_error: str) -> tuple[str, ...]:
+    """Return the suffixes of the files to look for in directories.
+
+    Raises: UsageError for an option of `open` that is none.
+    """
+    if on_error not in ("raise", "skip"):
+        raise UsageError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if not isinstance(server, str) or not server:
+        raise UsageError(f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}")
+    return formats.by_name(format).suffixes if format is not None else formats.suffixes()
+
+
+class BaseReader:
+    """Indices in, sample numbers out; errors by the caller's indices."""
+
+    def __init__(
+        self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
+    ) -> None:
+        self._paths = paths
+        self._format = format
+        self._server = server
+        self._verify = verify
+        self._expected: int | None = None
+        self._intact: Int64s | None = None
+        self._damaged: list[FFServeError] = []
+        self._totals: dict[str, int] = {}
+        self._closed = False
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count if self._intact is None else len(self._intact)
+
+    @property
+    def damaged(self) -> list[FFServeError]:
+        """What `on_error="skip"` left out, and why; indices are those in the files."""
+        return list(self._damaged)
+
+    @property
+    def _socket(self) -> str | None:
+        """The daemon's socket if it was named."""
+        return None if self._server in ("auto", "require", "off") else self._server
+
+    def _check_content(self, source: Source) -> None:
+        """Take note of what a new source opened. Raises when it is not what the last one had."""
+        check_same_content(self._expected, source.shards)
+        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
+        self._count = source.count
+
+    def _numbers(self, indices: Any) -> Int64s:
+        if self._closed:
+            raise UsageError("this reader is closed")
+        chosen = as_indices(indices, len(self))
+        return chosen if self._intact is None else self._intact[chosen]
+
+    def _all_numbers(self) -> Int64s:
+        return np.arange(self._count, dtype=np.int64) if self._intact is None else self._intact
+
+    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
+        if self._intact is None:
+            return error
+        return error.located(index=int(np.searchsorted(self._intact, numbers[position])))
+
+    def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
+        if failed:
+            position = min(failed)
+            raise self._named(failed[position], position, numbers)
+
+    def _mixed(
+        self, arrays: list[Any], failed: dict[int, FFServeError], numbers: Int64s,
+        errors: Literal["raise", "return"],
+    ) -> list[Any]:  # fmt: skip
+        """Return the samples, errors in the places of those that failed if they are wanted."""
+        if errors != "return":
+            self._raise_first(failed, numbers)
+            return arrays
+        mixed = list(arrays)
+        for position, error in failed.items():
+            mixed[position] = self._named(error, position, numbers)
+        return mixed
+
+    def _leave_out(self, bad: dict[int, FFServeError]) -> None:
+        """Hide these samples, by number."""
+        self._damaged += bad.values()
+        if bad:
+            self._intact = np.delete(np.arange(self._count, dtype=np.int64), list(bad))
+
+    def _add_totals(self, source: Source) -> None:
+        for name in ("hits", "misses", "bytes"):
+            self._totals[name] = self._totals.get(name, 0) + int(source.stats()[name])
+
+    def _summed(self, current: Source) -> dict[str, int | float | str]:
+        facts = dict(current.stats())
+        for name, value in self._totals.items():
+            facts[name] = int(facts[name]) + value
+        hits, misses = int(facts["hits"]), int(facts["misses"])
+        facts["samples"] = hits + misses
+        facts["hit_rate"] = hits / max(1, hits + misses)
+        facts["source"] = current.description
+        return facts
+
+
+def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[Int64s]:
+    """Cut into parts of at most `count` samples and about `size` bytes, at least one sample."""
+    ends = np.cumsum(sizes)
+    at = 0
+    while at < len(numbers):
+        before = int(ends[at - 1]) if at else 0
+        upto = int(np.searchsorted(ends, before + size, side="right"))
+        upto = min(max(upto, at + 1), at + count, len(numbers))
+        yield numbers[at:upto]
+        at = upto
