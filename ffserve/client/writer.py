@@ -2,8 +2,9 @@
 
 The samples go to a temporary file in the directory of the one to be. When everything is written
 and synced it is renamed, and then the directory is synced: so the final name means a complete
-file at any moment, also after a crash or a power cut. A writer that is killed leaves
-``.NAME.<random>.tmp``, which no reader takes for data.
+file at any moment, also after a crash or a power cut. Where the file system can, the temporary
+file has no name until then (O_TMPFILE), so that a writer that is killed leaves nothing; elsewhere
+(NFS, most FUSE mounts) it leaves ``.NAME.<random>.tmp``, which no reader takes for data.
 
 Some formats (FFRecord) put tables in front of the samples whose size depends on the number of
 samples. If that number is not given, the samples go to a second, nameless file first and are moved
@@ -389,12 +390,18 @@ class _Files:
         """Return the descriptor of the nameless file, made when first asked for."""
         if self._spool < 0:
             name, self._spool = self._make()
-            os.unlink(name)
+            if name:
+                os.unlink(name)
         return self._spool
 
     def publish(self) -> None:
         """Sync the file, give it its name, and sync the name."""
         os.fsync(self.fd)
+        if not self._temporary:
+            # A link replaces nothing, a rename does.
+            name = temporary_name(self._final)
+            _link(self.fd, name)
+            self._temporary = name
         os.replace(self._temporary, self._final)
         self._temporary = ""
         self._close()
@@ -415,9 +422,27 @@ class _Files:
         self.fd = self._spool = -1
 
     def _make(self) -> tuple[str, int]:
+        """Make a file to write to: its name, empty if it has none yet, and its descriptor."""
+        if os.path.isdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                directory = os.path.dirname(self._final)
+                return "", os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
         path = temporary_name(self._final)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return path, os.open(path, flags, 0o666)
+
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+def _link(fd: int, path: str) -> None:
+    """Give a nameless file a name."""
+    # Only with a directory's descriptor does Python call linkat, which follows the link in /proc.
+    here = os.open(_DESCRIPTORS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(str(fd), path, src_dir_fd=here)
+    finally:
+        os.close(here)
 
 
 def temporary_name(path: str) -> str:

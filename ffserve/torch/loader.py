@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch.utils.data
