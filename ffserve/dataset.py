@@ -125,6 +125,12 @@ class Layout:
         assert self._shift is not None
         return indices + (self._shift[0] if len(self.counts) == 1 else self._shift[shards])
 
+    def index(self, number: int) -> int:
+        """Return the dataset index of a sample that is known by its node-wide number."""
+        assert self._shift is not None and self._bases is not None
+        inside = (self._bases <= number) & (number < self._bases + self.counts)
+        return number - int(self._shift[int(np.argmax(inside))])
+
     def runs(self) -> list[tuple[int, int, int]]:
         """Return (first, base, count) of maximal runs that lie together in the node-wide tables."""
         assert self._bases is not None

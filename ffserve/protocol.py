@@ -168,6 +168,34 @@ class Bye:
     TYPE: ClassVar[int] = 14
 
 
+@dataclass(slots=True)
+class Order:
+    """Client announces what its job will ask for in an epoch, in pieces of one tag.
+
+    `count`: positions of the whole order; `start`: position of this piece's first;
+    `indices`: packed u32 in the dataset; `what`: name (or nil), replacement.
+    """
+
+    TYPE: ClassVar[int] = 15
+    tag: int
+    dataset: int
+    epoch: int
+    count: int
+    start: int
+    indices: bytes
+    what: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Reached:
+    """Client's job has used the first `position` samples of the order it announced."""
+
+    TYPE: ClassVar[int] = 16
+    dataset: int
+    epoch: int
+    position: int
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -183,9 +211,11 @@ Message: TypeAlias = (
     | Close
     | Tell
     | Bye
+    | Order
+    | Reached
 )
 
-FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye)
+FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye, Order, Reached)
 FROM_SERVER = (Welcome, Opened, Ready, Report, Fail)
 
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
@@ -326,6 +356,21 @@ def unpack_indices(packed: bytes) -> NDArray[np.int64]:
     if len(packed) % 8 or len(packed) > 8 * MAX_GET_COUNT:
         raise ProtocolError(f"the peer sent {len(packed)} bytes of indices")
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
+
+
+def pack_order(indices: NDArray[np.int64]) -> bytes:
+    """Pack a piece of an order; u32 little-endian."""
+    return indices.astype("<u4").tobytes()
+
+
+def unpack_order(packed: bytes) -> NDArray[np.int64]:
+    """Unpack a piece of an order.
+
+    Raises: ProtocolError when the size is no multiple of 4 or there are more than MAX_GET_COUNT.
+    """
+    if len(packed) % 4 or len(packed) > 4 * MAX_GET_COUNT:
+        raise ProtocolError(f"the peer sent {len(packed)} bytes of an order")
+    return np.frombuffer(packed, "<u4").astype(np.int64)
 
 
 def pack_tags(tags: list[int]) -> bytes:

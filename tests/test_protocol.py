@@ -261,6 +261,18 @@ def test_indices_of_a_wrong_size_are_refused(size: int) -> None:
         protocol.unpack_indices(bytes(size))
 
 
+@pytest.mark.parametrize("size", (1, 6, 4 * protocol.MAX_GET_COUNT + 4))
+def test_pieces_of_an_order_of_a_wrong_size_are_refused(size: int) -> None:
+    with pytest.raises(ProtocolError):
+        protocol.unpack_order(bytes(size))
+
+
+@given(indices=st.lists(st.integers(0, (1 << 32) - 1), max_size=50))
+def test_orders_survive(indices: list[int]) -> None:
+    array = np.array(indices, np.int64)
+    assert protocol.unpack_order(protocol.pack_order(array)).tolist() == indices
+
+
 @pytest.mark.parametrize("size", (1, 3, 5))
 def test_tags_of_a_wrong_size_are_refused(size: int) -> None:
     with pytest.raises(ProtocolError):

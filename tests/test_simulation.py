@@ -22,6 +22,7 @@ from ffserve import protocol
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import FAILED, FREE, LOADING, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
+from ffserve.cache.next_use import NextUse
 from ffserve.cache.shards import ShardTable
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
@@ -96,6 +97,7 @@ class World:
         self.cache = cache_type(self.arena, self.directory, self.table, self._retract)
         self.scheduler = Scheduler(self.cache, self._submit, most_blocks=most_blocks)
         self.catalog = Shards(self.table, self.cache)
+        self.uses = NextUse()
         self.failure_rate = failure_rate
         self.slowest_s = slowest_s
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -268,6 +270,7 @@ class World:
         assert all(shard.sessions == 0 for shard in self.shards)
         for shard in self.shards:
             assert self.cache.drop(shard.base, shard.count)
+        assert not self.uses.walks, "a walk of a session that ended is still there"
         assert self.arena.used_size == 0
         assert (self.arena.slab_class == -1).all()
         assert not self.slot_bytes
@@ -559,6 +562,16 @@ def wild_message(chooser: random.Random, dataset: int) -> Message:
             protocol.Release(tags),
             protocol.Tell(0, chooser.choice((0, 1, (1 << 64) - 1)), 3, tags),
             protocol.Status(tag),
+            protocol.Order(
+                tag,
+                number,
+                0,
+                chooser.choice((30, 800, 10**12)),
+                0,
+                indices[: 4 * 30],
+                {"name": None, "replacement": chooser.random() < 0.9},
+            ),
+            protocol.Reached(number, chooser.randrange(3), chooser.randrange(900)),
             protocol.Close(chooser.choice((0, 77, 77, 77, dataset))),
             protocol.Open(tag, {"paths": ["/x"], "format": None, "verify": True}),
         )

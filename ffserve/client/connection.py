@@ -38,6 +38,8 @@ ANSWER_TIMEOUT_S = 120
 gives up by itself on what only waits for room long before that."""
 TELL_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
+ORDER_PIECE = 16_384
+"""Positions in one ORDER: what the daemon takes in between the requests of others."""
 _CHUNK = 256 * 1024
 
 
@@ -60,6 +62,7 @@ class Connection:
         self.path = path
         self.readers = 0
         self._send_lock = threading.Lock()
+        self._announcing = threading.Lock()
         self._state = threading.Condition()
         self._receiving = False
         self._waiters: dict[int, _Waiter] = {}
@@ -79,6 +82,7 @@ class Connection:
             if arena_size <= 0 or not 0 < capacity < 1 << 48:
                 raise ProtocolError("the daemon's WELCOME has impossible sizes", path=path)
             self.arena_size = arena_size
+            self.takes_orders = about.get("orders") is True
             self._capacity = capacity
             self.arena = map_read_only(self._fds[0], 0, self.arena_size)
         except BaseException:
@@ -211,6 +215,36 @@ class Connection:
             packed = protocol.pack_tags(acknowledged)
             with contextlib.suppress(ServerUnavailable):
                 self._send(protocol.Tell(0, hits, hit_size, packed), None)
+
+    def announce(
+        self,
+        dataset: int,
+        epoch: int,
+        order: NDArray[np.int64],
+        name: str | None,
+        replacement: bool,
+    ) -> None:
+        """Announce an order, in pieces; return when the daemon has taken it.
+
+        A daemon that knows no orders is not told. Raises what the daemon answers.
+        """
+        if not self.takes_orders:
+            return
+        tag = self._tag()
+        what = {"name": name, "replacement": replacement}
+        # Pieces of two orders must not mix.
+        with self._announcing:
+            for start in range(0, len(order), ORDER_PIECE):
+                packed = protocol.pack_order(order[start : start + ORDER_PIECE])
+                piece = protocol.Order(tag, dataset, epoch, len(order), start, packed, what)
+                self._send(piece, tag if start == 0 else None)
+            self._expect(tag, protocol.Ready)
+
+    def reached(self, dataset: int, epoch: int, position: int) -> None:
+        """Report how far the job has come in the order that it announced."""
+        if self.takes_orders:
+            with contextlib.suppress(ServerUnavailable):
+                self._send(protocol.Reached(dataset, epoch, position), None)
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's report."""
@@ -430,6 +464,7 @@ def _in_child() -> None:
     for connection in _connections.values():
         # A thread that stayed in the parent may have held them.
         connection._send_lock = threading.Lock()
+        connection._announcing = threading.Lock()
         connection._state = threading.Condition()
         connection.abandon()
     _connections.clear()

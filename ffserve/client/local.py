@@ -268,6 +268,14 @@ class LocalSource:
         buffer.flags.writeable = False
         yield [buffer[a:b] for a, b in pairwise(edges)]
 
+    # ---- what will be read: nobody here to whom it would be of use --------------------------
+
+    def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
+        """Do nothing."""
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Do nothing."""
+
     # ---- the rest -------------------------------------------------------------------------
 
     def tables(

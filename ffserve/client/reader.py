@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ffserve.client import choice
 from ffserve.client import connection as connections
+from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
     READ_AHEAD_BATCHES,
     READ_AHEAD_COUNT,
@@ -103,6 +104,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._lock = threading.RLock()
         self._source: Source | None = None
         self._away_since: float | None = None
+        self._announced = Announced()
         connections.after_fork(self)
 
     # ---- where the samples come from ------------------------------------------------------
@@ -138,6 +140,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         except BaseException:
             source.close()
             raise
+        if self._announced:
+            # Of this reader's orders another daemon knows nothing. They are of use, not needed.
+            with contextlib.suppress(FFServeError):
+                self._announced.repeat(source)
         self._source = source
 
     def _current(self) -> Source:
@@ -249,6 +255,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             return pending.target.arrays, failed
 
         arrays, failed = self._retrying(attempt)
+        self._used(numbers)
         return self._mixed(arrays, failed, numbers, errors)
 
     def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
@@ -274,6 +281,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             return Batch(pending.target.buffer, pending.target.offsets), failed
 
         batch, failed = self._retrying(attempt)
+        self._used(numbers)
         self._raise_first(failed, numbers)
         return batch
 
@@ -356,6 +364,7 @@ class Reader(BaseReader, Sequence[Bytes]):
                 self._replace(source, error)
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
+        self._used(numbers)
         self._raise_first(failed, numbers)
         return Batch(pending.target.buffer, pending.target.offsets)
 
@@ -363,6 +372,63 @@ class Reader(BaseReader, Sequence[Bytes]):
         if source is self._source or isinstance(source, LocalSource):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
+
+    # ---- what will be read ----------------------------------------------------------------
+
+    def announce(
+        self,
+        order: Any,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
+        """Tell the daemon which samples this job will ask for, in order.
+
+        The daemon then reads ahead exactly and keeps what will be needed soonest by any job. It
+        needs this epoch and the next: announce both at the beginning, and each further one when
+        the one before it begins. Without a daemon nothing happens.
+
+        Args:
+            order: all indices of the epoch, as for `read`; none twice, unless `replacement`. Not
+                all samples of the data set need to be in it.
+            epoch: integer from 0. Announcing it again replaces what was announced; an earlier
+                epoch than the current one means that the job begins anew.
+            name: of an order that jobs share, for people to read.
+            replacement: the samples are drawn with replacement.
+
+        Raises:
+            SampleIndexError: an index outside the data set, or one that comes twice.
+            UsageError: no order, or one that the daemon has no room for. The job is served
+                as before.
+
+        Cost: 4 bytes a sample through the socket; one round trip.
+        """
+        numbers = self._numbers(order)
+        epoch = check_count("epoch", epoch)
+        check_order(numbers, self._count, name, replacement)
+        self._retrying(lambda source: source.announce(numbers, epoch, name, replacement))
+        self._announced.add(epoch, numbers, name, replacement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon that the first `position` samples of an announced order were used.
+
+        Who reads in the announced order with this very reader need not call it: the reader counts
+        until this is called for the first time. A loader whose workers read calls it, a few times
+        a second.
+
+        Args: epoch, position: integers from 0.
+        Raises: UsageError for anything else.
+        Cost: one small message, no answer.
+        """
+        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        self._announced.told(epoch, position)
+        self._retrying(lambda source: source.reached(epoch, position))
+
+    def _used(self, numbers: Int64s) -> None:
+        due = self._announced.read(numbers) if self._announced else None
+        if due is not None and self._source is not None:
+            self._source.reached(*due)
 
     # ---- about the samples ----------------------------------------------------------------
 
@@ -417,6 +483,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         """This process is a child: connect anew at the next use."""
         source = self._source
         self._lock = threading.RLock()
+        self._announced = Announced()
         if source is None:
             return
         source.after_fork()
@@ -427,7 +494,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         state = {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("_lock", "_source", "_away_since")
+            if name not in ("_lock", "_source", "_away_since", "_announced")
         }
         state["_totals"] = {}
         state["job"] = connections.job_name()

@@ -301,6 +301,16 @@ class RemoteSource:
             array.flags.writeable = False
         return pending.target.arrays
 
+    # ---- what will be read ----------------------------------------------------------------
+
+    def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
+        """Tell the daemon the order of an epoch."""
+        self._connection.announce(self._dataset, epoch, order, name, replacement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon how far the job has come in an epoch's order."""
+        self._connection.reached(self._dataset, epoch, position)
+
     # ---- the rest -------------------------------------------------------------------------
 
     def tables(

@@ -159,6 +159,14 @@ class Source(Protocol):
         """Return read-only views, in place where possible."""
         ...
 
+    def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
+        """Take the order of an epoch, where it is of use; it was checked."""
+        ...
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Take the job's position in an epoch's order, where it is of use."""
+        ...
+
     def tables(
         self, shard: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:

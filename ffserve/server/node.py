@@ -20,6 +20,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Int64s, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
+from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.view import retract
@@ -31,6 +32,9 @@ from ffserve.server.scheduler import Scheduler
 
 MOST_JOBS = 256
 """Jobs whose counters are kept, the ended ones included."""
+
+ORDERS_SHARE = 4
+"""What jobs announced may take memory beside the arena: one part in this many of its size."""
 
 
 class Node:
@@ -44,6 +48,7 @@ class Node:
         self.memory = SharedMemory("ffserve-arena", self.arena.size)
         self.directory = Directory()
         self.table = ShardTable(self.directory)
+        self.uses = NextUse(max(SMALLEST_LIMIT, self.arena.size // ORDERS_SHARE))
         self.cache = Cache(
             self.arena,
             self.directory,
@@ -94,6 +99,7 @@ class Node:
             "arena_size": self.arena.size,
             "capacity": self.directory.capacity,
             "max_get": protocol.MAX_GET_COUNT,
+            "orders": True,
         }
 
     def report(self, now: float) -> dict[str, Any]:
@@ -136,6 +142,18 @@ class Node:
                     "cached_size": usage.get(shard.base, 0) if shard.count else 0,
                 }
                 for shard in self.catalog.shards()[:1000]
+            ],
+            "walks": [
+                {
+                    "job": walk.job,
+                    "epoch": walk.epoch,
+                    "position": walk.position,
+                    "count": walk.order.count if walk.order else None,
+                    "announced": sorted(walk.orders),
+                    "name": walk.name,
+                    "order_size": walk.size,
+                }
+                for walk in self.uses.walks
             ],
             "jobs": [
                 {

@@ -7,6 +7,7 @@ data set takes other threads, so it goes out through `opener` and comes back thr
     state        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
+    READY        ORDER REACHED                                 READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -23,6 +24,8 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.cache import Fetch, Int64s
+from ffserve.cache.next_use import Walk
+from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.failures import read_failure
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 NEW, READY, OVER = "new", "ready", "over"
 
 MOST_DATASETS = 4096
+MOST_NAME = 200
+"""Characters of the name of an order that jobs share."""
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_REQUESTS = 64
@@ -51,8 +56,20 @@ class Dataset:
 
     shards: list[OpenShard]
     layout: Layout
+    walk: Walk
     requests: int = 0
     """On their way; the shards are held until they are decided, even if it was closed."""
+
+
+@dataclass(slots=True)
+class _Announcement:
+    """An order of which not all pieces have come."""
+
+    tag: int
+    dataset: Dataset
+    epoch: int
+    name: str | None
+    order: Arriving
 
 
 class Session:
@@ -84,6 +101,7 @@ class Session:
         self._next_dataset = 1
         self._opening = 0
         self._joined = False
+        self._announcement: _Announcement | None = None
 
     def receive(self, message: Message, now: float) -> None:
         """Take a message in.
@@ -111,12 +129,12 @@ class Session:
                 self._node.scheduler.pump(now)
             case protocol.Open():
                 self._open(message, now)
+            case protocol.Order():
+                self._order(message)
+            case protocol.Reached():
+                self._reached(message)
             case protocol.Close():
-                dataset = self._datasets.pop(message.dataset, None)
-                if dataset is not None and dataset.requests:
-                    self._closing.add(dataset)
-                elif dataset is not None:
-                    self._node.catalog.close(dataset.shards)
+                self._close(message.dataset)
             case protocol.Status():
                 self._send(protocol.Report(message.tag, self._node.report(now)))
             case protocol.Bye():
@@ -184,8 +202,9 @@ class Session:
         bases = np.array([shard.base for shard in shards], np.int64)
         number = self._next_dataset
         self._next_dataset += 1
-        self._datasets[number] = Dataset(shards, Layout(counts, bases))
         assert self.job is not None
+        walk = self._node.uses.join(self.job.name, bases, counts)
+        self._datasets[number] = Dataset(shards, Layout(counts, bases), walk)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self.job.paths = shards[0].path + more
@@ -196,6 +215,18 @@ class Session:
         table["checksum_kind"] = [shard.checksum_kind for shard in shards]
         formats = [shard.format for shard in shards]
         self._send(protocol.Opened(tag, number, table.tobytes(), formats))
+
+    def _close(self, number: int) -> None:
+        dataset = self._datasets.pop(number, None)
+        if dataset is None:
+            return
+        self._node.uses.leave(dataset.walk, dataset)
+        if self._announcement is not None and self._announcement.dataset is dataset:
+            self._announcement = None
+        if dataset.requests:
+            self._closing.add(dataset)
+        else:
+            self._node.catalog.close(dataset.shards)
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
@@ -298,6 +329,78 @@ class Session:
         self.job.errors += len(errors)
         return errors
 
+    # ---- what will be asked for -----------------------------------------------------------
+
+    def _dataset(self, number: int, what: str) -> Dataset:
+        dataset = self._datasets.get(number)
+        if dataset is None:
+            raise ProtocolError(f"the client {what} of data set {number}, not open here")
+        return dataset
+
+    def _order(self, message: protocol.Order) -> None:
+        """Take a piece of an order in; pieces of one that was refused are passed over."""
+        dataset = self._dataset(message.dataset, "announced an order")
+        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= _MOST_COUNTED:
+            raise ProtocolError("the client announced an order with an impossible tag or epoch")
+        indices = protocol.unpack_order(message.indices)
+        try:
+            self._take_piece(message, dataset, indices)
+        except FFServeError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            self._announcement = None
+            self.fail(message.tag, error)
+
+    def _take_piece(self, message: protocol.Order, dataset: Dataset, indices: Int64s) -> None:
+        layout = dataset.layout
+        announcement = self._announcement
+        if message.start == 0:
+            if announcement is not None:
+                self._announcement = None
+                self.fail(announcement.tag, UsageError("another order came before this one ended"))
+            announcement = self._announcement = self._begin(message, dataset)
+        elif announcement is None or announcement.tag != message.tag:
+            return
+        order = announcement.order
+        if message.start != order.arrived or message.count != order.count or not len(indices):
+            raise UsageError(
+                f"a piece of the order says it begins at position {message.start} of "
+                f"{message.count}, but {order.arrived} of {order.count} have come"
+            )
+        if int(indices.max()) >= layout.count:
+            bad = int(indices.max())
+            raise SampleIndexError(
+                f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
+                index=bad,
+            )
+        order.add(layout.numbers(indices, layout.shards(indices)))
+        if order.arrived < order.count:
+            return
+        self._announcement = None
+        try:
+            whole = order.finish()
+        except SampleIndexError as error:
+            assert error.index is not None
+            raise error.located(index=layout.index(error.index)) from None
+        walk, uses = announcement.dataset.walk, self._node.uses
+        uses.announced(walk, announcement.epoch, whole, announcement.name, dataset)
+        self._send(protocol.Ready(message.tag, whole.count, []))
+
+    def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
+        name, replacement = message.what.get("name"), message.what.get("replacement")
+        if not isinstance(replacement, bool) or not (
+            name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
+        ):
+            raise ProtocolError("the client announced an order of no known kind")
+        arriving = self._node.uses.arriving(dataset.walk, message.count, replacement=replacement)
+        return _Announcement(message.tag, dataset, message.epoch, name, arriving)
+
+    def _reached(self, message: protocol.Reached) -> None:
+        dataset = self._dataset(message.dataset, "reported its position in an order")
+        if not (0 <= message.epoch <= _MOST_COUNTED and 0 <= message.position <= _MOST_COUNTED):
+            raise ProtocolError("the client reported an impossible position")
+        dataset.walk.reached(message.epoch, message.position)
+
     def leave(self, now: float) -> None:
         """The connection is gone: give everything back."""
         if self._joined:
@@ -305,6 +408,9 @@ class Session:
             self.job.sessions -= 1
         self.state = OVER
         self._node.scheduler.leave(self._owner, now)
+        for dataset in self._datasets.values():
+            self._node.uses.leave(dataset.walk, dataset)
+        self._announcement = None
         for dataset in (*self._datasets.values(), *self._closing):
             self._node.catalog.close(dataset.shards)
         self._datasets.clear()

@@ -1,0 +1,230 @@
+"""The order that a job announced for an epoch, as the daemon keeps it.
+
+Two views of one permutation, five bytes a sample together. *Pieces* say which sample stands at a
+position (for reading ahead); a piece is forgotten when it has been passed. The *table* says in
+which of BUCKETS equal parts of the epoch a sample stands (for what to keep): 32 to 64 parts equal
+exact positions to a tenth of a point of hit rate, so a byte is enough. A sample that comes more
+than once (sampling with replacement) stands at its next place, and `following` has the places
+after that, a byte a position.
+
+What arrives is hostile until `Arriving.finish` has returned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.errors import SampleIndexError, UsageError
+
+BUCKETS = 250
+"""Parts of an epoch; 0 in a table means that the sample does not come (any more)."""
+PIECE = 65_536
+"""Positions that are kept, and forgotten, together."""
+MOST_VISITS = 16
+"""An order with replacement has at most this many positions a sample of its data set."""
+_FEW = 1 << 20
+
+Int64s = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Order:
+    """A whole order. Made by `Arriving.finish`.
+
+    Args:
+        count: positions. low: the lowest sample number of the data set.
+        table: uint8[span]: bucket, from 1, of sample `low` + k.
+        pieces: uint32 sample numbers, PIECE each but the last.
+        following: uint8[count] or None: the bucket in which the sample at a position comes again.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        low: int,
+        table: Bytes,
+        pieces: list[NDArray[np.uint32] | None],
+        following: Bytes | None,
+    ) -> None:
+        self.count = count
+        self.low = low
+        self.table = table
+        self.following = following
+        self._pieces = pieces
+        self._passed = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes, roughly."""
+        held = sum(piece.nbytes for piece in self._pieces if piece is not None)
+        return held + self.count * (1 if self.following is None else 2)
+
+    def bucket(self, position: int) -> int:
+        """Return the bucket of a position; BUCKETS + 1 at the end."""
+        return 1 + position * BUCKETS // self.count
+
+    def edge(self, bucket: int) -> int:
+        """Return the first position of a bucket."""
+        return -(-(bucket - 1) * self.count // BUCKETS)
+
+    def numbers(self, start: int, stop: int) -> Int64s:
+        """Return the sample numbers at positions [start, stop), without those forgotten."""
+        start, stop = max(start, self._passed), min(stop, self.count)
+        parts = []
+        for k in range(start // PIECE, -(-stop // PIECE)):
+            piece = self._pieces[k]
+            if piece is not None:
+                parts.append(piece[max(start - k * PIECE, 0) : stop - k * PIECE])
+        if not parts:
+            return np.zeros(0, np.int64)
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return joined.astype(np.int64)
+
+    def buckets(self, numbers: Int64s) -> Bytes:
+        """Return the bucket in which each sample comes next; 0: it does not."""
+        places = numbers - self.low
+        inside = (places >= 0) & (places < len(self.table))
+        if inside.all():
+            return self.table[places]
+        found = np.zeros(len(numbers), np.uint8)
+        found[inside] = self.table[places[inside]]
+        return found
+
+    def passed(self, position: int) -> None:
+        """The job is at `position`: forget what lies before it."""
+        if self.following is not None:
+            self._follow(position)
+        for k in range(self._passed // PIECE, position // PIECE):
+            self._pieces[k] = None
+        self._passed = max(self._passed, position)
+
+    def _follow(self, position: int) -> None:
+        assert self.following is not None
+        start = self._passed
+        while start < position:
+            stop = min(start + PIECE, position)
+            # Of a sample that stands here twice the last place counts, whose following is right.
+            self.table[self.numbers(start, stop) - self.low] = self.following[start:stop]
+            start = stop
+
+    def same(self, other: Order) -> bool:
+        """Whether both visit the same samples in the same order."""
+        if (
+            self.count != other.count
+            or self.low != other.low
+            or len(self.table) != len(other.table)
+        ):
+            return False
+        if self.following is not None or other.following is not None:
+            return False
+        return np.array_equal(self.table, other.table) and all(
+            a is None or b is None or np.array_equal(a, b)
+            for a, b in zip(self._pieces, other._pieces, strict=True)
+        )
+
+    def share(self, other: Order) -> None:
+        """Hold the arrays of an order that is the `same`, instead of a copy of them."""
+        self.table = other.table
+        self._pieces = [
+            a if b is None else b for a, b in zip(self._pieces, other._pieces, strict=True)
+        ]
+
+    def visits_like(self, other: Order) -> bool:
+        """Whether both visit the same set of samples."""
+        if self.low != other.low or len(self.table) != len(other.table):
+            return False
+        return np.array_equal(self.table > 0, other.table > 0)
+
+
+class Arriving:
+    """An order on its way from a client, piece by piece.
+
+    Args:
+        count: positions that were announced.
+        sample_count: of the data set. low, span: of its sample numbers.
+        replacement: whether a sample may come more than once.
+
+    Raises: UsageError when no order of this length can be meant.
+    """
+
+    def __init__(
+        self, count: int, *, sample_count: int, low: int, span: int, replacement: bool
+    ) -> None:
+        most = max(MOST_VISITS * sample_count, _FEW) if replacement else sample_count
+        if not 0 < count <= most:
+            raise UsageError(
+                f"an order of {count} positions over a data set of {sample_count} samples",
+                hint=f"it may have 1 to {most}"
+                + ("" if replacement else "; an order that repeats samples must say so"),
+            )
+        self.count = count
+        self.arrived = 0
+        self._low = low
+        self._replacement = replacement
+        self._table = np.zeros(span, np.uint8)
+        self._pieces: list[NDArray[np.uint32] | None] = []
+        self._room = np.zeros(0, np.uint32)
+
+    def add(self, numbers: Int64s) -> None:
+        """Take the next positions; the numbers are of the data set.
+
+        Raises: UsageError when there are more than announced.
+        """
+        start, stop = self.arrived, self.arrived + len(numbers)
+        if stop > self.count:
+            raise UsageError(f"the order has more positions than the {self.count} announced")
+        if not self._replacement:
+            positions = np.arange(start, stop)
+            self._table[numbers - self._low] = 1 + positions * BUCKETS // self.count
+        self.arrived = stop
+        at = 0
+        while at < len(numbers):
+            place = (start + at) % PIECE
+            if place == 0:
+                self._room = np.empty(min(PIECE, self.count - start - at), np.uint32)
+                self._pieces.append(self._room)
+            part = numbers[at : at + PIECE - place]
+            self._room[place : place + len(part)] = part
+            at += len(part)
+
+    def finish(self) -> Order:
+        """Return the order when all has arrived.
+
+        Raises:
+            UsageError: it is shorter than announced.
+            SampleIndexError: it visits a sample twice, and was not announced so; `.index` is the
+                sample's number in the node.
+        """
+        if self.arrived < self.count:
+            raise UsageError(
+                f"the order ends after {self.arrived} of the {self.count} positions announced"
+            )
+        order = Order(self.count, self._low, self._table, self._pieces, None)
+        if self._replacement:
+            order.following = self._link(order)
+        elif np.count_nonzero(self._table) < self.count:
+            twice = self._first_repeated(order)
+            raise SampleIndexError("the order visits a sample more than once", index=twice)
+        return order
+
+    def _link(self, order: Order) -> Bytes:
+        """From the end to the beginning, a bucket at a time: within one it makes no difference."""
+        following = np.zeros(self.count, np.uint8)
+        for bucket in range(BUCKETS, 0, -1):
+            start, stop = order.edge(bucket), order.edge(bucket + 1)
+            places = order.numbers(start, stop) - self._low
+            following[start:stop] = self._table[places]
+            self._table[places] = bucket
+        return following
+
+    def _first_repeated(self, order: Order) -> int:
+        seen = np.zeros(len(self._table), np.bool_)
+        for start in range(0, self.count, PIECE):
+            numbers = order.numbers(start, start + PIECE)
+            unique, counts = np.unique(numbers, return_counts=True)
+            again = unique[(counts > 1) | seen[unique - self._low]]
+            if len(again):
+                return int(again[0])
+            seen[unique - self._low] = True
+        raise AssertionError("an order that is shorter than its table has a repeated sample")

@@ -1,0 +1,355 @@
+"""Orders that jobs announce: as data, over the wire, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, sample, serving, until, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ffserve
+from ffserve import protocol
+from ffserve.cache.next_use import NextUse
+from ffserve.cache.orders import BUCKETS, PIECE, Arriving, Order
+from ffserve.errors import FFServeError, SampleIndexError, UsageError
+
+COUNT = 300
+
+
+def arrive(
+    numbers: Any,
+    count: int | None = None,
+    *,
+    low: int = 0,
+    span: int = 0,
+    replacement: bool = False,
+) -> Order:
+    """An order, whole."""
+    numbers = np.asarray(numbers, np.int64)
+    span = span or int(numbers.max()) + 1 - low
+    arriving = Arriving(
+        len(numbers) if count is None else count,
+        sample_count=span,
+        low=low,
+        span=span,
+        replacement=replacement,
+    )
+    for start in range(0, len(numbers), 1000):
+        arriving.add(numbers[start : start + 1000])
+    return arriving.finish()
+
+
+# ---- as data -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", (1, 3, 249, 250, 251, 1000, PIECE, PIECE + 1, 3 * PIECE - 1))
+def test_an_order_says_who_stands_where(count: int) -> None:
+    numbers = np.random.default_rng(count).permutation(count) + 100
+    order = arrive(numbers, low=100, span=count)
+    assert np.array_equal(order.numbers(0, count), numbers)
+    start, stop = count // 3, count - count // 5
+    assert np.array_equal(order.numbers(start, stop), numbers[start:stop])
+    buckets = order.buckets(numbers)
+    assert buckets[0] >= 1 and buckets[-1] <= BUCKETS
+    assert (np.diff(buckets.astype(int)) >= 0).all()
+    for position in (0, count // 2, count - 1):
+        bucket = order.bucket(position)
+        assert buckets[position] == bucket
+        assert order.edge(bucket) <= position < order.edge(bucket + 1)
+    assert order.edge(BUCKETS + 1) == count
+    assert order.buckets(np.array([0, 99, 100 + count])).tolist() == [0, 0, 0]
+
+
+def test_what_is_passed_is_forgotten() -> None:
+    numbers = np.random.default_rng(1).permutation(4 * PIECE)
+    order = arrive(numbers)
+    before = order.size
+    order.passed(2 * PIECE + 5)
+    assert before - order.size == 2 * PIECE * 4
+    assert np.array_equal(
+        order.numbers(2 * PIECE + 5, 3 * PIECE), numbers[2 * PIECE + 5 : 3 * PIECE]
+    )
+
+
+@given(
+    drawn=st.lists(st.integers(0, 40), min_size=1, max_size=600), steps=st.lists(st.integers(1, 90))
+)
+def test_a_sample_that_comes_again_stands_at_its_next_place(
+    drawn: list[int], steps: list[int]
+) -> None:
+    order = arrive(drawn, span=41, replacement=True)
+    position = 0
+    for step in [0, *steps, 1000]:
+        position = min(position + step, len(drawn))
+        # Within a bucket it does not matter who comes first.
+        passed = order.edge(order.bucket(position)) if position < len(drawn) else position
+        order.passed(passed)
+        buckets = order.buckets(np.arange(41))
+        for number in range(41):
+            later = [p for p in range(passed, len(drawn)) if drawn[p] == number]
+            assert buckets[number] == (order.bucket(later[0]) if later else 0)
+
+
+def test_orders_of_one_seed_are_held_once() -> None:
+    numbers = np.random.default_rng(0).permutation(1000)
+    first, second = arrive(numbers), arrive(numbers.copy())
+    assert first.same(second)
+    second.share(first)
+    assert second.table is first.table
+    assert not first.same(arrive(numbers[::-1]))
+    first.passed(1000)
+    assert np.array_equal(second.numbers(0, 1000), numbers)
+
+
+@pytest.mark.parametrize("count", (0, -1, 11, 10**12))
+def test_an_order_of_an_impossible_length_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match="positions"):
+        Arriving(count, sample_count=10, low=0, span=10, replacement=False)
+
+
+def test_an_order_with_replacement_has_an_end_too() -> None:
+    Arriving(1 << 20, sample_count=10, low=0, span=10, replacement=True)
+    with pytest.raises(UsageError):
+        Arriving(10**12, sample_count=10**6, low=0, span=10, replacement=True)
+
+
+def test_an_order_that_is_short_long_or_repeats_is_refused() -> None:
+    with pytest.raises(UsageError, match="ends after 3 of the 4"):
+        arrive([0, 1, 2], 4, span=4)
+    with pytest.raises(UsageError, match="more positions"):
+        arrive([0, 1, 2, 3], 3, span=4)
+    with pytest.raises(SampleIndexError) as caught:
+        arrive([0, 3, 1, 3], span=4)
+    assert caught.value.index == 3
+
+
+def test_orders_have_a_limit_together() -> None:
+    uses = NextUse(most_size=20_000)
+    walk = uses.join("a", np.array([0]), np.array([3000]))
+    arriving = uses.arriving(walk, 3000, replacement=False)
+    arriving.add(np.arange(3000))
+    uses.announced(walk, 0, arriving.finish(), None, None)
+    with pytest.raises(UsageError, match="together"):
+        uses.arriving(walk, 3000, replacement=False)
+    uses.leave(walk, None)
+    assert not uses.walks
+
+
+def test_a_walk_goes_from_epoch_to_epoch() -> None:
+    uses = NextUse()
+    walk = uses.join("a", np.array([0]), np.array([100]))
+    for epoch in (3, 4):
+        uses.announced(walk, epoch, arrive(np.arange(100)), None, "me")
+    walk.reached(3, 40)
+    walk.reached(2, 90)
+    assert (walk.epoch, walk.position) == (3, 40)
+    walk.reached(3, 10**9)
+    assert (walk.epoch, walk.position, list(walk.orders)) == (4, 0, [4])
+    walk.reached(6, 5)
+    assert (walk.epoch, walk.order, walk.size) == (6, None, 0)
+    uses.announced(walk, 1, arrive(np.arange(100)), None, "me")
+    assert (walk.epoch, walk.position) == (1, 0)
+    walk.end("another")
+    assert walk.orders
+    walk.end("me")
+    assert not walk.orders
+
+
+# ---- over the wire -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of COUNT samples."""
+    return write(tmp_path_factory.mktemp("data") / "a.ffr", [sample(i) for i in range(COUNT)])
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon."""
+    with serving(expect=[r"closed a session \(pid \d+\): .*"]) as running:
+        yield running
+
+
+def walks(daemon: Daemon) -> list[dict[str, Any]]:
+    """The walks that announced something."""
+    return [walk for walk in daemon.status()["walks"] if walk["announced"]]
+
+
+def test_announce_then_read(daemon: Daemon, path: str) -> None:
+    orders = [np.random.default_rng(epoch).permutation(COUNT) for epoch in range(3)]
+    with daemon.open(path) as reader:
+        for epoch in (0, 1):
+            reader.announce(orders[epoch], epoch, name="sweep")
+        assert walks(daemon)[0]["announced"] == [0, 1]
+        assert walks(daemon)[0]["name"] == "sweep"
+        for epoch in (0, 1):
+            reader.announce(orders[epoch + 1].tolist(), epoch + 1)
+            for start in range(0, COUNT, 50):
+                part = orders[epoch][start : start + 50]
+                assert [s.tobytes() for s in reader.read(part)] == [sample(i) for i in part]
+        until(lambda: walks(daemon)[0]["epoch"] == 2, "the reader's own count has come")
+        assert walks(daemon)[0]["announced"] == [2]
+    until(lambda: not walks(daemon), "what a reader announced goes with it")
+
+
+def test_who_reports_counts_alone(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        reader.announce(range(COUNT))
+        reader.reached(0, 7)
+        reader.read(range(COUNT))
+        until(lambda: walks(daemon)[0]["position"] == 7, "the report has come")
+        copy = pickle.loads(pickle.dumps(reader))
+        copy.read(range(COUNT))
+        copy.close()
+        assert walks(daemon)[0]["position"] == 7
+
+
+@pytest.mark.parametrize("server", ("off", "daemon"))
+def test_what_is_no_order_is_refused(
+    server: str, path: str, request: pytest.FixtureRequest
+) -> None:
+    place = "off" if server == "off" else request.getfixturevalue("daemon").socket
+    with ffserve.open(path, server=place) as reader:
+        for wrong, error in (
+            ([], UsageError),
+            ([COUNT], SampleIndexError),
+            ([-1], SampleIndexError),
+            ([1, 2, 1], SampleIndexError),
+            (["a"], UsageError),
+            (None, UsageError),
+        ):
+            with pytest.raises(error):
+                reader.announce(wrong)
+        for epoch in (-1, "1", 1.5, 1 << 70):
+            with pytest.raises(UsageError):
+                reader.announce([1], epoch)  # type: ignore[arg-type]
+            with pytest.raises(UsageError):
+                reader.reached(epoch, 0)  # type: ignore[arg-type]
+        with pytest.raises(UsageError):
+            reader.announce([1], name="")
+        reader.announce([1, 2, 1], replacement=True)
+        reader.reached(0, 2)
+        assert reader[5].tobytes() == sample(5)
+
+
+def order(tag: int, indices: Any, count: int | None = None, start: int = 0, **what: Any) -> Any:
+    """An ORDER as a client sends it."""
+    packed = protocol.pack_order(np.asarray(indices, np.int64))
+    about = {"name": None, "replacement": False, **what}
+    length = len(indices) if count is None else count
+    return protocol.Order(tag, 1, 0, length, start, packed, about)
+
+
+REFUSED: dict[str, list[Any]] = {
+    "empty": [order(5, [])],
+    "10^12": [order(5, [1], 10**12)],
+    "10^12 with replacement": [order(5, [1], 10**12, replacement=True)],
+    "negative": [order(5, [1], -4)],
+    "outside": [order(5, [COUNT])],
+    "far outside": [order(5, [(1 << 32) - 1])],
+    "repeated": [order(5, [1, 2, 1])],
+    "too long": [order(5, [1, 2, 3], 2)],
+    "a gap": [order(5, [1, 2], 6), order(5, [4, 5], 6, 3)],
+    "another length": [order(5, [1, 2], 6), order(5, [4, 5], 7, 2)],
+    "an empty piece": [order(5, [1, 2], 6), order(5, [], 6, 2)],
+    "cut short by another": [order(5, [1, 2], 6), order(6, [1, 2])],
+}
+
+
+@pytest.mark.parametrize("pieces", REFUSED.values(), ids=REFUSED.keys())
+def test_a_nonsensical_order_is_refused_and_its_job_served(
+    daemon: Daemon, path: str, pieces: list[Any]
+) -> None:
+    with Raw(daemon.socket) as raw:
+        raw.open(path)
+        raw.send(*pieces)
+        answer = raw.receive()
+        assert isinstance(answer, protocol.Fail) and answer.tag == 5
+        error: FFServeError = protocol.error_from_wire(answer.error)
+        assert isinstance(error, (UsageError, SampleIndexError)), error
+        if pieces[-1].tag == 5:
+            # The rest of the refused order is passed over; another one is taken.
+            raw.send(order(5, [7], 6, 3))
+            raw.send(order(6, [3, 1, 2]))
+        assert raw.receive() == protocol.Ready(6, len([3, 1, 2]) if pieces[-1].tag == 5 else 2, [])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        protocol.Order(0, 1, 0, 1, 0, bytes(4), {"name": None, "replacement": False}),
+        protocol.Order(1, 1, -1, 1, 0, bytes(4), {"name": None, "replacement": False}),
+        protocol.Order(1, 9, 0, 1, 0, bytes(4), {"name": None, "replacement": False}),
+        protocol.Order(1, 1, 0, 1, 0, bytes(3), {"name": None, "replacement": False}),
+        protocol.Order(1, 1, 0, 1, 0, bytes(4), {"name": 7, "replacement": False}),
+        protocol.Order(1, 1, 0, 1, 0, bytes(4), {"name": "x" * 201, "replacement": False}),
+        protocol.Order(1, 1, 0, 1, 0, bytes(4), {}),
+        protocol.Reached(9, 0, 0),
+        protocol.Reached(1, -1, 0),
+        protocol.Reached(1, 0, -1),
+        protocol.Reached(1, 0, 1 << 63),
+    ],
+    ids=repr,
+)
+def test_an_announcement_that_breaks_the_protocol(daemon: Daemon, path: str, message: Any) -> None:
+    with Raw(daemon.socket) as raw:
+        raw.open(path)
+        raw.send(message)
+        assert isinstance(raw.refused(), ffserve.ProtocolError)
+
+
+ANNOUNCER = """
+import sys, time, ffserve
+reader = ffserve.open(sys.argv[1], server=sys.argv[2])
+reader.announce(range(len(reader)))
+print("announced", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, path: str) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", ANNOUNCER, path, daemon.socket], stdout=subprocess.PIPE
+    )
+    assert job.stdout is not None
+    try:
+        assert job.stdout.readline() == b"announced\n"
+        assert [walk["order_size"] for walk in walks(daemon)] == [5 * COUNT]
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    until(lambda: not walks(daemon), "the order is freed")
+
+
+def test_an_order_outlives_its_daemon(path: str, tmp_path: Path) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        reader.announce(range(COUNT), 4)
+        reader.reached(4, 20)
+        daemon.end(signal.SIGKILL)
+        daemon.start()
+        reader.read([1, 2, 3])
+        until(lambda: walks(daemon), "it is announced to the next daemon")
+        assert (walks(daemon)[0]["epoch"], walks(daemon)[0]["position"]) == (4, 20)
+
+
+def test_a_forked_worker_reports_nothing(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        reader.announce(range(COUNT))
+        child = os.fork()
+        if child == 0:
+            reader.read(range(100))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert walks(daemon)[0]["position"] == 0
