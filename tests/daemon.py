@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from ffserve import protocol
+from ffserve import formats, protocol
 from ffserve.client import connection
 
 DEADLINE_S = 30.0
@@ -163,8 +163,9 @@ def sample(
 
 
 def write(path: str | Path, samples: Sequence[bytes]) -> str:
-    """Write an FFRecord file."""
-    with ffserve.create(path, format="ffrecord") as writer:
+    """Write a record file; its suffix tells the format, FFRecord where it tells none."""
+    known = formats.by_suffix(path)
+    with ffserve.create(path, format=known.name if known else "ffrecord") as writer:
         for each in samples:
             writer.write(each)
     return str(path)

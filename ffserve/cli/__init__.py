@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("examine", "Show what is in record files."),
     "verify": ("examine", "Read everything and check every checksum."),
     "cat": ("examine", "Write samples to standard output."),
+    "index": ("index", "Keep what a walk over files without tables (TFRecord) finds."),
 }
 """Command → its module here and its line in the list of commands."""
 

@@ -84,20 +84,16 @@ class _Tables:
 
 def _load(path: str, format_name: str | None) -> _Tables:
     """Read and check the tables of a file."""
-    from ffserve import formats
-    from ffserve.files import os_error, read_at_of, wrap_os_error
-    from ffserve.formats.base import HEAD_SIZE
+    from ffserve.files import os_error, wrap_os_error
+    from ffserve.shardfile import open_shard
 
     fd = wrap_os_error(lambda name: os.open(name, os.O_RDONLY | os.O_CLOEXEC), path)
     try:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, HEAD_SIZE, 0)
-        known = formats.by_name(format_name) if format_name else formats.detect(head, path, size)
-        shard = known.open(read_at_of(fd, path), size, path)
+        shard = open_shard(fd, path, format_name)
         offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
         names = None
-        if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= size:
+        if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
             names = _count_names(fd, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
     except OSError as error:
         if isinstance(error, FFServeError):

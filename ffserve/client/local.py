@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats
+from ffserve import formats, shardfile
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
@@ -29,8 +29,7 @@ from ffserve.engine.ring import Engine
 from ffserve.engine.view import NOWHERE
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 from ffserve.failures import read_failure
-from ffserve.files import raise_file_limit, read_at_of, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE
+from ffserve.files import raise_file_limit, wrap_os_error
 
 MERGED_SIZE = 1024 * 1024
 """Neighbouring samples are read together up to about this many bytes."""
@@ -345,12 +344,8 @@ def open_shard(
     try:
         if not stat.S_ISREG(os.fstat(plain).st_mode):
             raise ReadError("this is no regular file", path=path)
-        size = os.fstat(plain).st_size
-        read_at = read_at_of(plain, path)
-        head = bytearray(min(size, HEAD_SIZE))
-        read_at(0, memoryview(head))
-        chosen = formats.by_name(format) if format else formats.detect(bytes(head), path, size)
-        shard = chosen.open(read_at, size, path, verify=verify)
+        shard = shardfile.open_shard(plain, path, format, verify=verify)
+        size = shard.size
         offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
         lengths = np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, checksums)

@@ -60,7 +60,7 @@ def open(
     Args:
         paths: one file, a directory, a glob pattern, or a sequence of these; samples are numbered
             through them in order.
-        format: "ffrecord", or None to tell by content, then by suffix.
+        format: "ffrecord", "tfrecord", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "require": the daemon. "off": no daemon. Else a
             socket's path, which is required to answer.

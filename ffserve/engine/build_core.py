@@ -38,6 +38,7 @@ SOURCES = (
     "threads.c",
     "shared.c",
     "checksum.c",
+    "frames.c",
 )
 HEADERS = ("core.h", "backend.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

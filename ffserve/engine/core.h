@@ -69,6 +69,42 @@ uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size)
 void ffs_checksums(int kind, const uint8_t *base, const uint64_t *offsets, const uint64_t *lengths,
                    int64_t n, uint32_t *out);
 
+/* ---- TFRecord's frames ------------------------------------------------------------------- */
+#define FFS_FRAMES_MORE 0        /* give a window from `at` on, or from 4 bytes before if owed */
+#define FFS_FRAMES_FULL 1        /* no room for another record */
+#define FFS_FRAMES_END 2         /* the file ends behind a whole frame */
+#define FFS_FRAMES_BAD_HEADER 3  /* the header at `at` does not match its checksum */
+#define FFS_FRAMES_CUT_HEADER 4  /* fewer bytes are left at `at` than a header has */
+#define FFS_FRAMES_CUT_RECORD 5  /* the frame at `at` is longer than the rest of the file */
+
+/* A walk over the frames of a file: where it is (the next header), and what it found. */
+typedef struct {
+    uint64_t file_size, at;
+    uint64_t *offsets, *lengths;  /* of payloads, `room` each */
+    uint32_t *checksums;          /* stored, unmasked */
+    int64_t count, room;
+    int32_t verify;               /* hold headers against their checksums */
+    int32_t owed;                 /* the last record's checksum, at - 4, was not seen yet */
+} ffs_frame_walk;
+
+/* Go on through the file's bytes [base, base + size); return one of FFS_FRAMES_*. */
+int ffs_frames(ffs_frame_walk *walk, const uint8_t *window, uint64_t base, uint64_t size);
+
+/* The search for the frame that follows one whose header is damaged. at: where to look next;
+ * proven: take a place only if the payload that would end there, begun at `summed` with checksum
+ * `crc`, matches the four bytes in front of the place. The end of the file is then a place too. */
+typedef struct {
+    uint64_t file_size, at, summed;
+    uint32_t crc;
+    int32_t proven;
+} ffs_frame_finder;
+
+/* Go on through the file's bytes [base, base + size), which hold `at` and, if proven, `summed`:
+ * 1 and `at` is such a place; or 0, and a window beginning at `at` (`summed`) is wanted, unless
+ * the file ended. */
+int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t base,
+                     uint64_t size);
+
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */
 typedef struct {

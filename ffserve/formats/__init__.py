@@ -10,6 +10,7 @@ from ffserve.formats.base import Encoder, Format, ReadAt, Shard
 
 NAMES = (
     "ffrecord",
+    "tfrecord",
 )  # fmt: skip
 """Modules of this package, each with a ``FORMAT``; asked in this order, imported when needed."""
 

@@ -141,6 +141,33 @@ class Format(Protocol):
         ...
 
 
+@runtime_checkable
+class WalkedShard(Shard, Protocol):
+    """A shard whose records follow from their lengths alone."""
+
+    lengths: NDArray[np.uint64]
+    """Of the payloads."""
+    checksums: NDArray[np.uint32]
+
+
+@runtime_checkable
+class WalkedFormat(Format, Protocol):
+    """A format without tables, so that opening a file means a walk over the whole of it.
+
+    What the walk found is kept in a sidecar (``ffserve/sidecar.py``).
+    """
+
+    def open(self, read_at: ReadAt, size: int, path: str, *, verify: bool = True) -> WalkedShard:
+        """Walk over a file."""
+        ...
+
+    def restore(
+        self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
+    ) -> WalkedShard | None:
+        """Return the shard that an earlier walk found; None when such records do not fill it."""
+        ...
+
+
 def refuse_options(format_name: str, options: Mapping[str, object]) -> None:
     """Raise UsageError for the first option that was given (is not None)."""
     for name, value in options.items():

@@ -19,18 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error, read_at_of
-from ffserve.formats.base import HEAD_SIZE
+from ffserve.files import os_error
 from ffserve.server import access
 from ffserve.server.access import Peer
 from ffserve.server.reading import Reading
+from ffserve.shardfile import open_shard
 
 Key = tuple[Any, ...]
 
@@ -210,11 +209,7 @@ class Catalog:
             if _identity(plain) != key[:4]:
                 raise ReadError("the file is being changed while it is opened", path=path)
             size, verify = key[2], key[5]
-            read_at = read_at_of(plain, path)
-            head = bytearray(min(size, HEAD_SIZE))
-            read_at(0, memoryview(head))
-            chosen = formats.by_name(key[4]) if key[4] else formats.detect(bytes(head), path, size)
-            parsed = chosen.open(read_at, size, path, verify=verify)
+            parsed = open_shard(plain, path, key[4], verify=verify, keep="cache")
             with self._reserving:
                 base = self._directory.reserve(parsed.count)
             end = base + parsed.count
@@ -235,7 +230,7 @@ class Catalog:
         return OpenShard(
             key=key,
             path=path,
-            format=chosen.name,
+            format=parsed.format,
             fd=fd,
             size=size,
             count=parsed.count,

@@ -1,0 +1,55 @@
+"""The commands over files of all formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from daemon import sample, write
+from test_cli import error_of, run, text_of
+
+GOLDEN = Path(__file__).parent / "golden" / "tfrecord"
+SAMPLES = [sample(i) for i in range(40)]
+
+
+@pytest.fixture(params=["a.ffr", "a.tfrecord"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A file of each format."""
+    return write(tmp_path / request.param, SAMPLES)
+
+
+def test_inspect_verify_and_cat(path: str) -> None:
+    [facts] = json.loads(text_of("inspect", "--json", path))
+    assert facts["samples"] == 40 and facts["cut_samples"] == []
+    assert facts["sample_size_bytes"]["max"] == 70_000
+    assert "all sound" in text_of("verify", path)
+    assert run("cat", path, "3", "5:8").stdout == SAMPLES[3] + b"".join(SAMPLES[5:8])
+
+
+def test_verify_names_the_damaged(tmp_path: Path) -> None:
+    for name in ("small.tfrecord", "bad_data.tfrecord", "trunc_30.tfrecord"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    found = json.loads(text_of("verify", "--json", tmp_path, code=1))
+    assert [entry["index"] for entry in found["damaged"]] == [3]
+    [cut] = found["unreadable"]
+    assert cut["path"].endswith("trunc_30.tfrecord") and cut["error"] == "truncated"
+
+
+def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
+    for name in ("small.tfrecord", "mixed.tfrecord", "trunc_30.tfrecord"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    write(tmp_path / "b.ffr", SAMPLES)
+    done = run("index", tmp_path, code=1)
+    assert done.stdout.decode() == (
+        "2 files indexed, 57 samples; 1 file without need of an index; 1 unreadable file\n"
+    )
+    assert b"trunc_30.tfrecord, byte 413" in done.stderr
+    facts = json.loads(text_of("index", "--json", "--renew", tmp_path / "small.tfrecord"))
+    assert facts[0]["samples"] == 8 and os.path.exists(facts[0]["index"])
+
+
+def test_index_of_nothing(tmp_path: Path) -> None:
+    assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=1)

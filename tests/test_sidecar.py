@@ -1,0 +1,345 @@
+"""What is kept of a walk over a file: trusted where it may be, and done again where it may not."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import run_python, serving
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ffserve
+from ffserve import shardfile
+from ffserve.engine.frames import crc32c
+from ffserve.errors import ChecksumError, ReadError, TruncatedError
+from ffserve.formats.tfrecord import TFRecord
+from ffserve.sidecar import Identity, decode, encode
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
+SAMPLES = [bytes([k]) * (1000 + k) for k in range(250)] * 5
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
+    return tmp_path / "cache" / "ffserve" / "sidecars"
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were walked over, one entry a walk."""
+    done: list[str] = []
+    walk = TFRecord.open
+
+    def watched(self: Any, read_at: Any, size: int, path: str, **options: Any) -> Any:
+        done.append(path)
+        return walk(self, read_at, size, path, **options)
+
+    monkeypatch.setattr(TFRecord, "open", watched)
+    return done
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A file that is large enough for a sidecar, in a directory of this user's own."""
+    directory = tmp_path / "data"
+    directory.mkdir(mode=0o755)
+    with ffserve.create(directory / "a.tfrecord") as writer:
+        for sample in SAMPLES:
+            writer.write(sample)
+    return str(directory / "a.tfrecord")
+
+
+def beside(path: str) -> Path:
+    return Path(path).parent / f".{Path(path).name}.ffx"
+
+
+def check(path: str, **options: Any) -> None:
+    """Read the whole file."""
+    with ffserve.open(path, server="off", **options) as reader:
+        assert [sample.tobytes() for sample in reader] == SAMPLES
+
+
+# ---- the bytes --------------------------------------------------------------------------------
+
+WHO = Identity("tfrecord", 1000, 7, 8, 9)
+LENGTHS = np.array([4, 0, 2**32 - 1], np.uint64)
+CHECKSUMS = np.array([1, 2**32 - 1, 0], np.uint32)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)), max_size=20),
+    st.integers(0, 2**64 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+)
+def test_what_was_encoded_is_decoded(rows: list[tuple[int, int]], size: int, time: int) -> None:
+    who = Identity("recordio", size, time, 2**32 - 1, 0)
+    lengths = np.array([length for length, _ in rows], np.uint64)
+    checksums = np.array([checksum for _, checksum in rows], np.uint32)
+    kept = decode(encode(who, lengths, checksums), who, "there")
+    assert kept is not None and kept.place == "there"
+    assert kept.lengths.tolist() == lengths.tolist()
+    assert kept.checksums.tolist() == checksums.tolist()
+
+
+def test_eight_bytes_a_record() -> None:
+    assert len(encode(WHO, LENGTHS, CHECKSUMS)) == 64 + 3 * 8 + 4
+    assert len(encode(WHO, LENGTHS + 1, CHECKSUMS)) == 64 + 3 * 12 + 4
+
+
+def test_every_cut_and_every_flipped_bit_is_refused() -> None:
+    content = encode(WHO, LENGTHS, CHECKSUMS)
+    assert decode(content, WHO) is not None
+    for size in range(len(content)):
+        assert decode(content[:size], WHO) is None
+    assert decode(content + b"\0", WHO) is None
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert decode(bytes(damaged), WHO) is None
+
+
+@pytest.mark.parametrize("change", ["format", "size", "mtime_ns", "head", "tail"])
+def test_another_files_sidecar_is_refused(change: str) -> None:
+    other = {**vars(WHO), change: "recordio" if change == "format" else 10}
+    assert decode(encode(WHO, LENGTHS, CHECKSUMS), Identity(**other)) is None
+
+
+@pytest.mark.parametrize("count", [2**32, 2**60, 2**64 - 1])
+def test_absurd_count_with_a_right_checksum_is_refused(count: int) -> None:
+    body = bytearray(encode(WHO, LENGTHS, CHECKSUMS)[:-4])
+    struct.pack_into("<Q", body, 56, count)
+    assert decode(bytes(body) + struct.pack("<I", crc32c(body)), WHO) is None
+
+
+# ---- where it lies ----------------------------------------------------------------------------
+
+
+def test_second_opening_does_not_walk(path: str, walks: list[str]) -> None:
+    check(path)
+    assert walks == [path] and beside(path).stat().st_mode & 0o022 == 0
+    check(path)
+    check(path, verify=False)
+    assert walks == [path]
+    assert [name for name in os.listdir(os.path.dirname(path)) if name[0] != "."] == ["a.tfrecord"]
+    with ffserve.open(os.path.dirname(path), server="off") as reader:
+        assert len(reader) == len(SAMPLES)
+
+
+def test_small_file_gets_none_unless_asked_for(tmp_path: Path, walks: list[str]) -> None:
+    path = str(tmp_path / "small.tfrecord")
+    with ffserve.create(path) as writer:
+        writer.write(b"x")
+    with ffserve.open(path, server="off") as reader:
+        assert len(reader) == 1
+    assert not beside(path).exists()
+    found = shardfile.index_file(path)
+    assert found is not None and found[1] == str(beside(path)) and beside(path).exists()
+    assert shardfile.index_file(path) is not None and len(walks) == 2
+    assert shardfile.index_file(path, renew=True) is not None and len(walks) == 3
+
+
+def test_format_with_tables_of_its_own_needs_none(tmp_path: Path) -> None:
+    with ffserve.create(tmp_path / "a.ffr") as writer:
+        writer.write(bytes(2 << 20))
+    assert shardfile.index_file(str(tmp_path / "a.ffr")) is None
+    assert os.listdir(tmp_path) == ["a.ffr"]
+
+
+def test_directory_of_others_gets_none_of_ours_but_the_cache_does(
+    path: str, cache: Path, walks: list[str]
+) -> None:
+    os.chmod(os.path.dirname(path), 0o1777)
+    check(path)
+    assert not beside(path).exists() and len(os.listdir(cache)) == 1
+    assert cache.stat().st_mode & 0o077 == 0
+    check(path)
+    assert len(walks) == 1
+
+
+def test_name_too_long_for_one_beside_it(path: str, cache: Path, walks: list[str]) -> None:
+    long = os.path.join(os.path.dirname(path), "n" * 245 + ".tfrecord")
+    os.rename(path, long)
+    check(long)
+    check(long)
+    assert len(walks) == 1 and len(os.listdir(cache)) == 1
+
+
+def test_nowhere_to_write_is_no_error_but_for_index(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, walks: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    os.chmod(os.path.dirname(path), 0o1777)
+    check(path)
+    check(path)
+    assert len(walks) == 2
+    long = os.path.join(os.path.dirname(path), "n" * 245 + ".tfrecord")
+    os.rename(path, long)
+    with pytest.raises(ReadError, match="neither beside the file nor in the user's cache"):
+        shardfile.index_file(long)
+
+
+@needs_root
+def test_read_only_directory_of_another_user_sends_it_to_the_cache(
+    path: str, tmp_path: Path
+) -> None:
+    program = """
+import os, sys, ffserve
+from ffserve import shardfile
+with ffserve.open(sys.argv[1], server="off", verify=False): pass   # imports, while that is allowed
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.environ["XDG_CACHE_HOME"] = sys.argv[2]
+print(shardfile.index_file(sys.argv[1], renew=True)[1])
+"""
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    for directory in (tmp_path, *list(tmp_path.parents)[:2]):
+        os.chmod(directory, directory.stat().st_mode | 0o011)
+    done = run_python(program, path, tmp_path / "theirs")
+    assert done.stdout.startswith(str(tmp_path / "theirs" / "ffserve"))
+    assert not beside(path).exists()
+
+
+# ---- stale and hostile ------------------------------------------------------------------------
+
+
+def rewrite(path: str, change: Callable[[bytearray], None], *, keep_time: bool) -> None:
+    times = os.stat(path)
+    content = bytearray(Path(path).read_bytes())
+    change(content)
+    Path(path).write_bytes(content)
+    if keep_time:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_stale_one_is_replaced(path: str, walks: list[str]) -> None:
+    check(path)
+    os.utime(path, ns=(5, 5))
+    check(path)
+    assert len(walks) == 2
+    check(path)
+    assert len(walks) == 2
+    with open(path, "ab") as file:
+        file.write(Path(path).read_bytes()[: 16 + len(SAMPLES[0])])
+    with ffserve.open(path, server="off") as reader:
+        assert len(reader) == len(SAMPLES) + 1
+    os.truncate(path, os.path.getsize(path) - 5)
+    with pytest.raises(TruncatedError):
+        ffserve.open(path, server="off")
+
+
+def test_changed_head_or_tail_is_noticed_though_size_and_time_stayed(
+    path: str, walks: list[str]
+) -> None:
+    def last_payload_byte(content: bytearray) -> None:
+        content[-5] ^= 1
+
+    check(path)
+    rewrite(path, last_payload_byte, keep_time=True)
+    with ffserve.open(path, server="off") as reader, pytest.raises(ChecksumError):
+        reader.read([len(SAMPLES) - 1])
+    assert len(walks) == 2
+
+
+def test_change_in_the_middle_gives_an_error_never_other_bytes(path: str) -> None:
+    check(path)
+    rewrite(path, lambda content: content.__setitem__(500_000, 1), keep_time=True)
+    with ffserve.open(path, server="off") as reader:
+        found = reader.read(range(len(SAMPLES)), errors="return")
+    assert sum(isinstance(f, ChecksumError) for f in found) == 1
+    assert all(
+        isinstance(f, ChecksumError) or f.tobytes() == s
+        for f, s in zip(found, SAMPLES, strict=True)
+    )
+
+
+def hostile(path: str) -> bytes:
+    """A sidecar that is right in everything, but cuts the file into other records."""
+    fd = os.open(path, os.O_RDONLY)
+    identity = Identity.of(fd, path, "tfrecord")
+    os.close(fd)
+    size = os.path.getsize(path) - 16
+    content = Path(path).read_bytes()
+    lengths, checksums = np.array([size], np.uint64), np.array([crc32c(content[12:-4])], np.uint32)
+    return encode(identity, lengths, checksums)
+
+
+def test_hostile_one_would_be_believed_if_it_came_from_the_owner(path: str) -> None:
+    """The canary: what the next tests plant is good enough but for whose it is."""
+    beside(path).write_bytes(hostile(path))
+    os.chmod(beside(path), 0o644)
+    with ffserve.open(path, server="off") as reader:
+        assert len(reader) == 1
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_one_that_others_may_write_to_is_not_believed(path: str, mode: int) -> None:
+    beside(path).write_bytes(hostile(path))
+    os.chmod(beside(path), mode)
+    check(path)
+
+
+@needs_root
+def test_one_of_another_user_is_not_believed_and_replaced(path: str, walks: list[str]) -> None:
+    beside(path).write_bytes(hostile(path))
+    os.chown(beside(path), 65534, 65534)
+    check(path)
+    assert beside(path).stat().st_uid == os.geteuid()
+    check(path)
+    assert len(walks) == 1
+
+
+def test_symbolic_links_pipes_and_directories_in_its_place(path: str, tmp_path: Path) -> None:
+    planted = tmp_path / "planted"
+    planted.write_bytes(hostile(path))
+    os.chmod(planted, 0o644)
+    beside(path).symlink_to(planted)
+    check(path)
+    assert not beside(path).is_symlink() and planted.read_bytes() == hostile(path)
+    beside(path).unlink()
+    os.mkfifo(beside(path))
+    check(path)
+    beside(path).unlink()
+    beside(path).mkdir()
+    check(path)
+
+
+def test_garbage_and_huge_ones_are_replaced(path: str, walks: list[str]) -> None:
+    for content in (b"", b"garbage", hostile(path)[:-1], bytes(100)):
+        beside(path).write_bytes(content)
+        check(path)
+    with open(beside(path), "wb") as file:
+        os.truncate(file.fileno(), 2**40)
+    check(path)
+    assert len(walks) == 5 and beside(path).stat().st_size < 20_000
+
+
+def test_damaged_file_gets_none(path: str, cache: Path) -> None:
+    rewrite(path, lambda content: content.__setitem__(0, 0), keep_time=False)
+    for _ in range(2):
+        with pytest.raises(ChecksumError, match="length of record 0"):
+            ffserve.open(path, server="off")
+    assert not beside(path).exists() and not cache.exists()
+
+
+# ---- the daemon -------------------------------------------------------------------------------
+
+
+def test_daemon_writes_to_its_cache_only_and_reads_both(path: str, cache: Path) -> None:
+    with serving() as daemon:
+        with daemon.open(path) as reader:
+            assert [sample.tobytes() for sample in reader] == SAMPLES
+            assert reader.source.startswith("daemon")
+        assert not beside(path).exists() and len(os.listdir(cache)) == 1
+    before = os.stat(cache / os.listdir(cache)[0])
+    with serving() as daemon, daemon.open(path) as reader:
+        assert len(reader) == len(SAMPLES)
+    assert os.stat(cache / os.listdir(cache)[0]).st_ino == before.st_ino
