@@ -57,10 +57,12 @@ class Plan(torch.utils.data.Sampler[Ticket]):
         """Start a run at the position that was restored, else at ``step``; return its number."""
         self._run += 1
         self._start_sample = 0
+        resumed = False
         if self.epoch_sampler is not None:
+            resumed = self.epoch_sampler.restored
             self._sampler_run = self.epoch_sampler.follow()
-            self._start_sample = self.epoch_sampler.start
-        if self._start_sample > 0:
+            self._start_sample = self.epoch_sampler.position
+        if resumed:
             self._skipped_batches = 0
         elif self._resume is not None:
             self._skipped_batches = self._resume
