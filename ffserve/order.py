@@ -136,8 +136,8 @@ def _permutations(source: np.random.PCG64, rows: int, count: int) -> NDArray[np.
 def _windowed(source: np.random.PCG64, n: int, window: int) -> NDArray[np.int64]:
     block = max(1, window // BLOCKS_PER_WINDOW)
     blocks = _permutations(source, 1, -(-n // block))[0]
-    order = (blocks[:, np.newaxis] * block + np.arange(block)).ravel()
-    order = order[order < n]
+    numbers = (blocks[:, np.newaxis] * block + np.arange(block)).ravel()
+    order: NDArray[np.int64] = numbers[numbers < n]
     windows = n // window
     whole = order[: windows * window].reshape(windows, window)
     whole[:] = np.take_along_axis(whole, _permutations(source, windows, window), axis=1)
