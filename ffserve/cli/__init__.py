@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Pack, serve, train, and show what was read: the whole in a minute."),
     "serve": ("serve", "Run the daemon."),
     "status": ("status", "Show what the daemon holds and does."),
+    "bench": ("bench", "Measure this machine, ffserve, and what else is installed."),
     "pack": ("pack", "Pack a directory or files into record files."),
     "inspect": ("examine", "Show what is in record files."),
     "verify": ("examine", "Read everything and check every checksum."),

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -19,21 +18,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import click
 
-from ffserve.cli import demo_job
+from ffserve.cli import demo_job, own
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
 from ffserve.config import ENGINES, default_arena_size, format_size
-from ffserve.errors import FFServeError, ServerUnavailable
+from ffserve.errors import FFServeError
 
 MOST_FILES = 6000
 ENOUGH_FILES = 2000
 SHARDS = 4
-START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 10.0
 
 
 @click.command()
@@ -74,12 +70,17 @@ def demo(
     same. It takes well under a minute, needs no root, and leaves nothing behind.
     """
     say = Speaker(quiet=as_json)
-    with _interruptible(), contextlib.ExitStack() as stack:
-        work = stack.enter_context(_work_directory(directory))
+    with own.interruptible(), contextlib.ExitStack() as stack:
+        work = stack.enter_context(own.work_directory("ffserve-demo-", directory))
         data = os.path.join(work, "data")
         packed = _pack(_collect(files), work, data, say)
         daemon = stack.enter_context(
-            _daemon(os.path.join(work, "ffserve.sock"), data, engine, packed.size)
+            own.daemon(
+                os.path.join(work, "ffserve.sock"),
+                [data],
+                max(2 * packed.size, min(512 << 20, default_arena_size())),
+                ["--engine", engine],
+            )
         )
         facts = daemon.status()
         arena = format_size(facts["arena"]["size"])
@@ -91,7 +92,7 @@ def demo(
             before = daemon.status()
             say(f"{number + 2}. Job {number}: ", newline=False)
             ran = _run_job(data, daemon.socket, options, packed.samples * epochs, say)
-            jobs.append(_account(ran, before, daemon.settled_status(ran["samples"], before)))
+            jobs.append(_account(ran, before, _settled(daemon, ran["samples"], before)))
         final = daemon.status()
         seconds = daemon.stop()
     result = {
@@ -122,36 +123,6 @@ class Speaker:
     def __call__(self, text: str, *, newline: bool = True) -> None:
         if not self.quiet:
             click.echo(text, nl=newline)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let the end of the terminal and SIGTERM clean up as Ctrl-C does, and let them do so once."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    previous = [signal.signal(number, interrupt) for number in signals]
-    try:
-        yield
-    finally:
-        for number, disposition in zip(signals, previous, strict=True):
-            signal.signal(number, disposition)
-
-
-@contextlib.contextmanager
-def _work_directory(directory: str | None) -> Iterator[str]:
-    # /tmp is often memory, and then nothing would be read from a disk.
-    places = [directory] if directory else [os.environ.get("TMPDIR"), "/var/tmp"]
-    parent = next((p for p in places if p and os.access(p, os.W_OK | os.X_OK)), directory)
-    work = tempfile.mkdtemp(prefix="ffserve-demo-", dir=parent)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------- the data
@@ -216,116 +187,6 @@ def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
     return Packed(written.files, samples, size)
 
 
-# --------------------------------------------------------------------------- the daemon
-
-
-class Daemon:
-    """A daemon of our own: its process and what it says of itself."""
-
-    def __init__(self, socket: str, process: subprocess.Popen[bytes], log_path: str) -> None:
-        self.socket = socket
-        self.process = process
-        self._log_path = log_path
-
-    def status(self) -> dict[str, Any]:
-        """Ask it; ServerUnavailable with its last words when it has died."""
-        from ffserve.client import connection
-
-        try:
-            return connection.status(self.socket)
-        except ServerUnavailable:
-            if self.process.poll() is None:
-                raise
-        with open(self._log_path, errors="replace") as log:
-            words = log.read().strip()
-        raise FFServeError(
-            f"the daemon ended with code {self.process.returncode}: {words or 'no output'}"
-        )
-
-    def await_start(self) -> None:
-        """Return when it answers."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                self.status()
-                return
-            except ServerUnavailable:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-
-    def settled_status(self, samples: int, before: dict[str, Any]) -> dict[str, Any]:
-        """Return its status once the counters of an ended job are all in.
-
-        Workers report their last hits as they leave, which the daemon may take in a moment after
-        the job's process ended.
-        """
-        deadline = time.monotonic() + 2
-        while True:
-            after = self.status()
-            counted = sum(job["hits"] + job["missed"] for job in _new_jobs(before, after))
-            idle = all(job["sessions"] == 0 for job in _new_jobs(before, after))
-            if (counted >= samples and idle) or time.monotonic() > deadline:
-                return after
-            time.sleep(0.02)
-
-    def stop(self) -> float:
-        """Send SIGTERM; return how many seconds it took to go."""
-        started = time.monotonic()
-        _stop(self.process)
-        if self.process.returncode != 0:
-            raise FFServeError(f"the daemon ended with code {self.process.returncode}")
-        return time.monotonic() - started
-
-
-@contextlib.contextmanager
-def _daemon(socket: str, root: str, engine: str, data_size: int) -> Iterator[Daemon]:
-    arena = max(2 * data_size, min(512 << 20, default_arena_size()))
-    command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket, "--root", root]
-    command += ["--arena", str(arena), "--engine", engine, "--config", os.devnull]
-    command += ["--log-level", "warning"]
-    log_path = f"{socket}.log"
-    with open(log_path, "wb") as log, _process(command, stderr=log) as process:
-        daemon = Daemon(socket, process, log_path)
-        daemon.await_start()
-        yield daemon
-
-
-@contextlib.contextmanager
-def _process(
-    command: list[str], *, stderr: Any = None, stdout: Any = None, socket: str | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program; whatever happens, it and its children are gone afterwards."""
-    environment = dict(os.environ) if socket is None else {**os.environ, "FFSERVE_SOCKET": socket}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env=environment,
-        # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        _stop(process)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 # --------------------------------------------------------------------------- the jobs
 
 
@@ -338,7 +199,12 @@ def _run_job(
     framework = "?"
     with (
         tempfile.TemporaryFile() as errors,
-        _process(command, stdout=subprocess.PIPE, stderr=errors, socket=socket) as process,
+        own.running(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            environment={"FFSERVE_SOCKET": socket},
+        ) as process,
     ):
         assert process.stdout is not None
         with progress("training", total) as shown:
@@ -380,6 +246,22 @@ def _epoch_line(epoch: dict[str, Any]) -> str:
         f"{format_size(epoch['size_bytes'])} in {epoch['seconds']:.1f} s ({rate:,.0f} samples/s), "
         f"loss {epoch['first_loss']:.2f} → {epoch['last_loss']:.2f} bits a byte"
     )
+
+
+def _settled(daemon: own.Daemon, samples: int, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the daemon's status once the counters of an ended job are all in.
+
+    Workers report their last hits as they leave, which the daemon may take in a moment after
+    the job's process ended.
+    """
+    deadline = time.monotonic() + 2
+    while True:
+        after = daemon.status()
+        counted = sum(job["hits"] + job["missed"] for job in _new_jobs(before, after))
+        idle = all(job["sessions"] == 0 for job in _new_jobs(before, after))
+        if (counted >= samples and idle) or time.monotonic() > deadline:
+            return after
+        time.sleep(0.02)
 
 
 def _new_jobs(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
