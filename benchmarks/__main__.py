@@ -64,12 +64,13 @@ def drop_cache(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, arena: int) -> Iterator[str]:
+def daemon(folder: Path, arena: int, engine: str = "auto") -> Iterator[str]:
     """A fresh daemon; yields its socket."""
     place = tempfile.mkdtemp(prefix="ffserve-bench-")
     socket = os.path.join(place, "s")
     command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket]
     command += ["--arena", str(arena), "--root", str(folder), "--log-level", "warning"]
+    command += ["--engine", engine]
     process = subprocess.Popen(command)
     try:
         while not os.path.exists(socket):

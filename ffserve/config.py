@@ -37,8 +37,8 @@ HUGE_PAGE_SIZE = 2 << 20
 MAX_SOCKET_PATH = 107
 """Bytes of a path in ``struct sockaddr_un``, without the closing zero."""
 
-EngineName = Literal["auto", "uring", "aio", "threads"]
-ENGINES: tuple[EngineName, ...] = ("auto", "uring", "aio", "threads")
+EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
+ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
@@ -430,8 +430,8 @@ class ServerConfig:
             "|".join(ENGINES),
             "auto",
             _one_of(ENGINES),
-            "How files are read. 'auto' tries io_uring, then Linux AIO, then threads, each with "
-            "a real read, and 'ffserve status' says which it is.",
+            "How files are read. 'auto' tries io_uring with registered buffers, io_uring, Linux "
+            "AIO, then threads, each with a real read, and 'ffserve status' says which it is.",
         ),
     )
     depth: int = field(

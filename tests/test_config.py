@@ -272,7 +272,7 @@ def test_the_example_file_names_every_key_with_its_default(tmp_path: Path) -> No
         ("depth = 0", "depth: expected a whole number from 1 to 4096"),
         ("depth = true", "depth: "),
         ("depth = [1]", "depth: "),
-        ('engine = "fast"', "engine: expected one of auto, uring, aio, threads"),
+        ('engine = "fast"', "engine: expected one of auto, registered, uring, aio, threads"),
         ('arena = "4Q"', "arena: '4Q' is not a size"),
         ("arena = 10", "arena: the arena has at least"),
         ("socket_mode = 660", "socket_mode: expected permission bits"),

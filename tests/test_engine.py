@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ffserve.cache.memory import SharedMemory
 from ffserve.engine import ring
 from ffserve.engine.checksum import CRC_32, CRC_32C, CRC_NONE, checksum
 from ffserve.engine.direct import open_direct
@@ -34,6 +35,7 @@ from ffserve.errors import UsageError
 
 MIB = 1 << 20
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
+PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/backend.h
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, 100 << 10, 3 * MIB]
 
 
@@ -55,6 +57,7 @@ class Arena:
 
     def serve(self, engine: Engine) -> Arena:
         engine.set_arena(self.address, len(self.bytes), self.entries_address, len(self.entries))
+        engine.arena_ready(len(self.bytes))
         return self
 
     def retract(self, entry: int, slot: int, size: int) -> None:
@@ -572,6 +575,88 @@ class TestReadsThatHang:
         os.close(writable)
 
 
+@pytest.mark.skipif("registered" not in ring.probe(), reason="nothing can be registered")
+class TestRegisteredMemory:
+    @pytest.fixture
+    def engine(self) -> Iterator[Engine]:
+        with Engine("registered", depth=16) as opened:
+            yield opened
+
+    @staticmethod
+    def await_registered(engine: Engine, size: int) -> None:
+        """Wait until `size` bytes of the arena are registered, beside one bounce buffer."""
+        deadline = time.monotonic() + 20
+        while engine.counters()["registered"] != size + BOUNCE:
+            assert time.monotonic() < deadline, engine.counters()
+            time.sleep(0.001)
+
+    def test_reads_into_the_arena_are_fixed(self, engine: Engine, disk_file: Opened) -> None:
+        arena = Arena(4 * MIB, 1).serve(engine)
+        self.await_registered(engine, 4 * MIB)
+        batch = engine.batch(1, 1)
+        place(batch, disk_file, 1000, 100_000, MIB, MIB)
+        engine.submit(batch)
+        engine.wait(batch)
+        assert batch.failed == 0
+        assert engine.counters()["fixed"] == 1
+        start = int(arena.view().places(np.array([0]))[0])
+        assert arena.bytes[start : start + 100_000].tobytes() == CONTENT[1000:101_000]
+
+    def test_slot_over_two_pieces_is_read_plainly(self, engine: Engine, disk_file: Opened) -> None:
+        arena = Arena(PIECE + 4 * MIB, 2).serve(engine)
+        self.await_registered(engine, PIECE + 4 * MIB)
+        for slot, fixed in ((PIECE - MIB, 0), (PIECE, 1)):
+            batch = engine.batch(1, 1)
+            place(batch, disk_file, 1000, 2 * MIB, slot, 3 * MIB)
+            engine.submit(batch)
+            engine.wait(batch)
+            assert batch.failed == 0
+            assert engine.counters()["fixed"] == fixed
+            start = slot + 1000 % disk_file.alignment
+            found = arena.bytes[start : start + 2 * MIB].tobytes()
+            assert found == CONTENT[1000 : 1000 + 2 * MIB]
+
+    def test_pages_that_were_replaced_are_not_written_to(
+        self, engine: Engine, disk_file: Opened
+    ) -> None:
+        """Once: what had been pinned is no longer what is mapped."""
+        memory = SharedMemory("test-arena", 4 * MIB)
+        entries = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), ENTRY_DTYPE)
+        engine.set_arena(memory.address, memory.size, entries.ctypes.data, 1)
+        for _ in range(50):
+            engine.arena_ready(0)
+            memory.discard(0, memory.size)
+            engine.arena_ready(memory.size)
+            batch = engine.batch(1, 1)
+            place(batch, disk_file, 0, 100_000, 0, MIB)
+            batch.records["entry"] = NOWHERE
+            engine.submit(batch)
+            engine.wait(batch)
+            assert batch.failed == 0  # the checksum is taken of what is mapped
+            assert memory.array[:100_000].tobytes() == CONTENT[:100_000]
+        self.await_registered(engine, memory.size)
+        engine.arena_ready(0)
+        self.await_registered(engine, 0)
+        engine.close()
+        memory.close()
+
+    def test_large_bounces_are_registered_small_ones_are_not(
+        self, engine: Engine, disk_file: Opened
+    ) -> None:
+        batch, dests = pieces(engine, disk_file, [(k * 100, 5000) for k in range(200)])
+        engine.submit(batch)
+        engine.wait(batch)
+        check(disk_file, batch, dests)
+        small = engine.counters()
+        batch, dests = pieces(engine, disk_file, [(k * 100, 100_000) for k in range(200)])
+        engine.submit(batch)
+        engine.wait(batch)
+        check(disk_file, batch, dests)
+        large = engine.counters()
+        assert large["fixed"] - small["fixed"] == 200
+        assert small["registered"] == BOUNCE < large["registered"] <= 32 * BOUNCE
+
+
 class TestChoice:
     def test_auto_takes_the_first_that_works(self) -> None:
         with Engine() as engine:
@@ -592,7 +677,8 @@ class TestChoice:
         ("refused", "left"),
         [
             (["io_uring_setup"], ["aio", "threads"]),
-            (["io_setup"], ["uring", "threads"]),
+            (["io_uring_register"], ["uring", "aio", "threads"]),
+            (["io_setup"], ["registered", "uring", "threads"]),
             (["io_uring_setup", "io_setup"], ["threads"]),
         ],
     )
@@ -609,11 +695,66 @@ class TestChoice:
         )
         assert ran.returncode == 0, ran.stderr
 
+    @pytest.mark.parametrize(
+        ("limit", "best"), [(0, "aio"), (MIB // 8, "uring"), (MIB, "registered")]
+    )
+    def test_memory_that_may_not_be_locked(self, limit: int, best: str) -> None:
+        if "registered" not in ring.probe():
+            pytest.skip("the kernel takes no registered buffers as it is")
+        ran = subprocess.run(
+            [sys.executable, "-c", UNDER_MEMLOCK, str(limit), best],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+
 
 SYSTEM_CALLS = {
-    "x86_64": {"io_uring_setup": 425, "io_setup": 206},
-    "aarch64": {"io_uring_setup": 425, "io_setup": 0},
+    "x86_64": {"io_uring_setup": 425, "io_uring_register": 427, "io_setup": 206},
+    "aarch64": {"io_uring_setup": 425, "io_uring_register": 427, "io_setup": 0},
 }
+UNDER_MEMLOCK = """
+import ctypes, os, resource, sys, time
+limit, best = int(sys.argv[1]), sys.argv[2]
+libc = ctypes.CDLL(None, use_errno=True)
+header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # capability.h, version 3
+held = (ctypes.c_uint32 * 6)()
+assert libc.capget(header, held) == 0
+held[0] &= ~(1 << 14)  # CAP_IPC_LOCK, effective and permitted
+held[1] &= ~(1 << 14)
+assert libc.capset(header, held) == 0
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+
+import mmap
+import tempfile
+import numpy as np
+from ffserve.engine import ring
+from ffserve.engine.direct import open_direct
+from ffserve.engine.view import ENTRY_DTYPE, View
+
+assert ring.probe()[0] == best, ring.describe()
+if best != "registered":
+    assert "no memory that may be locked" in ring.describe(), ring.describe()
+arena = np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8)
+entries = np.frombuffer(mmap.mmap(-1, 4096), ENTRY_DTYPE)[:1]
+content = os.urandom(200_000)
+with ring.Engine() as engine, tempfile.TemporaryFile() as file:
+    file.write(content)
+    file.flush()
+    engine.set_arena(arena.ctypes.data, len(arena), entries.ctypes.data, 1)
+    engine.arena_ready(len(arena))
+    fd, alignment = open_direct(file.fileno())
+    batch = engine.batch(1, 1)
+    batch.reads[0] = (0, len(content), 0, 1 << 20, engine.add_file(fd, alignment), 0, 0, 1)
+    batch.records[0] = (0, len(content), 0, 0, 0, 0, 0, 0)
+    engine.submit(batch)
+    engine.wait(batch)
+    assert batch.failed == 0
+    assert arena[: len(content)].tobytes() == content
+    counters = engine.counters()
+    assert counters["fixed"] == 0 and counters["registered"] <= limit, counters
+"""
 UNDER_SECCOMP = """
 import ctypes, struct, sys
 refused, left = [int(n) for n in sys.argv[1].split(",")], sys.argv[2:]

@@ -21,6 +21,9 @@
  * multiple of every alignment that a file may be added with. */
 #define FFS_READ_MAX ((uint64_t)1 << 30)
 #define FFS_ALIGNMENT_MAX ((uint32_t)1 << 20)
+/* The arena is registered in pieces. The kernel takes up to 1 GiB as one buffer; the I/O thread
+ * stands still while it pins one, so they are smaller: see docs/decisions. */
+#define FFS_PIECE ((uint64_t)128 << 20)
 #define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
 
 /* A batch as the engine sees it: the public face first. */
@@ -40,17 +43,17 @@ typedef struct ffs_op {
     uint8_t *to;                /* where this attempt's bytes go */
     uint64_t offset;            /* this attempt: position and size */
     uint64_t size;
+    uint8_t *base;              /* where the byte at `lo` goes: the arena, or one of these two */
+    uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
+    uint8_t *large;             /* mapped for this one read */
     /* ---- */
     uint32_t alignment;
     ffs_job *job;               /* NULL: the op is spare */
     const ffs_read *read;
-    uint8_t *base;              /* where the byte at `lo` goes */
     uint64_t lo, hi;            /* the extent widened to the alignment */
     uint64_t got;               /* bytes from lo that have arrived */
     uint64_t bytes;             /* read in all, repeated ones included */
     int error;                  /* what it landed with */
-    uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
-    uint8_t *large;             /* mapped for this one read */
 } ffs_op;
 
 typedef struct {
@@ -69,6 +72,7 @@ typedef struct { int fd; uint32_t alignment, generation; } ffs_file;
 struct ffs_engine {
     const ffs_backend *backend;
     uint32_t depth, thread_count;
+    bool registers;             /* wanted: registered buffers */
     int pid;
     uint8_t *arena; uint64_t arena_size;
     ffs_entry *entries; uint64_t entry_count;
@@ -80,6 +84,8 @@ struct ffs_engine {
     ffs_job *finished;          /* ended, not yet told */
     ffs_job *done_head, *done_tail;
     ffs_file *files; uint32_t file_room, generation;
+    uint64_t arena_ready;       /* pages below may be registered */
+    uint64_t arena_floor;       /* the lowest that `arena_ready` was since the I/O thread looked */
     uint32_t idle, waiters, started;
     int start_error, broken;
     bool notify, joined;
@@ -90,9 +96,10 @@ struct ffs_engine {
     uint32_t op_count;
     _Atomic bool stopping;
     _Atomic bool sleeping;      /* the I/O thread waits (or is about to) and could take work */
-    _Atomic bool files_removed;
+    _Atomic bool files_removed, arena_changed;
     _Atomic uint32_t queued, inflight;
     _Atomic uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;
+    _Atomic uint64_t fixed, registered;
 };
 
 /* Fill a spare op with the next read of the FIFO; false when there is none. */
@@ -131,6 +138,8 @@ void ffs_break(ffs_engine *e, int error);
 /* Reads settled at a stretch before the I/O thread looks at the device again. */
 #define FFS_STRETCH 8
 int ffs_op_begin(ffs_engine *e, ffs_op *op);
+/* 0 or -ENOMEM. */
+int ffs_op_map_bounce(ffs_op *op);
 void ffs_op_free(ffs_op *op);
 
 extern const ffs_backend ffs_backend_uring, ffs_backend_aio, ffs_backend_threads;

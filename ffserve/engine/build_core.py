@@ -34,13 +34,14 @@ SOURCES = (
     "life.c",
     "op.c",
     "uring.c",
+    "buffers.c",
     "aio.c",
     "threads.c",
     "shared.c",
     "checksum.c",
     "frames.c",
 )
-HEADERS = ("core.h", "backend.h")
+HEADERS = ("core.h", "backend.h", "buffers.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]
 
 LIBURING_TRIAL = """
@@ -49,6 +50,7 @@ int trial(struct io_uring *r)
 {
     io_uring_ring_dontfork(r);
     io_uring_submit_and_get_events(r);
+    io_uring_register_buffers_sparse(r, 1);
     return io_uring_register_files_sparse(r, 1) + io_uring_queue_init(8, r, 0);
 }
 """

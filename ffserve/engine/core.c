@@ -150,7 +150,8 @@ int ffs_submit(ffs_engine *e, ffs_batch *b)
 bool ffs_sleep(ffs_engine *e)
 {
     atomic_store(&e->sleeping, true);
-    if (atomic_load(&e->queued) || atomic_load(&e->stopping) || atomic_load(&e->files_removed)) {
+    if (atomic_load(&e->queued) || atomic_load(&e->stopping) || atomic_load(&e->files_removed) ||
+        atomic_load(&e->arena_changed)) {
         ffs_awake(e);
         return false;
     }

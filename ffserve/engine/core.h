@@ -145,9 +145,12 @@ typedef struct {
 #define FFS_ENGINE_URING 1
 #define FFS_ENGINE_AIO 2
 #define FFS_ENGINE_THREADS 3
+#define FFS_ENGINE_REGISTERED 4  /* io_uring with registered buffers */
 
 typedef struct {
     uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;
+    uint64_t fixed;       /* reads issued into registered buffers */
+    uint64_t registered;  /* bytes of memory that are registered now */
     uint32_t inflight, queued;
 } ffs_counters;
 
@@ -160,6 +163,10 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
 /* The arena and directory that slots and entries refer to; before the first submit. */
 void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entry *entries,
                           uint64_t entry_count);
+/* Bytes [0, size) of the arena have the pages that they will keep, so an engine that registers may
+ * do so. A lower size than before takes that back: no read submitted afterwards relies on it, so
+ * the pages above it may change once no read is on its way there. Nothing for other kinds. */
+void ffs_engine_arena_ready(ffs_engine *e, uint64_t size);
 /* Add a file: alignment = logical block for offset and length (1 when buffered). The engine never
  * closes the descriptor. Returns an id >= 0 or -errno. */
 int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);

@@ -17,7 +17,7 @@ int ffs_built(void)
 {
     int kinds = 1 << FFS_ENGINE_THREADS;
 #ifdef FFS_HAVE_URING
-    kinds |= 1 << FFS_ENGINE_URING;
+    kinds |= 1 << FFS_ENGINE_URING | 1 << FFS_ENGINE_REGISTERED;
 #endif
 #ifdef FFS_HAVE_AIO
     kinds |= 1 << FFS_ENGINE_AIO;
@@ -29,6 +29,7 @@ static const ffs_backend *backend_of(int kind)
 {
     switch (kind) {
 #ifdef FFS_HAVE_URING
+    case FFS_ENGINE_REGISTERED:
     case FFS_ENGINE_URING: return &ffs_backend_uring;
 #endif
 #ifdef FFS_HAVE_AIO
@@ -105,6 +106,8 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
     if (!e)
         return -ENOMEM;
     e->backend = backend;
+    e->registers = kind == FFS_ENGINE_REGISTERED;
+    e->arena_floor = UINT64_MAX;
     e->thread_count = backend->many_threads ? threads : 1;
     e->depth = backend->many_threads ? threads : depth;
     e->pid = getpid();
@@ -139,6 +142,23 @@ void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entr
     e->entry_count = entry_count;
 }
 
+void ffs_engine_arena_ready(ffs_engine *e, uint64_t size)
+{
+    if (!e->registers)
+        return;
+    pthread_mutex_lock(&e->lock);
+    bool changed = size < e->arena_ready || size == e->arena_size ||
+                   size / FFS_PIECE != e->arena_ready / FFS_PIECE;
+    if (size < e->arena_ready && size < e->arena_floor)
+        e->arena_floor = size;
+    e->arena_ready = size;
+    if (changed)
+        atomic_store(&e->arena_changed, true);
+    pthread_mutex_unlock(&e->lock);
+    if (changed && atomic_exchange(&e->sleeping, false))
+        ffs_wake(e);
+}
+
 void ffs_engine_counters(ffs_engine *e, ffs_counters *out)
 {
 #define COUNTER(name) out->name = atomic_load_explicit(&e->name, memory_order_relaxed)
@@ -149,6 +169,8 @@ void ffs_engine_counters(ffs_engine *e, ffs_counters *out)
     COUNTER(checksum_errors);
     COUNTER(wakeups);
     COUNTER(submits);
+    COUNTER(fixed);
+    COUNTER(registered);
     COUNTER(inflight);
     COUNTER(queued);
 #undef COUNTER

@@ -29,6 +29,13 @@ static uint8_t *map_buffer(uint64_t size)
     return p;
 }
 
+int ffs_op_map_bounce(ffs_op *op)
+{
+    if (!op->bounce)
+        op->bounce = map_buffer(FFS_BOUNCE_SIZE);
+    return op->bounce ? 0 : -ENOMEM;
+}
+
 void ffs_op_free(ffs_op *op)
 {
     if (op->bounce)
@@ -68,8 +75,8 @@ int ffs_op_begin(ffs_engine *e, ffs_op *op)
         if (size > FFS_BOUNCE_SIZE) {
             op->base = op->large = map_buffer(size);
         } else {
-            if (!op->bounce)
-                op->bounce = map_buffer(FFS_BOUNCE_SIZE);
+            if (ffs_op_map_bounce(op))
+                return -ENOMEM;
             op->base = op->bounce;
         }
         if (!op->base)

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "backend.h"
+#include "buffers.h"
 
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
@@ -32,6 +33,7 @@ typedef struct {
     struct io_uring ring;
     uint32_t *registered;   /* by file id: the generation that stands in the ring's table */
     uint32_t table;
+    ffs_buffers buffers;
     uint64_t wake_count;    /* the pending read of wake_fd writes here */
     bool armed;
     uint32_t flying, landed_count, spare_count;
@@ -66,6 +68,7 @@ static uint32_t make_table(struct io_uring *ring)
 
 static void release(uring *u)
 {
+    ffs_buffers_free(&u->buffers);
     free(u->registered);
     free(u->landed);
     free(u->spare);
@@ -98,6 +101,11 @@ static int uring_start(ffs_engine *e, uint32_t thread, void **state)
         return -EINVAL;
     }
     io_uring_ring_dontfork(&u->ring);
+    rc = e->registers ? ffs_buffers_open(e, &u->buffers, &u->ring) : 0;
+    if (rc) {
+        uring_stop(u);
+        return rc;
+    }
     u->table = make_table(&u->ring);
     for (uint32_t k = 0; k < e->op_count; k++)
         u->spare[u->spare_count++] = &e->ops[k];
@@ -140,12 +148,18 @@ static void drop_removed(ffs_engine *e, uring *u)
     }
 }
 
-static void issue(uring *u, ffs_op *op)
+static void issue(ffs_engine *e, uring *u, ffs_op *op)
 {
     bool in_table = fixed(u, op);
+    int buffer = ffs_buffer_of(e, &u->buffers, &u->ring, op);
     struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
     assert(sqe); /* the ring has room for depth + 2 */
     io_uring_prep_read(sqe, in_table ? op->file : op->fd, op->to, (unsigned)op->size, op->offset);
+    if (buffer >= 0) {
+        sqe->opcode = IORING_OP_READ_FIXED;
+        sqe->buf_index = (uint16_t)buffer;
+        atomic_fetch_add_explicit(&e->fixed, 1, memory_order_relaxed);
+    }
     if (in_table)
         sqe->flags |= IOSQE_FIXED_FILE;
     io_uring_sqe_set_data(sqe, op);
@@ -166,7 +180,7 @@ static void feed(ffs_engine *e, uring *u)
 {
     while (u->flying < e->depth && u->spare_count &&
            ffs_take(e, u->spare[u->spare_count - 1])) {
-        issue(u, u->spare[--u->spare_count]);
+        issue(e, u, u->spare[--u->spare_count]);
         u->flying++;
     }
 }
@@ -181,7 +195,7 @@ static void reap(ffs_engine *e, uring *u)
         if (!op) {
             u->armed = false;
         } else if (ffs_advance(e, op, cqe->res)) {
-            issue(u, op);
+            issue(e, u, op);
         } else {
             u->landed[u->landed_count++] = op;
             u->flying--;
@@ -238,6 +252,7 @@ static void uring_loop(ffs_engine *e, void *state)
     uring *u = state;
     for (;;) {
         drop_removed(e, u);
+        ffs_buffers_follow(e, &u->buffers, &u->ring);
         feed(e, u);
         if (ffs_stopping(e) && !u->flying && !u->landed_count && !u->armed)
             return;

@@ -58,10 +58,11 @@ async def _run(config: ServerConfig, listener: socket.socket) -> None:
         loop.add_signal_handler(number, stop.set)
     node = Node(config)
     server = Server(node, listener)
-    populating = threading.Event()
-    threading.Thread(
-        target=_populate, args=(node, populating), name="ffserve-populate", daemon=True
-    ).start()
+    stop_populating = threading.Event()
+    populating = threading.Thread(
+        target=_populate, args=(node, stop_populating), name="ffserve-populate", daemon=True
+    )
+    populating.start()
     log.info(
         "serving %s on %s, arena %s, engine %s",
         " ".join(config.roots),
@@ -75,9 +76,10 @@ async def _run(config: ServerConfig, listener: socket.socket) -> None:
     systemd.notify("STOPPING=1")
     log.info("stopping: %d clients", server.connection_count)
     watchdog.cancel()
-    populating.set()
+    stop_populating.set()
     if not await server.drain(config.drain_timeout_s):
         log.warning("stopped with requests unanswered after %g s", config.drain_timeout_s)
+    populating.join()
     node.close()
 
 
@@ -99,6 +101,7 @@ def _populate(node: Node, stop: threading.Event) -> None:
         step = min(_POPULATE_STEP, node.arena.size - offset)
         node.memory.populate(offset, step)
         node.populated = offset + step
+        node.reading.arena_ready(node.populated)
 
 
 # ---- the socket -------------------------------------------------------------------------------

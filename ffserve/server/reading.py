@@ -43,6 +43,7 @@ class Reading:
         self._by_device: dict[int, int] = {}
         self._batches: dict[int, tuple[Load, _Outcome]] = {}
         self._next_tag = 1
+        self._arena_ready = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
         self.read_size = 0
@@ -74,10 +75,17 @@ class Reading:
             self._directory.capacity,
         )
         self._engines.append(engine)
+        engine.arena_ready(self._arena_ready)
         number = len(self._engines) - 1
         if self._loop is not None:
             self._loop.add_reader(engine.fileno(), self._reap, number)
         return number
+
+    def arena_ready(self, size: int) -> None:
+        """Bytes [0, size) of the arena have their pages; see `Engine.arena_ready`. Any thread."""
+        self._arena_ready = size
+        for engine in tuple(self._engines):
+            engine.arena_ready(size)
 
     def add_file(self, device: int, fd: int, alignment: int) -> tuple[int, int]:
         """Return (engine, file) for an open file on a device."""
