@@ -13,6 +13,9 @@ TOO_LARGE = -100_100
 ARENA_BUSY = -100_101
 """The arena stayed full of leased samples for too long."""
 
+LOST_CHECKSUM = 0xFFFFFFFF
+"""What the table of a tolerant shard says of a place without a sample, of length 0."""
+
 
 def read_failure(
     status: int,
@@ -32,6 +35,15 @@ def read_failure(
         path, index, offset, length: which sample, and where its payload lies.
         found, expected: checksums.
     """
+    if status == CHECKSUM and length == 0 and expected == LOST_CHECKSUM:
+        return ChecksumError(
+            "the file is damaged here, and where the sample ends cannot be told: what lies before "
+            "the next one that could be found is left out",
+            path=path,
+            index=index,
+            offset=offset,
+            hint="restore the file to have it",
+        )
     if status == CHECKSUM:
         return ChecksumError(
             f"the sample's checksum is {found:08x}, the file's table says {expected:08x}: "

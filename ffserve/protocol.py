@@ -53,7 +53,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class Open:
-    """Client asks for a dataset. `what`: paths (absolute), format or nil, verify."""
+    """Client asks for a dataset. `what`: paths (absolute), format or nil, verify, tolerant."""
 
     TYPE: ClassVar[int] = 3
     tag: int

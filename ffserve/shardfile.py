@@ -16,6 +16,7 @@ def open_shard(
     format_name: str | None = None,
     *,
     verify: bool = True,
+    tolerant: bool = False,
     keep: sidecar.Keep = "own",
 ) -> formats.Shard:
     """Parse an open file.
@@ -24,21 +25,21 @@ def open_shard(
         fd: opened for reading, without O_DIRECT; needed until the shard is loaded.
         path: its name, for errors, suffix and sidecar.
         format_name: None to tell by content, then by suffix.
-        verify: hold metadata against their checksums.
+        verify, tolerant: see ``formats.base.Format.open``.
         keep: where a sidecar may be written.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
     Cost:    that of the format; for one that has to be walked over, a sidecar saves the walk.
     """
     chosen, read_at, size = _tell(fd, path, format_name)
     if not isinstance(chosen, WalkedFormat) or size < sidecar.WORTH_SIZE:
-        return chosen.open(read_at, size, path, verify=verify)
+        return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
     identity = sidecar.Identity.of(fd, path, chosen.name)
     if (kept := sidecar.find(fd, path, identity)) is not None:
         shard = chosen.restore(kept.lengths, kept.checksums, size, path)
         if shard is not None:
             return shard
-    walked = chosen.open(read_at, size, path, verify=verify)
-    if verify:
+    walked = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
+    if verify and walked.sound:
         sidecar.store(fd, path, identity, walked, keep)
     return walked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, write
 
 import ffserve
-from ffserve.errors import ChecksumError, FFServeError
+from ffserve.errors import ChecksumError, FFServeError, TruncatedError
 
 NAMES = ["a.ffr", "a.tfrecord"]
 SAMPLES = [sample(i) for i in range(100)]
@@ -120,3 +121,27 @@ def test_damaged_framing_is_refused_by_both(daemon: Daemon, tmp_path: Path) -> N
             ffserve.open(path, server=server)
         assert (caught.value.path, caught.value.offset) == (path, 16 + len(SAMPLES[0]))
     assert os.listdir(tmp_path) == ["a.tfrecord"]
+
+
+@pytest.mark.parametrize("which", ["header", "tail"])
+def test_skip_goes_on_behind_damaged_framing(daemon: Daemon, tmp_path: Path, which: str) -> None:
+    path = write(tmp_path / "a.tfrecord", SAMPLES)
+    place = 3 * 16 + sum(map(len, SAMPLES[:3]))
+    with open(path, "r+b") as file:
+        if which == "tail":
+            file.truncate(place + 5)
+        else:
+            file.seek(place)
+            file.write(b"\xff")
+    for server in (daemon.socket, "off"):
+        with ffserve.open([path, path], server=server, on_error="skip") as reader:
+            intact = SAMPLES[:3] + (SAMPLES[4:] if which == "header" else [])
+            assert [bytes(each) for each in reader] == 2 * intact and len(reader) == 2 * len(intact)
+            assert [error.index for error in reader.damaged] == [3, len(intact) + 4]
+            assert [error.offset for error in reader.damaged] == [place, place]
+            assert all(error.path == path for error in reader.damaged)
+            kind = TruncatedError if which == "tail" else ChecksumError
+            assert all(isinstance(error, kind) for error in reader.damaged)
+            copy = pickle.loads(pickle.dumps(reader))
+            assert bytes(copy[len(intact)]) == SAMPLES[0]
+            copy.close()

@@ -327,6 +327,8 @@ def test_damaged_file_gets_none(path: str, cache: Path) -> None:
     for _ in range(2):
         with pytest.raises(ChecksumError, match="length of record 0"):
             ffserve.open(path, server="off")
+        with ffserve.open(path, server="off", on_error="skip") as reader:
+            assert len(reader) == len(SAMPLES) - 1
     assert not beside(path).exists() and not cache.exists()
 
 

@@ -257,11 +257,12 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
-    import ffserve
+    from ffserve.client.reader import Reader
     from ffserve.files import os_error
 
     try:
-        with ffserve.open(path, format=format_name, server="off") as reader:
+        # Tolerant, so that a file damaged between its samples is still read to its end.
+        with Reader((path,), format_name, "off", True, tolerant=True) as reader:
             sizes = np.asarray(reader.sizes(), np.int64)
             for batch in _batches(sizes):
                 if findings.stopped:

@@ -37,12 +37,18 @@ class BaseReader:
     """Indices in, sample numbers out; errors by the caller's indices."""
 
     def __init__(
-        self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
+        self,
+        paths: tuple[str, ...],
+        format: str | None,
+        server: str,
+        verify: bool,
+        tolerant: bool,
     ) -> None:
         self._paths = paths
         self._format = format
         self._server = server
         self._verify = verify
+        self._tolerant = tolerant
         self._expected: int | None = None
         self._intact: Int64s | None = None
         self._damaged: list[FFServeError] = []

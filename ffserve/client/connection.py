@@ -155,10 +155,12 @@ class Connection:
 
     # ---- asking ---------------------------------------------------------------------------
 
-    def open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> protocol.Opened:
+    def open(
+        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
+    ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
         tag = self._tag()
-        what = {"paths": list(paths), "format": format, "verify": verify}
+        what = {"paths": list(paths), "format": format, "verify": verify, "tolerant": tolerant}
         self._send(protocol.Open(tag, what), tag)
         return self._expect(tag, protocol.Opened)
 

@@ -84,7 +84,9 @@ class LocalSource:
         that cannot be opened.
     """
 
-    def __init__(self, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
+    def __init__(
+        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
+    ) -> None:
         self._files: list[_File] = []
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
@@ -93,19 +95,21 @@ class LocalSource:
         self._served = self._size = 0
         self._closed = False
         try:
-            self._open(paths, format, verify)
+            self._open(paths, format, verify, tolerant)
         except BaseException:
             self._close_files()
             raise
         self.description = f"engine {process_engine().kind}"
 
-    def _open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> None:
+    def _open(
+        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
+    ) -> None:
         if len(paths) > 256:
             raise_file_limit()
         parsed: list[formats.Shard] = []
         tables: list[tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]]] = []
         for path in paths:
-            shard, table, file = open_shard(path, format, verify)
+            shard, table, file = open_shard(path, format, verify, tolerant)
             self._files.append(file)
             parsed.append(shard)
             tables.append(table)
@@ -330,7 +334,7 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def open_shard(
-    path: str, format: str | None, verify: bool
+    path: str, format: str | None, verify: bool, tolerant: bool = False
 ) -> tuple[formats.Shard, tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]], _File]:
     """Parse one file's tables (payload offsets, lengths, checksums) and open it for reading.
 
@@ -344,7 +348,7 @@ def open_shard(
     try:
         if not stat.S_ISREG(os.fstat(plain).st_mode):
             raise ReadError("this is no regular file", path=path)
-        shard = shardfile.open_shard(plain, path, format, verify=verify)
+        shard = shardfile.open_shard(plain, path, format, verify=verify, tolerant=tolerant)
         size = shard.size
         offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
         lengths = np.empty(shard.count, np.uint64)

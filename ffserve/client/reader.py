@@ -66,7 +66,9 @@ def open(
             socket's path, which is required to answer.
         verify: check every sample against its checksum, and the files' tables at opening.
         on_error: "raise", or "skip" to leave out damaged samples: everything is read once to find
-            them, and the reader then holds only the intact ones, in order.
+            them, and the reader then holds only the intact ones, in order. What was left out
+            stands in `reader.damaged`. A file that is damaged between its samples, or was cut, is
+            read as far as it can be.
 
     Returns: a Reader; close it, or use `with`.
 
@@ -79,8 +81,9 @@ def open(
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
     suffixes = check_options(format, server, on_error)
-    reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify)
-    if on_error == "skip":
+    tolerant = on_error == "skip"
+    reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify, tolerant)
+    if tolerant:
         try:
             reader._leave_out_damaged()
         except BaseException:
@@ -93,9 +96,14 @@ class Reader(BaseReader, Sequence[Bytes]):
     """Samples of a data set by index. Made by `ffserve.open`."""
 
     def __init__(
-        self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
+        self,
+        paths: tuple[str, ...],
+        format: str | None,
+        server: str,
+        verify: bool,
+        tolerant: bool = False,
     ) -> None:
-        super().__init__(paths, format, server, verify)
+        super().__init__(paths, format, server, verify, tolerant)
         self._set_up()
         with self._lock:
             self._take_in(self._choose(choice.first(self._server, 0.0)))
@@ -129,10 +137,12 @@ class Reader(BaseReader, Sequence[Bytes]):
             return chosen
 
     def _open_remote(self) -> Source:
-        return RemoteSource.open(find_socket(self._socket), self._paths, self._format, self._verify)
+        return RemoteSource.open(
+            find_socket(self._socket), self._paths, self._format, self._verify, self._tolerant
+        )
 
     def _open_local(self) -> Source:
-        return LocalSource(self._paths, self._format, self._verify)
+        return LocalSource(self._paths, self._format, self._verify, self._tolerant)
 
     def _take_in(self, source: Source) -> None:
         try:

@@ -84,7 +84,12 @@ class RemoteSource:
 
     @classmethod
     def open(
-        cls, path: str, paths: tuple[str, ...], format: str | None, verify: bool
+        cls,
+        path: str,
+        paths: tuple[str, ...],
+        format: str | None,
+        verify: bool,
+        tolerant: bool = False,
     ) -> RemoteSource:
         """Open a data set over this process's connection to the daemon at `path`.
 
@@ -92,7 +97,7 @@ class RemoteSource:
         """
         connection = connections.connect(path)
         try:
-            return cls(connection, connection.open(paths, format, verify), paths)
+            return cls(connection, connection.open(paths, format, verify, tolerant), paths)
         except BaseException:
             connections.disconnect(connection)
             raise

@@ -94,12 +94,21 @@ class Walk:
                 self._grow(2 * len(self._lengths))
         return why
 
+    def add(self, offset: int, length: int, checksum: int) -> None:
+        """Enter a record that is none: a place that could not be used."""
+        if self.count == len(self._lengths):
+            self._grow(2 * self.count)
+        row = self.count
+        self._offsets[row], self._lengths[row], self._checksums[row] = offset, length, checksum
+        self._c.count += 1
+
     def skip_to(self, at: int) -> None:
         """Go on at another frame: what lies between is damaged."""
         self._c.at = at
 
     def _grow(self, room: int) -> None:
-        room = min(room, int(self._c.file_size) // FRAME_SIZE + 1)
+        # A lost place and the frame behind it have 17 bytes at least.
+        room = min(room, int(self._c.file_size) // 8 + 2)
         self._offsets = np.resize(self._offsets, room)
         self._lengths = np.resize(self._lengths, room)
         self._checksums = np.resize(self._checksums, room)

@@ -125,8 +125,23 @@ class Format(Protocol):
         """
         ...
 
-    def open(self, read_at: ReadAt, size: int, path: str, *, verify: bool = True) -> Shard:
-        """Read and check a file's metadata; ``verify=False`` leaves out checksums only."""
+    def open(
+        self,
+        read_at: ReadAt,
+        size: int,
+        path: str,
+        *,
+        verify: bool = True,
+        tolerant: bool = False,
+    ) -> Shard:
+        """Read and check a file's metadata.
+
+        Args:
+            verify: False leaves out checksums only.
+            tolerant: open a file also where it is damaged between its records. Each place that
+                had to be left out is a record of the shard that cannot be read and whose error
+                says where it is, so that whoever reads all learns of every one.
+        """
         ...
 
     def writer(
@@ -148,6 +163,8 @@ class WalkedShard(Shard, Protocol):
     lengths: NDArray[np.uint64]
     """Of the payloads."""
     checksums: NDArray[np.uint32]
+    sound: bool
+    """Whether nothing was left out on the walk."""
 
 
 @runtime_checkable
@@ -157,7 +174,15 @@ class WalkedFormat(Format, Protocol):
     What the walk found is kept in a sidecar (``ffserve/sidecar.py``).
     """
 
-    def open(self, read_at: ReadAt, size: int, path: str, *, verify: bool = True) -> WalkedShard:
+    def open(
+        self,
+        read_at: ReadAt,
+        size: int,
+        path: str,
+        *,
+        verify: bool = True,
+        tolerant: bool = False,
+    ) -> WalkedShard:
         """Walk over a file."""
         ...
 

@@ -252,7 +252,15 @@ class FFRecord:
             return None
         return bool(int.from_bytes(head[place : place + 8], "little") == tables_end(count))
 
-    def open(self, read_at: ReadAt, size: int, path: str, *, verify: bool = True) -> Shard:
+    def open(
+        self,
+        read_at: ReadAt,
+        size: int,
+        path: str,
+        *,
+        verify: bool = True,
+        tolerant: bool = False,
+    ) -> Shard:
         """Read the header and both tables and check them; no sample is touched.
 
         Offsets may lie behind the end of the file: then it was cut, the samples before the cut
@@ -263,6 +271,7 @@ class FFRecord:
             size: its size in bytes.
             path: for errors.
             verify: compare the metadata CRC; what can crash a reader is checked in any case.
+            tolerant: makes no difference, since there is nothing between the samples.
         Raises:  TruncatedError when the file ends inside its tables (or N is absurd);
                  ChecksumError when the metadata CRC does not match; FormatError for offsets out
                  of order, a negative N, and the zeros that a writer leaves who died.

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from ffserve.engine import frames
 from ffserve.engine.frames import FOOTER_SIZE, FRAME_SIZE, HEADER_SIZE
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
+from ffserve.failures import LOST_CHECKSUM
 from ffserve.formats.base import (
     CHECKSUM_CRC32C,
     PIECE_SIZE,
@@ -61,8 +62,8 @@ class TFRecordShard:
     lengths: NDArray[np.uint64] = field(repr=False)
     checksums: NDArray[np.uint32] = field(repr=False)
     """CRC-32C, unmasked."""
-    left_out: tuple[FFServeError, ...] = ()
-    """What a tolerant walk could not use, in order."""
+    sound: bool = True
+    """Whether a tolerant walk left nothing out."""
     format: str = "tfrecord"
     checksum_kind: int = CHECKSUM_CRC32C
 
@@ -99,7 +100,8 @@ class _Scan:
         self._tolerant = tolerant
         self._walk = frames.Walk(size, verify=verify or tolerant)
         self._window = bytearray(0)
-        self.left_out: list[FFServeError] = []
+        self._listing = verify
+        self.sound = True
 
     def run(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         walk, window = self._walk, FIRST_WINDOW
@@ -145,17 +147,15 @@ class _Scan:
         if not self._tolerant:
             hint = 'take another copy of it, or read what is whole with on_error="skip"'
             raise kind(text, path=self._path, offset=at, hint=hint)
-        found = self._find(at) if why == frames.BAD_HEADER else self._size
-        self.left_out.append(
-            kind(
-                f"{text}; {found - at} bytes are left out",
-                path=self._path,
-                offset=at,
-                hint="take another copy of the file to have them",
-            )
-        )
-        self._walk.skip_to(found)
-        return found < self._size
+        self.sound = False
+        if why == frames.BAD_HEADER:
+            if self._listing:
+                self._walk.add(at, 0, LOST_CHECKSUM)
+            self._walk.skip_to(self._find(at))
+            return True
+        # Longer than the rest of the file: whoever reads it is told that the file was cut.
+        self._walk.add(at, self._size - at + 1, 0)
+        return False
 
     def _find(self, lost: int) -> int:
         """Return where the frame behind a damaged header begins; the file's size for nowhere."""
@@ -250,8 +250,9 @@ class TFRecord:
             size: its size in bytes.
             path: for errors.
             verify: hold the lengths' checksums against them.
-            tolerant: leave out what cannot be used and say so in the shard's ``left_out``,
-                instead of raising.
+            tolerant: go on behind what cannot be used, which becomes a record that cannot be
+                read. Without ``verify`` nothing could tell it from an empty one behind a damaged
+                header, so there it is left out unseen.
         Raises:  ChecksumError where a header is damaged; TruncatedError for a record longer than
                  the rest of the file, and for 1 to 15 bytes that are left at its end.
         Cost:    one read of the file where records are small, one small read a record from
@@ -259,7 +260,7 @@ class TFRecord:
         Source:  tensorflow/core/lib/io/record_writer.h.
         """
         scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant)
-        return _shard(*scan.run(), size, path, tuple(scan.left_out))
+        return _shard(*scan.run(), size, path, scan.sound)
 
     def restore(
         self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
@@ -276,7 +277,7 @@ class TFRecord:
         wrapped = (ends[1:] < ends[:-1]).any() if len(ends) else False
         if wrapped or (int(ends[-1]) if len(ends) else 0) != size:
             return None
-        return _shard(ends - lengths - np.uint64(FOOTER_SIZE), lengths, checksums, size, path, ())
+        return _shard(ends - lengths - np.uint64(FOOTER_SIZE), lengths, checksums, size, path)
 
     def writer(
         self,
@@ -302,7 +303,7 @@ def _shard(
     checksums: NDArray[np.uint32],
     size: int,
     path: str,
-    left_out: tuple[FFServeError, ...],
+    sound: bool = True,
 ) -> TFRecordShard:
     sums = [
         function(np.ascontiguousarray(table).data)
@@ -320,7 +321,7 @@ def _shard(
         offsets=offsets,
         lengths=lengths,
         checksums=checksums,
-        left_out=left_out,
+        sound=sound,
     )
 
 

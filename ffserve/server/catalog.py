@@ -83,7 +83,12 @@ class Catalog:
         self._most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
     async def open(
-        self, paths: list[str], format_name: str | None, verify: bool, peer: Peer
+        self,
+        paths: list[str],
+        format_name: str | None,
+        verify: bool,
+        tolerant: bool,
+        peer: Peer,
     ) -> list[OpenShard]:
         """Open the shards of one data set for one session; `close` gives them back.
 
@@ -92,7 +97,7 @@ class Catalog:
         """
         loop = asyncio.get_running_loop()
         keys = await loop.run_in_executor(
-            self._pool, self._identify, paths, format_name, verify, peer
+            self._pool, self._identify, paths, format_name, verify, tolerant, peer
         )
         while len(self._open) + len(keys) > self._most_open and self._drop_idle():
             pass
@@ -158,13 +163,18 @@ class Catalog:
                 raise shard
 
     def _identify(
-        self, paths: list[str], format_name: str | None, verify: bool, peer: Peer
+        self,
+        paths: list[str],
+        format_name: str | None,
+        verify: bool,
+        tolerant: bool,
+        peer: Peer,
     ) -> list[Key]:
         keys = []
         for path in paths:
             fd = self._open_plain(path, peer)
             try:
-                keys.append((*_identity(fd), format_name, verify))
+                keys.append((*_identity(fd), format_name, verify, tolerant))
             finally:
                 os.close(fd)
         return keys
@@ -208,8 +218,8 @@ class Catalog:
         try:
             if _identity(plain) != key[:4]:
                 raise ReadError("the file is being changed while it is opened", path=path)
-            size, verify = key[2], key[5]
-            parsed = open_shard(plain, path, key[4], verify=verify, keep="cache")
+            size, name, verify, tolerant = key[2], *key[4:]
+            parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
             with self._reserving:
                 base = self._directory.reserve(parsed.count)
             end = base + parsed.count

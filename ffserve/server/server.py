@@ -205,13 +205,20 @@ class Server:
         self._connections.discard(connection)
 
     def open_dataset(
-        self, session: Session, tag: int, paths: list[str], name: str | None, verify: bool
+        self,
+        session: Session,
+        tag: int,
+        paths: list[str],
+        name: str | None,
+        verify: bool,
+        tolerant: bool,
     ) -> None:
         """Open a data set beside the loop and tell the session."""
 
         async def opening() -> None:
             try:
-                shards = await self.node.catalog.open(paths, name, verify, session.peer)
+                catalog = self.node.catalog
+                shards = await catalog.open(paths, name, verify, tolerant, session.peer)
             except FFServeError as error:
                 session.failed(tag, error)
             except Exception as error:

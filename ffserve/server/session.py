@@ -79,7 +79,7 @@ class Session:
         node: everything the sessions share.
         peer: the user behind the connection.
         send: takes a message for the client.
-        opener: is called with (session, tag, paths, format, verify) to open a data set.
+        opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Session:
         node: Node,
         peer: Peer,
         send: Callable[[Message], None],
-        opener: Callable[[Session, int, list[str], str | None, bool], None],
+        opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
     ) -> None:
         self.state = NEW
         self.peer = peer
@@ -173,12 +173,14 @@ class Session:
     def _open(self, message: protocol.Open, now: float) -> None:
         what = message.what
         paths, name, verify = what.get("paths"), what.get("format"), what.get("verify")
+        tolerant = what.get("tolerant", False)
         if (
             not isinstance(paths, list)
             or not paths
             or not all(isinstance(p, str) and p.startswith("/") and "\0" not in p for p in paths)
             or not (name is None or isinstance(name, str))
             or not isinstance(verify, bool)
+            or not isinstance(tolerant, bool)
         ):
             raise ProtocolError("the client sent an OPEN that names no absolute paths")
         if len(self._datasets) + self._opening >= MOST_DATASETS:
@@ -190,7 +192,7 @@ class Session:
             return
         self._join_job(now)
         self._opening += 1
-        self._opener(self, message.tag, paths, name, verify)
+        self._opener(self, message.tag, paths, name, verify, tolerant)
 
     def opened(self, tag: int, shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards now."""
