@@ -24,7 +24,7 @@ from ffserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from ffserve import torch, utils
+    from ffserve import aio, torch, utils
     from ffserve.client.fileio import FileReader, FileWriter
     from ffserve.client.packed import PackedFolder, pack_folder
     from ffserve.client.reader import Reader, open
@@ -44,7 +44,7 @@ _HOMES = {
     "PackedFolder": "ffserve.client.packed",
     "pack_folder": "ffserve.client.packed",
 }
-_MODULES = ("torch", "utils")
+_MODULES = ("aio", "torch", "utils")
 
 __all__ = [
     "AccessDenied",
@@ -63,6 +63,7 @@ __all__ = [
     "TruncatedError",
     "UsageError",
     "Writer",
+    "aio",
     "create",
     "open",
     "pack_folder",

@@ -26,6 +26,8 @@ MAX_CONTAINERS = 16_384
 """Lists and maps in one frame, so that a frame cannot take many times its size of memory."""
 MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
+MOST_REQUESTS = 64
+"""GETs and LEASEs of one session without an answer; a client holds back what is more."""
 
 _HEADER = struct.Struct("<I")
 _FILE_NAMES = "surrogateescape"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
+import uvloop
 from daemon import Daemon, serving
 
 
@@ -13,3 +15,8 @@ def daemon() -> Iterator[Daemon]:
     """A daemon for all tests of a module that leave it as they found it."""
     with serving() as running:
         yield running
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every asynchronous test runs on both event loops."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

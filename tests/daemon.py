@@ -154,6 +154,16 @@ def serving(**options: Any) -> Iterator[Daemon]:
         daemon.close()
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP a process for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def sample(
     index: int, sizes: Sequence[int] = (0, 1, 511, 512, 513, 5000, 70_000), seed: int = 0
 ) -> bytes:

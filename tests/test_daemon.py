@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, damage, get, run_python, sample, serving, until, write
+from daemon import Daemon, Raw, damage, get, run_python, sample, serving, stopped, until, write
 
 from ffserve import protocol
 from ffserve.client.source import Bytes
@@ -50,16 +50,6 @@ def text(sample: Bytes | FFServeError) -> bytes:
     """A sample's bytes, which must be there."""
     assert not isinstance(sample, FFServeError), sample
     return sample.tobytes()
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """SIGSTOP a process for a while."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,6 +67,8 @@ class Connection:
         self._state = threading.Condition()
         self._receiving = False
         self._waiters: dict[int, _Waiter] = {}
+        self._unanswered: set[int] = set()
+        """Tags of GETs and LEASEs that are on their way."""
         self._broken: FFServeError | None = None
         self._next_tag = 1
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
@@ -159,10 +162,13 @@ class Connection:
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
+        return self._expect(self._send_open(paths, format, verify), protocol.Opened)
+
+    def _send_open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> int:
         tag = self._tag()
         what = {"paths": list(paths), "format": format, "verify": verify, "tolerant": tolerant}
         self._send(protocol.Open(tag, what), tag)
-        return self._expect(tag, protocol.Opened)
+        return tag
 
     def get(self, dataset: int, indices: NDArray[np.int64]) -> int:
         """Ask for samples to be made readable; return the tag to `wait_ready` for."""
@@ -260,6 +266,10 @@ class Connection:
         with contextlib.suppress(ServerUnavailable):
             self._send(protocol.Close(dataset), None)
 
+    def leave(self) -> None:
+        """A reader needs the connection no more; the last one closes it."""
+        disconnect(self)
+
     # ---- the socket -----------------------------------------------------------------------
 
     @property
@@ -275,6 +285,8 @@ class Connection:
 
     def _send(self, message: Message, tag: int | None) -> None:
         frame = protocol.encode(message)
+        if isinstance(message, (protocol.Get, protocol.Lease)):
+            self._make_room(message.tag)
         with self._state:
             if self._broken is not None:
                 raise self._gone()
@@ -288,7 +300,9 @@ class Connection:
             raise self._gone() from error
 
     def _expect(self, tag: int, kind: type[M]) -> M:
-        answer = self._wait(tag)
+        return self._checked(self._wait(tag), kind)
+
+    def _checked(self, answer: Message, kind: type[M]) -> M:
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, protocol.Fail):
@@ -297,21 +311,38 @@ class Connection:
         self._break(error)
         raise error
 
-    def _wait(self, tag: int) -> Message:
-        waiter = self._waiters[tag]
+    def _make_room(self, tag: int) -> None:
+        """The daemon takes so many requests at a time; wait until it can take this one."""
         while True:
             with self._state:
-                while waiter.answer is None and self._broken is None and self._receiving:
+                if len(self._unanswered) < protocol.MOST_REQUESTS:
+                    self._unanswered.add(tag)
+                    return
+            self._receive_until(lambda: len(self._unanswered) < protocol.MOST_REQUESTS)
+
+    def _wait(self, tag: int) -> Message:
+        waiter = self._waiters[tag]
+        try:
+            self._receive_until(lambda: waiter.answer is not None)
+        finally:
+            with self._state:
+                self._waiters.pop(tag, None)
+        assert waiter.answer is not None
+        return waiter.answer
+
+    def _receive_until(self, over: Callable[[], bool]) -> None:
+        """Receive, or let another thread receive, until something has come about."""
+        while True:
+            with self._state:
+                while not over() and self._broken is None and self._receiving:
                     self._state.wait()
-                if waiter.answer is not None:
-                    del self._waiters[tag]
-                    return waiter.answer
+                if over():
+                    return
                 if self._broken is not None:
-                    self._waiters.pop(tag, None)
                     raise self._gone()
                 self._receiving = True
             try:
-                while waiter.answer is None:
+                while not over():
                     self._receive()
             finally:
                 with self._state:
@@ -319,19 +350,30 @@ class Connection:
                     self._state.notify_all()
 
     def _receive(self) -> None:
+        messages = self._next_messages()
+        with self._state:
+            for tag, message in messages:
+                self._unanswered.discard(tag)
+                waiter = self._waiters.get(tag)
+                if waiter is not None:
+                    waiter.answer = message
+            if len(messages) > 1 or len(self._waiters) > 1:
+                self._state.notify_all()
+
+    def _next_messages(self) -> list[tuple[int, Message]]:
+        """Receive once; return what is complete now, by tag.
+
+        Raises: BlockingIOError from a socket that does not block; else the connection is broken.
+        """
         try:
             chunk = self._socket.recv(_CHUNK)
             if not chunk:
                 raise ServerUnavailable("the daemon is gone", path=self.path)
             messages = self._decoder.feed(chunk)
         except BlockingIOError as error:
-            self._break(
-                ServerUnavailable(
-                    f"the daemon has answered nothing for {ANSWER_TIMEOUT_S} s",
-                    path=self.path,
-                    hint="is it stopped, or does its disk hang?",
-                )
-            )
+            if not self._socket.getblocking():
+                raise
+            self._silent()
             raise self._gone() from error
         except OSError as error:
             gone = error if isinstance(error, FFServeError) else None
@@ -340,17 +382,20 @@ class Connection:
         except ProtocolError as error:
             self._break(error)
             raise
-        with self._state:
-            for message in messages:
-                tag = getattr(message, "tag", 0)
-                if tag == 0 and isinstance(message, protocol.Fail):
-                    self._broken = protocol.error_from_wire(message.error)
-                    raise self._gone()
-                waiter = self._waiters.get(tag)
-                if waiter is not None:
-                    waiter.answer = message
-            if len(messages) > 1 or len(self._waiters) > 1:
-                self._state.notify_all()
+        for message in messages:
+            if isinstance(message, protocol.Fail) and message.tag == 0:
+                self._break(protocol.error_from_wire(message.error))
+                raise self._gone()
+        return [(getattr(message, "tag", 0), message) for message in messages]
+
+    def _silent(self) -> None:
+        self._break(
+            ServerUnavailable(
+                f"the daemon has answered nothing for {ANSWER_TIMEOUT_S} s",
+                path=self.path,
+                hint="is it stopped, or does its disk hang?",
+            )
+        )
 
     def _break(self, error: FFServeError) -> None:
         with self._state:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,15 +78,21 @@ class LocalPending:
 class LocalSource:
     """Shards opened by this process.
 
-    Args: paths: absolute, of the shards.
+    Args: paths: absolute, of the shards. engine: returns the one to read by.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: the first shard
         that cannot be opened.
     """
 
     def __init__(
-        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
+        self,
+        paths: tuple[str, ...],
+        format: str | None,
+        verify: bool,
+        tolerant: bool = False,
+        engine: Callable[[], Engine] = process_engine,
     ) -> None:
+        self._choose_engine = engine
         self._files: list[_File] = []
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
@@ -99,7 +105,7 @@ class LocalSource:
         except BaseException:
             self._close_files()
             raise
-        self.description = f"engine {process_engine().kind}"
+        self.description = f"engine {engine().kind}"
 
     def _open(
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
@@ -134,7 +140,7 @@ class LocalSource:
             if self._closed:
                 raise ServerUnavailable("this source of samples was closed")
             if self._engine is None:
-                engine = process_engine()
+                engine = self._choose_engine()
                 for file in self._files:
                     file.number = engine.add_file(file.fd, file.alignment)
                 self._numbers = np.array([file.number for file in self._files], np.int32)
@@ -217,20 +223,28 @@ class LocalSource:
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Wait for the reads."""
         assert isinstance(pending, LocalPending)
+        if pending.batch is not None and pending.engine is self._engine:
+            try:
+                pending.engine.wait(pending.batch)
+            except BaseException:
+                self._detach()
+                raise
+        return self.collect(pending)
+
+    def collect(self, pending: LocalPending) -> dict[int, FFServeError]:
+        """What `finish` does once the reads have ended."""
         if pending.engine is not self._engine:
             raise ServerUnavailable("the process forked while a read was on its way")
         try:
-            return {} if pending.batch is None else self._wait(pending, pending.batch)
+            if pending.batch is None:
+                return {}
+            self._served += len(pending.indices)
+            self._size += int(pending.target.offsets[-1])
+            errors = self._errors(pending, pending.batch)
+            pending.batch.free()
+            return errors
         finally:
             self._detach()
-
-    def _wait(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
-        pending.engine.wait(batch)
-        self._served += len(pending.indices)
-        self._size += int(pending.target.offsets[-1])
-        errors = self._errors(pending, batch)
-        batch.free()
-        return errors
 
     def _errors(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
         indices = pending.indices

@@ -73,7 +73,7 @@ class RemoteSource:
     def __init__(
         self, connection: Connection, opened: protocol.Opened, paths: tuple[str, ...]
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._mappings: list[NDArray[np.uint8]] = []
         self._dataset = opened.dataset
         self._set_up(opened, paths)
@@ -99,7 +99,7 @@ class RemoteSource:
         try:
             return cls(connection, connection.open(paths, format, verify, tolerant), paths)
         except BaseException:
-            connections.disconnect(connection)
+            connection.leave()
             raise
 
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
@@ -123,10 +123,10 @@ class RemoteSource:
         ]
         segments = []
         for first, base, count in self.layout.runs():
-            mapping = self._connection.entries(base, count)
+            mapping = self.connection.entries(base, count)
             self._mappings.append(mapping)
             segments.append((mapping.__array_interface__["data"][0], first, count))
-        arena = self._connection.arena
+        arena = self.connection.arena
         self._arena = arena
         self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
 
@@ -156,7 +156,7 @@ class RemoteSource:
     def _ask(self, pending: RemotePending) -> None:
         while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:
             positions = pending.todo.popleft()
-            tag = self._connection.get(self._dataset, pending.indices[positions])
+            tag = self.connection.get(self._dataset, pending.indices[positions])
             pending.asked.append((tag, positions))
 
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
@@ -166,7 +166,7 @@ class RemoteSource:
             step = next(steps)
             while True:
                 if isinstance(step, Awaited):
-                    step = steps.send(self._connection.wait_ready(step.tag))
+                    step = steps.send(self.connection.wait_ready(step.tag))
                 else:
                     if step.pause_s:
                         time.sleep(step.pause_s)
@@ -224,7 +224,7 @@ class RemoteSource:
             pause_s = 0.001 if empty_rounds > 10 else 0.0
             vanished = yield Copy(done, pause_s)
             assert isinstance(vanished, np.ndarray)
-            self._connection.acknowledge(tag)
+            self.connection.acknowledge(tag)
             empty_rounds = (
                 empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
             )
@@ -248,6 +248,13 @@ class RemoteSource:
             raise ProtocolError("a sample changed its length while its data set was open")
         return left
 
+    def give_up(self, pending: RemotePending) -> list[int]:
+        """Nobody waits for a request any more; return the tags that are still to be answered."""
+        tags = [tag for tag, _ in pending.asked]
+        pending.asked.clear()
+        pending.todo.clear()
+        return tags
+
     def _count(self, pending: RemotePending, hits: int, misses: int) -> None:
         total = int(pending.target.offsets[-1])
         with self._counting:
@@ -256,7 +263,7 @@ class RemoteSource:
             self._size += total
         if hits:
             share = total if not misses else total * hits // (hits + misses)
-            self._connection.count_hits(hits, share)
+            self.connection.count_hits(hits, share)
 
     # ---- leases ---------------------------------------------------------------------------
 
@@ -271,9 +278,9 @@ class RemoteSource:
             views: dict[int, Bytes] = {}
             for start in range(0, len(indices), protocol.MAX_GET_COUNT):
                 part = indices[start : start + protocol.MAX_GET_COUNT]
-                tag = self._connection.lease(self._dataset, part)
+                tag = self.connection.lease(self._dataset, part)
                 tags.append(tag)
-                ready = self._connection.wait_ready(tag)
+                ready = self.connection.wait_ready(tag)
                 if not 0 <= ready.count <= len(part):
                     raise ProtocolError("the daemon leased samples it was not asked for")
                 for _, error in sorted(_failures(ready.errors, ready.count).items()):
@@ -285,7 +292,7 @@ class RemoteSource:
             yield [views[k] for k in range(len(indices))]
         finally:
             for tag in tags:
-                self._connection.release(tag)
+                self.connection.release(tag)
 
     def _in_place(self, indices: Int64s, start: int) -> dict[int, Bytes]:
         places = self._view.places(indices)
@@ -324,7 +331,7 @@ class RemoteSource:
         """Return copies of a shard's payload offsets, lengths and checksums."""
         count = int(self.layout.counts[shard])
         first = int(self.layout.firsts[shard])
-        offsets, checksums = self._connection.index(int(self._bases[shard]), count)
+        offsets, checksums = self.connection.index(int(self._bases[shard]), count)
         lengths = self.sizes(np.arange(first, first + count, dtype=np.int64))
         return offsets, lengths.astype(np.uint64), checksums
 
@@ -349,9 +356,9 @@ class RemoteSource:
         if self._closed:
             return
         self._closed = True
-        if self._connection.alive:
-            self._connection.close_dataset(self._dataset)
-        connections.disconnect(self._connection)
+        if self.connection.alive:
+            self.connection.close_dataset(self._dataset)
+        self.connection.leave()
 
 
 def _failures(wire: list[object], count: int) -> dict[int, FFServeError]:

@@ -45,8 +45,6 @@ MOST_NAME = 200
 """Characters of the name of an order that jobs share."""
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
-MOST_REQUESTS = 64
-"""GETs and LEASEs of one session at a time; a client keeps two to four."""
 _MOST_COUNTED = (1 << 63) - 1
 
 
@@ -267,8 +265,10 @@ class Session:
             or any(request.tag == tag for request in owner.waiting)
         ):
             raise ProtocolError(f"the client used the tag {tag} twice")
-        if len(owner.waiting) >= MOST_REQUESTS:
-            raise ProtocolError(f"the client has {MOST_REQUESTS} requests on their way already")
+        if len(owner.waiting) >= protocol.MOST_REQUESTS:
+            raise ProtocolError(
+                f"the client has {protocol.MOST_REQUESTS} requests on their way already"
+            )
         indices = protocol.unpack_indices(packed)
         layout = dataset.layout
         if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < layout.count):
