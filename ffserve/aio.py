@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from ffserve.client import choice
 from ffserve.client import connection as connections
+from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
     READ_AHEAD_BATCHES,
     READ_AHEAD_COUNT,
@@ -95,10 +96,11 @@ async def _open(
 ) -> Reader:
     suffixes = check_options(format, server, on_error)
     found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes), _nothing)
-    reader = Reader(found, format, server, verify)
+    tolerant = on_error == "skip"
+    reader = Reader(found, format, server, verify, tolerant)
     try:
         await reader._take_in(await reader._choose(choice.first(server, 0.0)))
-        if on_error == "skip":
+        if tolerant:
             await reader._leave_out_damaged()
     except BaseException:
         await reader.aclose()
@@ -125,13 +127,19 @@ class Reader(BaseReader):
     """Samples of a data set by index. Made by `ffserve.aio.open`."""
 
     def __init__(
-        self, paths: tuple[str, ...], format: str | None, server: str, verify: bool
+        self,
+        paths: tuple[str, ...],
+        format: str | None,
+        server: str,
+        verify: bool,
+        tolerant: bool,
     ) -> None:
-        super().__init__(paths, format, server, verify)
+        super().__init__(paths, format, server, verify, tolerant)
         self._set_up()
 
     def _set_up(self) -> None:
         self._places: dict[asyncio.AbstractEventLoop, _Place] = {}
+        self._announced = Announced()
         connections.after_fork(self)
 
     # ---- where the samples come from ------------------------------------------------------
@@ -175,7 +183,9 @@ class Reader(BaseReader):
     async def _open_remote(self) -> Source:
         connection = await home().connect(find_socket(self._socket))
         try:
-            opened = await connection.opened(self._paths, self._format, self._verify)
+            opened = await connection.opened(
+                self._paths, self._format, self._verify, self._tolerant
+            )
             return RemoteSource(connection, opened, self._paths)
         except BaseException:
             connection.leave()
@@ -185,7 +195,9 @@ class Reader(BaseReader):
         await in_thread(probe, _nothing)
         engine = home().engine().engine
         return await in_thread(
-            lambda: LocalSource(self._paths, self._format, self._verify, lambda: engine),
+            lambda: LocalSource(
+                self._paths, self._format, self._verify, self._tolerant, lambda: engine
+            ),
             LocalSource.close,
         )
 
@@ -197,6 +209,12 @@ class Reader(BaseReader):
         except BaseException:
             source.close()
             raise
+        if self._announced:
+            # Of this reader's orders another daemon knows nothing. They are of use, not needed.
+            with contextlib.suppress(FFServeError):
+                for announcement in self._announced.orders():
+                    await self._tell(source, announcement)
+                source.reached(*self._announced.position)
         self._place().source = source
 
     async def _current(self) -> Source:
@@ -394,6 +412,7 @@ class Reader(BaseReader):
         target, failed = await self._retrying(
             lambda source: self._whole(source, numbers, apart=True)
         )
+        self._used(numbers)
         return self._mixed(target.arrays, failed, numbers, errors)
 
     async def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
@@ -406,6 +425,7 @@ class Reader(BaseReader):
         target, failed = await self._retrying(
             lambda source: self._whole(source, numbers, apart=False, out=out)
         )
+        self._used(numbers)
         self._raise_first(failed, numbers)
         return Batch(target.buffer, target.offsets)
 
@@ -448,6 +468,48 @@ class Reader(BaseReader):
             some = numbers[start : start + SIZES_AT_ONCE]
             for part in cut(some, await self._sizes_of(some), count, size):
                 yield part
+
+    # ---- the order ------------------------------------------------------------------------
+
+    async def announce(
+        self,
+        order: Any,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
+        """Tell the daemon which samples this job will ask for, in order.
+
+        Args, Raises: as `ffserve.Reader.announce`.
+        """
+        numbers = self._numbers(order)
+        epoch = check_count("epoch", epoch)
+        check_order(numbers, self._count, name, replacement)
+        announcement = (numbers, epoch, name, replacement)
+        await self._retrying(lambda source: self._tell(source, announcement))
+        self._announced.add(epoch, numbers, name, replacement)
+
+    async def _tell(
+        self, source: Source, announcement: tuple[Int64s, int, str | None, bool]
+    ) -> None:
+        if isinstance(source, RemoteSource):
+            assert isinstance(source.connection, LoopConnection)
+            await source.connection.announced(source.dataset, *announcement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
+        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        self._announced.told(epoch, position)
+        source = self._place().source
+        if source is not None:
+            source.reached(epoch, position)
+
+    def _used(self, numbers: Int64s) -> None:
+        due = self._announced.read(numbers) if self._announced else None
+        source = self._place().source
+        if due is not None and source is not None:
+            source.reached(*due)
 
     # ---- about the samples ----------------------------------------------------------------
 
@@ -503,12 +565,17 @@ class Reader(BaseReader):
     def after_fork(self) -> None:
         """This process is a child: connect anew at the next use."""
         places, self._places = self._places, {}
+        self._announced = Announced()
         for place in places.values():
             if place.source is not None:
                 place.source.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_places"}
+        state = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_places", "_announced")
+        }
         return {**state, "_totals": {}, "job": connections.job_name()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -142,6 +142,20 @@ async def test_source_and_stats(reader: ffserve.aio.Reader, server: str) -> None
     assert len(reader.shards) == 1
 
 
+async def test_announced_orders_reach_the_daemon(path: str) -> None:
+    with serving() as daemon:
+        async with ffserve.aio.open(path, server=daemon.socket) as reader:
+            order = np.random.default_rng(2).permutation(COUNT)
+            await reader.announce(order, 3, name="by chance")
+            facts = await asyncio.to_thread(daemon.status)
+            (walk,) = facts["walks"]
+            assert (walk["announced"], walk["name"], walk["count"]) == ([3], "by chance", COUNT)
+            with pytest.raises(SampleIndexError):
+                await reader.announce([1, 1])
+            got = await reader.read(order[:50])
+            assert [bytes(s) for s in got] == [TRUTH[i] for i in order[:50].tolist()]
+
+
 # ---- many at once -----------------------------------------------------------------------------
 
 

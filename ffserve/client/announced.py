@@ -55,10 +55,22 @@ class Announced:
 
     def repeat(self, source: Source) -> None:
         """Announce everything to another source."""
-        for epoch, known in sorted(self._orders.items()):
-            source.announce(known.order.astype(np.int64), epoch, known.name, known.replacement)
+        for announcement in self.orders():
+            source.announce(*announcement)
         if self._position:
-            source.reached(self._epoch, self._position)
+            source.reached(*self.position)
+
+    def orders(self) -> list[tuple[Int64s, int, str | None, bool]]:
+        """Return what `Source.announce` is to be called with, first things first."""
+        return [
+            (known.order.astype(np.int64), epoch, known.name, known.replacement)
+            for epoch, known in sorted(self._orders.items())
+        ]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and position in its order."""
+        return self._epoch, self._position
 
     def told(self, epoch: int, position: int) -> None:
         """Somebody else counts."""

@@ -162,9 +162,11 @@ class Connection:
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        return self._expect(self._send_open(paths, format, verify), protocol.Opened)
+        return self._expect(self._send_open(paths, format, verify, tolerant), protocol.Opened)
 
-    def _send_open(self, paths: tuple[str, ...], format: str | None, verify: bool) -> int:
+    def _send_open(
+        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
+    ) -> int:
         tag = self._tag()
         what = {"paths": list(paths), "format": format, "verify": verify, "tolerant": tolerant}
         self._send(protocol.Open(tag, what), tag)
@@ -236,17 +238,27 @@ class Connection:
 
         A daemon that knows no orders is not told. Raises what the daemon answers.
         """
-        if not self.takes_orders:
-            return
+        if self.takes_orders:
+            # Pieces of two orders must not mix.
+            with self._announcing:
+                tag = self._send_order(dataset, epoch, order, name, replacement)
+                self._expect(tag, protocol.Ready)
+
+    def _send_order(
+        self,
+        dataset: int,
+        epoch: int,
+        order: NDArray[np.int64],
+        name: str | None,
+        replacement: bool,
+    ) -> int:
         tag = self._tag()
         what = {"name": name, "replacement": replacement}
-        # Pieces of two orders must not mix.
-        with self._announcing:
-            for start in range(0, len(order), ORDER_PIECE):
-                packed = protocol.pack_order(order[start : start + ORDER_PIECE])
-                piece = protocol.Order(tag, dataset, epoch, len(order), start, packed, what)
-                self._send(piece, tag if start == 0 else None)
-            self._expect(tag, protocol.Ready)
+        for start in range(0, len(order), ORDER_PIECE):
+            packed = protocol.pack_order(order[start : start + ORDER_PIECE])
+            piece = protocol.Order(tag, dataset, epoch, len(order), start, packed, what)
+            self._send(piece, tag if start == 0 else None)
+        return tag
 
     def reached(self, dataset: int, epoch: int, position: int) -> None:
         """Report how far the job has come in the order that it announced."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 from ffserve import protocol
 from ffserve.client import connection as connections
 from ffserve.client.connection import ANSWER_TIMEOUT_S, Connection
+from ffserve.client.source import Int64s
 from ffserve.engine.ring import Batch, Engine
 from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.protocol import Message
@@ -54,16 +55,24 @@ class LoopConnection(Connection):
     # ---- awaiting -------------------------------------------------------------------------
 
     async def opened(
-        self, paths: tuple[str, ...], format: str | None, verify: bool
+        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
         return await self._answer(
-            self._send_open(paths, format, verify), protocol.Opened, self._close_late
+            self._send_open(paths, format, verify, tolerant), protocol.Opened, self._close_late
         )
 
     async def ready(self, tag: int) -> protocol.Ready:
         """Await the answer to `get`; if cancelled, the pins are given back when it comes."""
         return await self._answer(tag, protocol.Ready, self._acknowledge_late)
+
+    async def announced(
+        self, dataset: int, order: Int64s, epoch: int, name: str | None, replacement: bool
+    ) -> None:
+        """Announce an order; see `announce`."""
+        if self.takes_orders:
+            tag = self._send_order(dataset, epoch, order, name, replacement)
+            await self._answer(tag, protocol.Ready, lambda _: None)
 
     def give_up(self, tag: int) -> None:
         """Nobody will await this GET."""

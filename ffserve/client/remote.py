@@ -75,7 +75,7 @@ class RemoteSource:
     ) -> None:
         self.connection = connection
         self._mappings: list[NDArray[np.uint8]] = []
-        self._dataset = opened.dataset
+        self.dataset = opened.dataset
         self._set_up(opened, paths)
         self.description = f"daemon {connection.path}"
         self._closed = False
@@ -156,7 +156,7 @@ class RemoteSource:
     def _ask(self, pending: RemotePending) -> None:
         while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:
             positions = pending.todo.popleft()
-            tag = self.connection.get(self._dataset, pending.indices[positions])
+            tag = self.connection.get(self.dataset, pending.indices[positions])
             pending.asked.append((tag, positions))
 
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
@@ -278,7 +278,7 @@ class RemoteSource:
             views: dict[int, Bytes] = {}
             for start in range(0, len(indices), protocol.MAX_GET_COUNT):
                 part = indices[start : start + protocol.MAX_GET_COUNT]
-                tag = self.connection.lease(self._dataset, part)
+                tag = self.connection.lease(self.dataset, part)
                 tags.append(tag)
                 ready = self.connection.wait_ready(tag)
                 if not 0 <= ready.count <= len(part):
@@ -317,11 +317,11 @@ class RemoteSource:
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Tell the daemon the order of an epoch."""
-        self._connection.announce(self._dataset, epoch, order, name, replacement)
+        self.connection.announce(self.dataset, epoch, order, name, replacement)
 
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon how far the job has come in an epoch's order."""
-        self._connection.reached(self._dataset, epoch, position)
+        self.connection.reached(self.dataset, epoch, position)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class RemoteSource:
             return
         self._closed = True
         if self.connection.alive:
-            self.connection.close_dataset(self._dataset)
+            self.connection.close_dataset(self.dataset)
         self.connection.leave()
 
 
