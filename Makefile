@@ -43,7 +43,8 @@ tsan: setup
 
 bench:
 	@bash .ci/setup --bench
-	@$(python) -m benchmarks
+	@mkdir -p .bench
+	@$(python) -m benchmarks --record .bench/bench.json --picture .bench/bench.png
 
 clean:
 	rm -rf build dist ffserve/engine/_core.c ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info

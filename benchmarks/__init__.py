@@ -1,1 +1,2 @@
-"""Benchmarks: every figure is a ratio to a yardstick measured in the same run."""
+"""What developers measure beyond `ffserve bench`: every row of docs/BENCHMARKS.md, the comparison
+with recorded ratios, and the picture."""

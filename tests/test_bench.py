@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 import ffserve
+from benchmarks import cases as developers
+from benchmarks import compare, picture
 from ffserve.bench import cases, peers, records, report
 from ffserve.bench.runner import (
     Bench,
@@ -293,3 +296,111 @@ def test_the_rows_can_be_listed() -> None:
     names = command("--list").stdout.split()
     assert "cold/4KiB/depth128/in_flight" in names and "hot/100KiB/batch256/clients1/mmap" in names
     assert len(names) == len(set(names))
+
+
+# ---------------------------------------------------------------- the developers' part
+
+ROOT = Path(__file__).parent.parent
+
+
+def recorded(name: str, value: float, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "value": value, "low": value, "high": value, "unit": "×", "who": "ffserve x",
+        "at_most": False, **more,
+    }  # fmt: skip
+
+
+def test_worse_is_what_the_best_turn_is_too() -> None:
+    old = [recorded("a", 0.8), recorded("b", 0.8), recorded("c", 4.0, at_most=True)]
+    slow, edge = 0.8 * (1 - compare.TOLERANCE) - 0.01, 0.8 * (1 - compare.TOLERANCE) + 0.01
+    assert compare.compare(old, [recorded("a", edge)]) == ([], 0, 1)
+    worse, _, _ = compare.compare(old, [recorded("a", slow), recorded("b", slow, high=0.8)])
+    assert [line.split(":")[0] for line in worse] == ["a"]
+    worse, better, compared = compare.compare(
+        old, [recorded("b", 1.2), recorded("c", 6.0, at_most=True)]
+    )
+    assert ([line.split(":")[0] for line in worse], better, compared) == (["c"], 1, 2)
+
+
+def test_times_peers_and_new_rows_are_not_compared() -> None:
+    old = [recorded("a", 0.8, unit="ms"), recorded("b", 0.8, who="LMDB"), recorded("c", 0.8)]
+    new = [recorded("a", 0.1, unit="ms"), recorded("b", 0.1, who="LMDB"), recorded("d", 0.1)]
+    assert compare.compare(old, new) == ([], 0, 0)
+
+
+def benchmarks(*arguments: str | Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout
+
+
+TINY = ("--scale", "0.02", "--seconds", "0.02", "--turns", "1")
+
+
+def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    some = (*TINY, "--folder", tmp_path, "--no-peers", "--only", "tokens")
+    benchmarks(*some, "--record", file)
+    first = json.loads(file.read_text())
+    [row] = [row for row in first["rows"] if row["name"] == "tokens/100B/numpy"]
+    row["value"] = 1000.0
+    first["rows"].insert(0, recorded("another", 1.0))
+    file.write_text(json.dumps(first))
+    assert "1 worse" in benchmarks(*some, "--compare", file, code=1)
+    benchmarks(*some, "--record", file)
+    again = json.loads(file.read_text())
+    assert [row["name"] for row in again["rows"]] == [row["name"] for row in first["rows"]]
+    assert again["rows"][0]["value"] == 1.0 and again["rows"][1]["value"] < 1000
+
+
+def test_every_row_is_explained() -> None:
+    text = (ROOT / "docs" / "BENCHMARKS.md").read_text()
+    patterns = [
+        re.sub("SIZE", "[^/]+", re.sub(r"batchB", r"batch\\d+", word)).replace("clientsC", r"\w+")
+        for word in re.findall(r"`([a-z-]+/[^` ]+)`", text)
+    ]
+    with Bench(str(ROOT), 1.0) as bench:
+        found, _ = cases.installed()
+        for each in developers.groups(bench, found):
+            for one in each.entrants:
+                for row in one.rows:
+                    known = any(re.fullmatch(p.replace("…", ".*"), row.name) for p in patterns)
+                    assert known, row.name
+                    if row.limit is not None:
+                        assert f"{row.limit:g}" in text
+
+
+@pytest.mark.soak
+def test_all_cases_run_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    benchmarks(*TINY, "--folder", tmp_path, "--record", file)
+    rows = json.loads(file.read_text())["rows"]
+    names = set(benchmarks(*TINY, "--folder", tmp_path, "--list").split())
+    assert {row["name"] for row in rows} == names
+    assert all(row["value"] >= 0 for row in rows)
+    pytest.importorskip("matplotlib")
+    benchmarks("--draw-only", "--record", file, "--picture", tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_a_curve_for_everybody() -> None:
+    def row(who: str, size: int, clients: int, value: float, **more: Any) -> dict[str, Any]:
+        return {
+            "name": f"hot-peers/x/{who}", "what": who, "who": who, "bytes": size, "unit": "×",
+            "clients": clients, "value": value, "low": value / 2, "high": value * 2,
+            "at_most": False, "against": "memcpy", "mb_s": 1.0, "yardstick_mb_s": 2000.0, **more,
+        }  # fmt: skip
+
+    rows = [
+        row("ffserve read_batch", 4096, 1, 0.5), row("ffserve in_flight", 4096, 1, 0.75),
+        row("LMDB", 4096, 1, 0.25), row("LMDB", 1024, 1, 0.1), row("LMDB", 4096, 2, 0.2),
+    ]  # fmt: skip
+    by_size = picture.curves(rows, "hot", "bytes")
+    assert by_size["ffserve"] == {4096: (1.5, 0.75, 3.0)}
+    assert sorted(by_size["LMDB"]) == [1024, 4096]
+    assert by_size["memcpy"][4096] == (2.0, 2.0, 2.0)
+    assert sorted(picture.curves(rows, "hot", "clients")["LMDB"]) == [1, 2]
+    assert picture.curves(rows, "cold", "bytes") == {}

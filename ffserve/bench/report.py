@@ -78,9 +78,9 @@ def print_group(title: str, rows: Rows) -> None:
             f"{shown(row['low'], row['unit'])} to {shown(row['high'], row['unit'])}",
             limit_of(row),
             {None: "", True: "reached", False: "missed"}[row["reached"]],
-            *(figure(row, name, form) for name, form in FIGURES),
+            *(figure(row, name, form) if first else "" for name, form in FIGURES),
         ]
-        for row in rows
+        for row, first in zip(rows, _first_of_each(rows), strict=True)
     ]
     print_table(heads, lines)
 
@@ -99,9 +99,13 @@ def limit_of(row: dict[str, Any]) -> str:
 
 
 def figure(row: dict[str, Any], name: str, form: str) -> str:
-    """Return one of the figures behind a row; empty when it was not taken, and for further rows
-    of the same contestant."""
-    return format(row[name], form) if name in row and _is_throughput(row) else ""
+    """Return one of the figures behind a row; empty when it was not taken."""
+    return format(row[name], form) if name in row else ""
+
+
+def _first_of_each(rows: Rows) -> list[bool]:
+    """Whether a row is its contestant's first."""
+    return [row["who"] not in {r["who"] for r in rows[:k]} for k, row in enumerate(rows)]
 
 
 def _is_throughput(row: dict[str, Any]) -> bool:

@@ -221,11 +221,13 @@ class Bench:
     Args:
         folder: for data and what peers make of them; on the disk to be measured.
         seconds: of each run.
+        engine: of the daemons, see `ffserve serve`.
     """
 
-    def __init__(self, folder: str, seconds: float) -> None:
+    def __init__(self, folder: str, seconds: float, engine: str = "auto") -> None:
         self.folder = os.path.realpath(folder)
         self.seconds = seconds
+        self.engine = engine
         self._hot: tuple[Data, own.Daemon] | None = None
         self._keep = contextlib.ExitStack()
 
@@ -243,11 +245,11 @@ class Bench:
     # ---- daemons --------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def daemon(self, data: Data, arena: int, *options: str) -> Iterator[own.Daemon]:
+    def daemon(self, data: Data, arena: int) -> Iterator[own.Daemon]:
         """A fresh daemon for the data, with the memory of its arena all there."""
         with tempfile.TemporaryDirectory(prefix="ffserve-bench-") as place:
             socket = os.path.join(place, "s")
-            with own.daemon(socket, data.roots, arena, options) as daemon:
+            with own.daemon(socket, data.roots, arena, ["--engine", self.engine]) as daemon:
                 while (now := daemon.status()["arena"])["populated"] < now["size"]:
                     time.sleep(0.02)
                 yield daemon

@@ -1,0 +1,143 @@
+"""The picture of the README: throughput by record size and by number of clients.
+
+Drawn from recorded rows alone, so it can be drawn anew without measuring. The colours are those of
+Okabe and Ito, which colour-blind readers can tell apart; shape and order say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ffserve.config import format_size
+
+OURS = "ffserve"
+CLIENTS_AT = 4096
+STYLES: dict[str, tuple[str, str]] = {
+    OURS: ("#D55E00", "o"),
+    "mmap": ("#56B4E9", "s"),
+    "preadv": ("#0072B2", "v"),
+    "LMDB": ("#009E73", "^"),
+    "ArrayRecord": ("#CC79A7", "D"),
+    "MosaicML": ("#E69F00", "P"),
+    "Lance": ("#8C6D31", "X"),
+    "h5py": ("#6A51A3", "<"),
+    "TFRecord": ("#737373", ">"),
+    "WebDataset": ("#A6761D", "h"),
+    "ffrecord": ("#333333", "*"),
+}
+Rows = Sequence[dict[str, Any]]
+Curve = dict[float, tuple[float, float, float]]
+"""x → GB/s: the median, and from the slowest turn's ratio to the fastest one's."""
+
+
+def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
+    """Return what to draw: one curve a contestant, and the yardstick's under its own name.
+
+    Args:
+        state: "hot" or "cold".
+        by: "bytes" (one client) or "clients" (records of CLIENTS_AT bytes).
+    """
+    found: dict[str, Curve] = {}
+    for row in rows:
+        if not row["name"].startswith(f"{state}-peers/") or "mb_s" not in row:
+            continue
+        fits = row["clients"] == 1 if by == "bytes" else row["bytes"] == CLIENTS_AT
+        if not fits or (row["at_most"] or row["unit"] != "×"):
+            continue
+        who = OURS if row["who"].startswith(OURS) else row["who"]
+        base = row["yardstick_mb_s"] / 1e3
+        place = (base * row["value"], base * row["low"], base * row["high"])
+        curve = found.setdefault(who, {})
+        curve[row[by]] = max(place, curve.get(row[by], (0.0, 0.0, 0.0)))
+        found.setdefault(_yardstick(row), {})[row[by]] = (base, base, base)
+    return found
+
+
+def _yardstick(row: dict[str, Any]) -> str:
+    return "memcpy" if row["against"] == "memcpy" else str(row["against"])
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Draw three panels into a PNG or SVG file.
+
+    Raises: UsageError when the rows of the picture were not measured.
+    """
+    import matplotlib
+
+    from ffserve.errors import UsageError
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        (curves(rows, "hot", "bytes"), "in memory, by record size", "bytes"),
+        (curves(rows, "cold", "bytes"), "from disk, by record size", "bytes"),
+        (curves(rows, "hot", "clients"), "in memory, 4 KiB records, by clients", "clients"),
+    ]
+    if not all(found for found, _, _ in panels):
+        raise UsageError(
+            "the rows of the picture have not been measured",
+            hint="python -m benchmarks --only hot-peers --only cold-peers --record FILE",
+        )
+    plt.rcParams.update({"font.size": 8.5, "svg.fonttype": "none"})
+    figure, axes = plt.subplots(1, 3, figsize=(10.4, 4.1), sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, (found, title, by) in zip(axes, panels, strict=True):
+        for who, curve in found.items():
+            name, line = _plot(axis, who, curve, _in_order(rows, who))
+            handles.setdefault(name, line)
+        axis.set_title(title, fontsize=9)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        places = sorted({x for curve in found.values() for x in curve})
+        axis.set_xticks(places, [_tick(x, by) for x in places])
+        axis.minorticks_off()
+        axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
+    axes[0].set_ylabel("GB/s delivered (logarithmic)")
+    low, high = axes[0].get_ylim()
+    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low < t < high]
+    axes[0].set_yticks(ticks, [f"{t:g}" for t in ticks])
+    axes[0].minorticks_off()
+    order = sorted(handles, key=lambda name: (not name.startswith(OURS), "memcpy" not in name))
+    figure.legend(
+        [handles[name] for name in order], order, loc="lower center", ncols=6, frameon=False,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _plot(axis: Any, who: str, curve: Curve, in_order: bool) -> tuple[str, Any]:
+    xs = sorted(curve)
+    ys = [curve[x][0] for x in xs]
+    if who not in STYLES:  # a yardstick
+        name = "memcpy, or fio: the yardstick"
+        [line] = axis.plot(xs, ys, color="black", linestyle="--", linewidth=1.2, zorder=2)
+        return name, line
+    color, marker = STYLES[who]
+    errors = [
+        [max(0.0, curve[x][0] - curve[x][1]) for x in xs],
+        [max(0.0, curve[x][2] - curve[x][0]) for x in xs],
+    ]
+    ours = who == OURS
+    line = axis.errorbar(
+        xs, ys, yerr=errors, color=color, marker=marker, elinewidth=0.8,
+        linewidth=2.2 if ours else 1.1, markersize=6 if ours else 4.5,
+        linestyle=":" if in_order else "-", zorder=5 if ours else 3,
+    )  # fmt: skip
+    return f"{who} (in order only)" if in_order else who, line
+
+
+def _in_order(rows: Rows, who: str) -> bool:
+    return any(row["who"] == who and row["what"].endswith(", in order") for row in rows)
+
+
+def _tick(value: float, by: str) -> str:
+    if by == "clients":
+        return str(int(value))
+    return format_size(value).replace(".00", "").replace(".0 ", " ")
