@@ -236,14 +236,6 @@ def test_concatenations_load_in_workers() -> None:
         assert got == [*range(7), *range(8, 0, -1)]
 
 
-def test_announcements_reach_the_datasets_below() -> None:
-    first, second = cases.Numbers(3), cases.Numbers(9)
-    both = ConcatDataset([first, Subset(second, [8, 6, 4])])
-    both.announce(np.array([5, 0, 3, 2]), epoch=4)
-    assert first.announced == [(4, [0, 2])]
-    assert second.announced == [(4, [4, 8])]
-
-
 def test_ffserve_itself_does_not_import_torch() -> None:
     script = "import sys, ffserve.order, ffserve; assert 'torch' not in sys.modules"
     subprocess.run(

@@ -19,7 +19,13 @@ import torch
 import torch_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ffserve.errors import ChecksumError, UsageError
@@ -462,7 +468,37 @@ def distributed(num_workers: int) -> DataLoader:
     return DataLoader(cases.Numbers(40), batch_size=3, sampler=sampler, num_workers=num_workers)
 
 
-@pytest.mark.parametrize("build", [sequential, random_with_generator, distributed])
+def random_without_generator(num_workers: int) -> DataLoader:
+    return DataLoader(cases.Numbers(20), batch_size=3, shuffle=True, num_workers=num_workers)
+
+
+def random_subset(num_workers: int) -> DataLoader:
+    sampler = SubsetRandomSampler(list(range(5, 20)), generator=seeded(num_workers))
+    return DataLoader(cases.Numbers(20), batch_size=4, sampler=sampler, num_workers=num_workers)
+
+
+def weighted(num_workers: int) -> DataLoader:
+    sampler = WeightedRandomSampler([float(i) for i in range(20)], 30)
+    return DataLoader(cases.Numbers(20), batch_size=4, sampler=sampler, num_workers=num_workers)
+
+
+def batches_in_a_list(num_workers: int) -> DataLoader:
+    batches = [[3, 1], [4], [1, 5, 9], [2], [6, 5]]
+    return DataLoader(cases.Numbers(20), batch_sampler=batches, num_workers=num_workers)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        sequential,
+        random_with_generator,
+        random_without_generator,
+        random_subset,
+        weighted,
+        distributed,
+        batches_in_a_list,
+    ],
+)
 def test_orders_of_torch_that_can_be_drawn_again(build: Any) -> None:
     before = build(0)
     list(before)  # a whole epoch first: the generator has moved on
@@ -479,8 +515,7 @@ def test_orders_of_torch_that_can_be_drawn_again(build: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"shuffle": True},
-        {"sampler": WeightedRandomSampler([1.0] * 20, 20)},
+        {"sampler": RandomSampler(range(20), num_samples=30)},
         {"sampler": RandomSampler(range(20), replacement=True, generator=seeded(1))},
         {"batch_sampler": cases.EvensThenOdds(20)},
     ],
@@ -512,6 +547,13 @@ def test_states_of_other_loaders_are_refused() -> None:
         DataLoader(cases.Numbers(20), batch_size=3).load_state_dict(
             {**sequential(0).state_dict(), "batch_size": 4}
         )
+    with pytest.raises(UsageError, match=r"num_replicas 2, here it is 4 .*EpochSampler"):
+        other = DistributedSampler(cases.Numbers(40), num_replicas=4, rank=1, seed=5)
+        DataLoader(cases.Numbers(40), batch_size=3, sampler=other).load_state_dict(
+            distributed(0).state_dict()
+        )
+    with pytest.raises(UsageError, match="own_generator True, here it is False"):
+        random_without_generator(0).load_state_dict(random_with_generator(0).state_dict())
     with pytest.raises(UsageError, match="another sampler"):
         sequential(0).load_state_dict(random_with_generator(0).state_dict())
 
@@ -522,19 +564,3 @@ def test_batches_out_of_order_have_no_position() -> None:
     )
     with pytest.raises(UsageError, match="in_order"):
         loader.state_dict()
-
-
-def test_the_order_is_announced_before_the_first_batch() -> None:
-    dataset = cases.Numbers(20)
-    sampler = EpochSampler(20, seed=0)
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
-    list(loader)
-    sampler.set_epoch(1)
-    loader.set_step(1)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    list(loader)
-    first, second = EpochSampler(20, seed=0).order().tolist(), sampler.order().tolist()
-    assert dataset.announced == [(0, first), (1, second[4:]), (1, second[8:])]

@@ -16,13 +16,38 @@ from ffserve.torch import Dataset
 DAMAGED_INDEX = 9
 
 
+class Recorder:
+    """A reader that takes announcements and keeps them."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.orders: list[tuple[int, list[int]]] = []
+        self.options: list[tuple[str | None, bool]] = []
+        self.positions: list[tuple[int, int]] = []
+
+    def announce(
+        self,
+        order: np.ndarray,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
+        assert order.dtype == np.int64
+        self.orders.append((epoch, order.tolist()))
+        self.options.append((name, replacement))
+
+    def reached(self, epoch: int, position: int) -> None:
+        self.positions.append((epoch, position))
+
+
 class Numbers(Dataset):
     """Sample i is (i, 3 i, size of the batch it was read in, process that read it)."""
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.offset = 0
-        self.announced: list[tuple[int, list[int]]] = []
+        self.reader = Recorder(n)
 
     def __len__(self) -> int:
         return self.n
@@ -31,9 +56,6 @@ class Numbers(Dataset):
         if not isinstance(indices, list):
             raise TypeError("only a list of indices will do")
         return [(i, 3 * i + self.offset, len(indices), os.getpid()) for i in indices]
-
-    def announce(self, order: np.ndarray, epoch: int = 0) -> None:
-        self.announced.append((epoch, order.tolist()))
 
 
 class Damaged(Numbers):

@@ -463,6 +463,7 @@ def _connect(path: str) -> socket.socket:
 _lock = threading.Lock()
 _connections: dict[str, Connection] = {}
 _job: str | None = None
+_job_inherited = False
 
 
 def job_name() -> str:
@@ -475,9 +476,21 @@ def job_name() -> str:
 
 def join_job(name: str) -> None:
     """Belong to a job that another process began, unless this process has one already."""
-    global _job
+    global _job, _job_inherited
     if _job is None:
-        _job = name
+        _job, _job_inherited = name, True
+
+
+def lead_job() -> None:
+    """Be a training process, not the worker of one.
+
+    Training processes that one parent made (ranks, a sweep's runs) have inherited its job. The
+    orders that they announce would then be taken for those of one job, each in the other's place:
+    so each begins a job of its own, unless it has used the inherited one already.
+    """
+    global _job, _job_inherited
+    if _job_inherited and not _connections:
+        _job, _job_inherited = None, False
 
 
 def connect(path: str) -> Connection:
@@ -517,8 +530,9 @@ _leaving: multiprocessing.util.Finalize | None = None
 
 
 def _in_child() -> None:
-    global _lock, _leaving
+    global _lock, _leaving, _job_inherited
     _leaving = None
+    _job_inherited = _job is not None
     _lock = threading.Lock()
     for connection in _connections.values():
         # A thread that stayed in the parent may have held them.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.client.connection import job_name, join_job
 from ffserve.client.writer import create
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 from ffserve.formats import by_name
@@ -178,6 +179,21 @@ class FileReader:
             raise FileTypeError(f"a sample's index cannot be {index!r}") from None
         return self.read((number,))[0]
 
+    def announce(
+        self,
+        order: Any,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
+        """Tell the daemon which samples will be asked for, in order; as ``Reader.announce``."""
+        self._open().announce(order, epoch, name=name, replacement=replacement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon how far an announced order was used; as ``Reader.reached``."""
+        self._open().reached(epoch, position)
+
     def get_offsets(self, file_index: int) -> NDArray[np.int64]:
         """Return where the samples of one file begin, and as last entry the file's size.
 
@@ -231,7 +247,8 @@ class FileReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._fnames, self._check_data)
+        # A copy in a worker belongs to the job of the process that made it.
+        return _opened_again, (job_name(), type(self), self._fnames, self._check_data)
 
     def __repr__(self) -> str:
         state = "closed, " if self._reader is None else ""
@@ -266,6 +283,13 @@ class FileReader:
                 hint="indices run from 0 to n-1; negative ones are not counted from the end",
             )
         return given.astype(np.int64)
+
+
+def _opened_again(
+    job: str, kind: type[FileReader], fnames: list[str], check_data: bool
+) -> FileReader:
+    join_job(job)
+    return kind(fnames, check_data)
 
 
 def _integers(indices: Iterable[int]) -> NDArray[Any]:

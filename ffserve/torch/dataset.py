@@ -19,6 +19,14 @@ from numpy.typing import NDArray
 
 from ffserve.client.fileio import FileReader
 from ffserve.errors import SampleIndexError, UsageError
+from ffserve.torch.listeners import (
+    Int64s,
+    announce,
+    announce_parts,
+    announce_subset,
+    reached,
+    reached_parts,
+)
 
 
 class DatasetIndexTypeError(UsageError, TypeError):
@@ -100,14 +108,42 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             f"{type(self).__name__} overrides neither process(indices, data) nor __getitem__"
         )
 
-    def announce(self, order: NDArray[np.int64], epoch: int = 0) -> None:
-        """Tell the reader in which order samples will be asked for, so that it can read ahead.
+    def announce(
+        self,
+        order: Int64s,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
+        """Tell the readers which samples will be asked for, in order, so that they can read ahead.
+
+        The readers are the attribute ``reader``, and those of ``ffreaders()`` that have as many
+        samples as this dataset. ``ffserve.torch.DataLoader`` calls this by itself. Override it
+        if your ``__getitem__`` reads other samples than the indices it is given.
 
         Args:
-            order: sample indices, int64.
-            epoch: the epoch that the order belongs to.
+            order: indices of this dataset, int64, the whole epoch's.
+            epoch: the epoch that the order belongs to, from 0.
+            name, replacement: as for ``ffserve.Reader.announce``.
+        Raises: what the readers' ``announce`` raises.
         """
-        announce(getattr(self, "reader", None), order, epoch)
+        for reader in self._listeners():
+            announce(reader, order, epoch, name=name, replacement=replacement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the readers that an announced order's first ``position`` samples were used."""
+        for reader in self._listeners():
+            reached(reader, epoch, position)
+
+    def _listeners(self) -> list[Any]:
+        """Return what an announcement of this dataset goes to."""
+        own = getattr(self, "reader", None)
+        readers = [] if own is None else [own]
+        for reader in self.ffreaders():
+            if not any(reader is known for known in readers) and reader.n == len(self):
+                readers.append(reader)
+        return readers
 
 
 class Subset(Dataset):
@@ -134,9 +170,19 @@ class Subset(Dataset):
             return fetch_batch(self.dataset, [self.indices[as_index(indices)]])[0]
         return fetch_batch(self.dataset, [self.indices[i] for i in indices])
 
-    def announce(self, order: NDArray[np.int64], epoch: int = 0) -> None:
+    def announce(
+        self,
+        order: Int64s,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
         """Announce the order to the whole dataset, in its own indices."""
-        announce(self.dataset, np.asarray(self.indices, dtype=np.int64)[order], epoch)
+        announce_subset(self, order, epoch, name=name, replacement=replacement)
+
+    def _listeners(self) -> list[Any]:
+        return [self.dataset]
 
 
 class ConcatDataset(Dataset):
@@ -214,14 +260,23 @@ class ConcatDataset(Dataset):
                 readers += dataset.ffreaders()
         return readers
 
-    def announce(self, order: NDArray[np.int64], epoch: int = 0) -> None:
+    def announce(
+        self,
+        order: Int64s,
+        epoch: int = 0,
+        *,
+        name: str | None = None,
+        replacement: bool = False,
+    ) -> None:
         """Announce to every dataset its part of the order."""
-        ends = np.asarray(self.cumulative_sizes, dtype=np.int64)
-        which = np.searchsorted(ends, order, side="right")
-        start = 0
-        for number, dataset in enumerate(self.datasets):
-            announce(dataset, order[which == number] - start, epoch)
-            start = self.cumulative_sizes[number]
+        announce_parts(self, order, epoch, name=name, replacement=replacement)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell each dataset how many of its samples are among the order's first ones."""
+        reached_parts(self, epoch, position)
+
+    def _listeners(self) -> list[Any]:
+        return self.datasets
 
     def _convert_index(self, index: int) -> tuple[int, int]:
         total = self.cumulative_sizes[-1]
@@ -254,10 +309,3 @@ def has_batch_method(dataset: Any) -> bool:
 def fetch_batch(dataset: Any, indices: list[int]) -> Any:
     """Ask a dataset for a batch in one call: by ``__getitems__``, else by a list as index."""
     return dataset.__getitems__(indices) if has_batch_method(dataset) else dataset[indices]
-
-
-def announce(listener: Any, order: NDArray[np.int64], epoch: int) -> None:
-    """Announce an order to a dataset or reader, if it is one that can be told."""
-    tell = getattr(listener, "announce", None)
-    if callable(tell):
-        tell(order, epoch=epoch)

@@ -22,10 +22,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch.utils.data
+from torch.utils.data import BatchSampler
 
+from ffserve.client.connection import lead_job
 from ffserve.errors import FFServeError, UsageError
-from ffserve.torch.dataset import Dataset, announce, fetch_batch, has_batch_method
-from ffserve.torch.plan import Plan, Ticket
+from ffserve.torch.announcer import Announcer
+from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
+from ffserve.torch.plan import Plan, Run, Ticket
 
 _REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
 
@@ -131,7 +134,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.in_order = in_order
         self.skippable = skippable
         self.by_list = by_list
-        self._plan = Plan(self.batch_sampler, self.sampler)
+        order = self.sampler if self.batch_sampler is None else self.batch_sampler
+        order = order.sampler if type(order) is BatchSampler else order
+        self._plan = Plan(
+            self.batch_sampler,
+            self.sampler,
+            Announcer(dataset),
+            shares_generator=generator is not None
+            and getattr(order, "generator", None) is generator
+            and not (persistent_workers and num_workers > 0),
+            in_order=in_order or num_workers == 0,
+        )
         self._inner: torch.utils.data.DataLoader[Any] | None = None
 
     def __len__(self) -> int:
@@ -145,9 +158,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if isinstance(self.dataset, torch.utils.data.IterableDataset):
             return super().__iter__()
         run = self._plan.begin()
-        sampler = self._plan.epoch_sampler
-        if sampler is not None:
-            announce(self.dataset, sampler.order()[self._plan.samples_left_out() :], sampler.epoch)
+        if torch.utils.data.get_worker_info() is None:
+            lead_job()
         if self._inner is None or not (self.persistent_workers and self.num_workers > 0):
             self._inner = self._build_inner()
         return _Batches(iter(self._inner), self._plan, run)
@@ -322,13 +334,17 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
 class _Batches(Iterator[Any]):
     """One iteration: takes batches from torch's iterator, notes each as it is handed out."""
 
-    def __init__(self, answers: Iterator[Any], plan: Plan, run: int) -> None:
+    def __init__(self, answers: Iterator[Any], plan: Plan, run: Run) -> None:
         self._answers = answers
         self._plan = plan
         self._run = run
 
     def __next__(self) -> Any:
-        answer = next(self._answers)
+        try:
+            answer = next(self._answers)
+        except StopIteration:
+            self._plan.exhausted(self._run)
+            raise
         if len(answer) == 2:  # a tuple, or the list that torch's pinning makes of it
             Failure(*answer).reraise()
         batches, samples, batch = answer

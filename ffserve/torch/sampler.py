@@ -27,6 +27,7 @@ from ffserve.order import epoch_order, rank_sample_count, shared_seed
 _IDENTITY = ("n", "shuffle", "window", "shared")
 _COUNTS = ("seed", "world_size", "epoch", "split_at", "position")
 _CHUNK = 4096
+_MOST_NAME = 180
 _ORDERS_KEPT = 2
 """The current epoch's, and the next one's when it was announced."""
 
@@ -64,8 +65,10 @@ class EpochSampler(torch.utils.data.Sampler[int]):
         epoch_order(0, seed=seed, epoch=0, rank=rank, world_size=world_size, window=window)
         if n < 0:
             raise UsageError(f"n is {n}, but a number of samples is needed")
-        if shared is not None and not (isinstance(shared, str) and shared):
-            raise UsageError(f"shared is {shared!r}, but a name is needed")
+        if shared is not None and not (isinstance(shared, str) and 0 < len(shared) <= _MOST_NAME):
+            raise UsageError(
+                f"shared is {shared!r}, but a name of 1 to {_MOST_NAME} characters is needed"
+            )
         self.n = int(n)
         self.seed = int(seed)
         self.shuffle = bool(shuffle)
@@ -110,11 +113,10 @@ class EpochSampler(torch.utils.data.Sampler[int]):
 
     @property
     def order_name(self) -> str | None:
-        """The name of this order, for its announcement: that of ``shared``, and of the part."""
-        if self.shared is None:
-            return None
-        part = (self.rank, self.world_size, self._split_at)
-        return self.shared if part == (0, 1, 0) else "{}/{}.{}.{}".format(self.shared, *part)
+        """The name that this rank's order is announced under: that of ``shared``."""
+        if self.shared is None or self.world_size == 1:
+            return self.shared
+        return f"{self.shared}/{self.rank}"
 
     def order(self, epoch: int | None = None) -> NDArray[np.int64]:
         """Return this rank's order of an epoch.
