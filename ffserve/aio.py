@@ -26,12 +26,12 @@ from ffserve.client import choice
 from ffserve.client import connection as connections
 from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
-    READ_AHEAD_BATCHES,
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     RETURN_AFTER_S,
     SIZES_AT_ONCE,
     BaseReader,
+    batches_ahead,
     check_options,
     cut,
 )
@@ -445,7 +445,7 @@ class Reader(BaseReader):
             async with contextlib.aclosing(self._parts(numbers, count, size)) as parts:
                 async for part in parts:
                     ahead.append(asyncio.ensure_future(self._batch(part)))
-                    if len(ahead) >= READ_AHEAD_BATCHES:
+                    if len(ahead) >= batches_ahead(count):
                         yield await ahead[0]
                         ahead.popleft()
             while ahead:

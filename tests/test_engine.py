@@ -248,6 +248,27 @@ class TestEngine:
         assert buffer.tobytes() == whole[: 42 * length] + whole[43 * length :]
         assert (arena.entries["seq"] == 1).sum() == count - 1
 
+    def test_bounced_record_is_published_where_it_was_copied(
+        self, engine: Engine, file: Opened
+    ) -> None:
+        arena = Arena(MIB, 3).serve(engine)
+        batch = engine.batch(1, 3)
+        batch.reads[0] = (1000, 9000, NOWHERE, 0, file.id, CRC_32, 0, 3)
+        parts = [(1000, 3000, 0), (4000, 3000, 100_001), (7000, 3000, 200_000)]
+        for k, (at, length, to) in enumerate(parts):
+            crc = zlib.crc32(CONTENT[at : at + length]) ^ (k == 1)
+            batch.records[k] = (at, length, k, arena.address + to, crc, 0, 0, 0)
+        engine.submit(batch)
+        engine.wait(batch)
+        assert batch.records["status"].tolist() == [0, ring.ECHECKSUM, 0]
+        assert arena.view().places(np.arange(3)).tolist() == [0, NOWHERE, 200_000]
+        for at, length, to in (parts[0], parts[2]):
+            assert arena.bytes[to : to + length].tobytes() == CONTENT[at : at + length]
+        for outside in (MIB - 2999, MIB, -1, 0x7FFF00000000):
+            batch.records["dest"][2] = arena.address + outside
+            with pytest.raises(UsageError):
+                engine.submit(batch)
+
     def test_entry_that_is_readable_is_left_alone(self, engine: Engine, file: Opened) -> None:
         arena = Arena(MIB, 1).serve(engine)
         batch = engine.batch(1, 1)

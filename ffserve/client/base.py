@@ -17,8 +17,18 @@ RETURN_AFTER_S = 30.0
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 READ_AHEAD_BATCHES = 3
-"""Iteration keeps this many batches of about this size on their way."""
+"""Iteration keeps this many batches of about this size on their way..."""
+READ_AHEAD_SAMPLES = 512
+READ_AHEAD_MOST = 8
+"""... of smaller ones up to that many, if they are for fewer samples than this together: four times
+the engine's depth, since half of what was asked for is on its way between the processes."""
 SIZES_AT_ONCE = 65_536
+
+
+def batches_ahead(count: int) -> int:
+    """Return how many batches of up to `count` samples iteration keeps on their way."""
+    wanted = -(-READ_AHEAD_SAMPLES // max(count, 1))
+    return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
 
 
 def check_options(format: str | None, server: str, on_error: str) -> tuple[str, ...]:

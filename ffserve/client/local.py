@@ -28,11 +28,9 @@ from ffserve.engine.direct import open_direct
 from ffserve.engine.ring import Engine
 from ffserve.engine.view import NOWHERE
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
+from ffserve.extents import MERGED_SIZE, merged
 from ffserve.failures import read_failure
 from ffserve.files import raise_file_limit, wrap_os_error
-
-MERGED_SIZE = 1024 * 1024
-"""Neighbouring samples are read together up to about this many bytes."""
 
 _lock = threading.Lock()
 _engine: Engine | None = None
@@ -186,7 +184,7 @@ class LocalSource:
         target = Target(offsets, apart=apart, out=out)
         if not count:
             return LocalPending(indices, target, None, engine)
-        firsts = self._merge(indices, shards, starts)
+        firsts = merged(starts, starts + held, shards, MERGED_SIZE)
         counts = np.diff(np.append(firsts, count))
         batch = engine.batch(len(firsts), count)
         reads, records = batch.reads, batch.records
@@ -206,19 +204,6 @@ class LocalSource:
         batch.keep = target
         engine.submit(batch)
         return LocalPending(indices, target, batch, engine)
-
-    def _merge(self, indices: Int64s, shards: Int64s, starts: Int64s) -> Int64s:
-        """Return the position at which each read begins: neighbours go together."""
-        if len(indices) == 1:
-            return np.zeros(1, np.int64)
-        joined = (indices[1:] - indices[:-1] == 1) & (shards[1:] == shards[:-1])
-        if not joined.any():
-            return np.arange(len(indices), dtype=np.int64)
-        begins = np.flatnonzero(np.concatenate(([True], ~joined)))
-        runs = np.repeat(starts[begins], np.diff(np.append(begins, len(indices))))
-        piece = (starts - runs) // MERGED_SIZE
-        joined &= piece[1:] == piece[:-1]
-        return np.flatnonzero(np.concatenate(([True], ~joined))).astype(np.int64)
 
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Wait for the reads."""
@@ -240,11 +225,33 @@ class LocalSource:
                 return {}
             self._served += len(pending.indices)
             self._size += int(pending.target.offsets[-1])
+            if pending.batch.failed and len(pending.batch.reads) < len(pending.batch.records):
+                self._read_singly(pending.engine, pending.batch)
             errors = self._errors(pending, pending.batch)
             pending.batch.free()
             return errors
         finally:
             self._detach()
+
+    def _read_singly(self, engine: Engine, batch: ring.Batch) -> None:
+        """Read again, each by itself, what the disk refused as a whole."""
+        rows = np.flatnonzero(ring.refused(batch.records["status"]))
+        if not len(rows):
+            return
+        reads = np.searchsorted(batch.reads["first_record"], rows, side="right") - 1
+        again = engine.batch(len(rows), len(rows))
+        again.reads[:] = batch.reads[reads]
+        again.records[:] = batch.records[rows]
+        for name in ("offset", "length"):
+            again.reads[name] = again.records[name]
+        again.reads["first_record"] = np.arange(len(rows))
+        again.reads["record_count"] = 1
+        again.keep = batch.keep
+        engine.submit(again)
+        engine.wait(again)
+        batch.records["status"][rows] = again.records["status"]
+        batch.records["found"][rows] = again.records["found"]
+        again.free()
 
     def _errors(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
         indices = pending.indices

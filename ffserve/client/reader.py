@@ -24,12 +24,12 @@ from ffserve.client import choice
 from ffserve.client import connection as connections
 from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
-    READ_AHEAD_BATCHES,
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     RETURN_AFTER_S,
     SIZES_AT_ONCE,
     BaseReader,
+    batches_ahead,
     check_options,
     cut,
 )
@@ -333,7 +333,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[Batch]:
         """Read in order with read-ahead, in batches of at most `count` samples and about `size`
-        bytes, of which the next READ_AHEAD_BATCHES are on their way.
+        bytes, of which the next `batches_ahead(count)` are on their way.
 
         Args: indices: as for `read`; None for all.
         Raises: as `read`, when the batch concerned is due.
@@ -344,7 +344,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         try:
             for part in parts:
                 ahead.append(self._start(part))
-                if len(ahead) >= READ_AHEAD_BATCHES:
+                if len(ahead) >= batches_ahead(count):
                     yield self._finish(*ahead.popleft())
             while ahead:
                 yield self._finish(*ahead.popleft())

@@ -56,8 +56,13 @@ static bool record_fits(const ffs_engine *e, const ffs_read *read, const ffs_rec
     if (r->length > read->length || r->offset < read->offset ||
         r->offset - read->offset > read->length - r->length)
         return false;
-    if (read->slot == UINT64_MAX)
-        return (r->dest || !r->length) && r->entry == UINT64_MAX;
+    if (read->slot == UINT64_MAX) {
+        /* What is published has to be copied into the arena. */
+        uint64_t at = (uint64_t)(uintptr_t)r->dest - (uint64_t)(uintptr_t)e->arena;
+        return r->entry == UINT64_MAX ? r->dest || !r->length
+                                      : r->entry < e->entry_count && at < e->arena_size &&
+                                            r->length <= e->arena_size - at;
+    }
     return r->entry == UINT64_MAX || r->entry < e->entry_count;
 }
 

@@ -104,7 +104,9 @@ static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
     if (r->dest && r->length)
         memcpy(r->dest, payload, r->length);
     if (r->entry != UINT64_MAX)
-        ffs_publish(&e->entries[r->entry], read->slot + skip, r->length);
+        ffs_publish(&e->entries[r->entry],
+                    read->slot != UINT64_MAX ? read->slot + skip : (uint64_t)(r->dest - e->arena),
+                    r->length);
     return 0;
 }
 

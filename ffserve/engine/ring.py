@@ -22,6 +22,7 @@ import weakref
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffserve.engine import checksum
 from ffserve.engine._core import ffi, lib
@@ -42,6 +43,13 @@ of the arena up for every read."""
 
 ECHECKSUM: int = lib.FFS_ECHECKSUM
 ETRUNCATED: int = lib.FFS_ETRUNCATED
+
+
+def refused(status: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which records' reads were refused by the kernel (-errno), not just found wrong."""
+    none: NDArray[np.bool_] = (status < 0) & (status > ETRUNCATED) & (status > ECHECKSUM)
+    return none
+
 
 READ_DTYPE = np.dtype(
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +14,13 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
-from ffserve.engine.ring import Batch, Engine
+from ffserve.engine.ring import Batch, Engine, refused
+from ffserve.engine.view import NOWHERE
+from ffserve.extents import merged
+
+MERGED_MOST = 32 * 1024
+"""Blocks up to this size are merged: copying more than that out of a bounce buffer (3 us and above)
+costs more than the read that is spared."""
 
 Done = Callable[[Load, dict[int, Failure]], None]
 
@@ -41,7 +48,7 @@ class Reading:
         self._table = table
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
-        self._batches: dict[int, tuple[Load, _Outcome]] = {}
+        self._batches: dict[int, _Part] = {}
         self._next_tag = 1
         self._arena_ready = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,65 +109,84 @@ class Reading:
     def submit(self, load: Load) -> None:
         """Read the blocks of a load; `done` is called when all have ended."""
         engines = self._table.engines[load.blocks.shards]
-        if (engines == engines[0]).all():
-            self._submit_to(
-                int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1)
-            )
+        if np.count_nonzero(engines != engines[0]) == 0:
+            part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
+            self._submit_part(part, MERGED_MOST)
             return
         numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers))
         for number in numbers:
-            rows = np.flatnonzero(engines == number)
-            part = load.blocks.take(rows)
-            self._submit_to(number, part, load.offsets[rows], load.sizes[rows], load, outcome)
+            part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
+            self._submit_part(part.take(np.flatnonzero(engines == number)), MERGED_MOST)
 
-    def _submit_to(
-        self,
-        number: int,
-        blocks: Blocks,
-        slots: Int64s,
-        slot_sizes: Int64s,
-        load: Load,
-        outcome: _Outcome,
-    ) -> None:
-        engine = self._engines[number]
-        counts = blocks.counts
+    def _submit_part(self, part: _Part, most: int) -> None:
+        """Read blocks of one device, those of up to `most` bytes together with neighbours."""
+        engine, blocks = self._engines[part.engine], part.blocks
+        count, counts = len(blocks.counts), blocks.counts
         starts = np.cumsum(counts) - counts
-        total = int(counts.sum())
-        batch = engine.batch(len(counts), total)
+        total = int(starts[-1] + counts[-1])
+        runs = merged(blocks.begins, blocks.ends, blocks.shards, most)
+        batch = engine.batch(len(runs), total)
         reads, records = batch.reads, batch.records
-        reads["offset"] = blocks.begins
-        reads["length"] = lengths = blocks.ends - blocks.begins
-        reads["slot"] = slots
-        reads["slot_size"] = slot_sizes
-        reads["file"] = self._table.files[blocks.shards]
-        reads["checksum_kind"] = self._table.checksum_kinds[blocks.shards]
-        reads["first_record"] = starts
-        reads["record_count"] = counts
-        if total == len(counts):
+        if total == count:
             samples = blocks.firsts
-            records["offset"], records["length"] = blocks.begins, lengths
+            records["offset"], records["length"] = blocks.begins, blocks.ends - blocks.begins
         else:
-            samples = np.repeat(blocks.firsts - starts, counts) + np.arange(total)
+            samples = part.samples()
             records["offset"] = self._directory.offsets[samples]
             records["length"] = self._directory.lengths(samples)
         records["entry"] = samples
         records["checksum"] = self._directory.checksums[samples]
+        if len(runs) == count:
+            reads["offset"] = blocks.begins
+            reads["length"] = blocks.ends - blocks.begins
+            reads["slot"] = part.slots
+            reads["slot_size"] = part.slot_sizes
+            reads["first_record"] = starts
+            reads["record_count"] = counts
+            shards = blocks.shards
+        else:
+            nexts = np.append(runs[1:], count)
+            alone = nexts - runs == 1
+            reads["offset"] = blocks.begins[runs]
+            reads["length"] = blocks.ends[nexts - 1] - blocks.begins[runs]
+            reads["slot"] = np.where(alone, part.slots[runs].astype(np.uint64), NOWHERE)
+            reads["slot_size"] = part.slot_sizes[runs]
+            reads["first_record"] = starts[runs]
+            reads["record_count"] = np.append(starts[runs[1:]], total) - starts[runs]
+            # A bounced record is copied to the place in its slot that it has in its block.
+            places = np.repeat(part.slots - blocks.begins, counts)
+            places += records["offset"].astype(np.int64) + self._memory.address
+            bounced = np.repeat(np.repeat(~alone, nexts - runs), counts)
+            records["dest"] = np.where(bounced, places, 0)
+            shards = blocks.shards[runs]
+        reads["file"] = self._table.files[shards]
+        reads["checksum_kind"] = self._table.checksum_kinds[shards]
         batch.tag = self._next_tag
-        self._batches[batch.tag] = load, outcome
+        self._batches[batch.tag] = part
         self._next_tag += 1
         engine.submit(batch)
 
     def _reap(self, number: int) -> None:
         for batch in self._engines[number].completed():
-            load, outcome = self._batches.pop(batch.tag)
+            part = self._batches.pop(batch.tag)
+            outcome = part.outcome
             self.read_size += batch.bytes
+            if batch.failed and len(batch.reads) < len(part.blocks.counts):
+                # What the disk refused as a whole is read again, each block by itself.
+                heads = np.cumsum(part.blocks.counts) - part.blocks.counts
+                rows = np.flatnonzero(refused(batch.records["status"][heads]))
+                if len(rows):
+                    again = part.take(rows)
+                    batch.records["status"][np.isin(batch.records["entry"], again.samples())] = 0
+                    outcome.remaining += 1
+                    self._submit_part(again, 0)
             if batch.failed:
                 outcome.failures.update(_failures(batch))
             batch.free()
             outcome.remaining -= 1
             if outcome.remaining == 0:
-                self.done(load, outcome.failures)
+                self.done(part.load, outcome.failures)
 
     def counters(self) -> dict[str, int]:
         """Return the engines' counters, summed."""
@@ -182,6 +208,29 @@ class _Outcome:
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
         self.failures: dict[int, Failure] = {}
+
+
+@dataclass(slots=True)
+class _Part:
+    """The blocks of a load that lie on one device, with their slots."""
+
+    engine: int
+    blocks: Blocks
+    slots: Int64s
+    slot_sizes: Int64s
+    load: Load
+    outcome: _Outcome
+
+    def take(self, rows: Int64s) -> _Part:
+        """Return some of the blocks."""
+        slots, sizes = self.slots[rows], self.slot_sizes[rows]
+        return _Part(self.engine, self.blocks.take(rows), slots, sizes, self.load, self.outcome)
+
+    def samples(self) -> Int64s:
+        """Return the numbers of all samples in the blocks."""
+        firsts, counts = self.blocks.firsts, self.blocks.counts
+        starts = np.cumsum(counts) - counts
+        return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
 
 
 def _failures(batch: Batch) -> dict[int, Failure]:

@@ -57,8 +57,8 @@ class Owner:
     finished: Callable[[Request], None]
     """Called when a request is decided."""
     runnable: deque[Request] = field(default_factory=deque)
-    waiting: set[Request] = field(default_factory=set)
-    """Everything that is not finished."""
+    waiting: dict[int, Request] = field(default_factory=dict)
+    """Everything that is not finished, by tag."""
     unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
     leases: dict[int, Fetch] = field(default_factory=dict)
     queued: bool = False
@@ -104,7 +104,7 @@ class Scheduler:
             request.owner.finished(request)
             return
         self._by_fetch[request.fetch] = request
-        request.owner.waiting.add(request)
+        request.owner.waiting[request.tag] = request
         request.owner.runnable.append(request)
         self._queue(request.owner)
         self.pump(now)
@@ -143,7 +143,7 @@ class Scheduler:
     def leave(self, owner: Owner, now: float) -> None:
         """A session ended: drop its requests and give back all its pins."""
         owner.gone = True
-        for request in owner.waiting:
+        for request in owner.waiting.values():
             del self._by_fetch[request.fetch]
             if request.fetch.waiting == 0:
                 self._cache.release(request.fetch.pins)
@@ -214,7 +214,7 @@ class Scheduler:
         fetch, owner = request.fetch, request.owner
         request.count = fetch.cursor
         del self._by_fetch[fetch]
-        owner.waiting.discard(request)
+        owner.waiting.pop(request.tag, None)
         if request.blocked_since is not None:
             self._blocked.remove(request)
             request.blocked_since = None

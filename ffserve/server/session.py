@@ -259,11 +259,7 @@ class Session:
         owner = self._owner
         if not 0 < tag < 1 << 32:
             raise ProtocolError(f"the client used the tag {tag}, which is no u32 above 0")
-        if (
-            tag in owner.unacknowledged
-            or tag in owner.leases
-            or any(request.tag == tag for request in owner.waiting)
-        ):
+        if tag in owner.unacknowledged or tag in owner.leases or tag in owner.waiting:
             raise ProtocolError(f"the client used the tag {tag} twice")
         if len(owner.waiting) >= protocol.MOST_REQUESTS:
             raise ProtocolError(
