@@ -55,3 +55,21 @@ def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
 
 def test_index_of_nothing(tmp_path: Path) -> None:
     assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=1)
+
+
+@pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
+def test_compressed_files(name: str, tmp_path: Path) -> None:
+    path = GOLDEN / name
+    [facts] = json.loads(text_of("inspect", "--json", path))
+    [plain] = json.loads(text_of("inspect", "--json", GOLDEN / "mixed.tfrecord"))
+    same = ("samples", "sample_size_bytes", "histogram")
+    assert [facts[key] for key in same] == [plain[key] for key in same]
+    assert "49 samples" in text_of("verify", path)
+    expected = run("cat", GOLDEN / "mixed.tfrecord", "4", "2", "2", "7:9").stdout
+    assert len(expected) > 70_000 and run("cat", path, "4", "2", "2", "7:9").stdout == expected
+    assert "outside the file of 49 samples" in error_of("cat", path, "49", code=2)
+    assert "neither names nor an end" in error_of("cat", path, "name", code=2)
+    (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
+    found = json.loads(text_of("verify", "--json", tmp_path / name, code=1))
+    assert [entry["error"] for entry in found["damaged"]] == ["truncated"]
+    assert "convert" in error_of("index", path, code=2)

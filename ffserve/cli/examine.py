@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from ffserve.cli import EXIT_BAD_DATA, report
 from ffserve.cli.terminal import Progress, counted, histogram, print_facts, print_json, progress
 from ffserve.config import format_size
-from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.errors import FFServeError, ReadError, SampleIndexError, UsageError
 
 if TYPE_CHECKING:
     import ffserve
     from ffserve.client.folder_index import Folder
+    from ffserve.client.stream import StreamReader
     from ffserve.formats import Shard
 
 BATCH_SIZE = 32 << 20
@@ -121,7 +122,11 @@ def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
 
 
 def _describe(path: str, format_name: str | None) -> dict[str, Any]:
-    """Return what the tables of one file say."""
+    """Return what is in one file."""
+    from ffserve.client import stream
+
+    if format_name in (None, "tfrecord") and stream.is_compressed(path):
+        return _describe_stream(path)
     tables = _load(path, format_name)
     shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
     cut = np.flatnonzero(offsets + lengths > shard.size)
@@ -132,25 +137,51 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         "size_bytes": shard.size,
         "checksums": CHECKSUMS[shard.checksum_kind],
         "fingerprint": f"{shard.fingerprint:016x}",
-        "sample_size_bytes": None,
-        "histogram": {},
+        **_size_facts(lengths),
         "named_files": tables.names,
         "cut_samples": cut.tolist(),
     }
-    if shard.count:
-        facts["sample_size_bytes"] = {
+    return facts
+
+
+def _describe_stream(path: str) -> dict[str, Any]:
+    """Return what is in a compressed file, which has to be read for that."""
+    from ffserve.client.stream import StreamReader
+
+    with StreamReader((path,), verify=False) as reader:
+        parts = [np.diff(batch.offsets) for batch in reader.batches()]
+    lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return {
+        "path": path,
+        "format": "tfrecord, compressed",
+        "samples": len(lengths),
+        "size_bytes": os.path.getsize(path),
+        "checksums": CHECKSUMS[2],
+        "fingerprint": None,
+        **_size_facts(lengths),
+        "named_files": None,
+        "cut_samples": [],
+    }
+
+
+def _size_facts(lengths: NDArray[Any]) -> dict[str, Any]:
+    """Return what there is to say about the samples' sizes."""
+    if not len(lengths):
+        return {"sample_size_bytes": None, "histogram": {}}
+    # Sample sizes by powers of two: bin k holds sizes from 2^(k-1) up to 2^k - 1.
+    bins = np.frexp(lengths.astype(np.float64))[1]
+    counts = np.bincount(bins)
+    return {
+        "sample_size_bytes": {
             "min": int(lengths.min()),
             "median": float(np.median(lengths)),
             "mean": float(lengths.mean()),
             "max": int(lengths.max()),
-        }
-        # Sample sizes by powers of two: bin k holds sizes from 2^(k-1) up to 2^k - 1.
-        bins = np.frexp(lengths.astype(np.float64))[1]
-        counts = np.bincount(bins)
-        facts["histogram"] = {
+        },
+        "histogram": {
             int(1 << k >> 1): int(counts[k]) for k in range(int(bins.min()), len(counts))
-        }
-    return facts
+        },
+    }
 
 
 def _print_description(facts: dict[str, Any]) -> None:
@@ -257,10 +288,14 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
+    from ffserve.client import stream
     from ffserve.client.reader import Reader
     from ffserve.files import os_error
 
     try:
+        if format_name in (None, "tfrecord") and stream.is_compressed(path):
+            _verify_stream(stream.StreamReader((path,), tolerant=True), path, findings)
+            return
         # Tolerant, so that a file damaged between its samples is still read to its end.
         with Reader((path,), format_name, "off", True, tolerant=True) as reader:
             sizes = np.asarray(reader.sizes(), np.int64)
@@ -279,6 +314,16 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
         findings.file(path, error)
     except OSError as error:
         findings.file(path, os_error(error, path))
+
+
+def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None:
+    with reader:
+        for batch in reader.batches():
+            if findings.stopped:
+                return
+            findings.count(len(batch), batch.buffer.nbytes)
+        for error in reader.damaged:
+            findings.sample(path, error.index or 0, error)
 
 
 @click.command()
@@ -393,8 +438,12 @@ def cat(
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
     import ffserve
+    from ffserve.client.stream import StreamReader
 
     with ffserve.open(file, format=format_name, server=server) as reader:
+        if isinstance(reader, StreamReader):
+            _cat_stream(reader, which, file, force=force)
+            return 0
         asked = [(word, _as_indices(word, len(reader))) for word in which]
         folders = _folders(reader) if any(indices is None for _, indices in asked) else []
         # All of them, before anything is written.
@@ -408,6 +457,30 @@ def cat(
             for batch in _batches(np.asarray(reader.sizes(indices), np.int64)):
                 _write(reader.read(indices[batch.start : batch.stop]), force=force)
     return 0
+
+
+def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
+    """Write samples of a compressed file, read from its beginning to the last that is wanted."""
+    asked = [_as_indices(word, 0) for word in which]
+    if any(indices is None or not indices for indices in asked):
+        raise UsageError(
+            "a compressed file has neither names nor an end that is known: give indices, or runs "
+            "with both ends",
+            path=file,
+        )
+    wanted = [index for indices in asked if indices for index in indices]
+    missing, found = set(wanted), {}
+    for index, sample in enumerate(reader):
+        if index in missing:
+            found[index] = sample
+            missing.remove(index)
+        if not missing:
+            break
+    if missing:
+        raise SampleIndexError(
+            f"sample index {min(missing)} is outside the file of {index + 1} samples", path=file
+        )
+    _write([found[index] for index in wanted], force=force)
 
 
 def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:

@@ -70,19 +70,30 @@ def open(
             stands in `reader.damaged`. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
 
+    A TFRecord file that is compressed (GZIP, ZLIB) can only be iterated: its reader has no length
+    and no indices, and the daemon cannot serve it. `ffserve convert` makes other files of it.
+
     Returns: a Reader; close it, or use `with`.
 
     Raises:
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
         AccessDenied, ReadError: a file cannot be opened or does not exist.
         ServerUnavailable: a daemon is required and does not answer.
-        UsageError: an option that is none.
+        UsageError: an option that is none; a compressed file, asked of a daemon.
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
-    reader = Reader(expand_paths(paths, suffixes=suffixes), format, server, verify, tolerant)
+    files = expand_paths(paths, suffixes=suffixes)
+    from ffserve.client import stream
+    from ffserve.formats.tfstream import InOrderOnlyError
+
+    if format in (None, "tfrecord") and stream.is_compressed(files[0]):
+        if server not in ("auto", "off"):
+            raise InOrderOnlyError.of(files[0])
+        return stream.StreamReader(files, verify=verify, tolerant=tolerant)
+    reader = Reader(files, format, server, verify, tolerant)
     if tolerant:
         try:
             reader._leave_out_damaged()

@@ -57,6 +57,7 @@ def create(
         n: the number of samples, if known: ``close`` then demands exactly so many, and formats
             with tables in front need no second file.
         compression: ``"none"``, ``"snappy"``, ``"gzip"``, ``"zlib"``, where the format has it.
+            TFRecord takes it from the suffixes ``.gz`` and ``.zlib`` if it is not given.
         dialect: RecordIO: ``"py"`` or ``"go"``.
         max_chunk_size: RecordIO: payload bytes a chunk.
     Returns: a Writer, best used with ``with``.
@@ -72,6 +73,9 @@ def create(
             path=name,
             hint=f"give format=, one of {', '.join(formats.NAMES)}",
         )
+    if compression is None and chosen.name == "tfrecord":
+        endings = {".gz": "gzip", ".zlib": "zlib"}
+        compression = endings.get(os.path.splitext(name)[1].lower())
     if n is not None:
         n = _whole_number("n", n)
     encoder = chosen.writer(

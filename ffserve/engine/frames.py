@@ -47,6 +47,11 @@ def unmask(stored: int) -> int:
     return ((turned >> 17) | (turned << 15)) & 0xFFFFFFFF
 
 
+def header_holds(head: bytes | bytearray | memoryview) -> bool:
+    """Whether twelve bytes are a record's length and the checksum of that."""
+    return mask(crc32c(head[:8])) == int.from_bytes(head[8:12], "little")
+
+
 class Walk:
     """From frame to frame through one file.
 

@@ -35,12 +35,14 @@ from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageErr
 from ffserve.failures import LOST_CHECKSUM
 from ffserve.formats.base import (
     CHECKSUM_CRC32C,
+    HEAD_SIZE,
     PIECE_SIZE,
     Encoder,
     ReadAt,
     read_exactly,
     refuse_options,
 )
+from ffserve.formats.tfstream import WBITS, InOrderOnlyError, compression_of
 
 LARGE_SIZE = 128 << 10
 """From this payload on the walk reads the next header alone instead of everything up to it."""
@@ -186,12 +188,7 @@ class _Scan:
         if following == self._size:
             return True
         rest = bytes(self._bytes(following, HEADER_SIZE))
-        return len(rest) == HEADER_SIZE and header_holds(rest)
-
-
-def header_holds(head: bytes | bytearray | memoryview) -> bool:
-    """Whether twelve bytes are a record's length and the checksum of that."""
-    return frames.mask(frames.crc32c(head[:8])) == int.from_bytes(head[8:12], "little")
+        return len(rest) == HEADER_SIZE and frames.header_holds(rest)
 
 
 def frame_header(length: int) -> bytes:
@@ -221,18 +218,46 @@ class TFRecordEncoder:
         return iter(())
 
 
+class CompressedEncoder:
+    """Encodes samples into one GZIP member or ZLIB stream of frames."""
+
+    def __init__(self, compression: str) -> None:
+        self._frames = TFRecordEncoder()
+        self._stream = zlib.compressobj(wbits=WBITS[compression])
+
+    def head_size(self, count: int) -> int:
+        """Return 0: the stream's own header comes with its first bytes."""
+        return 0
+
+    def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        """Return what the compressor gives, often nothing."""
+        return [self._stream.compress(piece) for piece in self._frames.encode(payload)]
+
+    def tail(self) -> Iterable[bytes | memoryview]:
+        """Return the rest of the stream."""
+        return (self._stream.flush(),)
+
+    def head(self) -> Iterator[bytes | memoryview]:
+        """Return nothing."""
+        return iter(())
+
+
 class TFRecord:
     """The format itself."""
 
     name = "tfrecord"
-    suffixes = (".tfrecord", ".tfrecords", ".tfrec")
+    suffixes = (
+        *(".tfrecord", ".tfrecords", ".tfrec"),
+        *(".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib", ".tfrecords.zlib"),
+    )
 
     def sniff(self, head: bytes, size: int) -> bool | None:
-        """Tell a TFRecord file by the checksum of its first record's length.
+        """Tell a TFRecord file, compressed or not, by the checksum of its first record's length.
 
         An empty file is a sound one of no records, but nothing tells it from any other.
         """
-        return len(head) >= HEADER_SIZE and header_holds(head[:HEADER_SIZE])
+        plain = len(head) >= HEADER_SIZE and frames.header_holds(head[:HEADER_SIZE])
+        return plain or compression_of(head) is not None
 
     def open(
         self,
@@ -254,11 +279,17 @@ class TFRecord:
                 read. Without ``verify`` nothing could tell it from an empty one behind a damaged
                 header, so there it is left out unseen.
         Raises:  ChecksumError where a header is damaged; TruncatedError for a record longer than
-                 the rest of the file, and for 1 to 15 bytes that are left at its end.
+                 the rest of the file, and for 1 to 15 bytes that are left at its end;
+                 InOrderOnlyError, a UsageError, for a compressed file.
         Cost:    one read of the file where records are small, one small read a record from
                  128 KiB on; 20 bytes of memory a record.
         Source:  tensorflow/core/lib/io/record_writer.h.
         """
+        head = bytearray(min(size, HEAD_SIZE))
+        if head:
+            read_exactly(read_at, 0, memoryview(head), path)
+        if compression_of(bytes(head)) is not None:
+            raise InOrderOnlyError.of(path)
         scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant)
         return _shard(*scan.run(), size, path, scan.sound)
 
@@ -288,13 +319,14 @@ class TFRecord:
         max_chunk_size: int | None = None,
     ) -> Encoder:
         """Return an encoder; ``n`` need not be known."""
-        if compression == "none":
-            compression = None
-        refuse_options(
-            self.name,
-            {"compression": compression, "dialect": dialect, "max_chunk_size": max_chunk_size},
-        )
-        return TFRecordEncoder()
+        refuse_options(self.name, {"dialect": dialect, "max_chunk_size": max_chunk_size})
+        if compression in (None, "none"):
+            return TFRecordEncoder()
+        if compression not in WBITS:
+            raise UsageError(
+                f"TFRecord has no compression {compression!r}", hint=f"it has {', '.join(WBITS)}"
+            )
+        return CompressedEncoder(compression)
 
 
 def _shard(
