@@ -254,7 +254,7 @@ def test_large_and_small_records_in_turn_are_walked_over_without_reading_the_lar
     shard = TFRECORD.open(counting, len(content), "some.tfrecord")
     assert shard.count == len(payloads) and samples(content) == payloads
     assert len(content) > 70 * LARGE_SIZE > 5 * sum(size for _, size in read)
-    assert all(b[0] >= a[0] + a[1] - 4 for a, b in pairwise(read))
+    assert all(b[0] >= a[0] + a[1] - 4 for a, b in pairwise(read[1:]))
 
 
 def test_many_small_records_need_few_reads_and_no_more_memory_than_the_file() -> None:
