@@ -19,7 +19,6 @@ from ffserve.cache.arena import SLOT_ALIGNMENT, SMALLEST_ARENA, SMALLEST_SLOT, A
 from ffserve.cache.cache import FREE, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory, map_read_only
-from ffserve.cache.policy import FillThenKeep
 from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
 from ffserve.errors import ReadError, UsageError
 from ffserve.failures import ARENA_BUSY, TOO_LARGE
@@ -361,70 +360,6 @@ def test_a_huge_record_among_tiny_ones_is_read_alone_and_its_neighbours_too() ->
     assert blocks.counts.tolist()[1:4] == [1, 1, 1]
     assert blocks.counts[0] > 1 and blocks.counts[4] > 1
     node.directory.close()
-
-
-# ---- policy ------------------------------------------------------------------------------------
-
-
-def all_usable(slots: Int64s) -> NDArray[np.bool_]:
-    return np.ones(len(slots), np.bool_)
-
-
-def test_passing_go_before_kept_and_the_newest_kept_first() -> None:
-    policy = FillThenKeep(2)
-    policy.keep([1, 2, 3], 0)
-    policy.let_pass([4, 5], 0)
-    assert policy.victims(0, 3, all_usable) == [4, 5, 3]
-    assert policy.victims(1, 3, all_usable) == []
-    assert policy.victims(0, 9, all_usable) == [2, 1]
-
-
-def test_what_is_pinned_is_passed_over_and_keeps_its_place() -> None:
-    policy = FillThenKeep(1)
-    policy.keep([1, 2, 3, 4], 0)
-    assert policy.victims(0, 2, lambda slots: slots < 3) == [2, 1]
-    assert policy.victims(0, 2, all_usable) == [4, 3]
-
-
-def test_an_idle_slot_that_is_wanted_again_is_not_lost() -> None:
-    policy = FillThenKeep(1)
-    policy.abandon([1, 2], 0)
-    assert policy.idle_victims(0, 2, lambda slots: slots > 9) == []
-    assert sorted(policy.victims(0, 2, all_usable)) == [1, 2]
-
-
-def test_forgetting_does_not_cost_more_the_more_there_is() -> None:
-    policy = FillThenKeep(1)
-    policy.keep(range(1_000_000), 0)
-    start = time.perf_counter()
-    for k in range(100):
-        policy.forget(range(k * 1000, k * 1000 + 1000), 0)
-    assert time.perf_counter() - start < 1
-
-
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from("kpifv"), st.sets(st.integers(0, 30), max_size=8)), max_size=30
-    )
-)
-def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> None:
-    policy, inside = FillThenKeep(1), set[int]()
-    for step, slots in steps:
-        fresh = slots - inside
-        match step:
-            case "k" | "p" | "i":
-                {"k": policy.keep, "p": policy.let_pass, "i": policy.abandon}[step](fresh, 0)
-                inside |= fresh
-            case "f":
-                policy.forget(slots, 0)
-                inside -= slots
-            case _:
-                count = len(slots)
-                found = policy.idle_victims(0, count, all_usable)
-                found += policy.victims(0, count - len(found), all_usable)
-                assert len(found) == len(set(found)) == min(count, len(inside))
-                assert set(found) <= inside
-                inside -= set(found)
 
 
 # ---- the cache ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import FAILED, FREE, LOADING, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.next_use import NextUse
+from ffserve.cache.policy import NONE
 from ffserve.cache.shards import ShardTable
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
@@ -94,10 +95,10 @@ class World:
         self.arena = Arena(arena_size)
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
-        self.cache = cache_type(self.arena, self.directory, self.table, self._retract)
+        self.uses = NextUse()
+        self.cache = cache_type(self.arena, self.directory, self.table, self._retract, self.uses)
         self.scheduler = Scheduler(self.cache, self._submit, most_blocks=most_blocks)
         self.catalog = Shards(self.table, self.cache)
-        self.uses = NextUse()
         self.failure_rate = failure_rate
         self.slowest_s = slowest_s
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -247,6 +248,13 @@ class World:
                     pins[slots] += 1
         assert (pins == cache.pins).all(), "pins are not what is held"
         assert not cache.pins[state == FREE].any(), "a free slot is pinned"
+        # The policy knows every resident, and who has how much.
+        policy = cache._policy
+        assert (policy._key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
+        assert (policy._key[state != RESIDENT] == NONE).all(), "what is not there has a key"
+        owners = np.unique(policy._group[taken]).tolist()
+        held_by = {g: int(sizes[policy._group[taken] == g].sum()) for g in owners}
+        assert policy.used == held_by
 
     def _fetches(self) -> set[Fetch]:
         fetches = set(self.scheduler._by_fetch)
@@ -289,6 +297,7 @@ class Client:
         acknowledges: whether it ever does.
         lease_rate: how many of its requests are leases; those it keeps for `lease_s`.
         lifetime_s: when it dies.
+        announces: "nothing", "the truth", "a lie", or "silently": the truth, without reporting.
     """
 
     world: World
@@ -299,6 +308,8 @@ class Client:
     lease_s: float = 0.05
     in_flight: int = 2
     lifetime_s: float | None = None
+    announces: str = "nothing"
+    job: str = "simulated"
     shards: list[Shard] = field(default_factory=list)
     asked: dict[int, tuple[float, Int64s, bool]] = field(default_factory=dict)
     served: int = 0
@@ -319,7 +330,7 @@ class Client:
         session: Any = Session
         self.session = session(self.world, Peer(1, 1, frozenset()), self._got, self._open)
         self.owner: Owner = self.session._owner
-        self._tell(protocol.Hello({"versions": [1], "job": "simulated"}))
+        self._tell(protocol.Hello({"versions": [1], "job": self.job}))
         self._tell(
             protocol.Open(self._next_tag(), {"paths": ["/x"], "format": None, "verify": True})
         )
@@ -350,6 +361,8 @@ class Client:
                     self._numbers = np.concatenate(
                         [np.arange(b, b + c) for b, c in zip(bases, counts, strict=True)]
                     )
+                    if self.announces != "nothing" and self.batches:
+                        self._announce()
                     for _ in range(self.in_flight):
                         self.world.at(self.world.now, self.ask)
                 case protocol.Ready():
@@ -358,6 +371,17 @@ class Client:
                     pass
                 case _:
                     raise AssertionError(f"unexpected: {received}")
+
+    def _announce(self) -> None:
+        order = np.concatenate(self.batches)
+        if self.announces == "a lie":
+            order = self.world.random.sample(range(len(self._numbers)), len(self._numbers))
+        packed = protocol.pack_order(np.array(order))
+        what = {"name": None, "replacement": True}
+        for epoch in (0, 1):
+            self._tell(
+                protocol.Order(self._next_tag(), self.dataset, epoch, len(order), 0, packed, what)
+            )
 
     def ask(self) -> None:
         """Send the next request, hits apart as a client does."""
@@ -389,6 +413,8 @@ class Client:
             self._tell(protocol.Get(tag, self.dataset, packed, due, 0, 0))
 
     def _ready(self, ready: protocol.Ready) -> None:
+        if ready.tag not in self.asked and self.announces != "nothing":
+            return
         assert ready.tag in self.asked, "a second answer to one request"
         world = self.world
         since, indices, lease = self.asked.pop(ready.tag)
@@ -405,6 +431,8 @@ class Client:
                 assert number in world.slot_bytes, "an announced sample is not readable"
         self.errors += len(failed)
         self.served += ready.count
+        if self.announces in ("the truth", "a lie") and not lease:
+            self._tell(protocol.Reached(self.dataset, 0, self.served))
         rest = indices[ready.count :]
         if len(rest) and lease:
             # What cannot be leased is copied.
@@ -504,6 +532,8 @@ def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
             lease_s=chooser.choice((0.01, 1, 1e9)),
             in_flight=chooser.randint(1, 4),
             lifetime_s=chooser.choice((None, None, 0.05, 1, 30)),
+            announces=chooser.choice(("nothing", "nothing", "the truth", "a lie", "silently")),
+            job=chooser.choice(("one", "another", "third")),
             shards=shards,
         )
     return world
@@ -643,11 +673,14 @@ class ForgetsPins(Cache):
 class EvictsWhatLoads(Cache):
     """Takes slots that the disk still writes into."""
 
-    def _from_policy(self, size_class: int, count: int) -> list[int]:
+    def _from_policy(
+        self, size_class: int, count: int, group: int, latest: float | None
+    ) -> tuple[list[int], int]:
         loading = np.flatnonzero(self.state == LOADING)
         chosen: list[int] = loading[self._classes(loading) == size_class][:1].tolist()
         self._evict(chosen)
-        return chosen + super()._from_policy(size_class, count - len(chosen))
+        more, others = super()._from_policy(size_class, count - len(chosen), group, latest)
+        return chosen + more, others
 
 
 class PublishesFailures(Cache):

@@ -26,7 +26,7 @@ SLOT_ALIGNMENT = 512
 """What O_DIRECT asks of memory on every common device (STATX_DIOALIGN: dio_mem_align)."""
 SMALLEST_ARENA = 1024 * 1024
 
-_LARGE = -2
+LARGE = -2
 _FREE = -1
 
 
@@ -113,7 +113,7 @@ class Arena:
             return None
         members = set(range(start, start + need))
         self._free_slabs = [slab for slab in self._free_slabs if slab not in members]
-        self.slab_class[start : start + need] = _LARGE
+        self.slab_class[start : start + need] = LARGE
         self._run_length[start] = need
         self._slab_used[start] = 1
         self.used_size += need * self.slab_size
@@ -149,7 +149,7 @@ class Arena:
     def members(self, slab: int) -> tuple[int, int]:
         """Return the slot numbers [low, high) in a slab, its large slot's head included."""
         head = slab
-        if self.slab_class[slab] == _LARGE:
+        if self.slab_class[slab] == LARGE:
             while not self._run_length[head]:
                 head -= 1
         return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
@@ -157,7 +157,7 @@ class Arena:
     def heads(self) -> NDArray[np.int64]:
         """Return for each slab the slab whose slots cover it: itself, or its large slot's first."""
         heads = np.arange(self.slab_count)
-        heads[(self.slab_class == _LARGE) & (self._run_length == 0)] = 0
+        heads[(self.slab_class == LARGE) & (self._run_length == 0)] = 0
         return np.maximum.accumulate(heads)
 
 

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, first_run
 from ffserve.cache.directory import Directory
-from ffserve.cache.policy import FillThenKeep
+from ffserve.cache.next_use import NextUse
+from ffserve.cache.policy import Policy
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.failures import TOO_LARGE
 
@@ -54,13 +55,17 @@ class Failure:
 class Fetch:
     """One request for samples on its way through the cache.
 
-    Args: numbers: int64[n], repeats allowed; dealt with in this order.
+    Args:
+        numbers: int64[n] of one data set, repeats allowed; dealt with in this order.
+        latest: read ahead for what is wanted at this time: only what will be wanted after it may
+            be evicted; None: it is wanted now.
     """
 
-    __slots__ = ("cursor", "failures", "numbers", "pinned_size", "pins", "waiting")
+    __slots__ = ("cursor", "failures", "latest", "numbers", "pinned_size", "pins", "waiting")
 
-    def __init__(self, numbers: Int64s) -> None:
+    def __init__(self, numbers: Int64s, latest: float | None = None) -> None:
         self.numbers = numbers
+        self.latest = latest
         self.cursor = 0
         """How many of `numbers` were dealt with: they are resident, on their way, or failed."""
         self.waiting = 0
@@ -103,11 +108,18 @@ class CacheCounters:
 class Cache:
     """Slots, their contents and their pins.
 
-    Args: retract: see Retract; in the daemon the C core's, in a simulation any other.
+    Args:
+        retract: see Retract; in the daemon the C core's, in a simulation any other.
+        uses: who wants what, for the policy.
     """
 
     def __init__(
-        self, arena: Arena, directory: Directory, shards: ShardTable, retract: Retract
+        self,
+        arena: Arena,
+        directory: Directory,
+        shards: ShardTable,
+        retract: Retract,
+        uses: NextUse | None = None,
     ) -> None:
         self.arena = arena
         self.shards = shards
@@ -116,13 +128,13 @@ class Cache:
         self._slot_of = directory.slot_of
         self._retract = retract
         self._large = len(arena.class_sizes)
-        self._policy = FillThenKeep(self._large + 1)
+        self.uses = NextUse() if uses is None else uses
         slots = arena.slot_count
         self.state = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
-        self._passing = np.zeros(slots, np.bool_)
+        self._policy = Policy(arena, self.uses, self._first, self._count)
         self._loading: dict[int, Load] = {}
         self._hand = 0
         self.idle_changed = False
@@ -228,7 +240,8 @@ class Cache:
         present = np.unique(present[present >= 0]) if len(absent) < len(held) else absent[:0]
         classes = self.arena.classes(blocks.sizes)
         self.pins[present] += 1
-        slots, passing = self._allocate(classes, blocks.sizes)
+        group = self.uses.group_of(int(blocks.firsts[0]))
+        slots, passing = self._allocate(classes, blocks.sizes, group, fetch.latest)
         self.pins[present] -= 1
         if (slots < 0).any():
             cut = int(where[int(np.argmax(slots < 0))])
@@ -242,7 +255,7 @@ class Cache:
                 return None, cut
         self._first[slots] = blocks.firsts
         self._count[slots] = blocks.counts
-        self._passing[slots] = passing
+        self._policy.enter(slots, group)
         self._enter(slots, blocks)
         offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
         load = Load(blocks, slots, offsets, sizes, classes, passing)
@@ -280,9 +293,9 @@ class Cache:
                 alive = self.state[chosen] == RESIDENT
                 chosen, passing = chosen[alive], passing[alive]
             if passing.any():
-                self._policy.let_pass(chosen[passing].tolist(), size_class)
+                self._policy.let_pass(chosen[passing], size_class)
             if not passing.all():
-                self._policy.keep(chosen[~passing].tolist(), size_class)
+                self._policy.keep(chosen[~passing], size_class)
         ready = []
         for fetch in load.fetches:
             fetch.waiting -= 1
@@ -312,8 +325,10 @@ class Cache:
 
     def _free_failed(self, slot: int) -> None:
         if self.pins[slot] == 0:
+            freed = np.array([slot], np.int64)
             self.state[slot] = FREE
-            self.arena.free(np.array([slot], np.int64))
+            self._policy.leave(freed)
+            self.arena.free(freed)
 
     def release(self, pins: list[Int64s]) -> None:
         """Give back what `advance` pinned."""
@@ -346,17 +361,20 @@ class Cache:
         wanted: NDArray[np.bool_] = sessions > 0
         return wanted
 
-    def _allocate(self, classes: Int64s, sizes: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+    def _allocate(
+        self, classes: Int64s, sizes: Int64s, group: int, latest: float | None
+    ) -> tuple[Int64s, NDArray[np.bool_]]:
         """Return a LOADING slot for each size, or -1, and whether it came at another's cost.
 
-        Slots are marked at once, so that making room for the next does not take them again.
+        Slots are marked at once, so that making room for the next does not take them again. What
+        is read ahead takes no slab from another class.
         """
         slots = np.full(len(sizes), -1, np.int64)
         passing = np.zeros(len(sizes), np.bool_)
         for size_class, rows in _groups(classes):
             if size_class == self._large:
                 for row in rows.tolist():
-                    slots[row], passing[row] = self._allocate_large(int(sizes[row]))
+                    slots[row], passing[row] = self._allocate_large(int(sizes[row]), latest)
                     if slots[row] >= 0:
                         self.state[slots[row]] = LOADING
                 continue
@@ -365,8 +383,11 @@ class Cache:
                 free += self._from_idle(size_class, len(rows) - len(free))
             fresh = len(free)
             if len(free) < len(rows):
-                free += self._from_policy(size_class, len(rows) - len(free))
-            while len(free) < len(rows):
+                missing = len(rows) - len(free)
+                victims, others = self._from_policy(size_class, missing, group, latest)
+                free += victims
+                fresh += others
+            while len(free) < len(rows) and latest is None:
                 self.state[free] = LOADING
                 unwanted = self._steal(1)
                 if unwanted is None:
@@ -384,28 +405,39 @@ class Cache:
         if self.idle_changed:
             self.idle_changed = False
             self._find_idle()
-        victims = self._policy.idle_victims(size_class, count, self._usable_idle)
+        victims: list[int] = self._policy.idle_victims(
+            size_class, count, self._usable_idle
+        ).tolist()
         self._evict(victims)
         return victims
 
-    def _from_policy(self, size_class: int, count: int) -> list[int]:
-        victims = self._policy.victims(size_class, count, self._usable)
+    def _from_policy(
+        self, size_class: int, count: int, group: int, latest: float | None
+    ) -> tuple[list[int], int]:
+        chosen, others = self._policy.victims(size_class, count, self._usable, group, latest)
+        victims = chosen.tolist()
         self._evict(victims)
-        return victims
+        return victims, others
 
     def _find_idle(self) -> None:
         resident = np.flatnonzero(self.state == RESIDENT)
         idle = resident[~self._wanted(resident)]
         classes = self._classes(idle)
         for size_class in np.unique(classes).tolist():
-            chosen = idle[classes == size_class].tolist()
-            self._policy.forget(chosen, size_class)
-            self._policy.abandon(chosen, size_class)
+            self._policy.abandon(idle[classes == size_class], size_class)
 
-    def _allocate_large(self, size: int) -> tuple[int, bool]:
+    def doubt(self, numbers: Int64s) -> None:
+        """These samples were just used, so that they will be wanted at another time than before."""
+        slots = self._slot_of[numbers].astype(np.int64) - 1
+        slots = slots[slots >= 0]
+        if len(slots):
+            slots = slots[self.state[slots] == RESIDENT]
+            self._policy.doubt(slots, self._classes(slots))
+
+    def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
         slot = self.arena.take_run(size)
-        if slot is not None:
-            return slot, False
+        if slot is not None or latest is not None:
+            return -1 if slot is None else slot, False
         unwanted = self._steal(-(-size // self.arena.slab_size))
         if unwanted is None:
             return -1, False
@@ -424,8 +456,6 @@ class Cache:
             low, high = self.arena.members(slab)
             victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
             if len(victims):
-                classes = self._classes(victims)
-                self._policy.forget(victims.tolist(), int(classes[0]))
                 self._evict(victims.tolist())
                 self.arena.free(victims)
         return unwanted
@@ -459,9 +489,10 @@ class Cache:
 
     def _census(
         self, heads: Int64s, low: int, high: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Int64s]:
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
         """For slabs [low, high): has it a busy slot, has it what a session wants, how many slots
-        of it are to be kept. A slab inside a large slot counts as its head does."""
+        of it are to be kept (those wanted late count for less). A slab inside a large slot counts
+        as its head does."""
         first = int(heads[low])
         per_slab = self.arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
@@ -470,13 +501,13 @@ class Cache:
         busy = (states == LOADING) | (states == FAILED) | (self.pins[span] > 0)
         slots = resident + span.start
         wanted = self._wanted(slots)
-        kept = wanted & ~self._passing[slots]
+        kept = self._policy.weights(slots) * wanted
         slabs = resident // per_slab
         chosen = heads[low:high] - first
         return (
             busy.reshape(-1, per_slab).any(axis=1)[chosen],
             (np.bincount(slabs[wanted], minlength=high - first) > 0)[chosen],
-            np.bincount(slabs[kept], minlength=high - first)[chosen],
+            np.bincount(slabs, kept, minlength=high - first).astype(np.float64)[chosen],
         )
 
     def _evict(self, slots: list[int]) -> None:
@@ -493,6 +524,7 @@ class Cache:
                 run = self._slot_of[first : first + count]
                 run[run == slot + 1] = 0
         self.state[chosen] = FREE
+        self._policy.leave(chosen)
         self.counters.evicted += len(slots)
 
     def drop(self, base: int, count: int) -> bool:
@@ -502,11 +534,9 @@ class Cache:
         )
         if (self.pins[inside] > 0).any() or (self.state[inside] != RESIDENT).any():
             return False
-        classes = self._classes(inside)
-        for size_class in np.unique(classes).tolist():
-            self._policy.forget(inside[classes == size_class].tolist(), size_class)
         self._evict(inside.tolist())
         self.arena.free(inside)
+        self.uses.drop(base)
         return True
 
     def usage(self) -> Int64s:

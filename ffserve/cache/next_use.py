@@ -1,8 +1,8 @@
-"""Who will ask for what, and when: the walks of all jobs through their data sets.
+"""When each sample will be wanted next, by anybody.
 
-A *walk* is one job's way through one data set. It has the orders that the job announced (of this
-epoch and the next), the position that it reported, and its pace. No clock: `now` is monotonic time
-in seconds.
+Walks whose data sets share shards form a *group*: they want the same samples, and what is kept for
+one may serve another. Groups compete for memory (see `policy`), walks within a group do not.
+No clock: whoever knows the time sets `now`, monotonic seconds.
 """
 
 from __future__ import annotations
@@ -11,101 +11,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.orders import Arriving, Order
+from ffserve.cache.walk import Floats, Walk
 from ffserve.errors import UsageError
 
-MOST_EPOCHS = 4
-"""Epochs that one walk may have announced at a time."""
 SMALLEST_LIMIT = 1 << 30
 """Bytes that all orders together may always take."""
 
 Int64s = NDArray[np.int64]
 
 
-class Walk:
-    """One job's way through one data set.
+class Group:
+    """Walks over shards that they have, directly or through others, in common."""
 
-    Args:
-        job: its name. low, span: of the data set's sample numbers.
-        sample_count: of the data set.
-    """
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.walks: list[Walk] = []
 
-    def __init__(self, job: str, sample_count: int, low: int, span: int) -> None:
-        self.job = job
-        self.sample_count = sample_count
-        self.low = low
-        self.span = span
-        self.sessions = 0
-        self.orders: dict[int, Order] = {}
-        self.epoch = 0
-        self.position = 0
-        self.name: str | None = None
-        self.announcer: object = None
-        """Who announced (a data set of a session); when that ends, so does what it announced."""
+    def active(self, now: float) -> list[Walk]:
+        """Return the walks that get on."""
+        return [walk for walk in self.walks if walk.active(now)]
 
-    @property
-    def order(self) -> Order | None:
-        """The order of the current epoch."""
-        return self.orders.get(self.epoch)
+    def static(self, now: float) -> bool:
+        """Whether nothing beats keeping what is there: a sole job that visits the same samples
+        once in every epoch, or nobody."""
+        walks = self.active(now)
+        return not walks or (len(walks) == 1 and walks[0].same_set())
 
-    @property
-    def size(self) -> int:
-        """Bytes that its orders take."""
-        return sum(order.size for order in self.orders.values())
+    def epoch_s(self, now: float) -> float:
+        """Return how long the fastest walk's epoch takes."""
+        return min((walk.epoch_s(now) for walk in self.active(now)), default=np.inf)
 
-    def announced(self, epoch: int, order: Order, name: str | None, announcer: object) -> None:
-        """Take an order in; it replaces another of this epoch.
-
-        An epoch before the current one means that the job began anew.
-        """
-        if not self.orders or epoch <= self.epoch:
-            if epoch != self.epoch:
-                self.orders.clear()
-            self.epoch, self.position = epoch, 0
-        self.orders[epoch] = order
-        if len(self.orders) > MOST_EPOCHS:
-            del self.orders[sorted(self.orders)[-2]]
-        self.name = name
-        self.announcer = announcer
-
-    def reached(self, epoch: int, position: int) -> None:
-        """The job used the first `position` samples of an epoch; what went before is over."""
-        if epoch < self.epoch:
-            return
-        if epoch > self.epoch:
-            self._enter(epoch)
-        order = self.order
-        if order is None:
-            return
-        self.position = min(max(position, self.position), order.count)
-        order.passed(self.position)
-        if self.position == order.count and epoch + 1 in self.orders:
-            self._enter(epoch + 1)
-
-    def _enter(self, epoch: int) -> None:
-        for old in [e for e in self.orders if e < epoch]:
-            del self.orders[old]
-        self.epoch, self.position = epoch, 0
-
-    def end(self, announcer: object) -> None:
-        """A session ended: forget what it announced."""
-        if self.announcer is announcer:
-            self.silence()
-
-    def silence(self) -> None:
-        """Forget what was announced."""
-        self.orders.clear()
-        self.announcer = self.name = None
+    def deadlines(self, numbers: Int64s, now: float) -> Floats:
+        """Return when each sample will be wanted next; inf: not as far as is known."""
+        best = np.full(len(numbers), np.inf)
+        hazard: Floats | None = None
+        for walk in self.walks:
+            if walk.orders:
+                for order, times in walk.tables(now):
+                    np.minimum(best, times[order.buckets(numbers)], out=best)
+            elif walk.active(now):
+                found = walk.hazards(numbers, now)
+                hazard = found if hazard is None else hazard + found
+        if hazard is not None:
+            with np.errstate(divide="ignore"):
+                np.minimum(best, now + 1 / hazard, out=best)
+        return best
 
 
 class NextUse:
-    """All walks.
+    """All walks and groups.
 
     Args: most_size: bytes that all orders together may take.
     """
 
     def __init__(self, most_size: int = SMALLEST_LIMIT) -> None:
+        self.now = 0.0
+        self.groups: dict[int, Group] = {}
+        self.merged: list[tuple[int, int]] = []
+        """(old, new): groups that turned out to be one; for the policy to take note of."""
         self._most_size = most_size
         self._walks: dict[tuple[str, bytes], Walk] = {}
+        self._bases = np.zeros(0, np.int64)
+        self._group_of_base = np.zeros(0, np.int64)
+        self._next_group = 1
+
+    # ---- who is there ---------------------------------------------------------------------
 
     def join(self, job: str, bases: Int64s, counts: Int64s) -> Walk:
         """A session of a job has a data set open, whose shards own these runs of numbers."""
@@ -116,8 +86,37 @@ class NextUse:
             low = int(bases[filled].min(initial=1 << 62)) if filled.any() else 0
             high = int((bases + counts)[filled].max(initial=0))
             walk = self._walks[key] = Walk(job, int(counts.sum()), low, high - low)
+            walk.group = self._unite(np.unique(bases[filled]))
+            self.groups[walk.group].walks.append(walk)
         walk.sessions += 1
         return walk
+
+    def _unite(self, bases: Int64s) -> int:
+        """Return the group of these shards, made one if there were several."""
+        rows = np.searchsorted(self._bases, bases)
+        known = np.zeros(len(bases), np.bool_)
+        inside = rows < len(self._bases)
+        known[inside] = self._bases[rows[inside]] == bases[inside]
+        found = np.unique(self._group_of_base[rows[known]]).tolist()
+        if found:
+            number = found[0]
+        else:
+            number = self._next_group
+            self._next_group += 1
+        group = self.groups.setdefault(number, Group(number))
+        for old in found[1:]:
+            self._group_of_base[self._group_of_base == old] = number
+            for walk in self.groups.pop(old, Group(old)).walks:
+                walk.group = number
+                group.walks.append(walk)
+            self.merged.append((old, number))
+        fresh = bases[~known]
+        if len(fresh):
+            every = np.concatenate((self._bases, fresh))
+            groups = np.concatenate((self._group_of_base, np.full(len(fresh), number)))
+            rising = np.argsort(every)
+            self._bases, self._group_of_base = every[rising], groups[rising]
+        return int(number)
 
     def leave(self, walk: Walk, announcer: object) -> None:
         """A session has the data set open no more."""
@@ -125,11 +124,27 @@ class NextUse:
         walk.sessions -= 1
         if walk.sessions == 0:
             self._walks = {key: w for key, w in self._walks.items() if w is not walk}
+            self.groups[walk.group].walks.remove(walk)
+
+    def drop(self, base: int) -> None:
+        """A shard is open no more."""
+        others = self._bases != base
+        self._bases, self._group_of_base = self._bases[others], self._group_of_base[others]
+        left = set(self._group_of_base.tolist())
+        for number in [n for n, g in self.groups.items() if n not in left and not g.walks]:
+            del self.groups[number]
+
+    def group_of(self, number: int) -> int:
+        """Return the group of a sample; 0: of none."""
+        row = int(np.searchsorted(self._bases, number, side="right")) - 1
+        return int(self._group_of_base[row]) if row >= 0 else 0
 
     @property
     def walks(self) -> list[Walk]:
         """Return every job's walks."""
         return list(self._walks.values())
+
+    # ---- what they announce ---------------------------------------------------------------
 
     def arriving(self, walk: Walk, count: int, *, replacement: bool) -> Arriving:
         """Make room for an order.
@@ -160,4 +175,4 @@ class NextUse:
                 if known.same(order):
                     order.share(known)
                     break
-        walk.announced(epoch, order, name, announcer)
+        walk.announced(epoch, order, name, announcer, self.now)

@@ -91,50 +91,41 @@ class Order:
         found[inside] = self.table[places[inside]]
         return found
 
-    def passed(self, position: int) -> None:
-        """The job is at `position`: forget what lies before it."""
-        if self.following is not None:
-            self._follow(position)
+    def passed(self, position: int) -> Int64s:
+        """The job is at `position`: forget what lies before it, and return that."""
+        numbers = self.numbers(self._passed, position)
+        if self.following is None:
+            self.table[numbers - self.low] = 0
+        else:
+            # Of a sample that stands here twice the last place counts, whose following is right.
+            self.table[numbers - self.low] = self.following[self._passed : position]
         for k in range(self._passed // PIECE, position // PIECE):
             self._pieces[k] = None
         self._passed = max(self._passed, position)
-
-    def _follow(self, position: int) -> None:
-        assert self.following is not None
-        start = self._passed
-        while start < position:
-            stop = min(start + PIECE, position)
-            # Of a sample that stands here twice the last place counts, whose following is right.
-            self.table[self.numbers(start, stop) - self.low] = self.following[start:stop]
-            start = stop
+        return numbers
 
     def same(self, other: Order) -> bool:
-        """Whether both visit the same samples in the same order."""
-        if (
-            self.count != other.count
-            or self.low != other.low
-            or len(self.table) != len(other.table)
-        ):
-            return False
-        if self.following is not None or other.following is not None:
-            return False
-        return np.array_equal(self.table, other.table) and all(
-            a is None or b is None or np.array_equal(a, b)
-            for a, b in zip(self._pieces, other._pieces, strict=True)
+        """Whether both visit the same samples in the same order, as far as both still know."""
+        return (
+            self.count == other.count
+            and self.low == other.low
+            and all(
+                a is None or b is None or a is b or np.array_equal(a, b)
+                for a, b in zip(self._pieces, other._pieces, strict=True)
+            )
         )
 
     def share(self, other: Order) -> None:
-        """Hold the arrays of an order that is the `same`, instead of a copy of them."""
-        self.table = other.table
+        """Hold the pieces of an order that is the `same`, instead of a copy of them."""
         self._pieces = [
             a if b is None else b for a, b in zip(self._pieces, other._pieces, strict=True)
         ]
 
     def visits_like(self, other: Order) -> bool:
-        """Whether both visit the same set of samples."""
+        """Whether the other visits what is left of this one."""
         if self.low != other.low or len(self.table) != len(other.table):
             return False
-        return np.array_equal(self.table > 0, other.table > 0)
+        return self.count == other.count and not np.any((self.table > 0) & (other.table == 0))
 
 
 class Arriving:

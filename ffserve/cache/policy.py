@@ -1,97 +1,483 @@
-"""Fill, then do not evict what is still wanted.
+"""What stays in memory.
 
-For one job that visits every sample once an epoch nothing beats keeping whatever filled the cache
-first (MinIO, CoorDL, VLDB 2021): the hit rate equals cache size / dataset size, where LRU evicts
-every sample just before its next use. So there are three kinds of residents, given up in this
-order: *idle*, whose shard no session has open any more; *passing*, which came when the arena was
-full and were delivered; *kept*, the newest first, and only as many as the passing traffic needs.
+Two rules, each the best that is known for its case:
 
-Plain dicts as ordered sets (a slot is in at most one of them, and leaves it in O(1)), no clock and
-no lock; whether a slot can be evicted just now (nobody pins it) is the cache's to say.
+* *Static*: a sole job that visits every sample once an epoch. Nothing beats keeping whatever filled
+  the cache first (MinIO, CoorDL, VLDB 2021): the hit rate is cache size / data set size, and the
+  misses are spread evenly, where LRU evicts every sample just before its use and Belady's rule
+  has all misses in one half of the epoch. What comes at another's cost *passes* through.
+* *Next use*: everything else. The sample whose next use, by any job, is farthest in time goes
+  (Belady, with the future that jobs announced; `next_use` has what silent jobs let one expect).
+
+Residents lie on stacks by key: the time of next use in parts of an epoch (PARTS), or one of
+
+    IDLE      nobody has its shard open                  first to go
+    PASSING   static: came at another's cost             oldest first
+    UNSURE    not looked at since it came, or since its time was due; static: kept, newest first
+    FAR       not wanted as far as is known
+
+A key is what was believed when the resident was looked at last. A belief that became too near is
+found out when its time is due: the stack becomes UNSURE. One that became too far is found out when
+it is to go: victims are looked at once more. So nothing has to be done at a use, nor when a job
+joins, leaves or changes its pace. Within a key the newest goes first: ties leave the resident.
+
+Data sets that share no shard compete (groups). A group below its floor of size / 2J for each of
+its jobs takes from those above theirs; otherwise what is wanted later by a quarter and more gives
+way.
+
+No clock, no lock. Whether a slot can be evicted just now (nobody pins it) is the cache's to say.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Usable: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+from ffserve.cache.arena import LARGE, Arena
+from ffserve.cache.next_use import Group, NextUse
+
+PARTS = 64
+"""Parts of an epoch that keys tell apart."""
+NONE = -1
+FAR, UNSURE, PASSING, IDLE = 1 << 59, 1 << 60, 1 << 61, 1 << 62
+SLACK = 2
+"""Parts by which a victim may be wanted earlier than was believed."""
+UNSORTED_SHARE = 256
+"""Residents are looked at when one part in this many is unsure, so that it is done in bulk."""
+MOST_UNSORTED = 1024
+MOST_LOOKED_AT = 4096
+"""Residents that one search looks at before it takes what it has."""
+FEW = 256
+ADVANTAGE = 1.25
+"""How much later another group's resident must be wanted to give way."""
+
+Int64s: TypeAlias = NDArray[np.int64]
+Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
 """Which of these slots can be evicted just now."""
-
-_MOST_LOOKED_AT = 65_536
-"""Slots that one search for victims looks at before it says that there are none."""
+_NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
-class FillThenKeep:
-    """Victims by size class.
+class Stack:
+    """Slots in the order in which they came."""
 
-    Args: class_count: of the arena, the class of large slots included.
+    __slots__ = ("_end", "_items", "_start")
+
+    def __init__(self) -> None:
+        self._items = np.empty(16, np.int32)
+        self._start = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def push(self, slots: Int64s) -> None:
+        """Put slots on top."""
+        end = self._end + len(slots)
+        if end > len(self._items):
+            held = self._items[self._start : self._end]
+            items = np.empty(max(16, 2 * (len(held) + len(slots))), np.int32)
+            items[: len(held)] = held
+            self._items, self._start, self._end = items, 0, len(held)
+            end = self._end + len(slots)
+        self._items[self._end : end] = slots
+        self._end = end
+
+    def room_for(self, count: int) -> bool:
+        """Whether so many fit without taking more memory."""
+        return self._end + count <= len(self._items)
+
+    def pop(self, count: int, *, newest: bool = True) -> Int64s:
+        """Take up to `count` slots from one end."""
+        if newest:
+            start = max(self._end - count, self._start)
+            taken = self._items[start : self._end]
+            self._end = start
+        else:
+            end = min(self._start + count, self._end)
+            taken = self._items[self._start : end]
+            self._start = end
+        return taken.astype(np.int64)
+
+
+class Shelf:
+    """The stacks of one group and size class."""
+
+    __slots__ = ("entries", "group", "size_class", "stacks")
+
+    def __init__(self, group: int, size_class: int) -> None:
+        self.group = group
+        self.size_class = size_class
+        self.stacks: dict[int, Stack] = {}
+        self.entries = 0
+        """On all stacks; those that moved on since included."""
+
+    def push(self, key: int, slots: Int64s) -> None:
+        """Put slots on the stack of a key."""
+        stack = self.stacks.get(key)
+        if stack is None:
+            stack = self.stacks[key] = Stack()
+        stack.push(slots)
+        self.entries += len(slots)
+
+    def pop(self, key: int, count: int, *, newest: bool = True) -> Int64s:
+        """Take slots from the stack of a key."""
+        stack = self.stacks[key]
+        slots = stack.pop(count, newest=newest)
+        if not len(stack):
+            del self.stacks[key]
+        self.entries -= len(slots)
+        return slots
+
+
+class Policy:
+    """See the module's text.
+
+    Args:
+        arena: whose slots these are. uses: who wants what.
+        first, count: int[slots], the cache's: the samples in a slot.
     """
 
-    def __init__(self, class_count: int) -> None:
-        self._idle: list[dict[int, None]] = [{} for _ in range(class_count)]
-        self._passing: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(class_count)]
-        self._kept: list[dict[int, None]] = [{} for _ in range(class_count)]
+    def __init__(
+        self, arena: Arena, uses: NextUse, first: Int64s, count: NDArray[np.int32]
+    ) -> None:
+        self._arena = arena
+        self._uses = uses
+        self._first = first
+        self._count = count
+        self._key = np.full(arena.slot_count, NONE, np.int64)
+        self._group = np.zeros(arena.slot_count, np.int32)
+        self._shelves: list[dict[int, Shelf]] = [{} for _ in range(len(arena.class_sizes) + 1)]
+        self._large = len(arena.class_sizes)
+        self._widths: dict[int, float] = {}
+        self.used: dict[int, int] = {}
+        """Bytes of slots that each group has."""
 
-    def keep(self, slots: Iterable[int], size_class: int) -> None:
+    # ---- coming and going -----------------------------------------------------------------
+
+    def enter(self, slots: Int64s, group: int) -> None:
+        """Slots that are being filled for a group."""
+        self._group[slots] = group
+        self.used[group] = self.used.get(group, 0) + int(self._arena.sizes(slots).sum())
+
+    def leave(self, slots: Int64s) -> None:
+        """Slots that hold nothing any more."""
+        self._key[slots] = NONE
+        groups, sizes = self._group[slots], self._arena.sizes(slots)
+        for group in np.unique(groups).tolist():
+            self.used[group] -= int(sizes[groups == group].sum())
+            if not self.used[group]:
+                del self.used[group]
+
+    def keep(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled while there was room."""
-        self._kept[size_class].update(dict.fromkeys(slots))
+        self._put(slots, size_class, UNSURE)
 
-    def let_pass(self, slots: Iterable[int], size_class: int) -> None:
+    def let_pass(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled at another's cost."""
-        self._passing[size_class].update(dict.fromkeys(slots))
+        group = self._group_of(slots)
+        static = group is None or group.static(self._uses.now)
+        self._put(slots, size_class, PASSING if static else UNSURE)
 
-    def abandon(self, slots: Iterable[int], size_class: int) -> None:
+    def abandon(self, slots: Int64s, size_class: int) -> None:
         """Slots of shards that nobody has open."""
-        self._idle[size_class].update(dict.fromkeys(slots))
+        self._put(slots[self._key[slots] != IDLE], size_class, IDLE)
 
-    def idle_victims(self, size_class: int, count: int, usable: Usable) -> list[int]:
+    def doubt(self, slots: Int64s, classes: Int64s) -> None:
+        """What was believed of these residents has changed."""
+        known = self._key[slots]
+        timed = (known >= 0) & (known <= FAR)
+        if timed.any():
+            slots, classes = slots[timed], classes[timed]
+            for size_class in np.unique(classes).tolist():
+                self._put(slots[classes == size_class], size_class, UNSURE)
+
+    def _group_of(self, slots: Int64s) -> Group | None:
+        return self._uses.groups.get(int(self._group[slots[0]])) if len(slots) else None
+
+    def _put(self, slots: Int64s, size_class: int, key: int) -> None:
+        if not len(slots):
+            return
+        self._key[slots] = key
+        groups = self._group[slots]
+        if (groups == groups[0]).all():
+            self._push(self._shelf(int(groups[0]), size_class), key, slots)
+            return
+        for group in np.unique(groups).tolist():
+            self._push(self._shelf(group, size_class), key, slots[groups == group])
+
+    def _push(self, shelf: Shelf, key: int, slots: Int64s) -> None:
+        stack = shelf.stacks.get(key)
+        if stack is not None and len(stack) >= FEW and not stack.room_for(len(slots)):
+            # Before it grows: what moved on (and will never be looked for here) goes.
+            shelf.push(key, self._pop(shelf, key, len(stack)))
+        shelf.push(key, slots)
+
+    def _shelf(self, group: int, size_class: int) -> Shelf:
+        shelves = self._shelves[size_class]
+        shelf = shelves.get(group)
+        if shelf is None:
+            shelf = shelves[group] = Shelf(group, size_class)
+        return shelf
+
+    # ---- victims --------------------------------------------------------------------------
+
+    def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
-        found, spared = _search(self._idle[size_class], count, usable, newest=True)
-        self.keep(reversed(spared), size_class)
-        return found
+        found, missing = [_NO_SLOTS], count
+        for shelf in list(self._shelves[size_class].values()):
+            while IDLE in shelf.stacks and missing:
+                slots = self._pop(shelf, IDLE, missing)
+                good = usable(slots)
+                found.append(self._taken(slots[good]))
+                missing -= len(found[-1])
+                self._put(slots[~good], size_class, UNSURE)
+        return np.concatenate(found)
 
-    def victims(self, size_class: int, count: int, usable: Usable) -> list[int]:
-        """Return up to `count` slots of passing samples, oldest first, then of kept ones, newest
-        first."""
-        passing, kept = self._passing[size_class], self._kept[size_class]
-        found, spared = _search(passing, count, usable, newest=False)
-        self.let_pass(spared, size_class)
-        if len(found) < count:
-            more, spared = _search(kept, count - len(found), usable, newest=True)
-            self.keep(reversed(spared), size_class)
-            found += more
-        return found
+    def victims(
+        self, size_class: int, count: int, usable: Usable, taker: int, latest: float | None
+    ) -> tuple[Int64s, int]:
+        """Return up to `count` slots to be given to a group, and how many of these (they stand
+        first) come from other groups.
 
-    def forget(self, slots: Iterable[int], size_class: int) -> None:
-        """Slots that were evicted without having been asked for here."""
-        for group in (self._idle, self._passing, self._kept):
-            members = group[size_class]
-            if members:
-                for slot in slots:
-                    members.pop(slot, None)
+        Args: latest: take only what will be wanted after this time; None: what is farthest.
+        """
+        self._merge()
+        found, others = [_NO_SLOTS], 0
+        own = _NO_SLOTS
+        missing = count
+        for number in self._sources(size_class, taker):
+            slots = self._take(number, size_class, missing, usable, latest)
+            missing -= len(slots)
+            if number == taker:
+                own = slots
+            else:
+                found.append(slots)
+                others += len(slots)
+            if not missing:
+                break
+        return np.concatenate((*found, own)), others
 
+    def _merge(self) -> None:
+        while self._uses.merged:
+            old, new = self._uses.merged.pop()
+            moved = [
+                (size_class, key, self._pop(shelf, key, shelf.entries))
+                for size_class, shelves in enumerate(self._shelves)
+                if (shelf := shelves.pop(old, None)) is not None
+                for key in list(shelf.stacks)
+            ]
+            self._group[self._group == old] = new
+            self._widths.pop(old, None)
+            if old in self.used:
+                self.used[new] = self.used.get(new, 0) + self.used.pop(old)
+            for size_class, key, slots in moved:
+                self._put(slots, size_class, max(key, UNSURE))
 
-def _search(
-    group: dict[int, None], count: int, usable: Usable, *, newest: bool
-) -> tuple[list[int], list[int]]:
-    """Take out until `count` usable slots are found: (these, the others as they came)."""
-    found: list[int] = []
-    spared: list[int] = []
-    while group and len(found) < count and len(spared) < _MOST_LOOKED_AT:
-        slots = list(islice(reversed(group) if newest else group, count - len(found)))
-        for slot in slots:
-            del group[slot]
-        usable_now = usable(np.array(slots, np.int64))
-        if usable_now.all():
-            found += slots
-            continue
-        good = usable_now.tolist()
-        found += [slot for slot, fits in zip(slots, good, strict=True) if fits]
-        spared += [slot for slot, fits in zip(slots, good, strict=True) if not fits]
-    return found, spared
+    def _sources(self, size_class: int, taker: int) -> list[int]:
+        """Return the groups to take from, in order."""
+        shelves = self._shelves[size_class]
+        for number in [n for n, shelf in shelves.items() if not shelf.entries]:
+            del shelves[number]
+        there = list(shelves)
+        if there == [taker]:
+            return there
+        floors = self.floors()
+        worth = {number: self._farthest(number, shelves[number]) for number in there}
+        above = [n for n in there if n != taker and self.used.get(n, 0) > floors.get(n, 0)]
+        above.sort(key=lambda n: -worth[n])
+        own = [taker] if taker in worth else []
+        if self.used.get(taker, 0) < floors.get(taker, 0):
+            return above + own
+        least = ADVANTAGE * self._worth_of_own(taker, worth)
+        first = [n for n in above if worth[n] > least]
+        # Who has nothing of his own here has to take from somebody.
+        return first + own if own or first else above or there
+
+    def floors(self) -> dict[int, int]:
+        """Return the bytes that each group may not be pushed below by others."""
+        now = self._uses.now
+        jobs = {number: len(group.active(now)) for number, group in self._uses.groups.items()}
+        total = sum(jobs.values())
+        return {n: self._arena.size * k // (2 * total) for n, k in jobs.items() if k}
+
+    def _worth_of_own(self, taker: int, worth: dict[int, float]) -> float:
+        group, now = self._uses.groups.get(taker), self._uses.now
+        if group is None or group.static(now):
+            return group.epoch_s(now) if group else np.inf
+        return worth.get(taker, 0.0)
+
+    def _farthest(self, number: int, shelf: Shelf) -> float:
+        """Return in how many seconds what a group can do without soonest will be wanted."""
+        group, now = self._uses.groups.get(number), self._uses.now
+        if group is None or not group.active(now):
+            return np.inf
+        if PASSING in shelf.stacks or group.static(now):
+            return group.epoch_s(now)
+        keys = [key for key in shelf.stacks if key < FAR]
+        return max(max(keys) * self._width(group) - now, 0.0) if keys else group.epoch_s(now)
+
+    def _take(
+        self, number: int, size_class: int, count: int, usable: Usable, latest: float | None
+    ) -> Int64s:
+        shelf = self._shelves[size_class].get(number)
+        if shelf is None or not shelf.entries:
+            return _NO_SLOTS
+        group = self._uses.groups.get(number)
+        if group is None or group.static(self._uses.now):
+            return self._take_static(shelf, count, usable)
+        return self._take_farthest(group, shelf, count, usable, latest)
+
+    def _take_static(self, shelf: Shelf, count: int, usable: Usable) -> Int64s:
+        """What passes, oldest first; then what is kept, newest first."""
+        found, spared, missing, looked = [_NO_SLOTS], [], count, 0
+        while shelf.stacks and missing and looked < 16 * MOST_LOOKED_AT:
+            key = PASSING if PASSING in shelf.stacks else max(shelf.stacks)
+            slots = self._pop(shelf, key, missing, newest=key != PASSING)
+            looked += len(slots)
+            good = usable(slots)
+            found.append(self._taken(slots[good]))
+            missing -= len(found[-1])
+            if not good.all():
+                spared.append((key, slots[~good]))
+        for key, slots in reversed(spared):
+            self._put(slots, shelf.size_class, key)
+        return np.concatenate(found)
+
+    def _take_farthest(
+        self,
+        group: Group,
+        shelf: Shelf,
+        count: int,
+        usable: Usable,
+        latest: float | None,
+    ) -> Int64s:
+        width = self._width(group)
+        self._expire(shelf, int(self._uses.now / width))
+        unsorted = len(shelf.stacks.get(UNSURE, ()))
+        if unsorted > min(shelf.entries // UNSORTED_SHARE, MOST_UNSORTED):
+            self._sort_out(group, shelf, max(MOST_LOOKED_AT, 8 * count))
+        found, spared, missing, looked = [_NO_SLOTS], [], count, 0
+        while shelf.stacks and missing and looked < MOST_LOOKED_AT + 8 * count:
+            key = max((k for k in shelf.stacks if k != UNSURE), default=UNSURE)
+            if latest is not None and key <= FAR and key * width <= latest:
+                break
+            slots = self._pop(shelf, key, missing)
+            looked += len(slots)
+            if key <= FAR:
+                # Nobody knows more than that it is not wanted, or: not much sooner than believed.
+                slots = self._look_again(group, shelf, slots, key)
+            good = usable(slots)
+            found.append(self._taken(slots[good]))
+            missing -= len(found[-1])
+            if not good.all():
+                spared.append((key, slots[~good]))
+        for key, slots in reversed(spared):
+            self._put(slots, shelf.size_class, key)
+        return np.concatenate(found)
+
+    def _look_again(self, group: Group, shelf: Shelf, slots: Int64s, key: int) -> Int64s:
+        """Put those that are wanted sooner than was believed where they belong; return the rest."""
+        if not len(slots):
+            return slots
+        keys = self._keys(group, slots)
+        limit = key - SLACK if key < FAR else FAR
+        if key == FAR:
+            # All that is left may be as near: then the farthest of it is far enough.
+            limit = max((k for k in shelf.stacks if k < FAR), default=0)
+        sooner = keys < limit
+        if sooner.any():
+            self._sort_in(shelf, slots[sooner], keys[sooner])
+            slots = slots[~sooner]
+        return slots
+
+    def _expire(self, shelf: Shelf, due: int) -> None:
+        """What should have been used by now is known no longer."""
+        for key in [k for k in shelf.stacks if k < due - 1]:
+            self._put(self._pop(shelf, key, shelf.entries), shelf.size_class, UNSURE)
+
+    def _sort_out(self, group: Group, shelf: Shelf, count: int) -> None:
+        """Look at residents that nobody looked at."""
+        slots = self._pop(shelf, UNSURE, count)
+        if len(slots):
+            self._sort_in(shelf, slots, self._keys(group, slots))
+
+    def _sort_in(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> None:
+        self._key[slots] = keys
+        rising = np.argsort(keys, kind="stable")
+        slots, keys = slots[rising], keys[rising]
+        edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+        for start, stop in pairwise((0, *edges.tolist(), len(keys))):
+            self._push(shelf, int(keys[start]), slots[start:stop])
+
+    def _taken(self, slots: Int64s) -> Int64s:
+        self._key[slots] = NONE
+        return slots
+
+    def _pop(self, shelf: Shelf, key: int, count: int, *, newest: bool = True) -> Int64s:
+        """Take slots off a stack; return those that were not moved, evicted or given to another
+        group or class since, each once."""
+        slots = shelf.pop(key, count, newest=newest)
+        keys = self._key
+        classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
+        right = (keys[slots] == key) & (self._group[slots] == shelf.group)
+        right &= classes == (shelf.size_class if shelf.size_class < self._large else LARGE)
+        slots = slots[right]
+        # Mark, so that a slot that came back to where it had been is not found twice.
+        keys[slots] = NONE
+        if len(slots) > 1:
+            order = np.argsort(slots, kind="stable")
+            rising = slots[order]
+            again = rising[1:] == rising[:-1]
+            if again.any():
+                slots = np.delete(slots, order[1:][again])
+        keys[slots] = key
+        return slots
+
+    # ---- keys -----------------------------------------------------------------------------
+
+    def _width(self, group: Group) -> float:
+        """Return the seconds that one key stands for; anew when the pace has changed a lot."""
+        wanted = group.epoch_s(self._uses.now) / PARTS
+        width = self._widths.get(group.number)
+        if width is None or not 0.5 < wanted / width < 2:
+            self._widths[group.number] = width = wanted
+            for shelves in self._shelves:
+                shelf = shelves.get(group.number)
+                for key in [k for k in shelf.stacks if k <= FAR] if shelf else ():
+                    assert shelf is not None
+                    slots = self._pop(shelf, key, shelf.entries)
+                    self._put(slots, shelf.size_class, UNSURE)
+        return width
+
+    def _keys(self, group: Group, slots: Int64s) -> Int64s:
+        """Return the key of each slot: of the sample in it that is wanted soonest."""
+        firsts, counts = self._first[slots], self._count[slots].astype(np.int64)
+        now = self._uses.now
+        if (counts == 1).all():
+            times = group.deadlines(firsts, now)
+        else:
+            starts = np.cumsum(counts) - counts
+            numbers = np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
+            times = np.minimum.reduceat(group.deadlines(numbers, now), starts)
+        parts = times / self._widths[group.number]
+        keys: Int64s = np.where(parts < FAR, parts, FAR).astype(np.int64)
+        return keys
+
+    def weights(self, slots: Int64s) -> NDArray[np.float64]:
+        """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once
+        or kept for good."""
+        keys = self._key[slots]
+        weights = np.where((keys == PASSING) | (keys == IDLE) | (keys == FAR), 0.0, 1.0)
+        timed = np.flatnonzero((keys >= 0) & (keys < FAR))
+        groups = self._group[slots[timed]]
+        for number in np.unique(groups).tolist():
+            group = self._uses.groups.get(number)
+            rows = timed[groups == number]
+            if group is None or group.static(self._uses.now):
+                continue
+            ahead = keys[rows] - self._uses.now / self._widths.get(number, 1.0)
+            weights[rows] = 1 / (1 + np.maximum(ahead, 0) / PARTS)
+        return weights

@@ -54,6 +54,7 @@ class Node:
             self.directory,
             self.table,
             self._retract,
+            self.uses,
         )
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table

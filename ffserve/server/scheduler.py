@@ -170,7 +170,7 @@ class Scheduler:
 
     def pump(self, now: float) -> None:
         """Give turns until nobody can get on or enough is on its way."""
-        self._pumped = now
+        self._pumped = self._cache.uses.now = now
         if self._blocked:
             self._unblock(now)
         if self._blocked and self._favours(self._blocked[0], now):

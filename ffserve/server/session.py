@@ -24,8 +24,8 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.cache import Fetch, Int64s
-from ffserve.cache.next_use import Walk
 from ffserve.cache.orders import Arriving
+from ffserve.cache.walk import Walk
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.failures import read_failure
@@ -112,7 +112,7 @@ class Session:
             self._hello(message, now)
             return
         assert self.job is not None
-        self.job.last_seen = now
+        self.job.last_seen = self._node.uses.now = now
         match message:
             case protocol.Get():
                 self._tell(message.hits, message.hit_size, message.acknowledged)
@@ -130,7 +130,7 @@ class Session:
             case protocol.Order():
                 self._order(message)
             case protocol.Reached():
-                self._reached(message)
+                self._reached(message, now)
             case protocol.Close():
                 self._close(message.dataset)
             case protocol.Status():
@@ -280,6 +280,8 @@ class Session:
         numbers = layout.numbers(indices, layout.shards(indices))
         assert self.job is not None
         self.job.missed += len(indices)
+        if len(numbers):
+            self._node.cache.doubt(dataset.walk.asked(numbers, now))
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices))
         dataset.requests += 1
         if len(indices) == 0:
@@ -393,11 +395,12 @@ class Session:
         arriving = self._node.uses.arriving(dataset.walk, message.count, replacement=replacement)
         return _Announcement(message.tag, dataset, message.epoch, name, arriving)
 
-    def _reached(self, message: protocol.Reached) -> None:
+    def _reached(self, message: protocol.Reached, now: float) -> None:
         dataset = self._dataset(message.dataset, "reported its position in an order")
         if not (0 <= message.epoch <= _MOST_COUNTED and 0 <= message.position <= _MOST_COUNTED):
             raise ProtocolError("the client reported an impossible position")
-        dataset.walk.reached(message.epoch, message.position)
+        passed = dataset.walk.reached(message.epoch, message.position, now)
+        self._node.cache.doubt(passed)
 
     def leave(self, now: float) -> None:
         """The connection is gone: give everything back."""
