@@ -28,6 +28,7 @@ from ffserve.server.server import Server
 
 log = logging.getLogger("ffserve")
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 1024
 _POPULATE_STEP = 2 * 1024 * 1024
 
@@ -41,9 +42,13 @@ def serve(config: ServerConfig) -> int:
     """
     logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
     raise_file_limit()
+    # Who can connect can also tell us to stop, before the loop is there to hear it.
+    early: list[int] = []
+    for number in _STOPPING:
+        signal.signal(number, lambda number, _frame: early.append(number))
     listener, lock = _listen(config)
     try:
-        uvloop.run(_run(config, listener))
+        uvloop.run(_run(config, listener, early))
         return 0
     finally:
         listener.close()
@@ -51,11 +56,13 @@ def serve(config: ServerConfig) -> int:
             _remove_socket(config.socket, lock)
 
 
-async def _run(config: ServerConfig, listener: socket.socket) -> None:
+async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPPING:
         loop.add_signal_handler(number, stop.set)
+    if early:
+        stop.set()
     node = Node(config)
     server = Server(node, listener)
     stop_populating = threading.Event()
