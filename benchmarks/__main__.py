@@ -48,6 +48,8 @@ def main() -> int:
     except FFServeError as error:
         cli.report(error)
         return cli.exit_code(error)
+    except KeyboardInterrupt:
+        return cli.EXIT_INTERRUPTED
 
 
 def _measure(asked: argparse.Namespace) -> list[dict[str, Any]]:

@@ -90,13 +90,13 @@ def test_limits_go_both_ways_and_a_stand_in_judges_nothing() -> None:
 
 def test_several_clients_and_a_daemon_are_added_up() -> None:
     clients = (
-        {"samples": 10, "size": 100, "seconds": 1.0, "cpu": 1e-3, "private": 5, "took": [0.1] * 99},
-        {"samples": 30, "size": 300, "seconds": 2.0, "cpu": 1e-3, "private": 7, "took": [1.0]},
+        {"samples": 10, "size": 100, "seconds": 1.0, "cpu": 1e-3, "own": 5, "took": [0.1] * 99},
+        {"samples": 30, "size": 300, "seconds": 2.0, "cpu": 1e-3, "own": 7, "took": [1.0]},
     )
     result = Result(clients, {"cpu_s": 2e-3, "pss": 11, "blocks_read": 8, "wall_s": 2.0})
     assert result.rate == 250 and result.rates == [100, 150]
     assert result.cpu_us == pytest.approx(100)
-    assert result.total("private") == 12
+    assert result.total("own") == 12
     assert result.batch_s(50) == pytest.approx(0.1)
     assert result.batch_s(99.9) > 0.9
     assert cases._miss_us(result, None) == pytest.approx(250)
@@ -199,7 +199,7 @@ def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path)
     for client in result.clients:
         assert client["size"] == 4 * KIB * client["samples"] > 0
         assert len(client["took"]) * 64 == client["samples"]
-        assert client["cpu"] > 0 and client["private"] > 0 and client["pss"] >= client["private"]
+        assert client["cpu"] > 0 and client["own"] > 0 and client["pss"] >= client["own"]
 
 
 def test_a_contestant_that_fails_is_quoted(bench: Bench, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def rival(
             load(files)
         return bench.run(
             "ffserve.bench.peers:contestant", data, peer=peer.name, place=ready["place"],
+            imports=[peer.module] if peer.forks else [],
             batch=batch, clients=clients, once=cold,
         )  # fmt: skip
 

@@ -6,9 +6,9 @@ when all have, this one says "ready" and waits for a line; then all run for the 
 line of JSON for each is printed: what was delivered, the seconds, the CPU seconds and memory of the
 process and its children, the seconds of each batch.
 
-Memory is taken when the time is over, the last batch being held. ``private`` is what only this
-contestant has and nobody could take from it (private dirty pages); ``pss`` adds its share of shared
-memory and of the page cache that it has mapped.
+Memory is taken when the time is over, of all these processes together. ``own`` is what nobody else
+has and nobody could take from it (anonymous pages); ``pss`` adds the share of shared memory and of
+the page cache that is mapped.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def cpu_s(pid: int) -> float:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Return a process's own memory and its share of all, in bytes."""
-    found = {"private": 0, "pss": 0}
+    """Return a process's share of anonymous memory (``own``), of all memory (``pss``), and its
+    ``private`` dirty pages, in bytes."""
+    names = {"Pss_Anon:": "own", "Pss:": "pss", "Private_Dirty:": "private"}
+    found = dict.fromkeys(names.values(), 0)
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
             name, size, *_ = line.split()
-            if name in ("Private_Dirty:", "Private_Hugetlb:"):
-                found["private"] += int(size) * 1024
-            elif name == "Pss:":
-                found["pss"] += int(size) * 1024
+            if name in names:
+                found[names[name]] = int(size) * 1024
     return found
 
 
@@ -129,7 +129,7 @@ def _compete(case: Case, function: Callable[[Case], Any], ready: int, go: int) -
         "size": size,
         "seconds": now - begin,
         "cpu": used,
-        "private": sum(m["private"] for m in occupied),
+        "own": sum(m["own"] for m in occupied),
         "pss": sum(m["pss"] for m in occupied),
         "took": [round(t, 7) for t in took],
     }
@@ -156,6 +156,8 @@ def main() -> int:
     case: Case = json.loads(sys.argv[1])
     module, _, name = case["who"].partition(":")
     function = getattr(importlib.import_module(module), name)
+    for package in case.get("imports", ()):  # once, not once a client
+        importlib.import_module(package)
     arrived, ready = os.pipe()
     go = os.pipe()
     clients = [
@@ -169,6 +171,7 @@ def main() -> int:
     if here < len(clients):  # one died; what it said stands on standard error
         os.close(go[1])
         return 1
+    before = memory(os.getpid())
     print("ready", flush=True)
     sys.stdin.readline()
     os.close(go[1])
@@ -178,8 +181,11 @@ def main() -> int:
             text = file.read()
         if os.waitpid(pid, 0)[1] != 0 or not text:
             code = 1
-        else:
-            print(text, flush=True)
+            continue
+        figures = json.loads(text)
+        for name in {"own", "pss"} & figures.keys():  # what the first process shares with them
+            figures[name] += before[name] // len(clients)
+        print(json.dumps(figures), flush=True)
     return code
 
 

@@ -40,6 +40,8 @@ class Peer:
     """Write all samples below a new directory."""
     open: Callable[[str], Read]
     in_order: bool = False
+    forks: bool = True
+    """Whether a process may fork that has imported it."""
 
     @property
     def missing(self) -> str | None:
@@ -312,7 +314,7 @@ PEERS = (
         "ArrayRecord", "array-record", "array_record", _prepare_array_record, _open_array_record
     ),
     Peer("MosaicML", "mosaicml-streaming", "streaming", _prepare_streaming, _open_streaming),
-    Peer("Lance", "pylance", "lance", _prepare_lance, _open_lance),
+    Peer("Lance", "pylance", "lance", _prepare_lance, _open_lance, forks=False),
     Peer("h5py", "h5py", "h5py", _prepare_h5py, _open_h5py),
     Peer("ffrecord", "ffrecord", "ffrecord", _prepare_ffrecord, _open_ffrecord),
     Peer("TFRecord", "tensorflow", "tensorflow", _prepare_tfrecord, _open_tfrecord, in_order=True),

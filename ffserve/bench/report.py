@@ -16,7 +16,7 @@ from ffserve.bench.runner import RATIO
 from ffserve.cli.terminal import print_table
 
 Rows = Sequence[dict[str, Any]]
-FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("private_mb", ",.0f"))
+FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("own_mb", ",.0f"))
 
 
 def machine(folder: str) -> dict[str, Any]:

@@ -204,8 +204,8 @@ def _figures(results: list[Result], bases: list[Result]) -> dict[str, Any]:
     if results and "size" in results[0].clients[0]:
         found["mb_s"] = statistics.median(r.rate for r in results) / 1e6
         found["cpu_us"] = statistics.median(r.cpu_us for r in results)
-        if "private" in results[0].clients[0]:
-            found["private_mb"] = max(r.total("private") for r in results) / 1e6
+        if "own" in results[0].clients[0]:
+            found["own_mb"] = max(r.total("own") for r in results) / 1e6
             found["pss_mb"] = max(r.total("pss") for r in results) / 1e6
         if results[0].daemon:
             found["daemon_pss_mb"] = max(r.daemon["pss"] for r in results) / 1e6
