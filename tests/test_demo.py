@@ -126,7 +126,7 @@ def test_a_demo_whose_daemon_dies_says_so_and_leaves_nothing(tmp_path: Path) -> 
         daemons: list[int] = []
         while not daemons and time.monotonic() < deadline:
             time.sleep(0.05)
-            daemons = [pid for pid in children(process.pid) if b"serve" in command_line(pid)]
+            daemons = [pid for pid in children(process.pid) if b"\0serve\0" in command_line(pid)]
         for line in process.stdout or ():
             if "epoch 1" in line:
                 break
