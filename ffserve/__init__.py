@@ -24,7 +24,7 @@ from ffserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from ffserve import aio, torch, utils
+    from ffserve import aio, example, torch, utils
     from ffserve.client.fileio import FileReader, FileWriter
     from ffserve.client.packed import PackedFolder, pack_folder
     from ffserve.client.reader import Reader, open
@@ -44,7 +44,7 @@ _HOMES = {
     "PackedFolder": "ffserve.client.packed",
     "pack_folder": "ffserve.client.packed",
 }
-_MODULES = ("aio", "torch", "utils")
+_MODULES = ("aio", "example", "torch", "utils")
 
 __all__ = [
     "AccessDenied",
@@ -65,6 +65,7 @@ __all__ = [
     "Writer",
     "aio",
     "create",
+    "example",
     "open",
     "pack_folder",
     "torch",
