@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -610,17 +611,69 @@ def test_a_loader_can_be_copied_and_pickled() -> None:
 # With a daemon
 
 
-def test_a_daemon_hears_of_it(tmp_path: Path, daemon: Daemon, monkeypatch: Any) -> None:
+@pytest.fixture
+def file(tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FFSERVE_SOCKET", str(daemon.socket))
-    path = write(tmp_path / "train.ffr", [b"%d" % i for i in range(200)])
-    dataset = cases.Raw(path)
-    sampler = EpochSampler(200, seed=0)
-    loader = DataLoader(
-        dataset, batch_size=10, sampler=sampler, num_workers=2, collate_fn=cases.keep_list
+    return write(tmp_path / "train.ffr", [b"%d" % i for i in range(200)])
+
+
+def loader_over(dataset: Any, sampler: EpochSampler, **options: Any) -> DataLoader:
+    return DataLoader(
+        dataset, batch_size=10, sampler=sampler, collate_fn=cases.keep_list, **options
     )
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        got = [int(sample) for batch in loader for sample in batch]
-        assert got == sampler.order().tolist()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) -> None:
+    dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
+    loader = loader_over(dataset, sampler, num_workers=1, multiprocessing_context=start_method)
+    batches = iter(loader)
+    got = [int(sample) for _ in range(3) for sample in next(batches)]
     loader._plan._announcer.settle()
+    walks = daemon.status()["walks"]
+    assert len(walks) == 1, "the workers are of the same job"
+    walk = walks[0]
+    assert (walk["epoch"], walk["count"], walk["announced"]) == (0, 200, [0, 1])
+    got += [int(sample) for batch in batches for sample in batch]
+    assert got == sampler.order().tolist()
+    until(lambda: daemon.status()["walks"][0]["epoch"] == 1, "the next epoch")
+    sampler.set_epoch(1)
+    assert len(list(loader)) == 20
+    loader._plan._announcer.settle()
+    until(lambda: daemon.status()["walks"][0]["announced"] == [2], "the third epoch")
+    dataset.reader.close()
+    until(lambda: not daemon.status()["walks"], "the end")
+
+
+def train(dataset: Any, rank: int, told: Any, go_on: Any) -> None:
+    """A rank that its parent gave the dataset."""
+    loader = loader_over(dataset, EpochSampler(200, seed=0, rank=rank, world_size=2))
+    batches = iter(loader)
+    got = [int(sample) for sample in next(batches)]
+    loader._plan._announcer.settle()
+    told.set()
+    go_on.wait()
+    got += [int(sample) for batch in batches for sample in batch]
+    assert got == loader.sampler.order().tolist()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_ranks_of_one_parent_are_told_apart(file: str, daemon: Daemon, start_method: str) -> None:
+    context = multiprocessing.get_context(start_method)
+    dataset = cases.Raw(file)
+    assert dataset[0] == b"0"
+    told, go_on = [context.Event(), context.Event()], context.Event()
+    ranks = [
+        context.Process(target=train, args=(dataset, rank, told[rank], go_on)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    assert all(event.wait(60) for event in told)
+    walks = [walk for walk in daemon.status()["walks"] if walk["announced"]]
+    assert [walk["count"] for walk in walks] == [100, 100]
+    assert walks[0]["job"] != walks[1]["job"]
+    go_on.set()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
     dataset.reader.close()

@@ -7,6 +7,7 @@ RuntimeError for a wrong call, the errors here are those too, beside being ffser
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import os
 import warnings
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.connection import job_name, join_job
 from ffserve.client.writer import create
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 from ffserve.formats import by_name
@@ -247,8 +247,11 @@ class FileReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy in a worker belongs to the job of the process that made it.
-        return _opened_again, (job_name(), type(self), self._fnames, self._check_data)
+        if self._reader is None:
+            return type(self), (self._fnames, self._check_data)
+        # Of its own, also for copy.copy; it connects at its first use.
+        reader = copy.copy(self._reader)
+        return _copy, (type(self), self._fnames, self._check_data, reader, self._n)
 
     def __repr__(self) -> str:
         state = "closed, " if self._reader is None else ""
@@ -285,11 +288,12 @@ class FileReader:
         return given.astype(np.int64)
 
 
-def _opened_again(
-    job: str, kind: type[FileReader], fnames: list[str], check_data: bool
+def _copy(
+    kind: type[FileReader], fnames: list[str], check_data: bool, reader: Any, n: int
 ) -> FileReader:
-    join_job(job)
-    return kind(fnames, check_data)
+    made = kind.__new__(kind)
+    made._fnames, made._check_data, made._reader, made._n = fnames, check_data, reader, n
+    return made
 
 
 def _integers(indices: Iterable[int]) -> NDArray[Any]:
