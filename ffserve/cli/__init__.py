@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("examine", "Show what is in record files."),
     "verify": ("examine", "Read everything and check every checksum."),
     "cat": ("examine", "Write samples to standard output."),
+    "convert": ("convert", "Convert record files, tar files, arrays and directories."),
     "index": ("index", "Keep what a walk over files without tables (TFRecord) finds."),
 }
 """Command → its module here and its line in the list of commands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 
 import click
 
@@ -43,7 +44,7 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
     """
     from ffserve.client import packed
 
-    with progress("packing", _total_size(paths), as_bytes=True) as shown:
+    with progress("packing", total_size(paths), as_bytes=True) as shown:
         written = packed.pack(
             paths, out, shards=shards, jobs=jobs, progress=lambda _count, size: shown.advance(size)
         )
@@ -57,8 +58,8 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
     return 0
 
 
-def _total_size(paths: tuple[str, ...]) -> int:
-    """Return about how many bytes will be packed; what cannot be looked at counts nothing."""
+def total_size(paths: Sequence[str]) -> int:
+    """Return about how many bytes files and directories have; what cannot be looked at has none."""
     total = 0
     seen: set[tuple[int, int]] = set()
     waiting = list(paths)

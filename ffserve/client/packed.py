@@ -310,6 +310,17 @@ def _scan(paths: list[str], out: str) -> _Tree:
     return tree
 
 
+def files_below(path: str, out: str) -> list[tuple[str, str]]:
+    """List the files below a directory, depth first and by name.
+
+    Args:    path: the directory. out: what will be written, which may not be among them.
+    Returns: (name below the directory, path) of each.
+    Raises:  UsageError for what is no file; ReadError, AccessDenied.
+    """
+    entries = _scan([path], out).entries
+    return [("/".join(parts), source) for parts, source in entries if source is not None]
+
+
 def _descend(
     folder: str, parts: tuple[str, ...], tree: _Tree, final: str, above: list[tuple[int, int]]
 ) -> None:

@@ -1,0 +1,91 @@
+"""``ffserve convert``: from any records to record files of any format."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+import click
+
+from ffserve.cli.terminal import counted, print_json, progress
+from ffserve.config import format_size
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="IN...")
+@click.argument("out")
+@click.option("--format", "format_name", metavar="NAME", help="Of OUT; by its suffix if left out.")
+@click.option(
+    "--shards", type=click.IntRange(1, 100_000), default=1, show_default=True,
+    help="Files to write; with more than one, OUT is a directory.",
+)  # fmt: skip
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), default=min(4, os.cpu_count() or 1),
+    show_default=True, help="Processes; each writes one shard at a time.",
+)  # fmt: skip
+@click.option(
+    "--compress", metavar="NAME", help="none, snappy, gzip or zlib, as OUT's format has it."
+)
+@click.option("--dialect", metavar="py|go", help="RecordIO: which.")
+@click.option("--drop-names", is_flag=True, help="Store files alone, without their names.")
+@click.option("--verify", is_flag=True, help="Read back what was written and compare it.")
+@click.option("--json", "as_json", is_flag=True, help="Write what was done as JSON.")
+def convert(
+    inputs: tuple[str, ...],
+    out: str,
+    format_name: str | None,
+    shards: int,
+    jobs: int,
+    compress: str | None,
+    dialect: str | None,
+    drop_names: bool,
+    verify: bool,
+    as_json: bool,
+) -> int:
+    """Write the records of any files into record files.
+
+    IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
+    arrays (a row is a record), or directories of other files (a file is a record). Names are kept:
+    FFRecord has them in a sample at the end, the others get one tf.train.Example for files that
+    share a name up to its first dot.
+
+    With --shards, shards that are finished are kept when the command is given again.
+
+    \b
+      ffserve convert '/data/*.tfrecord.gz' train.tfrecord
+      ffserve convert web-{000..099}.tar /fast/web --format ffrecord --shards 64 --jobs 8
+      ffserve convert features.npy features.ffr --verify
+    """
+    from ffserve.cli.pack import total_size
+    from ffserve.convert import convert as run
+
+    files = [path for given in inputs for path in glob.glob(given) or [given]]
+    with progress("converting", total_size(files), as_bytes=True) as shown:
+        written = run(
+            inputs,
+            out,
+            format=format_name,
+            shards=shards,
+            jobs=jobs,
+            compression=compress,
+            dialect=dialect,
+            names="drop" if drop_names else "keep",
+            verify=verify,
+            progress=lambda _count, size: shown.advance(size),
+        )
+    if as_json:
+        print_json(
+            {
+                "paths": list(written.paths),
+                "samples": written.samples,
+                "size_bytes": written.bytes,
+                "kept": written.kept,
+            }
+        )
+        return 0
+    where = out if shards == 1 else f"{shards} files in {out}"
+    kept = f" ({written.kept} of them were there already)" if written.kept else ""
+    verified = ", read back and compared" if verify else ""
+    samples, size = counted(written.samples, "sample"), format_size(written.bytes)
+    click.echo(f"{samples}, {size}: {where}{kept}{verified}")
+    return 0
