@@ -24,7 +24,7 @@ from ffserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from ffserve import aio, example, torch, utils
+    from ffserve import aio, convert, example, grain, hf, tensorflow, torch, utils
     from ffserve.client.fileio import FileReader, FileWriter
     from ffserve.client.packed import PackedFolder, pack_folder
     from ffserve.client.reader import Reader, open
@@ -44,7 +44,7 @@ _HOMES = {
     "PackedFolder": "ffserve.client.packed",
     "pack_folder": "ffserve.client.packed",
 }
-_MODULES = ("aio", "example", "torch", "utils")
+_MODULES = ("aio", "convert", "example", "grain", "hf", "tensorflow", "torch", "utils")
 
 __all__ = [
     "AccessDenied",
@@ -64,10 +64,14 @@ __all__ = [
     "UsageError",
     "Writer",
     "aio",
+    "convert",
     "create",
     "example",
+    "grain",
+    "hf",
     "open",
     "pack_folder",
+    "tensorflow",
     "torch",
     "utils",
 ]
