@@ -23,8 +23,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "MosaicML": ("#E69F00", "P"),
     "Lance": ("#8C6D31", "X"),
     "h5py": ("#6A51A3", "<"),
-    "TFRecord": ("#737373", ">"),
-    "WebDataset": ("#A6761D", "h"),
+    "TFRecord": ("#666666", ">"),
+    "WebDataset": ("#AAAAAA", "h"),
     "ffrecord": ("#333333", "*"),
 }
 Rows = Sequence[dict[str, Any]]

@@ -172,10 +172,10 @@ def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_pat
         for size in sizes:
             writer.write(bytes(size))
     data = records.existing([str(path)], 1 << 30)
+    peer.make(str(tmp_path), data)
     place = peer.place(str(tmp_path), data)
     chosen = np.array([5, 39, 0, 7, 5]) if not peer.in_order else np.arange(40)
     assert peer.open(place)(chosen) == sum(sizes[k] for k in chosen)
-    assert peer.place(str(tmp_path), data) == place
 
 
 # ---------------------------------------------------------------- processes

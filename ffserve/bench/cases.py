@@ -6,6 +6,7 @@ A row is named ``state/size/…/what``; the limits are those that this project s
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,17 +166,19 @@ def rival(
     """A peer in a group of ours: the same samples, in the same batches."""
 
     def run() -> Result:
-        [ready] = bench.run(
-            "ffserve.bench.peers:prepare", peer=peer.name, folder=bench.folder,
-            samples=dataclasses.asdict(data),
-        ).clients  # fmt: skip
-        files = files_below(ready["place"])
+        place = peer.place(bench.folder, data)
+        if not os.path.exists(place):
+            bench.run(
+                "ffserve.bench.peers:prepare", peer=peer.name, folder=bench.folder,
+                samples=dataclasses.asdict(data),
+            )  # fmt: skip
+        files = files_below(place)
         if cold:
             evict(files)
         else:
             load(files)
         return bench.run(
-            "ffserve.bench.peers:contestant", data, peer=peer.name, place=ready["place"],
+            "ffserve.bench.peers:contestant", data, peer=peer.name, place=place,
             imports=[peer.module] if peer.forks else [],
             batch=batch, clients=clients, once=cold,
         )  # fmt: skip

@@ -26,7 +26,8 @@ from ffserve.bench.records import Data
 
 Read = Callable[[NDArray[np.int64]], int]
 SHARD_SIZE = 64 << 20
-READ_AHEAD_SIZE = 64 << 10
+LARGE_SIZE = 32 << 10
+"""From this mean size on mmap asks for a batch's samples beforehand, not page by page."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,16 @@ class Peer:
         return f"not installed (pip install {self.package})"
 
     def place(self, folder: str, data: Data) -> str:
-        """Return where its files are, prepared if they were not."""
-        path = os.path.join(folder, f"{data.name}-{data.count}-{self.name}")
-        if not os.path.exists(path):
-            shutil.rmtree(f"{path}.part", ignore_errors=True)
-            os.mkdir(f"{path}.part")
-            self.prepare(data, f"{path}.part")
-            os.rename(f"{path}.part", path)
-        return path
+        """Return where its files are, or will be."""
+        return os.path.join(folder, f"{data.name}-{data.count}-{self.name}")
+
+    def make(self, folder: str, data: Data) -> None:
+        """Prepare its files; they are there as a whole or not at all."""
+        path = self.place(folder, data)
+        shutil.rmtree(f"{path}.part", ignore_errors=True)
+        os.mkdir(f"{path}.part")
+        self.prepare(data, f"{path}.part")
+        os.rename(f"{path}.part", path)
 
 
 def contestant(case: Case) -> Delivered:
@@ -69,10 +72,11 @@ def contestant(case: Case) -> Delivered:
     return delivering(case, BY_NAME[case["peer"]].open(case["place"]))
 
 
-def prepare(case: Case) -> dict[str, str]:
+def prepare(case: Case) -> dict[str, Any]:
     """Prepare a peer's files in this process, since its package may leave threads behind."""
     data = Data(**{**case["samples"], "paths": tuple(case["samples"]["paths"])})
-    return {"place": BY_NAME[case["peer"]].place(case["folder"], data)}
+    BY_NAME[case["peer"]].make(case["folder"], data)
+    return {}
 
 
 # --------------------------------------------------------------------------- plain files
@@ -109,12 +113,16 @@ def _open_preadv(place: str) -> Read:
 def _open_mmap(place: str) -> Read:
     fd, starts, ends = _flat_table(place)
     mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    if len(mapping) < READ_AHEAD_SIZE * len(ends):
-        mapping.madvise(mmap.MADV_RANDOM)  # what the kernel reads ahead would be more than a sample
+    # Else every fault reads ahead, by megabytes on some machines: soon the whole of a small file.
+    mapping.madvise(mmap.MADV_RANDOM)
+    large = len(mapping) > LARGE_SIZE * len(ends)
     whole = np.frombuffer(mapping, np.uint8)
 
     def read(chosen: NDArray[np.int64]) -> int:
-        parts = zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True)
+        parts = list(zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True))
+        for start, end in parts if large else ():
+            first = start & -mmap.PAGESIZE
+            mapping.madvise(mmap.MADV_WILLNEED, first, end - first)
         return np.concatenate([whole[start:end] for start, end in parts]).nbytes
 
     return read
