@@ -1,7 +1,9 @@
 """The picture of the README: throughput by record size and by number of clients.
 
-Drawn from recorded rows alone, so it can be drawn anew without measuring. The colours are those of
-Okabe and Ito, which colour-blind readers can tell apart; shape and order say the same.
+As shares of the yardstick, since places were measured one after the other and a machine's speed
+changes between them; what 1.0 was in GB/s stands below each place. Drawn from recorded rows alone,
+so it can be drawn anew without measuring. The colours are mostly those of Okabe and Ito, which
+colour-blind readers can tell apart; shapes say the same.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from ffserve.config import format_size
 
-OURS = "ffserve"
+OURS, YARDSTICK = "ffserve", "yardstick"
 CLIENTS_AT = 4096
 STYLES: dict[str, tuple[str, str]] = {
     OURS: ("#D55E00", "o"),
@@ -29,11 +31,12 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 Rows = Sequence[dict[str, Any]]
 Curve = dict[float, tuple[float, float, float]]
-"""x → GB/s: the median, and from the slowest turn's ratio to the fastest one's."""
+"""x → share of the yardstick: the median, the slowest turn, the fastest turn."""
 
 
 def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
-    """Return what to draw: one curve a contestant, and the yardstick's under its own name.
+    """Return what to draw: one curve a contestant, the better of ours, and under YARDSTICK the
+    GB/s that are 1.0.
 
     Args:
         state: "hot" or "cold".
@@ -47,16 +50,12 @@ def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
         if not fits or (row["at_most"] or row["unit"] != "×"):
             continue
         who = OURS if row["who"].startswith(OURS) else row["who"]
-        base = row["yardstick_mb_s"] / 1e3
-        place = (base * row["value"], base * row["low"], base * row["high"])
+        place = (row["value"], row["low"], row["high"])
         curve = found.setdefault(who, {})
         curve[row[by]] = max(place, curve.get(row[by], (0.0, 0.0, 0.0)))
-        found.setdefault(_yardstick(row), {})[row[by]] = (base, base, base)
+        base = row["yardstick_mb_s"] / 1e3
+        found.setdefault(YARDSTICK, {})[row[by]] = (base, base, base)
     return found
-
-
-def _yardstick(row: dict[str, Any]) -> str:
-    return "memcpy" if row["against"] == "memcpy" else str(row["against"])
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -72,11 +71,11 @@ def draw(rows: Rows, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = [
-        (curves(rows, "hot", "bytes"), "in memory, by record size", "bytes"),
-        (curves(rows, "cold", "bytes"), "from disk, by record size", "bytes"),
-        (curves(rows, "hot", "clients"), "in memory, 4 KiB records, by clients", "clients"),
+        (curves(rows, "hot", "bytes"), "In memory, by record size", "bytes", "memcpy"),
+        (curves(rows, "cold", "bytes"), "From disk, by record size", "bytes", "fio"),
+        (curves(rows, "hot", "clients"), "In memory, 4 KiB, by clients", "clients", "memcpy"),
     ]
-    if not all(found for found, _, _ in panels):
+    if not all(found for found, *_ in panels):
         raise UsageError(
             "the rows of the picture have not been measured",
             hint="python -m benchmarks --only hot-peers --only cold-peers --record FILE",
@@ -84,29 +83,37 @@ def draw(rows: Rows, path: Path) -> None:
     plt.rcParams.update({"font.size": 8.5, "svg.fonttype": "none"})
     figure, axes = plt.subplots(1, 3, figsize=(10.4, 4.1), sharey=True)
     handles: dict[str, Any] = {}
-    for axis, (found, title, by) in zip(axes, panels, strict=True):
+    for axis, (found, title, by, base) in zip(axes, panels, strict=True):
+        speeds = found.pop(YARDSTICK)
+        line = axis.axhline(1, color="black", linestyle="--", linewidth=1.2, zorder=2)
+        handles.setdefault("1.0: memcpy, fio", line)
         for who, curve in found.items():
             name, line = _plot(axis, who, curve, _in_order(rows, who))
             handles.setdefault(name, line)
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, fontsize=9.5)
+        axis.set_ylabel(f"share of {base}")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         places = sorted({x for curve in found.values() for x in curve})
-        axis.set_xticks(places, [_tick(x, by) for x in places])
+        names = [f"{_tick(x, by)}\n{speeds[x][0]:.2g}" for x in places]
+        axis.set_xticks(places, names)
+        what = "record size" if by == "bytes" else "clients"
+        axis.set_xlabel(f"{what}; below it, 1.0 in GB/s", fontsize=8)
         axis.minorticks_off()
         axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
-    axes[0].set_ylabel("GB/s delivered (logarithmic)")
     low, high = axes[0].get_ylim()
-    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low < t < high]
+    ticks = [t for t in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3) if low < t < high]
     axes[0].set_yticks(ticks, [f"{t:g}" for t in ticks])
     axes[0].minorticks_off()
-    order = sorted(handles, key=lambda name: (not name.startswith(OURS), "memcpy" not in name))
+    order = sorted(
+        handles, key=lambda name: (not name.startswith(OURS), not name.startswith("1.0"))
+    )
     figure.legend(
         [handles[name] for name in order], order, loc="lower center", ncols=6, frameon=False,
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -115,10 +122,6 @@ def draw(rows: Rows, path: Path) -> None:
 def _plot(axis: Any, who: str, curve: Curve, in_order: bool) -> tuple[str, Any]:
     xs = sorted(curve)
     ys = [curve[x][0] for x in xs]
-    if who not in STYLES:  # a yardstick
-        name = "memcpy, or fio: the yardstick"
-        [line] = axis.plot(xs, ys, color="black", linestyle="--", linewidth=1.2, zorder=2)
-        return name, line
     color, marker = STYLES[who]
     errors = [
         [max(0.0, curve[x][0] - curve[x][1]) for x in xs],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -381,7 +382,8 @@ def test_all_cases_run_and_the_picture_is_drawn(tmp_path: Path) -> None:
     names = set(benchmarks(*TINY, "--folder", tmp_path, "--list").split())
     assert {row["name"] for row in rows} == names
     assert all(row["value"] >= 0 for row in rows)
-    pytest.importorskip("matplotlib")
+    if importlib.util.find_spec("matplotlib") is None:
+        return
     benchmarks("--draw-only", "--record", file, "--picture", tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -399,8 +401,8 @@ def test_the_picture_has_a_curve_for_everybody() -> None:
         row("LMDB", 4096, 1, 0.25), row("LMDB", 1024, 1, 0.1), row("LMDB", 4096, 2, 0.2),
     ]  # fmt: skip
     by_size = picture.curves(rows, "hot", "bytes")
-    assert by_size["ffserve"] == {4096: (1.5, 0.75, 3.0)}
+    assert by_size["ffserve"] == {4096: (0.75, 0.375, 1.5)}
     assert sorted(by_size["LMDB"]) == [1024, 4096]
-    assert by_size["memcpy"][4096] == (2.0, 2.0, 2.0)
+    assert by_size["yardstick"][4096] == (2.0, 2.0, 2.0)
     assert sorted(picture.curves(rows, "hot", "clients")["LMDB"]) == [1, 2]
     assert picture.curves(rows, "cold", "bytes") == {}
