@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import stat
@@ -34,6 +35,10 @@ def _reads_aligned(fd: int, alignment: int) -> bool:
     return True
 
 
+_proven: set[tuple[int, int]] = set()
+"""Devices and alignments at which reading was tried."""
+
+
 def direct_alignment(fd: int) -> int:
     """Alignment of reads from a descriptor that has O_DIRECT, or 1 if none works.
 
@@ -41,15 +46,22 @@ def direct_alignment(fd: int) -> int:
     """
     out = ffi.new("uint32_t[2]")
     candidates = []
-    if lib.ffs_dio_alignment(fd, out, out + 1) == 0:
+    told = lib.ffs_dio_alignment(fd, out, out + 1) == 0
+    if told:
         if not out[1]:
             return 1
         candidates.append(int(max(out[0], out[1])))
     else:
         candidates.append(_logical_block_size(os.fstat(fd).st_dev))
     candidates += [size for size in (4096, 65536) if size > candidates[0]]
+    device = os.fstat(fd).st_dev
     for alignment in candidates:
+        if told and (device, alignment) in _proven:
+            return alignment
         if alignment & (alignment - 1) == 0 and _reads_aligned(fd, alignment):
+            # What the kernel says of a file need not be tried for every file of the device.
+            if told:
+                _proven.add((device, alignment))
             return alignment
     return 1
 
@@ -72,7 +84,7 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
             raise UsageError("not a regular file", path=os.fspath(path))
-        if not _flags(fd) & os.O_DIRECT:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             return fd, 1
         alignment = direct_alignment(fd)
         if alignment == 1:
@@ -83,14 +95,6 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
         os.close(fd)
         raise
     return fd, alignment
-
-
-def _flags(fd: int) -> int:
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("flags:"):
-                return int(line.split()[1], 8)
-    return 0
 
 
 def _open_buffered(path: str, given: int | None, refused: OSError | None) -> int:

@@ -25,7 +25,7 @@ from ffserve.cache.shards import ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
+from ffserve.files import os_error, wrap_os_error
 from ffserve.server import access
 from ffserve.server.access import Peer
 from ffserve.server.reading import Reading
@@ -99,8 +99,16 @@ class Catalog:
         keys = await loop.run_in_executor(
             self._pool, self._identify, paths, format_name, verify, tolerant, peer
         )
-        while len(self._open) + len(keys) > self._most_open and self._drop_idle():
-            pass
+        new = sum(key not in self._open for key in set(keys))
+        while len(self._open) + new > self._most_open and self._drop_idle():
+            new = sum(key not in self._open for key in set(keys))
+        if len(self._open) + new > self._most_open:
+            raise ReadError(
+                f"the daemon may hold {self._most_open} files open and holds {len(self._open)} "
+                f"that are in use; this data set has {new} more",
+                path=paths[0],
+                hint="raise its limit on open files (ulimit -n, LimitNOFILE= of its unit)",
+            )
         wanted = dict(zip(keys, paths, strict=True))
         while True:
             mine: dict[Key, asyncio.Future[OpenShard]] = {}
@@ -230,7 +238,7 @@ class Catalog:
                 )
                 bound_lengths(self._directory.offsets[base:end], lengths, size)
                 self._directory.set_lengths(base, lengths)
-                fd, alignment = open_direct(f"/proc/self/fd/{plain}")
+                fd, alignment = wrap_os_error(lambda _: open_direct(f"/proc/self/fd/{plain}"), path)
             except BaseException:
                 with self._reserving:
                     self._directory.release(base, parsed.count)
