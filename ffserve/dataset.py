@@ -147,17 +147,24 @@ class Layout:
         return runs
 
 
+_PIECE = 1 << 20
+"""Samples looked at together: a table may have a hundred million."""
+
+
 def bound_lengths(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> None:
     """Shorten, in place, the lengths of samples that a cut file does not hold whole.
 
     They keep one byte more than the file has, so that reading them still meets its end, and so
     that no length out of a file makes anybody allocate more than the file's own size.
     """
-    cut = (lengths > 0) & ((offsets > size) | (lengths > size))
-    cut |= (lengths > 0) & ~cut & (offsets + lengths > size)
-    if cut.any():
-        held = np.uint64(size) - np.minimum(offsets[cut], np.uint64(size))
-        lengths[cut] = held + np.uint64(1)
+    for start in range(0, len(lengths), _PIECE):
+        piece = lengths[start : start + _PIECE]
+        begins = offsets[start : start + _PIECE]
+        cut = (piece > 0) & ((begins > size) | (piece > size))
+        cut |= (piece > 0) & ~cut & (begins + piece > size)
+        if cut.any():
+            held = np.uint64(size) - np.minimum(begins[cut], np.uint64(size))
+            piece[cut] = held + np.uint64(1)
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

@@ -103,11 +103,10 @@ class Directory:
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
         """Write the lengths of a shard's samples into its unreadable entries."""
         run = self.entries[start : start + len(lengths)]
-        run["length_low"] = lengths & np.uint64(0xFFFFFFFF)
-        high = lengths >> np.uint64(32)
-        if high.any():
+        run["length_low"] = lengths.astype(np.uint32)
+        if len(lengths) and int(lengths.max()) >> 32:
             self._long = True
-            run["place"] = high << np.uint64(48)
+            run["place"] = lengths >> np.uint64(32) << np.uint64(48)
 
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return lengths in bytes, int64[n]."""
