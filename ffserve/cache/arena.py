@@ -97,7 +97,7 @@ class Arena:
         del free[cut:]
         if taken:
             slabs = np.array(taken) // self.slots_per_slab
-            if (slabs == slabs[0]).all():
+            if np.count_nonzero(slabs != slabs[0]) == 0:
                 self._slab_used[slabs[0]] += len(taken)
             else:
                 np.add.at(self._slab_used, slabs, 1)

@@ -152,9 +152,10 @@ class Cache:
         if not len(part):
             return None
         held = self._slot_of[part].astype(np.int64) - 1
-        absent = np.flatnonzero(held < 0)
-        part = part[: self._within(held, size)]
-        held, absent = held[: len(part)], absent[absent < len(part)]
+        absent = (held < 0).nonzero()[0]
+        if len(absent) < len(part):
+            part = part[: self._within(held, size)]
+            held, absent = held[: len(part)], absent[absent < len(part)]
         load, handled = None, len(part)
         if len(absent) == len(part):
             load, handled = self._admit(fetch, part, held, absent, size)
@@ -180,7 +181,7 @@ class Cache:
     def _pin(self, fetch: Fetch, slots: Int64s) -> None:
         self.pins[slots] += 1
         fetch.pins.append(slots)
-        fetch.pinned_size += int(self.arena.sizes(slots).sum())
+        fetch.pinned_size += int(np.add.reduce(self.arena.sizes(slots)))
 
     def _took(self, fetch: Fetch, load: Load | None, handled: int, absent: int) -> Load | None:
         if load is not None:
@@ -193,8 +194,6 @@ class Cache:
 
     def _within(self, held: Int64s, size: int) -> int:
         """Return how many samples, at least one, are held by slots of `size` bytes in all."""
-        if (held < 0).all():
-            return len(held)
         slots, firsts = np.unique(held, return_index=True)
         sizes = np.where(slots >= 0, self.arena.sizes(np.maximum(slots, 0)), 0)
         if int(sizes.sum()) <= size:
@@ -222,12 +221,14 @@ class Cache:
             rows.sort()
             blocks, where = blocks.take(rows), absent[rows]
         # In order of first use, so that a cut leaves a prefix that is whole.
-        limit = int(np.searchsorted(np.cumsum(blocks.sizes), size, side="right"))
+        limit = len(where)
+        if int(np.add.reduce(blocks.sizes)) > size:
+            limit = int(np.searchsorted(np.cumsum(blocks.sizes), size, side="right"))
         if limit == 0 and where[0] == 0:
             limit = 1
         cut = int(where[limit]) if limit < len(where) else len(part)
-        fits = blocks.sizes <= self.arena.size
-        if not fits.all():
+        if int(np.maximum.reduce(blocks.sizes)) > self.arena.size:
+            fits = blocks.sizes <= self.arena.size
             for number in blocks.firsts[~fits & (where < cut)].tolist():
                 fetch.failures[number] = Failure(TOO_LARGE)
             blocks, where = blocks.take(fits), where[fits]
@@ -243,7 +244,7 @@ class Cache:
         group = self.uses.group_of(int(blocks.firsts[0]))
         slots, passing = self._allocate(classes, blocks.sizes, group, fetch.latest)
         self.pins[present] -= 1
-        if (slots < 0).any():
+        if np.count_nonzero(slots < 0):
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
             self.state[surplus] = FREE
@@ -264,7 +265,7 @@ class Cache:
         return load, cut
 
     def _enter(self, slots: Int64s, blocks: Blocks) -> None:
-        if (blocks.counts == 1).all():
+        if np.count_nonzero(blocks.counts != 1) == 0:
             self._slot_of[blocks.firsts] = slots + 1
             return
         for slot, first, count in zip(
@@ -292,9 +293,10 @@ class Cache:
             if failures:
                 alive = self.state[chosen] == RESIDENT
                 chosen, passing = chosen[alive], passing[alive]
-            if passing.any():
+            at_a_cost = np.count_nonzero(passing)
+            if at_a_cost:
                 self._policy.let_pass(chosen[passing], size_class)
-            if not passing.all():
+            if at_a_cost < len(passing):
                 self._policy.keep(chosen[~passing], size_class)
         ready = []
         for fetch in load.fetches:
@@ -334,10 +336,10 @@ class Cache:
         """Give back what `advance` pinned."""
         for slots in pins:
             left = self.pins[slots] - 1
-            assert left.min(initial=0) >= 0
+            assert np.count_nonzero(left < 0) == 0
             self.pins[slots] = left
             states = self.state[slots]
-            if states.max(initial=FREE) == FAILED:
+            if np.count_nonzero(states == FAILED):
                 for slot in slots[(states == FAILED) & (left == 0)].tolist():
                     self._free_failed(slot)
 
@@ -517,7 +519,7 @@ class Cache:
         chosen = np.array(slots, np.int64)
         firsts, counts = self._first[chosen], self._count[chosen].astype(np.int64)
         self._retract(firsts, counts, self.arena.offsets(chosen), self.arena.sizes(chosen))
-        if (counts == 1).all():
+        if np.count_nonzero(counts != 1) == 0:
             self._slot_of[firsts] = 0
         else:
             for slot, first, count in zip(slots, firsts.tolist(), counts.tolist(), strict=True):
@@ -549,6 +551,6 @@ class Cache:
 
 def _groups(classes: Int64s) -> list[tuple[int, Int64s]]:
     """Return each size class with the rows that have it; mostly there is one."""
-    if (classes == classes[0]).all():
+    if np.count_nonzero(classes != classes[0]) == 0:
         return [(int(classes[0]), np.arange(len(classes)))]
     return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]

@@ -128,7 +128,7 @@ class ShardTable:
         directory = self._directory
         rows = self.rows(numbers)
         shifts = self.shifts[rows]
-        if not shifts.any():
+        if not np.count_nonzero(shifts):
             begins = directory.offsets[numbers].astype(np.int64)
             ends = begins + directory.lengths(numbers)
             counts = np.ones(len(numbers), np.int64)

@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dataset import ShardInfo
+from ffserve.engine.view import addresses
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
+_BYTE = np.dtype(np.uint8)
 Bytes = NDArray[np.uint8]
 
 
@@ -76,10 +78,8 @@ class Target:
             _keep_freed_memory()
         if apart:
             sizes = (offsets[1:] - offsets[:-1]).tolist()
-            self.arrays = [np.empty(size, np.uint8) for size in sizes]
-            self.addresses = np.array(
-                [a.__array_interface__["data"][0] for a in self.arrays], np.uint64
-            )
+            self.arrays = [np.empty(size, _BYTE) for size in sizes]
+            self.addresses = addresses(self.arrays)
         else:
             self.buffer = np.empty(int(offsets[-1]), np.uint8) if out is None else out
 

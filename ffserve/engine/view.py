@@ -168,6 +168,12 @@ class View:
         raise ReadError("the shared directory points outside of the arena")
 
 
+def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
+    """Return where the bytes of each array lie (a tenth of a microsecond an array)."""
+    pointers = ffi.new(_DESTS, [_from_buffer(_U8S, array) for array in arrays])
+    return np.frombuffer(ffi.buffer(pointers), np.uint64)
+
+
 def retract(
     entries_address: int, firsts: Int64s, counts: Int64s, slots: UInt64s, sizes: UInt64s
 ) -> None:
