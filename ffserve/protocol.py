@@ -198,6 +198,15 @@ class Reached:
     position: int
 
 
+@dataclass(slots=True)
+class Seen:
+    """Client found these samples in memory since its last message. `indices`: packed u32."""
+
+    TYPE: ClassVar[int] = 17
+    dataset: int
+    indices: bytes
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -215,9 +224,10 @@ Message: TypeAlias = (
     | Bye
     | Order
     | Reached
+    | Seen
 )
 
-FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye, Order, Reached)
+FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye, Order, Reached, Seen)
 FROM_SERVER = (Welcome, Opened, Ready, Report, Fail)
 
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}

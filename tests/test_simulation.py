@@ -242,6 +242,14 @@ class World:
         for fetch in self._fetches():
             for slots in fetch.pins:
                 pins[slots] += 1
+        ahead = self.scheduler.ahead
+        for walker in ahead._walkers.values():
+            for piece in walker.pieces:
+                if not piece.fetch.waiting:
+                    for slots in piece.fetch.pins:
+                        pins[slots] += 1
+        pinned = sum(p.fetch.pinned_size for w in ahead._walkers.values() for p in w.pieces)
+        assert ahead._pinned_size == pinned
         for client in self.clients:
             for kept in client.owner.unacknowledged.values():
                 for slots in kept:
@@ -278,6 +286,7 @@ class World:
         assert all(shard.sessions == 0 for shard in self.shards)
         for shard in self.shards:
             assert self.cache.drop(shard.base, shard.count)
+        assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
         assert not self.uses.walks, "a walk of a session that ended is still there"
         assert self.arena.used_size == 0
         assert (self.arena.slab_class == -1).all()
@@ -432,7 +441,7 @@ class Client:
         self.errors += len(failed)
         self.served += ready.count
         if self.announces in ("the truth", "a lie") and not lease:
-            self._tell(protocol.Reached(self.dataset, 0, self.served))
+            self.world.at(self.world.now, lambda: self._report(self.served))
         rest = indices[ready.count :]
         if len(rest) and lease:
             # What cannot be leased is copied.
@@ -445,6 +454,10 @@ class Client:
         elif self.acknowledges:
             world.at(world.now + self.pace_s, lambda: self._copied(ready.tag))
         world.at(world.now + self.pace_s, self.ask)
+
+    def _report(self, position: int) -> None:
+        if not self.dead:
+            self._tell(protocol.Reached(self.dataset, 0, position))
 
     def _release(self, tag: int) -> None:
         if not self.dead:
@@ -601,6 +614,7 @@ def wild_message(chooser: random.Random, dataset: int) -> Message:
                 indices[: 4 * 30],
                 {"name": None, "replacement": chooser.random() < 0.9},
             ),
+            protocol.Seen(number, indices[: len(indices) // 8 * 4]),
             protocol.Reached(number, chooser.randrange(3), chooser.randrange(900)),
             protocol.Close(chooser.choice((0, 77, 77, 77, dataset))),
             protocol.Open(tag, {"paths": ["/x"], "format": None, "verify": True}),

@@ -188,8 +188,9 @@ class Cache:
             load.fetches.append(fetch)
             fetch.waiting += 1
         fetch.cursor += handled
-        self.counters.asked += handled
-        self.counters.resident += handled - absent
+        if fetch.latest is None:
+            self.counters.asked += handled
+            self.counters.resident += handled - absent
         return load
 
     def _within(self, held: Int64s, size: int) -> int:
@@ -395,6 +396,7 @@ class Cache:
                 if unwanted is None:
                     break
                 stolen = self.arena.take(size_class, len(rows) - len(free))
+                assert stolen, "an emptied slab has room"
                 if unwanted and fresh == len(free):
                     fresh += len(stolen)
                 free += stolen
@@ -427,6 +429,11 @@ class Cache:
         classes = self._classes(idle)
         for size_class in np.unique(classes).tolist():
             self._policy.abandon(idle[classes == size_class], size_class)
+
+    def absent(self, numbers: Int64s) -> NDArray[np.bool_]:
+        """Return for each sample whether it is neither there nor on its way."""
+        absent: NDArray[np.bool_] = self._slot_of[numbers] == 0
+        return absent
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""

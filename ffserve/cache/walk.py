@@ -33,6 +33,8 @@ LOOKED_AT = 256
 REPEATS = 0.05
 """A silent job that asks for more of its samples again within an epoch draws with replacement."""
 FEW = 64
+FADE = 0.98
+"""What is left of a step or lead with each report."""
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -88,6 +90,10 @@ class Walk:
         self.position = 0
         self.front = 0
         """Behind the last position that it is known to have asked for."""
+        self.step = 0.0
+        """Positions between two reports, of late."""
+        self.lead = 0.0
+        """How far its workers ran ahead of its position, of late."""
         self.name: str | None = None
         self.announcer: object = None
         """Who announced (a data set of a session); when that ends, so does what it announced."""
@@ -162,6 +168,8 @@ class Walk:
         position, passed = min(position, order.count), _NONE
         if position > self.position:
             self._use(position - self.position, now)
+            self.step = max(self.step * FADE, float(position - self.position))
+            self.lead = max(self.lead * FADE, float(self.front - position))
             self.position = position
             self.front = max(self.front, position)
             passed = order.passed(position)
@@ -233,6 +241,7 @@ class Walk:
         if not len(here):
             return _NONE
         self.front = max(self.front, self._place(order, int(here.max()), numbers))
+        self.lead = max(self.lead, float(self.front - self.position))
         if not self._told:
             # Nobody reports: what is asked for has been got to, with some disorder.
             lag = min(AHEAD, order.count // 16)

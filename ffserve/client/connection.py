@@ -185,6 +185,12 @@ class Connection:
         self._send(message, tag)
         return tag
 
+    def seen(self, dataset: int, indices: list[NDArray[np.int64]]) -> None:
+        """Report samples that were found in memory."""
+        if self.takes_orders:
+            packed = protocol.pack_order(np.concatenate(indices)[-protocol.MAX_GET_COUNT :])
+            self._send(protocol.Seen(dataset, packed), None)
+
     def lease(self, dataset: int, indices: NDArray[np.int64]) -> int:
         """Ask for samples to be pinned; return the tag to `wait_ready` for and to `release`."""
         tag = self._tag()

@@ -81,6 +81,8 @@ class RemoteSource:
         self._closed = False
         self._counting = threading.Lock()
         self._hits = self._misses = self._size = 0
+        self._seen: deque[Int64s] = deque()
+        self._seen_count = 0
 
     @classmethod
     def open(
@@ -147,6 +149,7 @@ class RemoteSource:
             out = check_out(out, int(offsets[-1]))
         pending = RemotePending(indices, Target(offsets, apart=apart, out=out))
         if len(missing):
+            self._tell_seen()
             pending.todo.extend(
                 missing[k : k + GET_COUNT] for k in range(0, len(missing), GET_COUNT)
             )
@@ -185,8 +188,10 @@ class RemoteSource:
         count = len(pending.indices)
         missed = sum(map(len, pending.todo)) + sum(len(p) for _, p in pending.asked)
         if missed < count:
-            vanished = yield Copy(self._hit_positions(pending, missed))
+            positions = self._hit_positions(pending, missed)
+            vanished = yield Copy(positions)
             assert isinstance(vanished, np.ndarray)
+            self._note_seen(pending.indices if positions is None else pending.indices[positions])
             if len(vanished):
                 missed += len(vanished)
                 pending.todo.append(vanished)
@@ -194,6 +199,20 @@ class RemoteSource:
         if not pending.todo and not pending.asked:
             return {}
         return (yield from self._wait(pending))
+
+    def _note_seen(self, indices: Int64s) -> None:
+        """Keep the latest hits for the next GET; who never sends one need not report any."""
+        with self._counting:
+            self._seen.append(indices)
+            self._seen_count += len(indices)
+            while self._seen_count > protocol.MAX_GET_COUNT:
+                self._seen_count -= len(self._seen.popleft())
+
+    def _tell_seen(self) -> None:
+        with self._counting:
+            seen, self._seen, self._seen_count = list(self._seen), deque(), 0
+        if seen:
+            self.connection.seen(self.dataset, seen)
 
     def _hit_positions(self, pending: RemotePending, missed: int) -> Int64s | None:
         if not missed:

@@ -1,7 +1,8 @@
 """Who is served next, and who has to wait for room.
 
-Every session's requests advance in turns of at most QUANTUM samples, so that a request for
-100,000 samples delays its neighbours by one turn. Reads submitted and not yet done are bounded, so
+Jobs take turns, and within a job its sessions, of at most QUANTUM samples each: a request for
+100,000 samples delays its neighbours by one turn, and a job with sixteen workers gets no more of
+the disk than one with two. Reads submitted and not yet done are bounded, so
 that a turn comes soon. Nobody can be blocked for good:
 
 * A finished GET keeps its samples pinned until the client acknowledges it, so that it can copy
@@ -11,6 +12,8 @@ that a turn comes soon. Nobody can be blocked for good:
   for the rest, acknowledging what it has.
 * While the oldest waiting request has waited for FAVOUR_S[0] to FAVOUR_S[1], nobody else takes
   room, so that small samples do not for ever take what a large one waits for.
+* What announced jobs will ask for is read ahead when nobody else has a turn, at half of that depth
+  at most, and its pins are given up when anybody waits for room (`ahead`).
 * After GIVE_UP_S (only leases can hold room that long) its next sample fails with ReadError.
 
 No socket and no clock: `now` is monotonic time in seconds.
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.failures import ARENA_BUSY
+from ffserve.server.ahead import ReadAhead
 
 QUANTUM = 128
 PIN_GRACE_S = 0.05
@@ -56,6 +60,8 @@ class Owner:
 
     finished: Callable[[Request], None]
     """Called when a request is decided."""
+    job: str = ""
+    """Whose turn it shares."""
     runnable: deque[Request] = field(default_factory=deque)
     waiting: dict[int, Request] = field(default_factory=dict)
     """Everything that is not finished, by tag."""
@@ -78,7 +84,11 @@ class Scheduler:
         self._submit = submit
         self._most_blocks = most_blocks
         self._blocks = 0
-        self._turns: deque[Owner] = deque()
+        self.ahead = ReadAhead(cache)
+        self._turns: deque[str] = deque()
+        """Jobs with something to do."""
+        self._lines: dict[str, deque[Owner]] = {}
+        """The sessions of these jobs."""
         self._blocked: deque[Request] = deque()
         self._by_fetch: dict[Fetch, Request] = {}
         self._pins: deque[tuple[float, Owner, int]] = deque()
@@ -130,8 +140,9 @@ class Scheduler:
         for fetch in self._cache.loaded(load, failures):
             request = self._by_fetch.get(fetch)
             if request is None:
-                self._cache.release(fetch.pins)
-                fetch.pins = []
+                if not self.ahead.loaded(fetch, now):
+                    self._cache.release(fetch.pins)
+                    fetch.pins = []
             elif (
                 fetch.complete
                 or fetch.pinned_size >= self._share
@@ -172,22 +183,46 @@ class Scheduler:
         """Give turns until nobody can get on or enough is on its way."""
         self._pumped = self._cache.uses.now = now
         if self._blocked:
+            self.ahead.make_room()
             self._unblock(now)
         if self._blocked and self._favours(self._blocked[0], now):
             return
         while self._turns and self._blocks < self._most_blocks:
-            owner = self._turns.popleft()
-            owner.queued = False
+            owner = self._next_owner()
             if owner.gone or not owner.runnable:
                 continue
             if self._turn(owner.runnable[0], now):
                 owner.runnable.popleft()
             self._queue(owner)
 
+        if self._turns or self._blocked:
+            return
+        while self._blocks < self._most_blocks // 2:
+            load = self.ahead.next_load(now)
+            if load is None:
+                break
+            self._blocks += len(load.slots)
+            self._submit(load)
+
+    def _next_owner(self) -> Owner:
+        job = self._turns.popleft()
+        line = self._lines[job]
+        owner = line.popleft()
+        owner.queued = False
+        if line:
+            self._turns.append(job)
+        else:
+            del self._lines[job]
+        return owner
+
     def _queue(self, owner: Owner) -> None:
         if owner.runnable and not owner.queued:
             owner.queued = True
-            self._turns.append(owner)
+            line = self._lines.get(owner.job)
+            if line is None:
+                line = self._lines[owner.job] = deque()
+                self._turns.append(owner.job)
+            line.append(owner)
 
     def _turn(self, request: Request, now: float) -> bool:
         """Advance a request; True when it needs no further turn for now."""

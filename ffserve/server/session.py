@@ -7,7 +7,7 @@ data set takes other threads, so it goes out through `opener` and comes back thr
     state        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
-    READY        ORDER REACHED                                 READY
+    READY        ORDER REACHED SEEN                            READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -129,8 +129,12 @@ class Session:
                 self._open(message, now)
             case protocol.Order():
                 self._order(message)
+                self._node.scheduler.pump(now)
             case protocol.Reached():
                 self._reached(message, now)
+                self._node.scheduler.pump(now)
+            case protocol.Seen():
+                self._seen(message, now)
             case protocol.Close():
                 self._close(message.dataset)
             case protocol.Status():
@@ -153,6 +157,7 @@ class Session:
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise ProtocolError("the client's HELLO names no job")
         self.job = Job(name, now, now)
+        self._owner.job = name
         self.state = READY
         self._send(protocol.Welcome(self._node.about()))
 
@@ -220,13 +225,17 @@ class Session:
         dataset = self._datasets.pop(number, None)
         if dataset is None:
             return
-        self._node.uses.leave(dataset.walk, dataset)
+        self._leave_walk(dataset)
         if self._announcement is not None and self._announcement.dataset is dataset:
             self._announcement = None
         if dataset.requests:
             self._closing.add(dataset)
         else:
             self._node.catalog.close(dataset.shards)
+
+    def _leave_walk(self, dataset: Dataset) -> None:
+        self._node.uses.leave(dataset.walk, dataset)
+        self._node.scheduler.ahead.passed(dataset.walk)
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
@@ -383,6 +392,7 @@ class Session:
             assert error.index is not None
             raise error.located(index=layout.index(error.index)) from None
         walk, uses = announcement.dataset.walk, self._node.uses
+        self._node.scheduler.ahead.replaced(walk, announcement.epoch)
         uses.announced(walk, announcement.epoch, whole, announcement.name, dataset)
         self._send(protocol.Ready(message.tag, whole.count, []))
 
@@ -401,6 +411,17 @@ class Session:
             raise ProtocolError("the client reported an impossible position")
         passed = dataset.walk.reached(message.epoch, message.position, now)
         self._node.cache.doubt(passed)
+        self._node.scheduler.ahead.passed(dataset.walk)
+
+    def _seen(self, message: protocol.Seen, now: float) -> None:
+        dataset = self._dataset(message.dataset, "reported hits")
+        indices, layout = protocol.unpack_order(message.indices), dataset.layout
+        if len(indices) and int(indices.max()) >= layout.count:
+            raise ProtocolError("the client reported hits outside its data set")
+        if len(indices) and not dataset.walk.orders:
+            numbers = layout.numbers(indices, layout.shards(indices))
+            dataset.walk.visited(numbers, now)
+            self._node.cache.doubt(numbers)
 
     def leave(self, now: float) -> None:
         """The connection is gone: give everything back."""
@@ -410,7 +431,7 @@ class Session:
         self.state = OVER
         self._node.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
-            self._node.uses.leave(dataset.walk, dataset)
+            self._leave_walk(dataset)
         self._announcement = None
         for dataset in (*self._datasets.values(), *self._closing):
             self._node.catalog.close(dataset.shards)

@@ -1,0 +1,216 @@
+"""What is read before anybody asks: the next samples of every order that a job announced.
+
+Earliest deadline first over all walks, behind everything that is asked for, and never at the cost
+of what will be wanted sooner (`cache.policy`). What was read ahead is pinned until its job has
+passed it, so that it is there when it is wanted; that is bounded to about one part in a hundred of
+the arena for each walk, and given up at once when a request waits for room.
+
+How far: to the position that the job's workers are known to have got to, and from there two
+batches, or what it uses while a slow read takes, whichever is more. No socket and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ffserve.cache.cache import Cache, Fetch, Load
+from ffserve.cache.walk import Walk
+
+QUANTUM = 128
+WALK_SHARE = 100
+"""What is read ahead for one walk takes at most one part in this many of the arena, but two
+batches at least."""
+TOTAL_SHARE = 8
+"""What is read ahead for all takes at most one part in this many."""
+SHORTEST_S = 0.05
+"""Reads are taken for at least so slow."""
+FORGET = 0.999
+RETRY_S = 0.02
+"""After no room was found."""
+SAMPLE_SIZE = 64 * 1024
+"""Of a walk of which nothing was read yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One fetch of positions that follow one another."""
+
+    walk: Walk
+    fetch: Fetch
+    epoch: int
+    end: int
+    begun: float
+    read: int = 0
+    """Samples that had to be read for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Walker:
+    """How far one walk was read ahead."""
+
+    epoch: int = 0
+    position: int = 0
+    pinned_size: int = 0
+    sample_size: float = SAMPLE_SIZE
+    not_before: float = 0.0
+    pieces: deque[_Piece] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class AheadCounters:
+    """Since the start: samples read ahead, and those of them that nobody came to use."""
+
+    read: int = 0
+    wasted: int = 0
+
+
+class ReadAhead:
+    """See the module's text."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.counters = AheadCounters()
+        self._cache = cache
+        self._walkers: dict[Walk, _Walker] = {}
+        self._by_fetch: dict[Fetch, _Piece] = {}
+        self._slowest_s = SHORTEST_S
+        self._pinned_size = 0
+
+    def window(self, walk: Walk, now: float) -> int:
+        """Return how many positions beyond its front a walk is to be read ahead."""
+        walker = self._walkers.get(walk)
+        size = walker.sample_size if walker else SAMPLE_SIZE
+        batches = 2 * max(int(walk.step), 1)
+        wanted = max(batches, int(walk.pace.rate(now) * self._slowest_s))
+        return min(wanted, max(batches, int(self._cache.arena.size / WALK_SHARE / size)))
+
+    def next_load(self, now: float) -> Load | None:
+        """Return what to read next; None: nothing, for now."""
+        while (walk := self._most_urgent(now)) is not None:
+            load = self._advance(walk, self._walkers[walk], now)
+            if load is not None:
+                return load
+        return None
+
+    def _most_urgent(self, now: float) -> Walk | None:
+        if self._pinned_size >= self._cache.arena.size // TOTAL_SHARE:
+            return None
+        best, soonest = None, np.inf
+        for walk in self._cache.uses.walks:
+            if not walk.orders or not walk.active(now):
+                continue
+            walker = self._walkers.get(walk)
+            if walker is None:
+                walker = self._walkers[walk] = _Walker(walk.epoch, walk.front)
+            if walker.not_before > now:
+                continue
+            self._catch_up(walk, walker)
+            ahead = self._distance(walk, walker)
+            if ahead is None or ahead >= walk.lead + self.window(walk, now):
+                continue
+            due = ahead / walk.rate(now)
+            if due < soonest:
+                best, soonest = walk, due
+        return best
+
+    def _catch_up(self, walk: Walk, walker: _Walker) -> None:
+        """What was asked for already need not be read ahead."""
+        if (walker.epoch, walker.position) < (walk.epoch, walk.front):
+            walker.epoch, walker.position = walk.epoch, walk.front
+        order = walk.orders.get(walker.epoch)
+        if order is not None and walker.position >= order.count:
+            walker.epoch, walker.position = walker.epoch + 1, 0
+
+    def _distance(self, walk: Walk, walker: _Walker) -> int | None:
+        """Return how many positions ahead of the job reading has got; None: there is no more."""
+        if walker.epoch not in walk.orders:
+            return None
+        if walker.epoch == walk.epoch:
+            return walker.position - walk.position
+        order = walk.order
+        if order is None or walker.epoch != walk.epoch + 1:
+            return None
+        return order.count - walk.position + walker.position
+
+    def _advance(self, walk: Walk, walker: _Walker, now: float) -> Load | None:
+        order = walk.orders[walker.epoch]
+        ahead = self._distance(walk, walker)
+        assert ahead is not None
+        room = int(walk.lead) + self.window(walk, now) - ahead
+        numbers = order.numbers(walker.position, walker.position + min(QUANTUM, room))
+        fetch = Fetch(numbers, now + ahead / walk.rate(now))
+        left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
+        absent = int(np.count_nonzero(self._cache.absent(numbers)))
+        load = self._cache.advance(fetch, len(numbers), left)
+        if fetch.cursor == 0:
+            walker.not_before = now + RETRY_S
+            return None
+        walker.position += fetch.cursor
+        walker.pinned_size += fetch.pinned_size
+        self._pinned_size += fetch.pinned_size
+        walker.sample_size += (fetch.pinned_size / fetch.cursor - walker.sample_size) / 8
+        piece = _Piece(walk, fetch, walker.epoch, walker.position, now)
+        walker.pieces.append(piece)
+        if load is not None:
+            piece.read = min(absent, fetch.cursor)
+            self.counters.read += piece.read
+        if fetch.waiting:
+            self._by_fetch[fetch] = piece
+        return load
+
+    def loaded(self, fetch: Fetch, now: float) -> bool:
+        """All loads of a fetch ended; whether it was one of these."""
+        piece = self._by_fetch.pop(fetch, None)
+        if piece is None:
+            return False
+        took = now - piece.begun
+        self._slowest_s = max(self._slowest_s * FORGET, 2 * took, SHORTEST_S)
+        if piece not in self._walkers.get(piece.walk, _Walker()).pieces:
+            self._cache.release(fetch.pins)
+            fetch.pins = []
+        return True
+
+    def passed(self, walk: Walk) -> None:
+        """A job got on: what it has used needs no protection any more."""
+        walker = self._walkers.get(walk)
+        if walker is None:
+            return
+        pieces = walker.pieces
+        while pieces and (pieces[0].epoch, pieces[0].end) <= (walk.epoch, walk.position):
+            self._give_up(walker, pieces.popleft())
+        if not walk.orders or (pieces and pieces[0].epoch not in walk.orders):
+            self.forget(walk)
+
+    def replaced(self, walk: Walk, epoch: int) -> None:
+        """A walk is about to get an order for an epoch."""
+        walker = self._walkers.get(walk)
+        if walker is not None and epoch <= walker.epoch:
+            self.forget(walk)
+
+    def forget(self, walk: Walk) -> None:
+        """A walk announced something else, or nothing more, or ended."""
+        walker = self._walkers.pop(walk, None)
+        if walker is not None:
+            self._waste(walker)
+
+    def make_room(self) -> None:
+        """Somebody waits: give up everything that was pinned here."""
+        for walker in self._walkers.values():
+            self._waste(walker)
+            walker.not_before = 0.0
+
+    def _waste(self, walker: _Walker) -> None:
+        while walker.pieces:
+            piece = walker.pieces.popleft()
+            self.counters.wasted += piece.read
+            self._give_up(walker, piece)
+
+    def _give_up(self, walker: _Walker, piece: _Piece) -> None:
+        walker.pinned_size -= piece.fetch.pinned_size
+        self._pinned_size -= piece.fetch.pinned_size
+        if not piece.fetch.waiting:
+            # Else the slots are still being filled, and `loaded` gives the pins back.
+            self._cache.release(piece.fetch.pins)
+            piece.fetch.pins = []
