@@ -83,14 +83,14 @@ def _measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
             if found:
                 report.print_group(group.title, found)
             rows += found
+            if asked.record:  # now: a run that is broken off keeps what it has
+                _record(asked.record, report.document(facts, found, notes))
     print()
     for line in [*notes, *report.verdict(rows)]:
         print(line)
     document = report.document(facts, rows, notes)
     if asked.json:
         asked.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    if asked.record:
-        _record(asked.record, document)
     return rows
 
 

@@ -179,6 +179,17 @@ def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_pat
     assert peer.open(place)(chosen) == sum(sizes[k] for k in chosen)
 
 
+def test_the_adapter_for_ffrecord_runs_with_its_drop_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ffrecord", ffserve)
+    data = records.generated(tmp_path, 100, 10_000)
+    data.make()
+    peer = peers.BY_NAME["ffrecord"]
+    peer.make(str(tmp_path), data)
+    assert peer.open(peer.place(str(tmp_path), data))(np.array([3, 99, 3])) == 300
+
+
 # ---------------------------------------------------------------- processes
 
 
