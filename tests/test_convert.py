@@ -291,8 +291,8 @@ def test_what_was_written_wrongly_is_noticed_and_removed(
 
     def lying(path: Any, **options: Any) -> Any:
         writer = real(path, **options)
-        write = writer.write
-        writer.write = lambda payload: write(bytes(payload)[::-1])  # type: ignore[method-assign]
+        write = writer.write_batch
+        writer.write_batch = lambda data, edges: write(data[::-1].copy(), edges)
         return writer
 
     monkeypatch.setattr(importlib.import_module("ffserve.convert"), "create", lying)

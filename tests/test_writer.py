@@ -503,3 +503,28 @@ def test_small_samples_are_written_fast(tmp_path: Path) -> None:
     print(f"200,000 samples of 16 bytes in {spent:.2f} s")
     assert spent < 20
     assert issubclass(UsageError, FFServeError)
+
+
+@pytest.mark.parametrize("name", ["a.ffr", "a.tfrecord", "a.tfrecord.gz"])
+def test_batches_make_the_same_file_as_single_samples(tmp_path: Path, name: str) -> None:
+    samples = [bytes([k]) * (k % 7) for k in range(50)] + [bytes(5 << 20), b"", b"x"]
+    one, other = tmp_path / name, tmp_path / f"2{name}"
+    with create(one) as writer:
+        for sample in samples:
+            writer.write(sample)
+    with create(other, n=len(samples)) as writer:
+        for part in (samples[:20], [], samples[20:52], samples[52:]):
+            edges = np.cumsum([0, *map(len, part)])
+            writer.write_batch(np.frombuffer(b"".join(part), np.uint8), edges)
+        with pytest.raises(UsageError, match="announced and written"):
+            writer.write_batch(np.zeros(1, np.uint8), np.array([0, 1]))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("edges", [[], [0], [0, 4], [1, 3], [0, 2, 1, 3], [0, -1, 3]])
+def test_offsets_that_do_not_fit_their_payloads(tmp_path: Path, edges: list[int]) -> None:
+    with create(tmp_path / "a.tfrecord") as writer:
+        with pytest.raises(UsageError, match="rise from 0"):
+            writer.write_batch(np.zeros(3, np.uint8), np.array(edges, np.int64))
+        writer.write(b"still usable")
+    assert (tmp_path / "a.tfrecord").stat().st_size == 28

@@ -20,10 +20,12 @@ import numpy as np
 from ffserve import formats
 from ffserve.client import folder_index
 from ffserve.client.packed import files_below, index_samples
+from ffserve.client.source import Batch
 from ffserve.dataset import PathLike, expand_paths
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
 from ffserve.files import wrap_os_error
 
+BATCH_COUNT = 16_384
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -39,6 +41,8 @@ class Source(Protocol):
     """Records in order."""
 
     named: bool
+    sized: bool
+    """Whether ``count`` is known without a pass over the records."""
 
     @property
     def files(self) -> Sequence[str]:
@@ -50,13 +54,18 @@ class Source(Protocol):
         """Records; where nothing tells, a first pass counts them."""
         ...
 
-    def records(self, first: int, stop: int | None) -> Iterator[Record]:
-        """Yield the records from first to stop, which is not among them; None: to the end."""
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
+        """Yield the records from first to stop, which is not among them; None: to the end.
+
+        Those without names may come as batches.
+        """
         ...
 
 
 class RecordFiles:
     """Record files, as ``ffserve.open`` reads them. Packed folders have names."""
+
+    sized = True
 
     def __init__(self, files: tuple[str, ...]) -> None:
         self.files = files
@@ -82,15 +91,18 @@ class RecordFiles:
             folder = folder_index.decode(reader[index].data, shard.count - 1)
             self._names.update(_flat_names(folder, shard.first))
 
-    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
         """Yield the records from first to stop, those that hold names left out."""
         with self._open() as reader:
             wanted = np.arange(len(reader), dtype=np.int64)
             if self._skipped:
                 wanted = np.delete(wanted, self._skipped)
             wanted = wanted[first:stop]
-            indices = iter(wanted.tolist())
-            for batch in reader.batches(wanted):
+            indices = iter(wanted.tolist() if self.named else ())
+            for batch in reader.batches(wanted, count=BATCH_COUNT):
+                if not self.named:
+                    yield batch
+                    continue
                 for sample in batch:
                     yield Record(sample, self._names.get(next(indices)))
 
@@ -110,6 +122,7 @@ class Stream:
     """Compressed TFRecord files."""
 
     named = False
+    sized = False
 
     def __init__(self, files: tuple[str, ...]) -> None:
         self.files = files
@@ -117,21 +130,28 @@ class Stream:
     @cached_property
     def count(self) -> int:
         """Records, by reading them all."""
-        return sum(1 for _ in self.records(0, None))
+        return sum(map(len, self._batches()))
 
-    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
         """Yield the records from first to stop, having read those before."""
+        if first == 0 and stop is None:
+            yield from self._batches()
+        else:
+            samples = (sample for batch in self._batches() for sample in batch)
+            yield from map(Record, islice(samples, first, stop))
+
+    def _batches(self) -> Iterator[Batch]:
         import ffserve
 
         with ffserve.open(self.files, format="tfrecord", server="off") as reader:
-            samples = (sample for batch in reader.batches() for sample in batch)
-            yield from map(Record, islice(samples, first, stop))
+            yield from reader.batches(count=BATCH_COUNT)
 
 
 class Folder:
     """The files below a directory, depth first and by name, as ``ffserve pack`` takes them."""
 
     named = True
+    sized = True
 
     def __init__(self, path: str, out: str) -> None:
         self._entries = files_below(path, out)
@@ -157,6 +177,7 @@ class Tar:
     """The regular files of a tar file, in its order."""
 
     named = True
+    sized = False
 
     def __init__(self, path: str) -> None:
         self.files = (path,)
@@ -212,6 +233,7 @@ class Rows:
     """The rows of a NumPy array: what a[0], a[1], … hold, in C order. dtype and shape are lost."""
 
     named = False
+    sized = True
 
     def __init__(self, path: str) -> None:
         self.files = (path,)
@@ -240,6 +262,7 @@ class Grouped:
     """A source with names as one ``tf.train.Example`` for each run of files with the same key."""
 
     named = False
+    sized = False
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -263,6 +286,7 @@ class Grouped:
 
         features: dict[str, Any] = {}
         for record in self._source.records(0, None):
+            assert isinstance(record, Record)
             key, extension = split_name(record.name or "")
             if features and (features["__key__"] != key or extension in features):
                 yield Record(example.encode(features))

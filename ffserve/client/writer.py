@@ -24,12 +24,16 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ffserve import formats
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
-from ffserve.formats.base import Encoder, GrowingEncoder
+from ffserve.formats.base import BatchEncoder, Encoder, GrowingEncoder
 
 GATHER_SIZE = 4 << 20
 """Smaller pieces are gathered into writes of this size."""
@@ -148,6 +152,34 @@ class Writer:
                 self._give_up(error)
                 raise
             self._count += 1
+
+    def write_batch(self, payloads: NDArray[np.uint8], offsets: NDArray[np.int64], /) -> None:
+        """Append samples that lie back to back, such as a ``Batch`` has them.
+
+        Args:    payloads: uint8, contiguous. offsets: int64[n + 1], rising from 0 to its length;
+                 sample i is payloads[offsets[i]:offsets[i + 1]].
+        Raises:  as ``write``; UsageError for arrays that are not so.
+        Cost:    as ``write``, but for small samples a tenth of the time.
+        """
+        edges = np.ascontiguousarray(offsets, np.int64)
+        size = payloads.nbytes
+        if not len(edges) or edges[0] or edges[-1] != size or bool((np.diff(edges) < 0).any()):
+            raise UsageError("offsets have to rise from 0 to the length of the payloads")
+        encoder = self._encoder
+        if not isinstance(encoder, BatchEncoder):
+            view = flat(payloads)
+            for first, stop in pairwise(edges.tolist()):
+                self.write(view[first:stop])
+            return
+        self._check_owner()
+        with self._lock:
+            self._check_open(len(edges) - 1)
+            try:
+                self._put(encoder.encode_batch(np.frombuffer(flat(payloads), np.uint8), edges))
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            self._count += len(edges) - 1
 
     def write_pieces(self, pieces: Iterable[Any], /) -> None:
         """Append one sample given in pieces, such as the blocks of a file.
@@ -293,12 +325,12 @@ class Writer:
                 hint="create a writer of its own in each process",
             )
 
-    def _check_open(self) -> None:
+    def _check_open(self, more: int = 1) -> None:
         if self._failure is not None:
             raise self._failure
         if self._state != "open":
             raise UsageError(f"the writer is {self._state}", path=self.path)
-        if self.n is not None and self._count >= self.n:
+        if self.n is not None and self._count + more > self.n:
             raise UsageError(
                 f"n={self.n} samples were announced and written, this is one more",
                 path=self.path,

@@ -90,6 +90,10 @@ typedef struct {
 /* Go on through the file's bytes [base, base + size); return one of FFS_FRAMES_*. */
 int ffs_frames(ffs_frame_walk *walk, const uint8_t *window, uint64_t base, uint64_t size);
 
+/* Frame n payloads that lie back to back, payload k = payloads[edges[k] .. edges[k + 1]); out gets
+ * them all and 16 bytes each. */
+void ffs_frame_all(const uint8_t *payloads, const uint64_t *edges, int64_t n, uint8_t *out);
+
 /* The search for the frame that follows one whose header is damaged. at: where to look next;
  * proven: take a place only if the payload that would end there, begun at `summed` with checksum
  * `crc`, matches the four bytes in front of the place. The end of the file is then a place too. */

@@ -59,6 +59,33 @@ int ffs_frames(ffs_frame_walk *w, const uint8_t *window, uint64_t base, uint64_t
     }
 }
 
+static uint32_t masked(const uint8_t *p, uint64_t size)
+{
+    uint32_t crc = ffs_checksum(FFS_CRC_32C, 0, p, size);
+    return (crc >> 15 | crc << 17) + 0xA282EAD8u;
+}
+
+static void put32(uint8_t *p, uint32_t value)
+{
+    for (int k = 0; k < 4; k++)
+        p[k] = (uint8_t)(value >> 8 * k);
+}
+
+void ffs_frame_all(const uint8_t *payloads, const uint64_t *edges, int64_t n, uint8_t *out)
+{
+    for (int64_t k = 0; k < n; k++) {
+        const uint8_t *payload = payloads + edges[k];
+        uint64_t length = edges[k + 1] - edges[k];
+        put32(out, (uint32_t)length);
+        put32(out + 4, (uint32_t)(length >> 32));
+        put32(out + 8, masked(out, 8));
+        if (length)
+            memcpy(out + HEADER, payload, length);
+        put32(out + HEADER + length, masked(payload, length));
+        out += HEADER + length + FOOTER;
+    }
+}
+
 int ffs_frame_search(ffs_frame_finder *f, const uint8_t *window, uint64_t base, uint64_t size)
 {
     uint64_t end = base + size;

@@ -47,6 +47,22 @@ def unmask(stored: int) -> int:
     return ((turned >> 17) | (turned << 15)) & 0xFFFFFFFF
 
 
+def frame_all(payloads: NDArray[np.uint8], edges: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return the frames of payloads that lie back to back.
+
+    Args:    payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
+    """
+    out = np.empty(len(payloads) + FRAME_SIZE * (len(edges) - 1), np.uint8)
+    places = np.ascontiguousarray(edges, np.uint64)
+    lib.ffs_frame_all(
+        ffi.from_buffer(_U8S, payloads),
+        ffi.from_buffer(_U64S, places),
+        len(edges) - 1,
+        ffi.from_buffer(_U8S, out),
+    )
+    return out
+
+
 def header_holds(head: bytes | bytearray | memoryview) -> bool:
     """Whether twelve bytes are a record's length and the checksum of that."""
     return mask(crc32c(head[:8])) == int.from_bytes(head[8:12], "little")

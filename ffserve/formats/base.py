@@ -111,6 +111,20 @@ class GrowingEncoder(Encoder, Protocol):
         ...
 
 
+@runtime_checkable
+class BatchEncoder(Encoder, Protocol):
+    """An encoder that takes many samples at once, which is quicker for small ones."""
+
+    def encode_batch(
+        self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
+    ) -> Iterable[bytes | memoryview]:
+        """Take samples that lie back to back; return what ``encode`` would for each in turn.
+
+        Args:    payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
+        """
+        ...
+
+
 class Format(Protocol):
     """One file format."""
 
