@@ -148,6 +148,11 @@ class FileReader:
         return self._n
 
     @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(shard.size for shard in self._open().shards)
+
+    @property
     def fnames(self) -> list[str]:
         """The files, in order."""
         return self._fnames
@@ -297,6 +302,9 @@ def _copy(
 
 
 def _integers(indices: Iterable[int]) -> NDArray[Any]:
+    if type(indices) is list and set(map(type, indices)) == {int}:
+        with contextlib.suppress(OverflowError):
+            return np.array(indices, np.int64)
     try:
         numbers = [operator.index(i) for i in indices]
     except TypeError as error:

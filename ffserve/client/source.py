@@ -6,8 +6,9 @@ Reading is in two steps so that the next batch can be on its way while the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Protocol, overload
 
@@ -77,8 +78,12 @@ class Target:
         if out is None:
             _keep_freed_memory()
         if apart:
-            sizes = (offsets[1:] - offsets[:-1]).tolist()
-            self.arrays = [np.empty(size, _BYTE) for size in sizes]
+            sizes = offsets[1:] - offsets[:-1]
+            placed = None if _places.place is None else _places.place(sizes)
+            if placed is not None:
+                self.arrays, self.addresses = placed
+                return
+            self.arrays = [np.empty(size, _BYTE) for size in sizes.tolist()]
             self.addresses = addresses(self.arrays)
         else:
             self.buffer = np.empty(int(offsets[-1]), np.uint8) if out is None else out
@@ -91,6 +96,27 @@ class Target:
         base = self.buffer.__array_interface__["data"][0]
         places: NDArray[np.uint64] = (self.offsets[:-1] + base).astype(np.uint64)
         return places
+
+
+Place = Callable[[Int64s], tuple[list[Bytes], NDArray[np.uint64]] | None]
+"""Gives arrays of these sizes and their addresses, or None when it has no room."""
+
+
+class _Places(threading.local):
+    place: Place | None = None
+
+
+_places = _Places()
+
+
+@contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """Let the arrays of every `read` of this thread come from `place`, where it has room."""
+    before, _places.place = _places.place, place
+    try:
+        yield
+    finally:
+        _places.place = before
 
 
 _KEPT_SIZE = (32 << 20) - (64 << 10)

@@ -63,6 +63,11 @@ void ffs_retract(ffs_entry *entries, const int64_t *firsts, const int64_t *count
 /* Publish one sample whose bytes are in place already (decoded, or served from elsewhere). */
 void ffs_publish(ffs_entry *entry, uint64_t offset, uint64_t length);
 
+/* A word in memory that two processes share: whoever sees the value that was set also sees what the
+ * setter did before, and what the setter read before stays read. */
+void ffs_flag_set(uint32_t *flag, uint32_t value);
+uint32_t ffs_flag_get(const uint32_t *flag);
+
 /* ---- checksums --------------------------------------------------------------------------- */
 uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size);
 /* For n records payload k = base + offsets[k] .. + lengths[k]: out[k] = its checksum. */

@@ -226,3 +226,13 @@ void ffs_publish(ffs_entry *entry, uint64_t offset, uint64_t length)
     __atomic_store_n(&entry->place, offset | (length >> 32) << 48, __ATOMIC_RELAXED);
     __atomic_store_n(&entry->seq, seq + 1, __ATOMIC_RELEASE);
 }
+
+void ffs_flag_set(uint32_t *flag, uint32_t value)
+{
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+}
+
+uint32_t ffs_flag_get(const uint32_t *flag)
+{
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}

@@ -8,6 +8,8 @@ hooks would be needed for otherwise:
 - A ticket carries the batch's indices, so the dataset is called once a batch.
 - A ticket carries the position behind its batch, and the worker sends it back with the batch. So
   the loader knows what the training loop was given, however far the workers are ahead.
+- A worker answers several tickets in one message where batches are small, since a message costs
+  more than copying a small batch; and the message is a ``Parcel`` (parcels.py) in shared memory.
 - torch makes a worker's exception anew from its class and a text, which loses attributes. The
   answer to a ticket may be a ``Failure`` instead, which holds the pickled error; it is raised in
   the training process, with the worker's traceback as its cause.
@@ -18,17 +20,23 @@ from __future__ import annotations
 import operator
 import pickle
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch.utils.data
+from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler
 
 from ffserve.client.connection import lead_job
+from ffserve.client.source import placing
 from ffserve.errors import FFServeError, UsageError
 from ffserve.torch.announcer import Announcer
+from ffserve.torch.bundles import Bundle, Bundles, batches_a_message
 from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
+from ffserve.torch.parcels import Packer
 from ffserve.torch.plan import Plan, Run, Ticket
+from ffserve.torch.segments import Receiver, Senders, memory_limit
 
 _REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
 
@@ -83,6 +91,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         skippable: False makes ``set_step`` an error.
         by_list: True if the dataset is indexed by a list only, False if by single indices only;
             None finds out.
+        bundle: how many consecutive batches a worker makes and hands over together. None: one, and
+            more where a batch of an ``ffserve.torch.Dataset`` has little to read. The more, the
+            cheaper small batches cross, and the longer the first one takes.
         others: torch's. They stand in ffrecord's order, so ``multiprocessing_context`` is
             keyword-only; None for it means the system's start method, and any one works.
     Raises: UsageError for a dataset that cannot be asked in the way that ``by_list`` says;
@@ -112,6 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: bool = True,
         skippable: bool = True,
         by_list: bool | None = None,
+        bundle: int | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -145,7 +157,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             and not (persistent_workers and num_workers > 0),
             in_order=in_order or num_workers == 0,
         )
+        if bundle is not None and (bundle := operator.index(bundle)) < 1:
+            raise UsageError(f"bundle is {bundle}, but a message has one batch at least")
+        self.bundle = bundle
         self._inner: torch.utils.data.DataLoader[Any] | None = None
+        self._receiver: Receiver | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of an iteration, without those that set_step skips.
@@ -161,8 +177,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if torch.utils.data.get_worker_info() is None:
             lead_job()
         if self._inner is None or not (self.persistent_workers and self.num_workers > 0):
-            self._inner = self._build_inner()
-        return _Batches(iter(self._inner), self._plan, run)
+            self._inner, self._receiver = self._build_inner()
+        answers = iter(self._inner)
+        if self._receiver is not None:
+            self._receiver.started()
+        return _Batches(answers, self._receiver, self._plan, run)
 
     def set_step(self, step: int) -> None:
         """Leave out the first batches of every iteration, until ``set_step(0)``.
@@ -216,43 +235,56 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _shape(self) -> dict[str, Any]:
         return {"batch_count": super().__len__(), "batch_size": self.batch_size}
 
-    def _build_inner(self) -> torch.utils.data.DataLoader[Any]:
+    def _build_inner(self) -> tuple[torch.utils.data.DataLoader[Any], Receiver | None]:
         workers: dict[str, Any] = {}
+        receiver = senders = None
+        bundle = 1
         if self.num_workers > 0:
+            bundle = self.bundle or batches_a_message(
+                self.dataset, self.batch_sampler, self.num_workers
+            )
+            receiver = Receiver(self.num_workers, memory_limit() // self.num_workers)
+            senders = receiver.senders((self.prefetch_factor or 2) + 3)
             workers = {
                 "prefetch_factor": self.prefetch_factor,
                 "persistent_workers": self.persistent_workers,
                 "multiprocessing_context": self.multiprocessing_context,
             }
-        return torch.utils.data.DataLoader(
+        inner: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             TicketDataset(
-                self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list
+                self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list, senders
             ),
             batch_size=None,
-            sampler=self._plan,
+            sampler=Bundles(self._plan, bundle),
             num_workers=self.num_workers,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
-            timeout=self.timeout,
+            timeout=self.timeout * bundle,
             worker_init_fn=self.worker_init_fn,
             generator=self.generator,
             **workers,
             **_newer_options(self.pin_memory_device, self.in_order),
         )
+        return inner, receiver
 
 
 class TicketDataset(torch.utils.data.Dataset[Any]):
-    """A dataset of batches: ``[ticket]`` reads, processes and collates one.
+    """A dataset of batches: ``[bundle]`` reads, processes and collates some.
 
     In a worker this is what torch's ``get_worker_info().dataset`` returns. Everything else than
     tickets goes to the user's dataset, attributes read and set included, so that a
     ``worker_init_fn`` meets what it expects.
     """
 
-    _OWN = frozenset(("_dataset", "_collate", "_batched", "_by_list"))
+    _OWN = frozenset(("_dataset", "_collate", "_batched", "_by_list", "_senders", "_packer"))
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], batched: bool, by_list: bool | None
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        batched: bool,
+        by_list: bool | None,
+        senders: Senders | None,
     ) -> None:
         if by_list is None and (
             isinstance(dataset, Dataset) or (batched and has_batch_method(dataset))
@@ -262,20 +294,51 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         self._collate = collate
         self._batched = batched
         self._by_list = by_list
+        self._senders = senders
+        self._packer: Packer | None = None
 
-    def __getitem__(self, ticket: Any) -> Any:
-        if not isinstance(ticket, Ticket):
-            return self._dataset[ticket]
+    def __getitem__(self, bundle: Any) -> Any:
+        if not isinstance(bundle, Bundle):
+            return self._dataset[bundle]
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return [self._answer(ticket) for ticket in bundle.tickets]
+        if self._packer is None and self._senders is not None:
+            self._packer = Packer(self._senders.key, worker.id, self._senders.of(worker.id))
+            if self._collate is torch.utils.data.default_collate:
+                self._collate = self._packer.collate
+        if self._packer is None:
+            return self._worker_answers(bundle.tickets, worker.id)
+        self._packer.begin()
+        with placing(self._packer.place):
+            answers = self._worker_answers(bundle.tickets, worker.id)
+        return self._packer.pack(answers)
+
+    def _worker_answers(self, tickets: list[Ticket], worker: int) -> list[tuple[Any, ...]]:
+        if len(tickets) == 1:
+            return [self._worker_answer(tickets[0])]
+        where = f"in DataLoader worker process {worker}"
+        return [self._any_answer(ticket, where) for ticket in tickets]
+
+    def _answer(self, ticket: Ticket) -> tuple[Any, ...]:
+        return ticket.batches, ticket.samples, self._collate(self._samples(ticket.indices))
+
+    def _worker_answer(self, ticket: Ticket) -> tuple[Any, ...]:
+        """Answer a ticket; an error of ffserve is an answer, too."""
         try:
-            batch = self._collate(self._samples(ticket.indices))
+            return self._answer(ticket)
         except FFServeError as error:
-            if torch.utils.data.get_worker_info() is None:
-                raise
             failure = Failure.of(error)
             if failure is None:
                 raise
-            return failure.pickled, failure.traceback
-        return ticket.batches, ticket.samples, batch
+            return tuple(failure)
+
+    def _any_answer(self, ticket: Ticket, where: str) -> tuple[Any, ...]:
+        """Answer a ticket; any error is an answer, wrapped as torch would wrap it."""
+        try:
+            return self._worker_answer(ticket)
+        except Exception:
+            return (ExceptionWrapper(where=where),)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -332,19 +395,27 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
 
 
 class _Batches(Iterator[Any]):
-    """One iteration: takes batches from torch's iterator, notes each as it is handed out."""
+    """One iteration: takes messages from torch's iterator, notes each batch as it is handed out."""
 
-    def __init__(self, answers: Iterator[Any], plan: Plan, run: Run) -> None:
-        self._answers = answers
+    def __init__(
+        self, messages: Iterator[Any], receiver: Receiver | None, plan: Plan, run: Run
+    ) -> None:
+        self._messages = messages
+        self._receiver = receiver
         self._plan = plan
         self._run = run
+        self._answers: deque[Any] = deque()
 
     def __next__(self) -> Any:
-        try:
-            answer = next(self._answers)
-        except StopIteration:
-            self._plan.exhausted(self._run)
-            raise
+        if not self._answers:
+            try:
+                self._answers.extend(next(self._messages))
+            except StopIteration:
+                self._plan.exhausted(self._run)
+                raise
+        answer = self._answers.popleft()
+        if len(answer) == 1:
+            answer[0].reraise()
         if len(answer) == 2:  # a tuple, or the list that torch's pinning makes of it
             Failure(*answer).reraise()
         batches, samples, batch = answer

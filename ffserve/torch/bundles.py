@@ -1,0 +1,59 @@
+"""Several batches in one message.
+
+torch's way of asking a worker and of getting its answer costs 60 to 90 µs a message, more than
+copying a batch of 256 KiB. So small batches go several at a time. How many depends on nothing but
+the files and the loader's arguments: which worker makes which batch is the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch.utils.data
+
+from ffserve.torch.dataset import ReaderRegistry
+from ffserve.torch.plan import Plan, Ticket
+
+BUNDLE_SIZE = 4 << 20
+"""Small batches share a message up to so many bytes of samples, and BUNDLE_COUNT batches."""
+BUNDLE_COUNT = 16
+TURNS = 4
+"""Messages that every worker has to make in an epoch at least, or some would have nothing to do."""
+
+
+class Bundle(NamedTuple):
+    """What a worker is asked for in one message."""
+
+    tickets: list[Ticket]
+
+
+class Bundles(torch.utils.data.Sampler[Bundle]):
+    """The plan's tickets, some at a time."""
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self._plan = plan
+        self._count = count
+
+    def __iter__(self) -> Iterator[Bundle]:
+        tickets = iter(self._plan)
+        while bundle := list(islice(tickets, self._count)):
+            yield Bundle(bundle)
+
+
+def batches_a_message(dataset: Any, batch_sampler: Any, workers: int) -> int:
+    """Return how many batches to ask a worker for at once (batch_sampler: the loader's)."""
+    size = getattr(batch_sampler, "batch_size", None)
+    if not size or not isinstance(dataset, ReaderRegistry):
+        return 1
+    readers = dataset.ffreaders()
+    count = sum(reader.n for reader in readers)
+    if not count:
+        return 1
+    try:
+        turns = len(batch_sampler) // (TURNS * workers)
+    except TypeError:  # a sampler that does not know its length
+        return 1
+    batch_bytes = int(size * sum(reader.size for reader in readers) // count)
+    return max(1, min(BUNDLE_SIZE // max(1, batch_bytes), BUNDLE_COUNT, turns))

@@ -1,0 +1,341 @@
+"""Shared memory in which batches cross from a worker to the training process.
+
+A worker owns a few *segments*: memfds that it makes when it needs one, maps, and hands over once,
+through a socket pair that was there before the worker started. A segment is used again and again,
+so its pages are taken once and its descriptor crosses once. Its first word says whose it is:
+
+    FREE    the worker's, to be filled
+    TAKEN   filled, and then the training process's until the last array over it is gone
+    LEFT    nobody's: the worker forgets it
+
+What the training process gets is writable and its own. It gives a segment back when the last array
+or tensor over it goes, whichever thread that happens in, by setting the word; nothing is sent. A
+memfd has no name and the kernel counts who maps it, so whoever is killed leaves nothing behind.
+
+Forks. A child of the training process inherits the arrays that exist then. So these segments are
+LEFT when they go, not FREE: the child may look at them as long as it likes. And a child never sets
+a word.
+
+Bounds. A worker makes no more than `limit` bytes of segments, but always as many as it needs to
+keep torch's prefetching going. When the training process keeps that much, batches are copied out as
+they arrive, and their segments go back at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import multiprocessing
+import multiprocessing.reduction
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.flag import Flag
+
+Bytes = NDArray[np.uint8]
+
+FREE, TAKEN, LEFT = 0, 1, 2
+HEAD_SIZE = 64
+"""Bytes before a segment's room; a cache line, for the word."""
+SMALLEST_SIZE = 64 << 10
+_MADV_POPULATE_WRITE = 23
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Segment:
+    """One memfd, mapped whole. The descriptor stays the caller's and is not needed any more.
+
+    Args:
+        number: which of its worker's.
+        size: bytes of the memfd.
+    Raises: OSError when it cannot be mapped.
+    """
+
+    __slots__ = ("__weakref__", "_room", "flag", "kept", "number", "size")
+
+    def __init__(self, fd: int, number: int, size: int) -> None:
+        # Not mmap.mmap: it would keep a descriptor for every segment.
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+        address = _libc.mmap(None, size, prot, flags, fd, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "mmap")
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+        # All pages at once, instead of a fault for each. Linux 5.14; before, they fault.
+        _libc.madvise(address, size, _MADV_POPULATE_WRITE)
+        _libc.madvise(address, size, mmap.MADV_DONTDUMP)
+        self.number = number
+        self.size = size
+        self.flag = Flag(address)
+        self.kept = False
+        """Some other process may look at it for longer than this one: never to be used again."""
+        self._room = (ctypes.c_uint8 * (size - HEAD_SIZE), address + HEAD_SIZE)
+
+    @property
+    def room(self) -> int:
+        """Bytes that a batch can have."""
+        return self.size - HEAD_SIZE
+
+    def lend(self) -> Any:
+        """Return a writable buffer of the room: a new object, that every array over it keeps alive.
+
+        It keeps the mapping alive in turn.
+        """
+        kind, address = self._room
+        lent: Any = kind.from_address(address)
+        lent.segment = self
+        return lent
+
+
+class Sender:
+    """A worker's side: makes segments, finds free ones.
+
+    Args:
+        channel: the worker's end of the pair.
+        limit: bytes of segments, beyond `least` of them.
+        least: how many segments it may have in any case.
+    """
+
+    def __init__(self, channel: socket.socket, limit: int, least: int) -> None:
+        self._channel = channel
+        weakref.finalize(self, channel.close)
+        self._limit = limit
+        self._least = least
+        self._segments: list[Segment] = []
+        self._numbers = itertools.count()
+        self._gone: list[int] = []
+
+    def take(self, room: int) -> Segment | None:
+        """Return a segment with at least this much room, now TAKEN; None if there is none.
+
+        Segments that are too small now make way for it.
+        """
+        free: list[Segment] = []
+        for segment in tuple(self._segments):
+            state = segment.flag.get()
+            if state == LEFT:
+                self.forget(segment)
+            elif state == FREE:
+                free.append(segment)
+        fitting = [segment for segment in free if segment.room >= room]
+        chosen = min(fitting, key=_size_of) if fitting else self._make(room, free)
+        if chosen is not None:
+            chosen.flag.set(TAKEN)
+        return chosen
+
+    def _make(self, room: int, free: list[Segment]) -> Segment | None:
+        size = rounded(HEAD_SIZE + room)
+        if free:
+            self.forget(min(free, key=_size_of))
+        while free and self._is_full(size):
+            smallest = min(free, key=_size_of)
+            free.remove(smallest)
+            self.forget(smallest)
+        if self._is_full(size):
+            return None
+        number = next(self._numbers)
+        try:
+            fd = os.memfd_create("ffserve-batch", os.MFD_CLOEXEC)
+            try:
+                # Memory that is not there is an error here, and a SIGBUS later.
+                os.posix_fallocate(fd, 0, size)
+                segment = Segment(fd, number, size)
+                socket.send_fds(
+                    self._channel, [number.to_bytes(8, "little")], [fd], socket.MSG_DONTWAIT
+                )
+            finally:
+                os.close(fd)
+        except OSError:
+            return None
+        self._segments.append(segment)
+        return segment
+
+    def _is_full(self, size: int) -> bool:
+        if len(self._segments) < self._least:
+            return False
+        return sum(map(_size_of, self._segments)) + size > self._limit
+
+    def forget(self, segment: Segment) -> None:
+        """Drop a segment; its memory goes with the last mapping of it."""
+        if segment in self._segments:
+            self._segments.remove(segment)
+            self._gone.append(segment.number)
+
+    def gone(self) -> tuple[int, ...]:
+        """Return the numbers of those forgotten since the last call."""
+        numbers, self._gone = tuple(self._gone), []
+        return numbers
+
+
+class Receiver:
+    """The training process's side: maps segments, gives them back when nothing uses them.
+
+    Args:
+        workers: how many there will be.
+        limit: bytes of one worker's segments that arrays may hold; beyond, batches are copied out.
+    """
+
+    def __init__(self, workers: int, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(workers)]
+        self._channels = [ours for ours, _ in pairs]
+        self._workers_ends = [theirs for _, theirs in pairs]
+        self._segments: list[dict[int, Segment]] = [{} for _ in range(workers)]
+        self._lent: list[dict[int, Segment]] = [{} for _ in range(workers)]
+        weakref.finalize(self, _close, (*self._channels, *self._workers_ends))
+        self.key = next(_keys)
+        _receivers[self.key] = self
+
+    def senders(self, least: int) -> Senders:
+        """Return what the workers need, for a process that is about to be started."""
+        return Senders(self.key, self._workers_ends, 2 * self._limit, least)
+
+    def started(self) -> None:
+        """Close the workers' ends here: all workers run."""
+        _close(self._workers_ends)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+    def open(self, worker: int, number: int, gone: tuple[int, ...]) -> Any:
+        """Return a buffer of a segment's room that a worker filled; it gives itself back.
+
+        Args: gone: the numbers of this worker's segments that will not come again.
+        """
+        with self._lock:
+            segments, lent = self._segments[worker], self._lent[worker]
+            for gone_number in gone:
+                segments.pop(gone_number, None)
+            while (segment := segments.get(number)) is None:
+                self._receive(worker)
+        if len(lent) * segment.size > self._limit:
+            copied = np.frombuffer(segment.lend(), np.uint8).copy()
+            segment.flag.set(FREE)
+            return copied
+        buffer = segment.lend()
+        lent[id(segment)] = segment
+        weakref.finalize(buffer, give_back, segment, os.getpid(), lent).atexit = False
+        return buffer
+
+    def _receive(self, worker: int) -> None:
+        # A worker hands a segment over before it speaks of it, so nothing is waited for.
+        channel = self._channels[worker]
+        message, fds, _flags, _address = socket.recv_fds(channel, 8, 1, socket.MSG_DONTWAIT)
+        number = int.from_bytes(message, "little")
+        try:
+            self._segments[worker][number] = Segment(fds[0], number, os.fstat(fds[0]).st_size)
+        finally:
+            os.close(fds[0])
+
+    def keep_all(self) -> None:
+        """A fork is about to happen: what is lent now is never used again."""
+        for lent in self._lent:
+            for segment in list(lent.values()):
+                segment.kept = True
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def give_back(segment: Segment, owner: int, lent: dict[int, Segment] | None = None) -> None:
+    """Free a segment in the process that borrowed it. For finalizers: no locks here.
+
+    Args: owner: that process. lent: where it stands as borrowed.
+    """
+    if os.getpid() == owner:
+        if lent is not None:
+            lent.pop(id(segment), None)
+        segment.flag.set(LEFT if segment.kept else FREE)
+
+
+class Senders:
+    """The workers' ends of the pairs, on their way into the workers.
+
+    Survives the pickling that starts a process; in any other pickle it becomes None.
+    """
+
+    def __init__(self, key: int, ends: list[socket.socket], limit: int, least: int) -> None:
+        self.key = key
+        self._ends = ends
+        self._limit = limit
+        self._least = least
+
+    def of(self, worker: int) -> Sender:
+        """Return one worker's own side, in that worker; the others' ends are closed."""
+        for number, end in enumerate(self._ends):
+            if number != worker:
+                end.close()
+        return Sender(self._ends[worker], self._limit, self._least)
+
+    def __reduce__(self) -> Any:
+        if multiprocessing.context.get_spawning_popen() is None:
+            return _nothing, ()
+        ends = [multiprocessing.reduction.DupFd(end.fileno()) for end in self._ends]
+        return _arrived, (self.key, ends, self._limit, self._least)
+
+
+def _arrived(key: int, ends: list[Any], limit: int, least: int) -> Senders:
+    return Senders(key, [socket.socket(fileno=end.detach()) for end in ends], limit, least)
+
+
+def _nothing() -> None:
+    return None
+
+
+_keys = itertools.count(1)
+_receivers: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
+
+
+def receiver(key: int) -> Receiver:
+    """Return this process's receiver of that key."""
+    return _receivers[key]
+
+
+def _before_fork() -> None:
+    for known in list(_receivers.values()):
+        known.keep_all()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+def rounded(size: int) -> int:
+    """Return the size of segment for so many bytes: an eighth more at most, a few sizes only."""
+    step = max(SMALLEST_SIZE, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+def memory_limit() -> int:
+    """Return how many bytes of segments a loader may have: a sixteenth of memory, at most 4 GiB."""
+    memory = 1 << 36
+    with suppress(OSError, ValueError):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory // 16, 4 << 30)
+
+
+def _size_of(segment: Segment) -> int:
+    return segment.size

@@ -1,0 +1,144 @@
+"""Datasets whose batches are hard to hand over, in a module that spawned workers can import."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import torch
+
+from ffserve.torch import Dataset
+
+Pair = namedtuple("Pair", "left right")
+
+
+def keep_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def first_only(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def no_more_memory(worker: int) -> None:
+    """From here on this process cannot make a file, nor shared memory, of any size."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+class Made(Dataset):
+    """Sample i is `make(i)`."""
+
+    def __init__(self, n: int, **options: Any) -> None:
+        self.n = n
+        self.options = options
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, indices: Any) -> list[Any]:
+        return [self.make(i) for i in indices]
+
+    def make(self, index: int) -> Any:
+        return np.full(self.options.get("size", 40_000), index, np.int32)
+
+
+class Everything(Made):
+    def make(self, index: int) -> Any:
+        random = np.random.default_rng(index)
+        grid = random.integers(0, 99, (60, 70)).astype(np.int32)
+        fixed = grid.copy()
+        fixed.flags.writeable = False
+        tensor = torch.from_numpy(random.random((50, 60)))
+        return {
+            "arrays": [
+                grid,
+                grid.T,
+                grid[::2, 1:],
+                np.asfortranarray(grid),
+                fixed,
+                np.float32(index) * np.ones(()),
+                np.empty((0, 3), np.uint16),
+                np.array(["a", "bcd"]),
+                np.array([1, "x", None], object),
+                np.array([(1, 2.5)], [("a", "i2"), ("b", ">f8")]),
+            ],
+            "tensors": (
+                tensor,
+                tensor.t(),
+                tensor[::3, 5:7],
+                tensor.to(torch.bfloat16),
+                tensor.to(torch.complex64),
+                tensor > 0.5,
+                torch.tensor(index),
+                torch.empty(0, 4, dtype=torch.int16),
+                torch.arange(3).expand(1000, 3),
+            ),
+            "pair": Pair(np.float64(0.5), [index, str(index), None, 2**80]),
+            "text": b"x" * 50_000,
+            "rows": [random.integers(0, 256, 100 * k, dtype=np.uint8) for k in range(20)],
+            "set": {index, "s"},
+        }
+
+
+class Related(Made):
+    """Tensors over one memory, one tensor twice, and a small part of a large memory."""
+
+    def make(self, index: int) -> Any:
+        whole = torch.full((300, 100), float(index))
+        large = torch.full((1 << 22,), index, dtype=torch.int32)
+        return whole, whole[:, 0], whole, large[1000:1100]
+
+
+class TorchsWay(Made):
+    """What only torch hands over."""
+
+    def make(self, index: int) -> Any:
+        grown = torch.full((20_000,), float(index), requires_grad=True)
+        sparse = torch.eye(3).to_sparse() * index
+        return {"grown": grown, "sparse": sparse, "parameter": torch.nn.Parameter(torch.ones(2))}
+
+
+class Raw(Dataset):
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        return data
+
+
+class Labelled(Dataset):
+    """Each sample twice, once as a tensor over the very same memory."""
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        return [(i, d, torch.from_numpy(d), d[:10]) for i, d in zip(indices, data, strict=True)]
+
+
+class Tensors(Dataset):
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        return [torch.from_numpy(d) for d in data]
+
+
+class Caching(Dataset):
+    """Keeps every sample that it has read."""
+
+    def __init__(self, fnames: Any) -> None:
+        super().__init__(fnames)
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, indices: Any) -> Any:
+        wanted = [i for i in indices if i not in self.cache]
+        if wanted:
+            self.cache.update(zip(wanted, self.reader.read(wanted), strict=True))
+        return [self.cache[i] for i in indices]
+
+
+class Failing(Made):
+    """Two batches fail: one as users' code does, one by the worker's death."""
+
+    def make(self, index: int) -> Any:
+        if index == self.options.get("raises"):
+            raise KeyError(f"no colour {index}")
+        if index == self.options.get("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().make(index)
