@@ -10,6 +10,7 @@ import torch
 
 import ffserve.torch
 from ffserve.bench.contestant import Case, Delivered
+from ffserve.torch.bundles import BUNDLE_COUNT, BUNDLE_SIZE
 
 WORKERS = 2
 ENOUGH = 4096
@@ -62,8 +63,15 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 
 def _loader(case: Case, dataset: Any, **options: Any) -> Any:
+    # As many batches a message as the loader itself would choose for a dataset that it knows.
+    bundle = max(1, min(BUNDLE_COUNT, BUNDLE_SIZE // (case["batch"] * case["step"])))
     return ffserve.torch.DataLoader(
-        dataset, batch_size=case["batch"], shuffle=True, num_workers=WORKERS, **options
+        dataset,
+        batch_size=case["batch"],
+        shuffle=True,
+        num_workers=WORKERS,
+        bundle=bundle,
+        **options,
     )
 
 

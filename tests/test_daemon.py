@@ -248,6 +248,18 @@ def test_next_job_finds_what_the_last_one_left(path: str) -> None:
 # ---- sizes ------------------------------------------------------------------------------------
 
 
+def test_a_file_opened_by_its_formats_name_is_the_same_shard(path: str) -> None:
+    with (
+        serving() as daemon,
+        daemon.open(path) as found,
+        daemon.open(path, format="ffrecord") as named,
+    ):
+        found.read(range(200))
+        before = daemon.cache()["blocks_read"]
+        named.read(range(200))
+        assert daemon.cache()["blocks_read"] == before > 0
+
+
 def test_arena_far_smaller_than_the_data_set(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, [100, 9000, 60_000, 300_000]) for i in range(200)])
     with serving(arena="2MiB") as daemon, daemon.open(path) as reader:

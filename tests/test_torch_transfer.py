@@ -106,7 +106,6 @@ def source(
 # What arrives
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("start_method", "dataset"),

@@ -9,6 +9,7 @@ samples, for the next job, until its room is needed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
@@ -26,6 +28,7 @@ from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
+from ffserve.formats.base import HEAD_SIZE
 from ffserve.server import access
 from ffserve.server.access import Peer
 from ffserve.server.reading import Reading
@@ -182,7 +185,9 @@ class Catalog:
         for path in paths:
             fd = self._open_plain(path, peer)
             try:
-                keys.append((*_identity(fd), format_name, verify, tolerant))
+                identity = _identity(fd)
+                name = format_name or _format_of(fd, path, identity[2])
+                keys.append((*identity, name, verify, tolerant))
             finally:
                 os.close(fd)
         return keys
@@ -305,6 +310,13 @@ class Catalog:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self.shards():
             os.close(shard.fd)
+
+
+def _format_of(fd: int, path: str, size: int) -> str | None:
+    """Tell a file's format, so that one that is named shares its shard with one that is found."""
+    with contextlib.suppress(OSError, FFServeError):  # parsing it says what is wrong
+        return formats.detect(os.pread(fd, HEAD_SIZE, 0), path, size).name
+    return None
 
 
 def _identity(fd: int) -> tuple[int, int, int, int]:
