@@ -3,12 +3,13 @@
 # make check   lint and types        make bench   figures of this machine
 # make soak    long tests            make fuzz    damaged files and frames, for longer
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
+# make interop the originals (pyrecordio, …) from the package index read what we wrote, and we them
 # make clean   remove what was built (make distclean: .venv as well)
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
 
-.PHONY: demo test check bench soak fuzz asan tsan setup clean distclean
+.PHONY: demo test check interop bench soak fuzz asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -28,6 +29,9 @@ test: check
 	else \
 	    code=$$?; echo "make test: FAILED (see above)"; exit $$code; \
 	fi
+
+interop: setup
+	@$(pytest) -q -m interop --timeout 0
 
 soak: setup
 	@$(pytest) -q -m soak --timeout 0

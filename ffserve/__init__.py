@@ -24,7 +24,7 @@ from ffserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from ffserve import aio, convert, example, grain, hf, tensorflow, torch, utils
+    from ffserve import aio, convert, example, grain, hf, recordio, tensorflow, torch, utils
     from ffserve.client.fileio import FileReader, FileWriter
     from ffserve.client.packed import PackedFolder, pack_folder
     from ffserve.client.reader import Reader, open
@@ -44,7 +44,17 @@ _HOMES = {
     "PackedFolder": "ffserve.client.packed",
     "pack_folder": "ffserve.client.packed",
 }
-_MODULES = ("aio", "convert", "example", "grain", "hf", "tensorflow", "torch", "utils")
+_MODULES = (
+    "aio",
+    "convert",
+    "example",
+    "grain",
+    "hf",
+    "recordio",
+    "tensorflow",
+    "torch",
+    "utils",
+)
 
 __all__ = [
     "AccessDenied",
@@ -71,6 +81,7 @@ __all__ = [
     "hf",
     "open",
     "pack_folder",
+    "recordio",
     "tensorflow",
     "torch",
     "utils",

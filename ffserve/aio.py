@@ -36,9 +36,9 @@ from ffserve.client.base import (
     cut,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
-from ffserve.client.local import LocalPending, LocalSource
+from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
 from ffserve.client.loop import Home, LoopConnection, home, in_thread, pool, undisturbed
-from ffserve.client.remote import Awaited, RemotePending, RemoteSource
+from ffserve.client.remote import Awaited, RemotePending, RemoteSource, Steps
 from ffserve.client.source import Batch, Bytes, Int64s, Source
 from ffserve.config import find_socket
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
@@ -322,14 +322,23 @@ class Reader(BaseReader):
     async def _finish(self, request: _Request) -> dict[int, FFServeError]:
         source, pending = request.source, request.pending
         if isinstance(source, LocalSource):
+            if isinstance(pending, ChunkedPending):
+                request.over = True
+                return await undisturbed(asyncio.wrap_future(pool().submit(source.finish, pending)))
             if request.ended is not None:
                 await asyncio.shield(request.ended)
             request.over = True
             return source.collect(pending)
         assert isinstance(source, RemoteSource)
+        failed = await self._run(source, pending, source.steps(pending))
+        request.over = True
+        return failed
+
+    async def _run(
+        self, source: RemoteSource, pending: RemotePending, steps: Steps
+    ) -> dict[int, FFServeError]:
         connection = source.connection
         assert isinstance(connection, LoopConnection)
-        steps = source.steps(pending)
         try:
             step = next(steps)
             while True:
@@ -340,7 +349,6 @@ class Reader(BaseReader):
                         await asyncio.sleep(step.pause_s)
                     step = steps.send(await self._copy(source, pending, step.positions))
         except StopIteration as end:
-            request.over = True
             failed: dict[int, FFServeError] = end.value
             return failed
 
@@ -466,7 +474,7 @@ class Reader(BaseReader):
     async def _parts(self, numbers: Int64s, count: int, size: int) -> Any:
         for start in range(0, len(numbers), SIZES_AT_ONCE):
             some = numbers[start : start + SIZES_AT_ONCE]
-            for part in cut(some, await self._sizes_of(some), count, size):
+            for part in cut(some, await self._retrying(estimating(some)), count, size):
                 yield part
 
     # ---- the order ------------------------------------------------------------------------
@@ -515,12 +523,25 @@ class Reader(BaseReader):
 
     async def _sizes_of(self, numbers: Int64s | None) -> Int64s:
         async def attempt(source: Source) -> Int64s:
-            return source.sizes(numbers)
+            if not isinstance(source, RemoteSource):
+                assert isinstance(source, LocalSource)
+                if source.knows_sizes:
+                    return source.sizes(numbers)
+                return await undisturbed(asyncio.wrap_future(pool().submit(source.sizes, numbers)))
+            pending = source.start_sizes(numbers)
+            if pending is not None:
+                request = _Request(source, pending, None, keeps_out=False)
+                try:
+                    await self._run(source, pending, source.sizes_steps(pending))
+                    request.over = True
+                finally:
+                    await self._settle(request)
+            return source.known_sizes(numbers)
 
         return await self._retrying(attempt)
 
     async def sizes(self, indices: Any = None) -> Int64s:
-        """Return lengths in bytes, int64[n], without reading the samples; None for all."""
+        """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
         return await self._sizes_of(self._intact if indices is None else self._numbers(indices))
 
     async def _leave_out_damaged(self) -> None:
@@ -597,6 +618,15 @@ class _Request:
     ended: asyncio.Future[None] | None
     keeps_out: bool
     over: bool = False
+
+
+def estimating(numbers: Int64s) -> Callable[[Source], Awaitable[Int64s]]:
+    """Return what asks a source for estimates."""
+
+    async def attempt(source: Source) -> Int64s:
+        return source.estimate(numbers)
+
+    return attempt
 
 
 def _nothing(made: object) -> None:

@@ -328,6 +328,13 @@ def _parse_arena(value: Any) -> int | None:
     return size
 
 
+def _parse_chunk_size(value: Any) -> int:
+    size = parse_size(value)
+    if not 1 << 12 <= size <= 1 << 32:
+        raise UsageError(f"a chunk's limit is from 4 KiB to 4 GiB, not {value!r}")
+    return size
+
+
 def _one_of(choices: tuple[str, ...]) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in choices:
@@ -444,6 +451,18 @@ class ServerConfig:
             _count(1, 4096),
             "Reads in flight at once, from 1 to 4096. Local NVMe wants 64 to 128, network "
             "storage more.",
+        ),
+    )
+    max_chunk_size_bytes: int = field(
+        default=1 << 30,
+        metadata=_documented(
+            "max_chunk_size",
+            "--max-chunk-size",
+            "SIZE",
+            "1GiB",
+            _parse_chunk_size,
+            "Refuse chunks of RecordIO files that are larger than this, in the file or decoded, "
+            "from 4KiB to 4GiB: what a damaged or hostile file claims is not decoded.",
         ),
     )
     max_sessions: int = field(

@@ -9,7 +9,9 @@ from ffserve.errors import ChecksumError, FFServeError, ReadError, TruncatedErro
 CHECKSUM, TRUNCATED = -100_001, -100_002
 """FFS_ECHECKSUM and FFS_ETRUNCATED of engine/core.h."""
 TOO_LARGE = -100_100
-"""No slot of the arena can hold the sample."""
+"""No slot of the arena can hold the sample, or the chunk it lies in."""
+FORMAT = -100_102
+"""The format found the sample's chunk damaged, and says how."""
 ARENA_BUSY = -100_101
 """The arena stayed full of leased samples for too long."""
 
@@ -21,7 +23,7 @@ def read_failure(
     status: int,
     *,
     path: str,
-    index: int,
+    index: int | None,
     offset: int | None = None,
     length: int = 0,
     found: int = 0,
@@ -63,8 +65,8 @@ def read_failure(
         )
     if status == TOO_LARGE:
         return ReadError(
-            f"the sample of {length} bytes does not fit into the daemon's arena of "
-            f"{arena_size} bytes",
+            f"the sample, or the chunk it lies in, of {length} bytes does not fit into the "
+            f"daemon's arena of {arena_size} bytes",
             path=path,
             index=index,
             offset=offset,

@@ -27,6 +27,7 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.errors import FFServeError
 from ffserve.failures import TOO_LARGE
 
 FREE, LOADING, RESIDENT, FAILED = range(4)
@@ -44,12 +45,15 @@ take the old bytes for good any more."""
 class Failure:
     """Why a sample could not be read.
 
-    status: -errno or FFS_E* of engine/core.h, or TOO_LARGE; found, expected: checksums.
+    status: -errno or FFS_E* of engine/core.h, or TOO_LARGE; found, expected: checksums; size: of
+    the chunk that was TOO_LARGE, in bytes; error: what its format says instead of all that.
     """
 
     status: int
     found: int = 0
     expected: int = 0
+    size: int = 0
+    error: FFServeError | None = None
 
 
 class Fetch:
@@ -230,8 +234,11 @@ class Cache:
         cut = int(where[limit]) if limit < len(where) else len(part)
         if int(np.maximum.reduce(blocks.sizes)) > self.arena.size:
             fits = blocks.sizes <= self.arena.size
-            for number in blocks.firsts[~fits & (where < cut)].tolist():
-                fetch.failures[number] = Failure(TOO_LARGE)
+            for row in np.flatnonzero(~fits & (where < cut)).tolist():
+                told = int(blocks.sizes[row]) if self.shards.chunked[blocks.shards[row]] else 0
+                first, failure = blocks.firsts[row], Failure(TOO_LARGE, size=told)
+                inside = part[(part >= first) & (part < first + blocks.counts[row])]
+                fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
             blocks, where = blocks.take(fits), where[fits]
         if cut < len(part):
             blocks, where = blocks.take(where < cut), where[where < cut]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.memory import SharedMemory, private_zeros
 from ffserve.errors import ReadError
+from ffserve.formats.base import UNKNOWN_LENGTH
 
 ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32
@@ -101,8 +102,13 @@ class Directory:
                 self._free[k : k + 2] = [(start, room + more)]
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
-        """Write the lengths of a shard's samples into its unreadable entries."""
+        """Write the lengths of a shard's samples, all known or none, into unreadable entries."""
         run = self.entries[start : start + len(lengths)]
+        if len(lengths) and int(lengths[0]) == UNKNOWN_LENGTH:
+            # Records in chunks: nobody asks for their lengths here, so `_long` need not be set.
+            assert (lengths == UNKNOWN_LENGTH).all()
+            run["length_low"], run["place"] = 0xFFFFFFFF, 0xFFFF << 48
+            return
         run["length_low"] = lengths.astype(np.uint32)
         if len(lengths) and int(lengths.max()) >> 32:
             self._long = True

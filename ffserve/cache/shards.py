@@ -2,7 +2,8 @@
 
 Records are read in *blocks*: one record, or, where records are far smaller than a disk's
 block, a run of neighbours that is read, verified and evicted together, since the device would
-deliver them anyway.
+deliver them anyway. Where records lie in chunks, a block is a chunk, or a run of neighbours of
+small ones, and its slot takes what it decodes to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.directory import Directory
+from ffserve.formats.base import ChunkedShard
 
 SMALL_RECORD_SIZE = 2048
 """Mean record size in bytes below which neighbours share a block."""
@@ -27,7 +29,8 @@ class Blocks:
     """Blocks to be read, one row each.
 
     firsts, counts: their samples' node-wide numbers. begins, ends: the extent in the file.
-    sizes: bytes of the extent widened to the file's alignment. shards: rows of the table.
+    sizes: bytes of the extent widened to the file's alignment; of chunks, what they decode to.
+    shards: rows of the table.
     """
 
     firsts: NDArray[np.int64]
@@ -48,6 +51,37 @@ class Blocks:
             self.shards[rows],
         )
 
+    @classmethod
+    def joined(cls, parts: list[Blocks]) -> Blocks:
+        """Return the rows of all parts, one after the other."""
+        names = ("firsts", "counts", "begins", "ends", "sizes", "shards")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+class ChunkRuns:
+    """The chunks of a shard, small neighbours joined to runs of about BLOCK_SIZE.
+
+    Chunks that cannot be read (of size 0) stay alone: what they leave out may be large.
+    """
+
+    def __init__(self, shard: ChunkedShard) -> None:
+        self.shard = shard
+        chunks = shard.chunks
+        self.sizes_before = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(chunks.sizes, out=self.sizes_before[1:])
+        small = (chunks.sizes < BLOCK_SIZE) & (chunks.sizes > 0)
+        # A run ends where the sum crosses a multiple of BLOCK_SIZE, and around all others.
+        crossing = np.diff(self.sizes_before[:-1] // BLOCK_SIZE) > 0
+        edge = crossing | ~small[1:] | ~small[:-1]
+        inner = np.flatnonzero(edge) + 1
+        self.edges = np.concatenate(([0], inner, [len(chunks)])).astype(np.int64)
+        """int64[runs + 1], the number of each run's first chunk."""
+        self._firsts = chunks.firsts[self.edges]
+
+    def holding(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the run that holds each record."""
+        return np.searchsorted(self._firsts, records, side="right") - 1
+
 
 class ShardTable:
     """Open shards, in rising order of their first sample's number.
@@ -57,6 +91,7 @@ class ShardTable:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
+        self._runs: list[ChunkRuns | None] = []
         self.bases = np.zeros(0, np.int64)
         self.counts = np.zeros(0, np.int64)
         self.alignments = np.zeros(0, np.int64)
@@ -64,6 +99,7 @@ class ShardTable:
         self.checksum_kinds = np.zeros(0, np.int32)
         self.files = np.zeros(0, np.int32)
         self.engines = np.zeros(0, np.int32)
+        self.chunked = np.zeros(0, np.bool_)
         self.sessions = np.zeros(0, np.int64)
         self._singly: set[int] = set()
 
@@ -77,11 +113,14 @@ class ShardTable:
         checksum_kind: int,
         file: int,
         engine: int,
+        chunked: ChunkedShard | None = None,
     ) -> None:
-        """Enter a shard with at least one sample."""
+        """Enter a shard with at least one sample; `chunked` if its records lie in chunks."""
         mean = payload_size // count
         group = max(1, BLOCK_SIZE // max(mean, 1)) if mean < SMALL_RECORD_SIZE else 1
         row = int(np.searchsorted(self.bases, base))
+        self._runs.insert(row, None if chunked is None else ChunkRuns(chunked))
+        self.chunked = np.insert(self.chunked, row, chunked is not None)
         self.bases = np.insert(self.bases, row, base)
         self.counts = np.insert(self.counts, row, count)
         self.alignments = np.insert(self.alignments, row, alignment)
@@ -103,9 +142,11 @@ class ShardTable:
             "checksum_kinds",
             "files",
             "engines",
+            "chunked",
             "sessions",
         ):
             setattr(self, name, np.delete(getattr(self, name), row))
+        del self._runs[row]
         rest = (first for first in self._singly if not base <= first < base + count)
         self._singly = set(rest)
 
@@ -123,10 +164,53 @@ class ShardTable:
         """Return the row of each sample's shard."""
         return np.searchsorted(self.bases, numbers, side="right") - 1
 
+    def decoder(self, row: int) -> ChunkedShard:
+        """Return the shard of a row whose records lie in chunks."""
+        runs = self._runs[row]
+        assert runs is not None
+        return runs.shard
+
     def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
         """Return the block of each sample, one row a sample."""
-        directory = self._directory
         rows = self.rows(numbers)
+        inside = self.chunked[rows]
+        if not inside.any():
+            return self._of_records(numbers, rows)
+        if (rows == rows[0]).all():
+            return self._of_chunks(numbers, rows)
+        # Shard by shard, put back in the order of the numbers.
+        parts, place, done = [], np.empty(len(numbers), np.int64), 0
+        for row in np.unique(rows).tolist():
+            inside = rows == row
+            count = int(np.count_nonzero(inside))
+            find = self._of_chunks if self.chunked[row] else self._of_records
+            parts.append(find(numbers[inside], rows[inside]))
+            place[inside] = np.arange(done, done + count)
+            done += count
+        return Blocks.joined(parts).take(place)
+
+    def _of_chunks(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Blocks:
+        base, runs = int(self.bases[rows[0]]), self._runs[rows[0]]
+        assert runs is not None
+        chunks = runs.shard.chunks
+        run = runs.holding(numbers - base)
+        low, high = runs.edges[run], runs.edges[run + 1]
+        if self._singly:
+            firsts = (base + chunks.firsts[low]).tolist()
+            alone = np.array([first in self._singly for first in firsts], np.bool_)
+            chunk = chunks.holding(numbers - base)
+            low, high = np.where(alone, chunk, low), np.where(alone, chunk + 1, high)
+        return Blocks(
+            base + chunks.firsts[low],
+            chunks.firsts[high] - chunks.firsts[low],
+            chunks.begins[low],
+            chunks.ends[high - 1],
+            runs.sizes_before[high] - runs.sizes_before[low],
+            rows,
+        )
+
+    def _of_records(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Blocks:
+        directory = self._directory
         shifts = self.shifts[rows]
         if not np.count_nonzero(shifts):
             begins = directory.offsets[numbers].astype(np.int64)

@@ -19,6 +19,7 @@ from ffserve.cli import EXIT_BAD_DATA, report
 from ffserve.cli.terminal import Progress, counted, histogram, print_facts, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, SampleIndexError, UsageError
+from ffserve.formats.base import ChunkedShard
 
 if TYPE_CHECKING:
     import ffserve
@@ -35,7 +36,7 @@ _format_option = click.option(
     "--format",
     "format_name",
     metavar="NAME",
-    help="ffrecord, …; by content, then suffix, when left out.",
+    help="ffrecord, recordio, …; by content, then suffix, when left out.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -129,6 +130,8 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         return _describe_stream(path)
     tables = _load(path, format_name)
     shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
+    if isinstance(shard, ChunkedShard):
+        return _describe_chunks(path, shard)
     cut = np.flatnonzero(offsets + lengths > shard.size)
     facts: dict[str, Any] = {
         "path": path,
@@ -142,6 +145,24 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         "cut_samples": cut.tolist(),
     }
     return facts
+
+
+def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
+    """Return what the headers of a file of chunks say; the samples' sizes stand inside."""
+    about = shard.about()
+    return {
+        "path": path,
+        "format": shard.format,
+        "samples": shard.count,
+        "size_bytes": shard.size,
+        "checksums": CHECKSUMS[shard.checksum_kind].replace("sample", "chunk"),
+        "fingerprint": f"{shard.fingerprint:016x}",
+        "sample_size_bytes": None,
+        "histogram": {},
+        "named_files": None,
+        "cut_samples": [],
+        **about,
+    }
 
 
 def _describe_stream(path: str) -> dict[str, Any]:
@@ -192,6 +213,14 @@ def _print_description(facts: dict[str, Any]) -> None:
         ("file size", format_size(facts["size_bytes"])),
         ("checksums", facts["checksums"]),
     ]
+    if "chunks" in facts:
+        decoded, largest = facts["decoded_size_bytes"], facts["largest_chunk_size_bytes"]
+        lines += [
+            ("dialect", facts["dialect"]),
+            ("compression", facts["compression"]),
+            ("chunks", f"{facts['chunks']:,}, the largest {format_size(largest)}"),
+            ("decoded size", format_size(decoded)),
+        ]
     sizes = facts["sample_size_bytes"]
     if sizes:
         shown = "   ".join(f"{name} {format_size(sizes[name])}" for name in sizes)
@@ -298,7 +327,7 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
             return
         # Tolerant, so that a file damaged between its samples is still read to its end.
         with Reader((path,), format_name, "off", True, tolerant=True) as reader:
-            sizes = np.asarray(reader.sizes(), np.int64)
+            sizes = reader.estimates()
             for batch in _batches(sizes):
                 if findings.stopped:
                     return
@@ -454,7 +483,7 @@ def cat(
             if len(indices) == 1:
                 _write(reader.read(indices), force=force)
                 continue
-            for batch in _batches(np.asarray(reader.sizes(indices), np.int64)):
+            for batch in _batches(reader.estimates(indices)):
                 _write(reader.read(indices[batch.start : batch.stop]), force=force)
     return 0
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
+from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
 from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
@@ -31,6 +33,9 @@ from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 from ffserve.extents import MERGED_SIZE, merged
 from ffserve.failures import read_failure
 from ffserve.files import raise_file_limit, wrap_os_error
+from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
+
+SIZES_AT_ONCE = 65_536
 
 _lock = threading.Lock()
 _engine: Engine | None = None
@@ -71,6 +76,23 @@ class LocalPending:
     target: Target
     batch: ring.Batch | None
     engine: Engine
+
+
+@dataclass(slots=True)
+class ChunkedPending:
+    """A request of which records lie in chunks; `plain`: the others, at these positions.
+
+    The target is made when all lengths are known.
+    """
+
+    indices: Int64s
+    target: Target
+    engine: Engine
+    apart: bool
+    out: Bytes | None
+    chunks: ChunkRequest
+    plain: LocalPending | None
+    positions: Int64s
 
 
 class LocalSource:
@@ -128,6 +150,13 @@ class LocalSource:
             ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
             for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
         ]
+        self._chunked = {k: s for k, s in enumerate(parsed) if isinstance(s, ChunkedShard)}
+        self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
+        self._store = ChunkStore(self._chunked, self._learned)
+
+    def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
+        first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
+        self._lengths[first : first + len(lengths)] = lengths
 
     def _attach(self) -> Engine:
         """Return the engine, and count a request: the files stay open until it is over.
@@ -143,8 +172,17 @@ class LocalSource:
                     file.number = engine.add_file(file.fd, file.alignment)
                 self._numbers = np.array([file.number for file in self._files], np.int32)
                 self._engine = engine
+                self._attach_decoding(engine)
             self._pending += 1
             return self._engine
+
+    def _attach_decoding(self, engine: Engine) -> None:
+        """Chunks are waited for by threads, which an engine that a loop watches does not allow."""
+        self._decoding, self._decoding_numbers = engine, self._numbers
+        if self._chunked and engine is not process_engine():
+            self._decoding = process_engine()
+            added = [self._decoding.add_file(file.fd, file.alignment) for file in self._files]
+            self._decoding_numbers = np.array(added, np.int32)
 
     def _detach(self) -> None:
         with self._attaching:
@@ -153,23 +191,62 @@ class LocalSource:
                 self._release()
 
     def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes."""
-        chosen = self._lengths if indices is None else self._lengths[indices]
-        return chosen.astype(np.int64)
+        """Return lengths in bytes; what lies in chunks that were not read yet is read."""
+        chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
+        if self._chunked:
+            unknown = chosen[self._lengths[chosen] == UNKNOWN_LENGTH]
+            for start in range(0, len(unknown), SIZES_AT_ONCE):
+                pending = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
+                for _, error in sorted(self.finish(pending).items()):
+                    raise error
+        return self._lengths[chosen].astype(np.int64)
+
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether `sizes` reads nothing."""
+        return not self._chunked
+
+    def estimate(self, indices: Int64s) -> Int64s:
+        """Return lengths in bytes, a guess where they are not known; never reads."""
+        sizes = self._lengths[indices].astype(np.int64)
+        unknown = np.flatnonzero(sizes == UNKNOWN_LENGTH) if self._chunked else sizes[:0]
+        if len(unknown):
+            means = np.array(
+                [
+                    int(self._chunked[k].chunks.sizes.sum()) // max(shard.count, 1)
+                    if k in self._chunked
+                    else 0
+                    for k, shard in enumerate(self.shards)
+                ],
+                np.int64,
+            )
+            sizes[unknown] = means[self.layout.shards(indices[unknown])]
+        return sizes
 
     # ---- reading --------------------------------------------------------------------------
 
-    def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> LocalPending:
+    def start(
+        self, indices: Int64s, *, apart: bool, out: Bytes | None = None
+    ) -> LocalPending | ChunkedPending:
         """Submit the reads."""
         engine = self._attach()
         try:
-            return self._submit(engine, indices, apart, out)
+            if self._chunked:
+                inside = self._in_chunks[self.layout.shards(indices)]
+                if inside.any():
+                    return self._submit_chunks(engine, indices, inside, apart, out)
+            return self._submit(engine, self._numbers, indices, apart, out)
         except BaseException:
             self._detach()
             raise
 
     def _submit(
-        self, engine: Engine, indices: Int64s, apart: bool, out: Bytes | None
+        self,
+        engine: Engine,
+        files: NDArray[np.int32],
+        indices: Int64s,
+        apart: bool,
+        out: Bytes | None,
     ) -> LocalPending:
         count = len(indices)
         lengths = self._lengths[indices].astype(np.int64)
@@ -192,7 +269,7 @@ class LocalSource:
         reads["offset"] = starts[firsts]
         reads["length"] = starts[lasts] + held[lasts] - starts[firsts]
         reads["slot"] = NOWHERE
-        reads["file"] = self._numbers[shards[firsts]]
+        reads["file"] = files[shards[firsts]]
         reads["checksum_kind"] = self._kinds[shards[firsts]]
         reads["first_record"] = firsts
         reads["record_count"] = counts
@@ -205,9 +282,33 @@ class LocalSource:
         engine.submit(batch)
         return LocalPending(indices, target, batch, engine)
 
+    def _submit_chunks(
+        self,
+        engine: Engine,
+        indices: Int64s,
+        inside: NDArray[np.bool_],
+        apart: bool,
+        out: Bytes | None,
+    ) -> ChunkedPending:
+        plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
+        shards = self.layout.shards(indices[packed])
+        records = indices[packed] - self.layout.firsts[shards]
+        wanted = deque(self._store.wanted(shards, records, packed))
+        request = ChunkRequest(self._store, self._decoding, self._decoding_numbers, wanted)
+        request.begin()
+        others = None
+        if len(plain):
+            others = self._submit(
+                self._decoding, self._decoding_numbers, indices[plain], False, None
+            )
+        nothing = Target(np.zeros(1, np.int64), apart=False)
+        return ChunkedPending(indices, nothing, engine, apart, out, request, others, plain)
+
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Wait for the reads."""
-        assert isinstance(pending, LocalPending)
+        assert isinstance(pending, (LocalPending, ChunkedPending))
+        if isinstance(pending, ChunkedPending):
+            return self._finish_chunked(pending)
         if pending.batch is not None and pending.engine is self._engine:
             try:
                 pending.engine.wait(pending.batch)
@@ -221,17 +322,53 @@ class LocalSource:
         if pending.engine is not self._engine:
             raise ServerUnavailable("the process forked while a read was on its way")
         try:
-            if pending.batch is None:
-                return {}
-            self._served += len(pending.indices)
-            self._size += int(pending.target.offsets[-1])
-            if pending.batch.failed and len(pending.batch.reads) < len(pending.batch.records):
-                self._read_singly(pending.engine, pending.batch)
-            errors = self._errors(pending, pending.batch)
-            pending.batch.free()
-            return errors
+            return self._collect(pending)
         finally:
             self._detach()
+
+    def _collect(self, pending: LocalPending) -> dict[int, FFServeError]:
+        if pending.batch is None:
+            return {}
+        self._served += len(pending.indices)
+        self._size += int(pending.target.offsets[-1])
+        if pending.batch.failed and len(pending.batch.reads) < len(pending.batch.records):
+            self._read_singly(pending.engine, pending.batch)
+        errors = self._errors(pending, pending.batch)
+        pending.batch.free()
+        return errors
+
+    def _finish_chunked(self, pending: ChunkedPending) -> dict[int, FFServeError]:
+        if pending.engine is not self._engine:
+            raise ServerUnavailable("the process forked while a read was on its way")
+        try:
+            return self._wait_chunked(pending)
+        finally:
+            self._detach()
+
+    def _wait_chunked(self, pending: ChunkedPending) -> dict[int, FFServeError]:
+        request, plain, positions = pending.chunks, pending.plain, pending.positions
+        request.finish()
+        indices = pending.indices.tolist()
+        errors = {k: error.located(index=indices[k]) for k, error in request.failed.items()}
+        size = 0
+        if plain is not None:
+            assert plain.batch is not None and plain.target.buffer is not None
+            plain.engine.wait(plain.batch)
+            failed = self._collect(plain)
+            errors.update((int(positions[k]), error) for k, error in failed.items())
+            edges = plain.target.offsets
+            size = int(edges[-1])
+            request.found.append((positions, plain.target.buffer, edges[:-1], np.diff(edges)))
+        offsets = np.zeros(len(indices) + 1, np.int64)
+        np.cumsum(request.lengths(len(indices)), out=offsets[1:])
+        out = pending.out
+        if out is not None:
+            out = check_out(out, int(offsets[-1]))
+        pending.target = Target(offsets, apart=pending.apart, out=out)
+        request.copy_to(pending.target)
+        self._served += len(indices) - len(positions)
+        self._size += int(offsets[-1]) - size
+        return errors
 
     def _read_singly(self, engine: Engine, batch: ring.Batch) -> None:
         """Read again, each by itself, what the disk refused as a whole."""
@@ -328,6 +465,7 @@ class LocalSource:
         self._engine = None
         self._pending = 0
         self._attaching = threading.Lock()
+        self._store = ChunkStore(self._chunked, self._learned)
 
     def close(self) -> None:
         """Close the files, or let the last request that is on its way do it."""
@@ -341,6 +479,9 @@ class LocalSource:
         if engine is not None:
             for file in self._files:
                 engine.remove_file(file.number)
+            if self._decoding is not engine:
+                for number in self._decoding_numbers.tolist():
+                    self._decoding.remove_file(number)
         self._close_files()
 
     def _close_files(self) -> None:
@@ -370,12 +511,17 @@ def open_shard(
         if not stat.S_ISREG(os.fstat(plain).st_mode):
             raise ReadError("this is no regular file", path=path)
         shard = shardfile.open_shard(plain, path, format, verify=verify, tolerant=tolerant)
+        chunked = isinstance(shard, ChunkedShard)
+        if isinstance(shard, ChunkedShard):
+            shard.limit(MAX_CHUNK_SIZE)
         size = shard.size
         offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
         lengths = np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, checksums)
-        bound_lengths(offsets, lengths, size)
-        kept = lengths.astype(np.uint32) if size < (1 << 32) - 1 else lengths
+        if not chunked:
+            bound_lengths(offsets, lengths, size)
+        narrow = size < (1 << 32) - 1 and not chunked
+        kept = lengths.astype(np.uint32) if narrow else lengths
         fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
     finally:
         os.close(plain)

@@ -367,7 +367,7 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[Int64s]:
         for start in range(0, len(numbers), SIZES_AT_ONCE):
             some = numbers[start : start + SIZES_AT_ONCE]
-            yield from cut(some, self._sizes_of(some), count, size)
+            yield from cut(some, self._estimates_of(some), count, size)
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
         return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
@@ -453,11 +453,27 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     # ---- about the samples ----------------------------------------------------------------
 
+    def estimates(self, indices: Any = None) -> Int64s:
+        """Return lengths in bytes, int64[n], as `sizes`, but a guess instead of a read where a
+        length is not known."""
+        return self._estimates_of(
+            self._all_numbers() if indices is None else self._numbers(indices)
+        )
+
+    def _estimates_of(self, numbers: Int64s) -> Int64s:
+        return self._retrying(lambda source: source.estimate(numbers))
+
     def _sizes_of(self, numbers: Int64s | None) -> Int64s:
         return self._retrying(lambda source: source.sizes(numbers))
 
     def sizes(self, indices: Any = None) -> Int64s:
-        """Return lengths in bytes, int64[n], without reading the samples; None for all."""
+        """Return lengths in bytes, int64[n]; None for all.
+
+        Raises: as `read`, for a sample whose length cannot be known.
+
+        Cost: no sample is read, but where they lie in chunks (RecordIO): those that nobody read
+            before are.
+        """
         if indices is None:
             return self._sizes_of(self._intact)
         return self._sizes_of(self._numbers(indices))

@@ -4,6 +4,9 @@ A request looks every sample up in the shared directory, sends GETs for those th
 copies those that are, and then waits. A sample that vanishes between look-up and copy is asked for
 like any other; the daemon pins what it announces until this side acknowledges it, so every round
 gets further.
+
+Lengths of records that lie in chunks are not known until the daemon has decoded those. A request
+for such waits for all of them first, and takes its memory then; a length once known stays so.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.view import NOWHERE, View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
+from ffserve.formats.base import UNKNOWN_LENGTH
 
 GET_COUNT = 1024
 """Samples in one GET: enough for the engine's full depth many times over."""
@@ -42,6 +46,20 @@ class RemotePending:
     target: Target
     todo: deque[Int64s] = field(default_factory=deque)
     asked: deque[tuple[int, Int64s]] = field(default_factory=deque)
+    unsized: Unsized | None = None
+
+
+@dataclass(slots=True)
+class Unsized:
+    """What a request needs whose target cannot be made yet, since lengths are not known.
+
+    failed: by position. held: tags of what came and was not copied yet.
+    """
+
+    apart: bool
+    out: Bytes | None
+    failed: dict[int, FFServeError] = field(default_factory=dict)
+    held: deque[int] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
@@ -133,10 +151,46 @@ class RemoteSource:
         self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
 
     def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes."""
-        chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
-        offsets, _missing, _unknown = self._view.locate(chosen)
-        return np.diff(offsets)
+        """Return lengths in bytes; what lies in chunks that nobody read yet is read."""
+        pending = self.start_sizes(indices)
+        if pending is not None:
+            self._run(pending, self.sizes_steps(pending))
+        return self.known_sizes(indices)
+
+    def start_sizes(self, indices: Int64s | None) -> RemotePending | None:
+        """Ask for what must be read to know lengths; None when they are known."""
+        chosen = self._all() if indices is None else indices
+        offsets, missing, unknown = self._view.locate(chosen)
+        if not unknown:
+            return None
+        blank = missing[np.diff(offsets)[missing] == 0]
+        return self._begin(chosen[blank], np.arange(len(blank)), Unsized(False, None))
+
+    def sizes_steps(self, pending: RemotePending) -> Steps:
+        """What makes lengths known, as `steps`. Raises the error of the first that cannot be."""
+        assert pending.unsized is not None
+        yield from self._learn(pending, pending.unsized)
+        self._let_go(pending)
+        for _, error in sorted(pending.unsized.failed.items()):
+            raise error
+        return {}
+
+    def known_sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes, 0 where they are not known."""
+        return np.diff(self._view.locate(self._all() if indices is None else indices)[0])
+
+    def _all(self) -> Int64s:
+        return np.arange(self.count, dtype=np.int64)
+
+    def estimate(self, indices: Int64s) -> Int64s:
+        """Return lengths in bytes, a guess where they are not known; never asks."""
+        offsets, missing, unknown = self._view.locate(indices)
+        sizes = np.diff(offsets)
+        if unknown:
+            blank = missing[sizes[missing] == 0]
+            means = np.array([s.size // max(s.count, 1) for s in self.shards], np.int64)
+            sizes[blank] = means[self.layout.shards(indices[blank])]
+        return sizes
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -144,17 +198,29 @@ class RemoteSource:
         """Ask for what is not in memory."""
         offsets, missing, unknown = self._view.locate(indices)
         if unknown:
-            raise ProtocolError("the daemon does not know the length of a sample it opened")
+            return self._begin(indices, missing, Unsized(apart, out))
         if out is not None:
             out = check_out(out, int(offsets[-1]))
         pending = RemotePending(indices, Target(offsets, apart=apart, out=out))
         if len(missing):
             self._tell_seen()
-            pending.todo.extend(
-                missing[k : k + GET_COUNT] for k in range(0, len(missing), GET_COUNT)
-            )
+            self._want(pending, missing)
             self._ask(pending)
         return pending
+
+    def _begin(self, indices: Int64s, missing: Int64s, unsized: Unsized) -> RemotePending:
+        nothing = Target(np.zeros(1, np.int64), apart=False)
+        pending = RemotePending(indices, nothing, unsized=unsized)
+        self._tell_seen()
+        self._want(pending, missing)
+        self._ask(pending)
+        return pending
+
+    @staticmethod
+    def _want(pending: RemotePending, positions: Int64s) -> None:
+        pending.todo.extend(
+            positions[k : k + GET_COUNT] for k in range(0, len(positions), GET_COUNT)
+        )
 
     def _ask(self, pending: RemotePending) -> None:
         while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:
@@ -164,7 +230,9 @@ class RemoteSource:
 
     def finish(self, pending: Pending) -> dict[int, FFServeError]:
         """Copy what is there, wait for the rest."""
-        steps = self.steps(pending)
+        return self._run(pending, self.steps(pending))
+
+    def _run(self, pending: Pending, steps: Steps) -> dict[int, FFServeError]:
         try:
             step = next(steps)
             while True:
@@ -187,8 +255,10 @@ class RemoteSource:
         assert isinstance(pending, RemotePending)
         count = len(pending.indices)
         missed = sum(map(len, pending.todo)) + sum(len(p) for _, p in pending.asked)
+        if pending.unsized is not None:
+            return (yield from self._steps_unsized(pending, pending.unsized, missed))
         if missed < count:
-            positions = self._hit_positions(pending, missed)
+            positions = self._hit_positions(pending) if missed else None
             vanished = yield Copy(positions)
             assert isinstance(vanished, np.ndarray)
             self._note_seen(pending.indices if positions is None else pending.indices[positions])
@@ -214,15 +284,72 @@ class RemoteSource:
         if seen:
             self.connection.seen(self.dataset, seen)
 
-    def _hit_positions(self, pending: RemotePending, missed: int) -> Int64s | None:
-        if not missed:
-            return None
+    def _hit_positions(self, pending: RemotePending) -> Int64s:
         hit = np.ones(len(pending.indices), np.bool_)
         for positions in pending.todo:
             hit[positions] = False
         for _, positions in pending.asked:
             hit[positions] = False
         return np.flatnonzero(hit)
+
+    def _steps_unsized(self, pending: RemotePending, unsized: Unsized, missed: int) -> Steps:
+        yield from self._learn(pending, unsized)
+        failed = unsized.failed
+        try:
+            offsets, missing, unknown = self._view.locate(pending.indices)
+            if unknown > len(failed):
+                raise ProtocolError("the daemon does not know the length of a sample it read")
+            out = unsized.out
+            if out is not None:
+                out = check_out(out, int(offsets[-1]))
+            pending.target = Target(offsets, apart=unsized.apart, out=out)
+            bad = np.array(sorted(failed), np.int64)
+            gone = np.setdiff1d(missing, bad)
+            self._want(pending, gone)
+            there = np.setdiff1d(self._hit_positions(pending), bad)
+            vanished = yield Copy(there)
+            assert isinstance(vanished, np.ndarray)
+            self._note_seen(pending.indices[there])
+        finally:
+            self._let_go(pending)
+        if len(vanished):
+            pending.todo.append(vanished)
+        self._count(pending, len(pending.indices) - missed, missed)
+        return failed | (yield from self._wait(pending))
+
+    def _learn(self, pending: RemotePending, unsized: Unsized) -> Steps:
+        """Wait until everything that was asked for was decoded once, so that its length is known.
+
+        The last few answers are held, not acknowledged, so that most requests find all of it; not
+        so where the arena has no room for all of a GET, since others wait for it then.
+        """
+        while pending.todo or pending.asked:
+            self._ask(pending)
+            tag, positions = pending.asked[0]
+            ready = yield Awaited(tag)
+            assert isinstance(ready, protocol.Ready)
+            pending.asked.popleft()
+            _, rest = self._answered(ready, positions, unsized.failed)
+            unsized.held.append(tag)
+            while len(unsized.held) > (0 if len(rest) else GETS_IN_FLIGHT):
+                self.connection.acknowledge(unsized.held.popleft())
+            if len(rest):
+                pending.todo.appendleft(rest)
+        return {}
+
+    @staticmethod
+    def _answered(
+        ready: protocol.Ready, positions: Int64s, errors: dict[int, FFServeError]
+    ) -> tuple[Int64s, Int64s]:
+        """Enter a READY's errors; return the positions that are readable, and those still due."""
+        if not 0 <= ready.count <= len(positions):
+            raise ProtocolError("the daemon answered for samples it was not asked for")
+        done, rest = positions[: ready.count], positions[ready.count :]
+        if ready.errors:
+            failed = _failures(ready.errors, len(done))
+            errors.update((int(done[k]), error) for k, error in failed.items())
+            done = np.delete(done, list(failed))
+        return done, rest
 
     def _wait(self, pending: RemotePending) -> Steps:
         errors: dict[int, FFServeError] = {}
@@ -233,13 +360,7 @@ class RemoteSource:
             ready = yield Awaited(tag)
             assert isinstance(ready, protocol.Ready)
             pending.asked.popleft()
-            if not 0 <= ready.count <= len(positions):
-                raise ProtocolError("the daemon answered for samples it was not asked for")
-            done, rest = positions[: ready.count], positions[ready.count :]
-            if ready.errors:
-                failed = _failures(ready.errors, len(done))
-                errors.update((int(done[k]), error) for k, error in failed.items())
-                done = np.delete(done, list(failed))
+            done, rest = self._answered(ready, positions, errors)
             pause_s = 0.001 if empty_rounds > 10 else 0.0
             vanished = yield Copy(done, pause_s)
             assert isinstance(vanished, np.ndarray)
@@ -272,7 +393,13 @@ class RemoteSource:
         tags = [tag for tag, _ in pending.asked]
         pending.asked.clear()
         pending.todo.clear()
+        self._let_go(pending)
         return tags
+
+    def _let_go(self, pending: RemotePending) -> None:
+        """Acknowledge what was held until it was copied."""
+        while pending.unsized is not None and pending.unsized.held:
+            self.connection.acknowledge(pending.unsized.held.popleft())
 
     def _count(self, pending: RemotePending, hits: int, misses: int) -> None:
         total = int(pending.target.offsets[-1])
@@ -315,7 +442,7 @@ class RemoteSource:
 
     def _in_place(self, indices: Int64s, start: int) -> dict[int, Bytes]:
         places = self._view.places(indices)
-        sizes = self.sizes(indices).tolist()
+        sizes = self.known_sizes(indices).tolist()
         return {
             start + k: self._arena[place : place + size]
             for k, (place, size) in enumerate(zip(places.tolist(), sizes, strict=True))
@@ -351,8 +478,12 @@ class RemoteSource:
         count = int(self.layout.counts[shard])
         first = int(self.layout.firsts[shard])
         offsets, checksums = self.connection.index(int(self._bases[shard]), count)
-        lengths = self.sizes(np.arange(first, first + count, dtype=np.int64))
-        return offsets, lengths.astype(np.uint64), checksums
+        chosen = np.arange(first, first + count, dtype=np.int64)
+        edges, missing, unknown = self._view.locate(chosen)
+        lengths = np.diff(edges).astype(np.uint64)
+        if unknown:
+            lengths[missing[lengths[missing] == 0]] = UNKNOWN_LENGTH
+        return offsets, lengths, checksums
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""

@@ -166,7 +166,14 @@ class Source(Protocol):
     description: str
 
     def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes."""
+        """Return lengths in bytes; reads what must be read to know them.
+
+        Raises: the error of the first sample whose length cannot be known.
+        """
+        ...
+
+    def estimate(self, indices: Int64s) -> Int64s:
+        """Return lengths in bytes, a guess where they are not known; does no I/O."""
         ...
 
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> Pending:

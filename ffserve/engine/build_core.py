@@ -40,6 +40,7 @@ SOURCES = (
     "shared.c",
     "checksum.c",
     "frames.c",
+    "chunks.c",
 )
 HEADERS = ("core.h", "backend.h", "buffers.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

@@ -68,6 +68,10 @@ void ffs_publish(ffs_entry *entry, uint64_t offset, uint64_t length);
 void ffs_flag_set(uint32_t *flag, uint32_t value);
 uint32_t ffs_flag_get(const uint32_t *flag);
 
+/* Publish n samples of one block: entries [first, first + n), payload k at base + starts[k]. */
+void ffs_publish_run(ffs_entry *entries, uint64_t first, int64_t n, uint64_t base,
+                     const int64_t *starts, const int64_t *lengths);
+
 /* ---- checksums --------------------------------------------------------------------------- */
 uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size);
 /* For n records payload k = base + offsets[k] .. + lengths[k]: out[k] = its checksum. */
@@ -113,6 +117,17 @@ typedef struct {
  * the file ended. */
 int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t base,
                      uint64_t size);
+
+/* ---- RecordIO's chunks ------------------------------------------------------------------- */
+/* Walk over at most n records (u32 length, bytes) that lie one behind the other in `size` bytes.
+ * starts[], lengths[]: of those that lie whole inside, whose number is returned; *end: behind the
+ * last of them. The bytes hold exactly n records if n is returned and *end is size. */
+int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts,
+                  int64_t *lengths, uint64_t *end);
+
+/* Copy n pieces, each to a place of its own. */
+void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *lengths, int64_t n,
+                 uint8_t *const *dests);
 
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */

@@ -236,3 +236,10 @@ uint32_t ffs_flag_get(const uint32_t *flag)
 {
     return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
+
+void ffs_publish_run(ffs_entry *entries, uint64_t first, int64_t n, uint64_t base,
+                     const int64_t *starts, const int64_t *lengths)
+{
+    for (int64_t k = 0; k < n; k++)
+        ffs_publish(&entries[first + k], base + (uint64_t)starts[k], (uint64_t)lengths[k]);
+}

@@ -197,3 +197,17 @@ def retract(
 def publish(entries_address: int, entry: int, offset: int, length: int) -> None:
     """Make one sample readable whose bytes lie at ``offset`` of the arena already."""
     lib.ffs_publish(ffi.cast("ffs_entry *", entries_address) + entry, offset, length)
+
+
+def publish_run(
+    entries_address: int, first: int, base: int, starts: Int64s, lengths: Int64s
+) -> None:
+    """Make the samples [first, first + n) readable, whose payloads lie at ``base + starts``."""
+    lib.ffs_publish_run(
+        ffi.cast("ffs_entry *", entries_address),
+        first,
+        len(starts),
+        base,
+        _from_buffer(_I64S, starts),
+        _from_buffer(_I64S, lengths),
+    )

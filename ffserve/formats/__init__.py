@@ -6,10 +6,11 @@ import importlib
 import os
 
 from ffserve.errors import FormatError, UsageError
-from ffserve.formats.base import Encoder, Format, ReadAt, Shard
+from ffserve.formats.base import ChunkedShard, Encoder, Format, ReadAt, Shard
 
 NAMES = (
     "ffrecord",
+    "recordio",
     "tfrecord",
 )  # fmt: skip
 """Modules of this package, each with a ``FORMAT``; asked in this order, imported when needed."""
@@ -18,6 +19,7 @@ _loaded: dict[str, Format] = {}
 
 __all__ = [
     "NAMES",
+    "ChunkedShard",
     "Encoder",
     "Format",
     "ReadAt",

@@ -7,12 +7,14 @@ in the daemon, in a client without one, over a simulated disk, and over a file o
 that exists only as a function.
 
 Adding a format: one module here with a module-level ``FORMAT``, and its name in the registry
-(``__init__.py``).
+(``__init__.py``). Where records stand in the file as they are, a ``Shard`` is all that is needed;
+where they lie in chunks that must be decoded, a ``ChunkedShard``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +30,9 @@ CHECKSUM_CRC32C = 2
 
 HEAD_SIZE = 4096
 """How much of a file's beginning ``detect`` wants to see; less is allowed."""
+
+UNKNOWN_LENGTH = (1 << 48) - 1
+"""Length of a record that stands inside a chunk and can be told only when that is decoded."""
 
 PIECE_SIZE = 4 << 20
 """No format asks for more than this in one read."""
@@ -68,6 +73,66 @@ class Shard(Protocol):
         may reach behind the end of a file that was cut: a sample that is not empty and has
         ``offset + length > size`` lacks bytes. Whoever allocates by ``lengths`` looks at that
         first, for those lengths are bounded by nothing.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Where the chunks of a shard lie and what they hold.
+
+    firsts: int64[n + 1], number of each chunk's first record, and the count of all. begins, ends:
+    int64[n], their extents in the file, headers included. sizes: int64[n], bytes that each has
+    when it is decoded, as its headers tell; ``decode`` makes sure.
+    """
+
+    firsts: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def holding(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the chunk that holds each record."""
+        return np.searchsorted(self.firsts, records, side="right") - 1
+
+
+@runtime_checkable
+class ChunkedShard(Shard, Protocol):
+    """A shard whose records lie in chunks, each read and decoded as a whole.
+
+    ``load`` gives each record its chunk's offset in the file, its chunk's checksum, and
+    UNKNOWN_LENGTH.
+    """
+
+    chunks: Chunks
+
+    def about(self) -> dict[str, str | int]:
+        """Return what people may want to know of the chunks, by names of `inspect --json`."""
+        ...
+
+    def limit(self, size: int) -> None:
+        """Refuse chunks that are larger than ``size`` bytes, in the file or decoded.
+
+        Their records cannot be read from then on: ``chunks.sizes`` becomes 0 for them, and
+        ``decode`` raises.
+        """
+        ...
+
+    def decode(
+        self, chunk: int, extent: memoryview, into: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Verify and decode one chunk.
+
+        Args:
+            chunk: its number.
+            extent: the bytes of the file from its begin to its end.
+            into: ``chunks.sizes[chunk]`` bytes, overwritten; no more memory than that is taken.
+        Returns: (starts, lengths) of its records in ``into``, int64 each, as many as
+            ``chunks.firsts`` says.
+        Raises:  FormatError, ChecksumError, TruncatedError, ReadError, with file, byte and chunk.
         """
         ...
 

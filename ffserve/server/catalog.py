@@ -28,7 +28,7 @@ from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE
+from ffserve.formats.base import HEAD_SIZE, ChunkedShard
 from ffserve.server import access
 from ffserve.server.access import Peer
 from ffserve.server.reading import Reading
@@ -56,13 +56,14 @@ class OpenShard:
     alignment: int
     payload_size: int
     device: int
+    chunked: ChunkedShard | None = None
     sessions: int = 0
 
 
 class Catalog:
     """Opens, shares and closes shards.
 
-    Args: roots: real paths; see access.check.
+    Args: roots: real paths; see access.check. max_chunk_size: see ServerConfig.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Catalog:
         cache: Cache,
         reading: Reading,
         roots: tuple[str, ...],
+        max_chunk_size: int,
     ) -> None:
         self._directory = directory
         self._table = table
         self._cache = cache
         self._reading = reading
+        self._max_chunk_size = max_chunk_size
         self._roots = tuple(os.path.realpath(root) for root in roots)
         self._open: dict[Key, asyncio.Future[OpenShard]] = {}
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
@@ -157,6 +160,7 @@ class Catalog:
                             checksum_kind=shard.checksum_kind,
                             file=file,
                             engine=engine,
+                            chunked=shard.chunked,
                         )
                     self._idle[key] = shard
                     future.set_result(shard)
@@ -233,6 +237,9 @@ class Catalog:
                 raise ReadError("the file is being changed while it is opened", path=path)
             size, name, verify, tolerant = key[2], *key[4:]
             parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
+            chunked = parsed if isinstance(parsed, ChunkedShard) else None
+            if chunked is not None:
+                chunked.limit(self._max_chunk_size)
             with self._reserving:
                 base = self._directory.reserve(parsed.count)
             end = base + parsed.count
@@ -241,7 +248,8 @@ class Catalog:
                 parsed.load(
                     self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
                 )
-                bound_lengths(self._directory.offsets[base:end], lengths, size)
+                if chunked is None:
+                    bound_lengths(self._directory.offsets[base:end], lengths, size)
                 self._directory.set_lengths(base, lengths)
                 fd, alignment = wrap_os_error(lambda _: open_direct(f"/proc/self/fd/{plain}"), path)
             except BaseException:
@@ -261,7 +269,8 @@ class Catalog:
             checksum_kind=parsed.checksum_kind if verify else 0,
             fingerprint=parsed.fingerprint,
             alignment=alignment,
-            payload_size=int(lengths.sum()),
+            payload_size=int((lengths if chunked is None else chunked.chunks.sizes).sum()),
+            chunked=chunked,
             device=key[0],
         )
 

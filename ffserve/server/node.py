@@ -24,6 +24,7 @@ from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.view import retract
+from ffserve.errors import ChecksumError
 from ffserve.failures import CHECKSUM
 from ffserve.server.catalog import Catalog
 from ffserve.server.job import Job
@@ -61,7 +62,14 @@ class Node:
         )
         self.scheduler = Scheduler(self.cache, self.reading.submit, most_blocks=4 * config.depth)
         self.reading.done = self._loaded
-        self.catalog = Catalog(self.directory, self.table, self.cache, self.reading, config.roots)
+        self.catalog = Catalog(
+            self.directory,
+            self.table,
+            self.cache,
+            self.reading,
+            config.roots,
+            config.max_chunk_size_bytes,
+        )
         self.checksum_failures = 0
         self.populated = 0
         """Bytes of the arena that have been taken from the kernel ahead of use."""
@@ -77,7 +85,9 @@ class Node:
         )
 
     def _loaded(self, load: Load, failures: dict[int, Failure]) -> None:
-        self.checksum_failures += sum(f.status == CHECKSUM for f in failures.values())
+        self.checksum_failures += sum(
+            f.status == CHECKSUM or isinstance(f.error, ChecksumError) for f in failures.values()
+        )
         self.scheduler.loaded(load, failures, time.monotonic())
 
     def job(self, name: str, now: float) -> Job:

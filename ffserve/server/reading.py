@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Failure, Int64s, Load
@@ -17,6 +18,7 @@ from ffserve.config import EngineName
 from ffserve.engine.ring import Batch, Engine, refused
 from ffserve.engine.view import NOWHERE
 from ffserve.extents import merged
+from ffserve.server.decoding import Decoding
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged: copying more than that out of a bounce buffer (3 us and above)
@@ -51,6 +53,7 @@ class Reading:
         self._batches: dict[int, _Part] = {}
         self._next_tag = 1
         self._arena_ready = 0
+        self._decoding = Decoding(self._engines, memory, directory, table)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
         self.read_size = 0
@@ -60,6 +63,7 @@ class Reading:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch the engines from this loop."""
         self._loop = loop
+        self._decoding.attach(loop)
         for number, engine in enumerate(self._engines):
             loop.add_reader(engine.fileno(), self._reap, number)
 
@@ -71,7 +75,7 @@ class Reading:
     @property
     def in_flight(self) -> int:
         """Batches submitted and not yet reported."""
-        return len(self._batches)
+        return len(self._batches) + self._decoding.in_flight
 
     def _start_engine(self) -> int:
         engine = Engine(self._kind, depth=self._depth)
@@ -108,6 +112,10 @@ class Reading:
 
     def submit(self, load: Load) -> None:
         """Read the blocks of a load; `done` is called when all have ended."""
+        chunked = self._table.chunked[load.blocks.shards]
+        if chunked.any():
+            self._submit_chunks(load, chunked)
+            return
         engines = self._table.engines[load.blocks.shards]
         if np.count_nonzero(engines != engines[0]) == 0:
             part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
@@ -118,6 +126,27 @@ class Reading:
         for number in numbers:
             part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
             self._submit_part(part.take(np.flatnonzero(engines == number)), MERGED_MOST)
+
+    def _submit_chunks(self, load: Load, chunked: NDArray[np.bool_]) -> None:
+        """What lies in chunks goes by way of their decoder, the rest as ever."""
+        plain, packed = np.flatnonzero(~chunked), np.flatnonzero(chunked)
+        engines = self._table.engines[load.blocks.shards[plain]]
+        numbers = np.unique(engines).tolist()
+        outcome = _Outcome(len(numbers) + 1)
+        for number in numbers:
+            part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
+            self._submit_part(part.take(plain[engines == number]), MERGED_MOST)
+        self._decoding.submit(
+            load.blocks.take(packed),
+            load.offsets[packed],
+            lambda failures: self._ended(load, outcome, failures),
+        )
+
+    def _ended(self, load: Load, outcome: _Outcome, failures: dict[int, Failure]) -> None:
+        outcome.failures.update(failures)
+        outcome.remaining -= 1
+        if outcome.remaining == 0:
+            self.done(load, outcome.failures)
 
     def _submit_part(self, part: _Part, most: int) -> None:
         """Read blocks of one device, those of up to `most` bytes together with neighbours."""
@@ -169,9 +198,10 @@ class Reading:
 
     def _reap(self, number: int) -> None:
         for batch in self._engines[number].completed():
-            part = self._batches.pop(batch.tag)
-            outcome = part.outcome
             self.read_size += batch.bytes
+            if self._decoding.took(batch):
+                continue
+            part = self._batches.pop(batch.tag)
             if batch.failed and len(batch.reads) < len(part.blocks.counts):
                 # What the disk refused as a whole is read again, each block by itself.
                 heads = np.cumsum(part.blocks.counts) - part.blocks.counts
@@ -179,14 +209,11 @@ class Reading:
                 if len(rows):
                     again = part.take(rows)
                     batch.records["status"][np.isin(batch.records["entry"], again.samples())] = 0
-                    outcome.remaining += 1
+                    part.outcome.remaining += 1
                     self._submit_part(again, 0)
-            if batch.failed:
-                outcome.failures.update(_failures(batch))
+            failures = _failures(batch) if batch.failed else {}
             batch.free()
-            outcome.remaining -= 1
-            if outcome.remaining == 0:
-                self.done(part.load, outcome.failures)
+            self._ended(part.load, part.outcome, failures)
 
     def counters(self) -> dict[str, int]:
         """Return the engines' counters, summed."""
@@ -202,6 +229,7 @@ class Reading:
             if self._loop is not None:
                 self._loop.remove_reader(engine.fileno())
             engine.close()
+        self._decoding.close()
 
 
 class _Outcome:

@@ -323,12 +323,17 @@ class Session:
             index = int(indices[position])
             shard = int(dataset.layout.shards(indices[position : position + 1])[0])
             one = request.fetch.numbers[position : position + 1]
+            path = dataset.shards[shard].path
+            if failure.error is not None:
+                error = failure.error.located(path=path, index=index)
+                errors.append([position, *protocol.error_to_wire(error)])
+                continue
             error = read_failure(
                 failure.status,
-                path=dataset.shards[shard].path,
+                path=path,
                 index=index,
                 offset=int(node.directory.offsets[number]),
-                length=int(node.directory.lengths(one)[0]),
+                length=failure.size or int(node.directory.lengths(one)[0]),
                 found=failure.found,
                 expected=failure.expected,
                 arena_size=node.cache.arena.size,

@@ -1,0 +1,241 @@
+"""Chunks: read as they stand in the file, decoded beside the loop, published record by record.
+
+The loads of a shard whose records lie in chunks come here. Neighbouring blocks are read together
+as one batch of the engine, into memory of their own; a few threads verify and decode them (the
+compression libraries release the GIL), each chunk straight into its part of the slot, and publish
+its records, whose lengths are known from then on. A chunk that is damaged fails its own records.
+
+What is read and not yet decoded is bounded. It never comes from what a file claims: extents were
+held against the file when it was opened, and decoding ends with the slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.cache import Failure, Int64s
+from ffserve.cache.directory import Directory
+from ffserve.cache.memory import SharedMemory
+from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.engine.ring import Batch, Engine
+from ffserve.engine.view import NOWHERE, publish_run
+from ffserve.errors import FFServeError
+from ffserve.failures import FORMAT
+from ffserve.formats.base import ChunkedShard
+
+GROUP_SIZE = 1 << 20
+"""Bytes of blocks that are read as one batch and decoded by one thread, unless one is larger."""
+RAW_SIZE = 64 << 20
+"""Bytes that are on their way from the disk or wait to be decoded, unless one group is larger."""
+_THREADS = min(4, os.cpu_count() or 1)
+_OURS = 1 << 63
+"""Set in the tags of our batches."""
+
+Failures = dict[int, Failure]
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block: samples [first, first + count), and the chunks [low, high) of its shard."""
+
+    shard: ChunkedShard
+    first: int
+    low: int
+    high: int
+    begin: int
+    end: int
+    place: int
+    """Of its slot in the arena."""
+    file: int
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Blocks that are read together."""
+
+    engine: int
+    load: _Load
+    blocks: list[_Block] = field(default_factory=list)
+    size: int = 0
+    raw: NDArray[np.uint8] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    finished: Callable[[Failures], None]
+    remaining: int = 0
+    failures: Failures = field(default_factory=dict)
+
+
+class Decoding:
+    """Reads chunks and decodes them into their slots.
+
+    Args: engines: of Reading, which may grow.
+    """
+
+    def __init__(
+        self, engines: list[Engine], memory: SharedMemory, directory: Directory, table: ShardTable
+    ) -> None:
+        self._engines = engines
+        self._memory = memory
+        self._directory = directory
+        self._table = table
+        self._waiting: deque[_Group] = deque()
+        self._reading: dict[int, _Group] = {}
+        self._raw_size = 0
+        self._next_tag = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.in_flight = 0
+        """Groups begun and not yet published."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report to this loop."""
+        self._loop = loop
+
+    def submit(self, blocks: Blocks, slots: Int64s, finished: Callable[[Failures], None]) -> None:
+        """Read and decode blocks into their slots; then call `finished` in the loop's thread."""
+        load = _Load(finished)
+        groups: dict[int, _Group] = {}
+        for row in range(len(slots)):
+            engine, block = self._block(blocks, row, int(slots[row]))
+            size = block.end - block.begin
+            group = groups.get(engine)
+            if group is None or group.size + size > GROUP_SIZE:
+                group = groups[engine] = _Group(engine, load)
+                self._waiting.append(group)
+                load.remaining += 1
+            group.blocks.append(block)
+            group.size += size
+        self._pump()
+
+    def _block(self, blocks: Blocks, row: int, place: int) -> tuple[int, _Block]:
+        number = int(blocks.shards[row])
+        shard = self._table.decoder(number)
+        first, count = int(blocks.firsts[row]), int(blocks.counts[row])
+        start = first - int(self._table.bases[number])
+        low, last = shard.chunks.holding(np.array([start, start + count - 1])).tolist()
+        begin, end = int(blocks.begins[row]), int(blocks.ends[row])
+        file = int(self._table.files[number])
+        block = _Block(shard, first, low, last + 1, begin, end, place, file)
+        return int(self._table.engines[number]), block
+
+    def _pump(self) -> None:
+        while self._waiting and (
+            not self._raw_size or self._raw_size + self._waiting[0].size <= RAW_SIZE
+        ):
+            self._read(self._waiting.popleft())
+
+    def _read(self, group: _Group) -> None:
+        engine, blocks = self._engines[group.engine], group.blocks
+        self._raw_size += group.size
+        self.in_flight += 1
+        group.raw = np.empty(group.size, np.uint8)
+        sizes = np.array([block.end - block.begin for block in blocks], np.int64)
+        batch = engine.batch(len(blocks), len(blocks))
+        reads, records = batch.reads, batch.records
+        reads["offset"] = records["offset"] = [block.begin for block in blocks]
+        reads["length"] = records["length"] = sizes
+        reads["slot"] = records["entry"] = NOWHERE
+        reads["file"] = [block.file for block in blocks]
+        reads["first_record"] = np.arange(len(blocks))
+        reads["record_count"] = 1
+        records["dest"] = group.raw.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
+        batch.keep = group.raw
+        batch.tag = self._next_tag | _OURS
+        self._next_tag += 1
+        self._reading[batch.tag] = group
+        engine.submit(batch)
+
+    def took(self, batch: Batch) -> bool:
+        """Take a batch that has ended if it is ours."""
+        group = self._reading.pop(batch.tag, None)
+        if group is None:
+            return False
+        statuses = batch.records["status"].tolist()
+        batch.free()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ffserve-decode")
+        future = self._pool.submit(self._decode, group, statuses)
+        future.add_done_callback(lambda done: self._tell(group, done))
+        return True
+
+    # ---- in a thread of the pool ----------------------------------------------------------
+
+    def _decode(self, group: _Group, statuses: list[int]) -> Failures:
+        assert group.raw is not None
+        failures: Failures = {}
+        raw, at = group.raw.data, 0
+        for block, status in zip(group.blocks, statuses, strict=True):
+            size = block.end - block.begin
+            if status:
+                firsts = block.shard.chunks.firsts
+                count = int(firsts[block.high] - firsts[block.low])
+                _fail(failures, block.first, count, Failure(status))
+            else:
+                self._decode_block(block, raw[at : at + size], failures)
+            at += size
+        return failures
+
+    def _decode_block(self, block: _Block, raw: memoryview, failures: Failures) -> None:
+        chunks = block.shard.chunks
+        first, place = block.first, block.place
+        for chunk in range(block.low, block.high):
+            count = int(chunks.firsts[chunk + 1] - chunks.firsts[chunk])
+            size = int(chunks.sizes[chunk])
+            begin, end = int(chunks.begins[chunk]), int(chunks.ends[chunk])
+            into = self._memory.array[place : place + size]
+            try:
+                starts, lengths = block.shard.decode(
+                    chunk, raw[begin - block.begin : end - block.begin], into
+                )
+            except FFServeError as error:
+                _fail(failures, first, count, Failure(FORMAT, error=error))
+            except MemoryError:
+                _fail(failures, first, count, Failure(-errno.ENOMEM))
+            except Exception as error:
+                # A request that is never answered would be worse than not knowing why.
+                found = FFServeError(f"the decoder of {block.shard.format} failed: {error!r}")
+                _fail(failures, first, count, Failure(FORMAT, error=found))
+            else:
+                entries = self._directory.entries_memory.address
+                publish_run(entries, first, place, starts, lengths)
+            first += count
+            place += size
+
+    def _tell(self, group: _Group, done: Future[Failures]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+            self._loop.call_soon_threadsafe(self._decoded, group, done)
+
+    # ---- in the loop's thread -------------------------------------------------------------
+
+    def _decoded(self, group: _Group, done: Future[Failures]) -> None:
+        self._raw_size -= group.size
+        self.in_flight -= 1
+        group.raw = None
+        load = group.load
+        load.failures.update(done.result())
+        load.remaining -= 1
+        if load.remaining == 0:
+            load.finished(load.failures)
+        self._pump()
+
+    def close(self) -> None:
+        """End the threads; the engines have stopped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _fail(failures: Failures, first: int, count: int, failure: Failure) -> None:
+    failures.update(dict.fromkeys(range(first, first + count), failure))
