@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "arena": ("3MiB", 3 << 20),
     "engine": ("threads", "threads"),
     "depth": (7, 7),
+    "max_chunk_size": ("2MiB", 2 << 20),
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
