@@ -293,6 +293,7 @@ class RemoteSource:
         return np.flatnonzero(hit)
 
     def _steps_unsized(self, pending: RemotePending, unsized: Unsized, missed: int) -> Steps:
+        hits = self._hit_positions(pending)
         yield from self._learn(pending, unsized)
         failed = unsized.failed
         try:
@@ -309,7 +310,7 @@ class RemoteSource:
             there = np.setdiff1d(self._hit_positions(pending), bad)
             vanished = yield Copy(there)
             assert isinstance(vanished, np.ndarray)
-            self._note_seen(pending.indices[there])
+            self._note_seen(pending.indices[hits])
         finally:
             self._let_go(pending)
         if len(vanished):
