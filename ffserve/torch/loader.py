@@ -37,6 +37,7 @@ from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
 from ffserve.torch.parcels import Packer
 from ffserve.torch.plan import Plan, Run, Ticket
 from ffserve.torch.segments import Receiver, Senders, memory_limit
+from ffserve.torch.threads import Begun, Threads
 
 _REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
 
@@ -94,6 +95,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         bundle: how many consecutive batches a worker makes and hands over together. None: one, and
             more where a batch of an ``ffserve.torch.Dataset`` has little to read. The more, the
             cheaper small batches cross, and the longer the first one takes.
+        threads: how many threads of this process make batches ahead of the loop, two each,
+            instead of worker processes; 0: none. ``process`` and ``collate_fn`` run in all of them.
         others: torch's. They stand in ffrecord's order, so ``multiprocessing_context`` is
             keyword-only; None for it means the system's start method, and any one works.
     Raises: UsageError for a dataset that cannot be asked in the way that ``by_list`` says;
@@ -124,7 +127,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         skippable: bool = True,
         by_list: bool | None = None,
         bundle: int | None = None,
+        threads: int = 0,
     ) -> None:
+        if threads < 0 or (threads and num_workers):
+            raise UsageError(
+                f"threads is {threads} and num_workers {num_workers}",
+                hint="threads, from 0 on, take the place of workers: num_workers is 0 then",
+            )
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -160,6 +169,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if bundle is not None and (bundle := operator.index(bundle)) < 1:
             raise UsageError(f"bundle is {bundle}, but a message has one batch at least")
         self.bundle = bundle
+        self.threads = threads
         self._inner: torch.utils.data.DataLoader[Any] | None = None
         self._receiver: Receiver | None = None
 
@@ -250,12 +260,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 "persistent_workers": self.persistent_workers,
                 "multiprocessing_context": self.multiprocessing_context,
             }
+        answering = TicketDataset(
+            self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list, senders
+        )
+        bundles = Bundles(self._plan, bundle)
         inner: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            TicketDataset(
-                self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list, senders
-            ),
+            answering,
             batch_size=None,
-            sampler=Bundles(self._plan, bundle),
+            sampler=Threads(bundles, answering.__getitem__, self.threads)
+            if self.threads
+            else bundles,
             num_workers=self.num_workers,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
@@ -298,6 +312,8 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         self._packer: Packer | None = None
 
     def __getitem__(self, bundle: Any) -> Any:
+        if isinstance(bundle, Begun):
+            return bundle.answers.result()
         if not isinstance(bundle, Bundle):
             return self._dataset[bundle]
         worker = torch.utils.data.get_worker_info()
