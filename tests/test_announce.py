@@ -346,6 +346,86 @@ def test_an_order_outlives_its_daemon(path: str, tmp_path: Path) -> None:
         assert (walks(daemon)[0]["epoch"], walks(daemon)[0]["position"]) == (4, 20)
 
 
+@pytest.mark.parametrize("counts_itself", [False, True])
+def test_a_job_that_asks_for_nothing_finds_the_next_daemon(path: str, counts_itself: bool) -> None:
+    """Of a loader only the workers ask; and who finds all in memory does not ask either."""
+    with serving() as daemon, daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        reader.announce(range(COUNT), 4)
+        reader.announce(range(COUNT), 5)
+
+        def get_on() -> None:
+            if counts_itself:
+                position = reader._announced.position[1]
+                reader.read([position])
+            else:
+                reader.reached(4, 20)
+
+        get_on()
+        daemon.end(signal.SIGKILL)
+        for _ in range(3):
+            get_on()
+        daemon.start()
+
+        def walk() -> Any:
+            get_on()
+            return walks(daemon)
+
+        until(walk, "it is announced to the next daemon")
+        until(lambda: walk()[0]["announced"] == [4, 5], "with the epoch after it")
+        until(lambda: walk()[0]["position"] >= (1 if counts_itself else 20), "and the position")
+
+
+def test_a_closed_reader_reports_nothing(path: str) -> None:
+    with serving() as daemon:
+        with daemon.open(path) as reader:
+            reader.announce(range(COUNT))
+        with pytest.raises(UsageError, match="closed"):
+            reader.reached(0, 1)
+
+
+SIBLING = """
+import os, sys, ffserve
+reader = ffserve.open(sys.argv[1], server=sys.argv[2])
+half = len(reader) // 2
+pipes = [os.pipe() for _ in range(2)]
+done = os.pipe()
+for rank in range(2):
+    if os.fork() == 0:
+        os.close(done[1])
+        mine = range(rank * half, (rank + 1) * half)
+        ahead = reader.batches(mine, count=2)
+        samples = [s.tobytes() for s in next(ahead)]
+        reader.announce(mine, 3)
+        samples += [s.tobytes() for batch in ahead for s in batch]
+        assert samples == [s.tobytes() for s in reader.read(mine)]
+        os.write(pipes[rank][1], b"1")
+        os.read(done[0], 1)
+        os._exit(0)
+for pipe in pipes: os.read(pipe[0], 1)
+print("announced", flush=True)
+sys.stdin.read()
+os.close(done[1])
+"""
+
+
+def test_siblings_that_have_read_already_announce_each_an_order(daemon: Daemon, path: str) -> None:
+    """They were of one job when they read: the second order would have replaced the first."""
+    parent = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SIBLING, path, daemon.socket],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"announced\n"
+    announced = [walk for walk in walks(daemon) if walk["announced"]]
+    assert [walk["count"] for walk in announced] == [COUNT // 2] * 2
+    assert announced[0]["job"] != announced[1]["job"]
+    parent.communicate()
+    assert parent.returncode == 0
+    until(lambda: not walks(daemon), "all is given back")
+
+
 def test_a_forked_worker_reports_nothing(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         reader.announce(range(COUNT))

@@ -6,6 +6,7 @@ import copy
 import logging
 import multiprocessing
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch_cases as cases
-from daemon import Daemon, until, write
+from daemon import Daemon, serving, until, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -645,8 +646,67 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     until(lambda: not daemon.status()["walks"], "the end")
 
 
-def train(dataset: Any, rank: int, told: Any, go_on: Any) -> None:
+def test_a_daemon_killed_in_mid_epoch_is_told_again(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training process asks for no samples, so it learns of the death by reporting."""
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
+        loader = loader_over(dataset, sampler, num_workers=2)
+        batches = iter(loader)
+        got = [int(sample) for _ in range(3) for sample in next(batches)]
+        loader._plan._announcer.settle()
+        daemon.end(signal.SIGKILL)
+        daemon.start()
+        # Each position is told at once.
+        loader._plan._announcer._clock = iter(range(10**9, 2 * 10**9)).__next__
+        for batch in batches:
+            got += [int(sample) for sample in batch]
+            if len(got) < 150:
+                continue
+            until(
+                lambda: [0, 1] in [walk["announced"] for walk in told_again(dataset, daemon)],
+                "both epochs are announced to the next daemon",
+            )
+            walk = told_again(dataset, daemon)[0]
+            assert (walk["epoch"], len(got) - 20 <= walk["position"] <= 200) == (0, True)
+            break
+        got += [int(sample) for batch in batches for sample in batch]
+        assert got == sampler.order().tolist()
+        dataset.reader.close()
+
+
+def told_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
+    dataset.reached(*dataset.reader._reader._announced.position)
+    return [walk for walk in daemon.status()["walks"] if walk["announced"]]
+
+
+def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
+    dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
+    loader = loader_over(dataset, sampler, num_workers=2)
+    batches = iter(loader)
+    got = [int(sample) for sample in next(batches)]
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        for batch in batches:
+            got += [int(sample) for sample in batch]
+    assert len(got) < 200
+    del batches
+    state, got_before = loader.state_dict(), list(got)
+    loader.load_state_dict(state)
+    got = got_before + [int(sample) for batch in loader for sample in batch]
+    assert got == sampler.order().tolist()
+    loader._plan._announcer.settle()
+    until(lambda: daemon.status()["walks"][0]["epoch"] == 1, "the epoch's end")
+    dataset.reader.close()
+
+
+def train(dataset: Any, rank: int, told: Any, go_on: Any, read_first: bool) -> None:
     """A rank that its parent gave the dataset."""
+    if read_first:
+        assert dataset[rank] == b"%d" % rank
     loader = loader_over(dataset, EpochSampler(200, seed=0, rank=rank, world_size=2))
     batches = iter(loader)
     got = [int(sample) for sample in next(batches)]
@@ -657,14 +717,18 @@ def train(dataset: Any, rank: int, told: Any, go_on: Any) -> None:
     assert got == loader.sampler.order().tolist()
 
 
+@pytest.mark.parametrize("read_first", [False, True])
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_ranks_of_one_parent_are_told_apart(file: str, daemon: Daemon, start_method: str) -> None:
+def test_ranks_of_one_parent_are_told_apart(
+    file: str, daemon: Daemon, start_method: str, read_first: bool
+) -> None:
     context = multiprocessing.get_context(start_method)
     dataset = cases.Raw(file)
     assert dataset[0] == b"0"
     told, go_on = [context.Event(), context.Event()], context.Event()
     ranks = [
-        context.Process(target=train, args=(dataset, rank, told[rank], go_on)) for rank in range(2)
+        context.Process(target=train, args=(dataset, rank, told[rank], go_on, read_first))
+        for rank in range(2)
     ]
     for process in ranks:
         process.start()

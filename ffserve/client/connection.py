@@ -61,6 +61,7 @@ class Connection:
 
     def __init__(self, path: str, job: str) -> None:
         self.path = path
+        self.job = job
         self.readers = 0
         self._send_lock = threading.Lock()
         self._announcing = threading.Lock()
@@ -266,11 +267,15 @@ class Connection:
             self._send(piece, tag if start == 0 else None)
         return tag
 
-    def reached(self, dataset: int, epoch: int, position: int) -> None:
-        """Report how far the job has come in the order that it announced."""
+    def reached(self, dataset: int, epoch: int, position: int) -> bool:
+        """Report how far the job has come in the order that it announced.
+
+        Returns: False when the daemon is gone.
+        """
         if self.takes_orders:
             with contextlib.suppress(ServerUnavailable):
                 self._send(protocol.Reached(dataset, epoch, position), None)
+        return self.alive
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's report."""
@@ -467,7 +472,8 @@ def _connect(path: str) -> socket.socket:
 # ---- one connection a process and socket ------------------------------------------------------
 
 _lock = threading.Lock()
-_connections: dict[str, Connection] = {}
+_connections: dict[tuple[str, str], Connection] = {}
+"""By socket and job."""
 _job: str | None = None
 _job_inherited = False
 
@@ -488,27 +494,28 @@ def join_job(name: str) -> None:
 
 
 def lead_job() -> None:
-    """Be a training process, not the worker of one.
+    """Be a training process, not the worker of one: who announces is that.
 
     Training processes that one parent made (ranks, a sweep's runs) have inherited its job. The
     orders that they announce would then be taken for those of one job, each in the other's place:
-    so each begins a job of its own, unless it has used the inherited one already.
+    so each begins a job of its own. Connections that it has already stay in the inherited one.
     """
     global _job, _job_inherited
-    if _job_inherited and not _connections:
+    if _job_inherited:
         _job, _job_inherited = None, False
 
 
 def connect(path: str) -> Connection:
-    """Return this process's connection to the daemon, made anew if it broke."""
+    """Return this process's connection to the daemon in its job, made anew if it broke."""
     global _leaving
     with _lock:
         if _leaving is None:
             # Worker processes of multiprocessing end without atexit; they run finalizers.
             _leaving = multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-        connection = _connections.get(path)
+        key = path, job_name()
+        connection = _connections.get(key)
         if connection is None or not connection.alive:
-            connection = _connections[path] = Connection(path, job_name())
+            connection = _connections[key] = Connection(*key)
         connection.readers += 1
         return connection
 
@@ -519,8 +526,9 @@ def disconnect(connection: Connection) -> None:
         connection.readers -= 1
         if connection.readers > 0:
             return
-        if _connections.get(connection.path) is connection:
-            del _connections[connection.path]
+        key = connection.path, connection.job
+        if _connections.get(key) is connection:
+            del _connections[key]
     connection.close()
 
 

@@ -434,8 +434,9 @@ class LocalSource:
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Do nothing."""
 
-    def reached(self, epoch: int, position: int) -> None:
+    def reached(self, epoch: int, position: int) -> bool:
         """Do nothing."""
+        return True
 
     # ---- the rest -------------------------------------------------------------------------
 

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOOK_INTERVAL_S = 0.25
+"""How often a reader that only announces looks for a daemon that went away."""
+_OF_THIS_PROCESS = frozenset(
+    ("_lock", "_source", "_former", "_away_since", "_announced", "_looking", "_looked")
+)
+
 
 def open(
     paths: PathLike | Sequence[PathLike],
@@ -122,7 +128,11 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _set_up(self) -> None:
         self._lock = threading.RLock()
         self._source: Source | None = None
+        self._former: Source | None = None
+        """Of the job that this process inherited; what was under way there may end there."""
         self._away_since: float | None = None
+        self._looking: threading.Thread | None = None
+        self._looked = 0.0
         self._announced = Announced()
         connections.after_fork(self)
 
@@ -198,6 +208,42 @@ class Reader(BaseReader, Sequence[Bytes]):
             if old is not None:
                 self._retire(old)
             return True
+
+    def _look_for_daemon(self, instead_of: Source | None) -> None:
+        """Look for the daemon in a thread, and tell it what was announced: who trains does not
+        wait. Once at a time, and not at once again."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_INTERVAL_S or (self._looking and self._looking.is_alive()):
+            return
+        self._looked = now
+        self._looking = threading.Thread(
+            target=self._go_to_daemon, args=(instead_of,), name="ffserve-look", daemon=True
+        )
+        self._looking.start()
+
+    def _go_to_daemon(self, instead_of: Source | None) -> None:
+        with contextlib.suppress(FFServeError):
+            source = self._open_remote()
+            with self._lock:
+                if self._closed or self._source is not instead_of:
+                    source.close()
+                    return
+                self._take_in(source)
+                self._away_since = None
+                if instead_of is not None:
+                    self._retire(instead_of)
+
+    def _lead(self) -> None:
+        """Be of a job of this process's own, not one with what its siblings announce."""
+        connections.lead_job()
+        with self._lock:
+            source = self._source
+            if not isinstance(source, RemoteSource) or source.job == connections.job_name():
+                return
+            with contextlib.suppress(*choice.NOT_SERVED):
+                self._take_in(self._open_remote())
+                self._add_totals(source)
+                self._former = source
 
     def _replace(self, lost: Source, error: FFServeError) -> None:
         """The daemon is gone: wait for the next one, or read by ourselves."""
@@ -377,7 +423,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             self._discard(source, pending)
             raise UsageError("this reader is closed")
         try:
-            if source is not self._source and not isinstance(source, LocalSource):
+            if not (source in (self._source, self._former) or isinstance(source, LocalSource)):
                 raise ServerUnavailable("the daemon went away meanwhile")
             failed = source.finish(pending)
         except ServerUnavailable as error:
@@ -390,7 +436,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         return Batch(pending.target.buffer, pending.target.offsets)
 
     def _discard(self, source: Source, pending: Any) -> None:
-        if source is self._source or isinstance(source, LocalSource):
+        if source in (self._source, self._former) or isinstance(source, LocalSource):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
 
@@ -408,7 +454,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         The daemon then reads ahead exactly and keeps what will be needed soonest by any job. It
         needs this epoch and the next: announce both at the beginning, and each further one when
-        the one before it begins. Without a daemon nothing happens.
+        the one before it begins. Without a daemon nothing happens. A process that was made by
+        another one (a rank) is a job of its own from its first announcement on.
 
         Args:
             order: all indices of the epoch, as for `read`; none twice, unless `replacement`. Not
@@ -428,6 +475,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbers = self._numbers(order)
         epoch = check_count("epoch", epoch)
         check_order(numbers, self._count, name, replacement)
+        self._lead()
         self._retrying(lambda source: source.announce(numbers, epoch, name, replacement))
         self._announced.add(epoch, numbers, name, replacement)
 
@@ -440,16 +488,25 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Args: epoch, position: integers from 0.
         Raises: UsageError for anything else.
-        Cost: one small message, no answer.
+        Cost: one small message, no answer, no waiting: a daemon that started anew is looked for in
+            a thread, and told what was announced.
         """
         epoch, position = check_count("epoch", epoch), check_count("position", position)
+        if self._closed:
+            raise UsageError("this reader is closed")
         self._announced.told(epoch, position)
-        self._retrying(lambda source: source.reached(epoch, position))
+        self._report(epoch, position)
+
+    def _report(self, epoch: int, position: int) -> None:
+        source = self._source
+        known = source is not None and source.reached(epoch, position)
+        if self._announced and not (known and self._away_since is None):
+            self._look_for_daemon(source)
 
     def _used(self, numbers: Int64s) -> None:
         due = self._announced.read(numbers) if self._announced else None
-        if due is not None and self._source is not None:
-            self._source.reached(*due)
+        if due is not None:
+            self._report(*due)
 
     # ---- about the samples ----------------------------------------------------------------
 
@@ -506,9 +563,11 @@ class Reader(BaseReader, Sequence[Bytes]):
         """Give everything back; idempotent. Later reads raise UsageError."""
         with self._lock:
             self._closed = True
-            source, self._source = self._source, None
-        if source is not None:
-            source.close()
+            sources = self._source, self._former
+            self._source = self._former = None
+        for source in sources:
+            if source is not None:
+                source.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -521,6 +580,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         source = self._source
         self._lock = threading.RLock()
         self._announced = Announced()
+        self._looking = None
+        if self._former is not None:
+            self._former.after_fork()
+            self._former = None
         if source is None:
             return
         source.after_fork()
@@ -529,9 +592,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_lock", "_source", "_away_since", "_announced")
+            name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS
         }
         state["_totals"] = {}
         state["job"] = connections.job_name()

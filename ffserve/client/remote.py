@@ -466,9 +466,14 @@ class RemoteSource:
         """Tell the daemon the order of an epoch."""
         self.connection.announce(self.dataset, epoch, order, name, replacement)
 
-    def reached(self, epoch: int, position: int) -> None:
-        """Tell the daemon how far the job has come in an epoch's order."""
-        self.connection.reached(self.dataset, epoch, position)
+    @property
+    def job(self) -> str:
+        """The training run that it is opened for."""
+        return self.connection.job
+
+    def reached(self, epoch: int, position: int) -> bool:
+        """Tell the daemon how far the job has come in an epoch's order; False: it is gone."""
+        return self.connection.reached(self.dataset, epoch, position)
 
     # ---- the rest -------------------------------------------------------------------------
 

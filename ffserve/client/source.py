@@ -196,8 +196,9 @@ class Source(Protocol):
         """Take the order of an epoch, where it is of use; it was checked."""
         ...
 
-    def reached(self, epoch: int, position: int) -> None:
-        """Take the job's position in an epoch's order, where it is of use."""
+    def reached(self, epoch: int, position: int) -> bool:
+        """Take the job's position in an epoch's order, where it is of use; False: the source is
+        lost."""
         ...
 
     def tables(
