@@ -50,6 +50,8 @@ MAGIC = b"ffserve\n"
 VERSION = 1
 END_SIZE = 4096
 """How much of the file's head and tail is held against the sidecar."""
+CACHE_LIMIT = 4 << 30
+"""Bytes of sidecars in a cache directory: those of about 500 million records."""
 WORTH_SIZE = 1 << 20
 """Files below this are walked over each time unless a sidecar is asked for."""
 
@@ -219,6 +221,23 @@ def store(fd: int, path: str, identity: Identity, walked: WalkedShard, keep: Kee
     return next((p for p in places if p is not None and _write(p, content)), None)
 
 
+def _make_room(directory: str, size: int) -> bool:
+    """Remove the oldest sidecars of a cache directory until another one fits."""
+    there: list[tuple[int, int, str]] = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            there.append((status.st_mtime_ns, status.st_size, entry.path))
+    total = sum(each for _, each, _ in there) + size
+    for _, each, path in sorted(there):
+        if total <= CACHE_LIMIT:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            total -= each
+    return total <= CACHE_LIMIT
+
+
 def _own(fd: int, path: str) -> bool:
     """Whether the file and its directory belong to this user, and nobody else may write there."""
     with contextlib.suppress(OSError):
@@ -230,6 +249,8 @@ def _own(fd: int, path: str) -> bool:
 
 def _write(place: str, content: bytes) -> bool:
     directory, name = os.path.split(place)
+    if not name.startswith(".") and not _make_room(directory, len(content)):
+        return False
     temporary = os.path.join(directory, f".ffx-{secrets.token_hex(6)}.tmp")
     try:
         if not name.startswith("."):

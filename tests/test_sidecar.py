@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve import shardfile
+from ffserve import shardfile, sidecar
 from ffserve.engine.frames import crc32c
 from ffserve.errors import ChecksumError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord
@@ -163,6 +164,25 @@ def test_directory_of_others_gets_none_of_ours_but_the_cache_does(
     assert cache.stat().st_mode & 0o077 == 0
     check(path)
     assert len(walks) == 1
+
+
+def test_cache_directory_is_bounded(
+    path: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chmod(os.path.dirname(path), 0o1777)
+    check(path)
+    [first] = os.listdir(cache)
+    size = (cache / first).stat().st_size
+    os.utime(cache / first, (1, 1))
+    monkeypatch.setattr(sidecar, "CACHE_LIMIT", 2 * size)
+    for name in ("b.tfrecord", "c.tfrecord"):
+        other = os.path.join(os.path.dirname(path), name)
+        shutil.copy(path, other)
+        check(other)
+    assert len(os.listdir(cache)) == 2 and first not in os.listdir(cache)
+    monkeypatch.setattr(sidecar, "CACHE_LIMIT", size - 1)
+    check(path)
+    assert os.listdir(cache) == []
 
 
 def test_name_too_long_for_one_beside_it(path: str, cache: Path, walks: list[str]) -> None:
