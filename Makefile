@@ -3,7 +3,8 @@
 # make check   lint and types        make bench   figures of this machine
 # make soak    long tests            make fuzz    damaged files and frames, for longer
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
-# make interop the originals (pyrecordio, …) from the package index read what we wrote, and we them
+# make interop the originals (pyrecordio, TensorFlow, …) from the package index read what we wrote,
+#              and we them; Grain and Hugging Face datasets over our files
 # make clean   remove what was built (make distclean: .venv as well)
 
 python := .venv/bin/python

@@ -75,8 +75,8 @@ def tar(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 # ---- formats ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["b.ffr", "b.tfrecord", "b.tfrecord.gz", "b.tfrecord.zlib"])
-@pytest.mark.parametrize("origin", ["a.ffr", "a.tfrecord", "a.tfrecord.gz"])
+@pytest.mark.parametrize("target", ["b.ffr", "b.recordio", "b.tfrecord", "b.tfrecord.gz"])
+@pytest.mark.parametrize("origin", ["a.ffr", "a.recordio", "a.tfrecord", "a.tfrecord.zlib"])
 def test_every_format_into_every_other(tmp_path: Path, origin: str, target: str) -> None:
     source = written(tmp_path / origin, SAMPLES)
     seen: list[tuple[int, int]] = []
@@ -361,3 +361,17 @@ def test_command(tmp_path: Path, folder: Path) -> None:
     damaged = GOLDEN / "tfrecord" / "bad_data.tfrecord"
     assert "sample 3" in error_of("convert", damaged, tmp_path / "c.ffr", code=1)
     assert not (tmp_path / "c.ffr").exists()
+
+
+def test_recordio_with_its_options(tmp_path: Path) -> None:
+    source = written(tmp_path / "a.tfrecord", SAMPLES)
+    text_of(
+        *("convert", source, tmp_path / "go.recordio", "--dialect=go", "--compress=gzip"),
+        *("--max-chunk-size", "100KiB", "--verify"),
+    )
+    [facts] = json.loads(text_of("inspect", "--json", tmp_path / "go.recordio"))
+    assert facts["samples"] == 60 and content(tmp_path / "go.recordio") == SAMPLES
+    with pytest.raises(UsageError, match="dialect"):
+        convert(source, tmp_path / "b.ffr", dialect="go")
+    report = convert(source, tmp_path / "out", format="recordio", shards=3, jobs=2)
+    assert content(report.paths) == SAMPLES

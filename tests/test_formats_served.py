@@ -99,15 +99,15 @@ with ffserve.open(sys.argv[1:-1], server=sys.argv[-1]) as reader:
     for _ in range(2):
         print(sum(sample.sum(dtype="u8") for sample in reader))
 """
-    paths = [write(tmp_path / name, SAMPLES) for name in NAMES]
+    paths = [write(tmp_path / name, SAMPLES) for name in (*NAMES, "a.recordio")]
     expected = f"{sum(sum(each) for each in SAMPLES)}\n" * 2
     with serving() as daemon:
         for path in paths:
             assert run_python(program, path, daemon.socket).stdout == expected
         first = daemon.cache()
-        assert 0 < first["blocks_read"] <= len(NAMES) * len(SAMPLES)
+        assert 0 < first["blocks_read"] <= len(paths) * len(SAMPLES)
         both = run_python(program, *paths, daemon.socket).stdout
-        assert int(both.split()[0]) == len(NAMES) * int(expected.split()[0])
+        assert int(both.split()[0]) == len(paths) * int(expected.split()[0])
         assert daemon.cache()["blocks_read"] == first["blocks_read"]
 
 

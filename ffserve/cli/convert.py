@@ -8,7 +8,7 @@ import os
 import click
 
 from ffserve.cli.terminal import counted, print_json, progress
-from ffserve.config import format_size
+from ffserve.config import format_size, parse_size
 
 
 @click.command()
@@ -27,6 +27,7 @@ from ffserve.config import format_size
     "--compress", metavar="NAME", help="none, snappy, gzip or zlib, as OUT's format has it."
 )
 @click.option("--dialect", metavar="py|go", help="RecordIO: which.")
+@click.option("--max-chunk-size", metavar="SIZE", help="RecordIO: bytes a chunk, such as 1MiB.")
 @click.option("--drop-names", is_flag=True, help="Store files alone, without their names.")
 @click.option("--verify", is_flag=True, help="Read back what was written and compare it.")
 @click.option("--json", "as_json", is_flag=True, help="Write what was done as JSON.")
@@ -38,6 +39,7 @@ def convert(
     jobs: int,
     compress: str | None,
     dialect: str | None,
+    max_chunk_size: str | None,
     drop_names: bool,
     verify: bool,
     as_json: bool,
@@ -69,6 +71,7 @@ def convert(
             jobs=jobs,
             compression=compress,
             dialect=dialect,
+            max_chunk_size=parse_size(max_chunk_size) if max_chunk_size else None,
             names="drop" if drop_names else "keep",
             verify=verify,
             progress=lambda _count, size: shown.advance(size),

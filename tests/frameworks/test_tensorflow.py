@@ -103,7 +103,7 @@ def test_sequence_example_both_ways() -> None:
 # ---- ffserve.tensorflow -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["a.ffr", "a.tfrecord", "a.tfrecord.gz"])
+@pytest.fixture(params=["a.ffr", "a.recordio", "a.tfrecord", "a.tfrecord.gz"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A file of each kind."""
     with ffserve.create(tmp_path / request.param) as writer:
@@ -145,3 +145,20 @@ def test_dataset_of_damaged_samples_raises_with_our_text(tmp_path: Path) -> None
             seen.append(record)
     assert len(seen) == 3
     assert len(list(ffserve.tensorflow.dataset(damaged, on_error="skip"))) == 7
+
+
+def test_chunks_of_a_recordio_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.recordio"
+    with ffserve.create(path, max_chunk_size=5000) as writer:
+        for sample in SAMPLES:
+            writer.write(sample)
+    tasks = ffserve.recordio.index(path).partition(3)
+    found: list[bytes] = []
+    for task in tasks:
+        data = ffserve.tensorflow.chunks(path, task.chunks.start, task.chunks.stop)
+        assert len(data) == len(task.records)
+        found += [record.numpy() for record in data]
+    assert found == SAMPLES
+    assert [record.numpy() for record in ffserve.tensorflow.chunks(path)] == SAMPLES
+    with pytest.raises(IndexError):
+        ffserve.tensorflow.chunks(path, 0, 10_000)

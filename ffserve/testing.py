@@ -1,0 +1,297 @@
+"""What every file format must keep to, as a class of checks that any format can be held against.
+
+A format of one's own is tested by a subclass, under pytest or anything that calls ``test_*``::
+
+    from ffserve.testing import FormatConformance
+    from mine import FORMAT
+
+    class TestMine(FormatConformance):
+        format = FORMAT
+        options = ({}, {"compression": "gzip"})     # each way in which it writes
+
+Nothing here opens a file: formats are given bytes in memory. ``samples`` reads such bytes as
+ffserve does and is of use for checks of one's own.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ffserve.dataset import bound_lengths
+from ffserve.engine.checksum import checksum
+from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
+from ffserve.formats.base import (
+    HEAD_SIZE,
+    PIECE_SIZE,
+    ChunkedShard,
+    Format,
+    GrowingEncoder,
+    ReadAt,
+    Shard,
+)
+
+SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
+"""Few and short, so that files of them can be broken at every byte and every bit."""
+MEMORY_LIMIT = 32 << 20
+"""No claim of a file of some hundred bytes may cost more than this."""
+_ABSURD = (2**32 - 1, 2**40, 2**62, 2**64 - 1)
+
+Outcome = list[bytes | FFServeError]
+
+
+def written(format: Format, payloads: Sequence[bytes], **options: Any) -> bytes:
+    """Return the file that a format makes of samples."""
+    encoder = format.writer(**options)
+    body = bytearray()
+    for payload in payloads:
+        for piece in encoder.encode(memoryview(payload)):
+            body += piece
+    for piece in encoder.tail():
+        body += piece
+    head = b"".join(bytes(piece) for piece in encoder.head())
+    assert len(head) == encoder.head_size(len(payloads)), "head() is as long as head_size() says"
+    return head + bytes(body)
+
+
+def reader_of(content: bytes) -> ReadAt:
+    """Return a file in memory that holds its readers to the rules."""
+
+    def read_at(offset: int, into: memoryview, /) -> int:
+        assert 0 < len(into) <= PIECE_SIZE, "a read has 1 to PIECE_SIZE bytes"
+        assert offset >= 0
+        part = content[offset : offset + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    return read_at
+
+
+def opened(format: Format, content: bytes, **options: Any) -> Shard:
+    """Open bytes as a file of a format."""
+    shard = format.open(reader_of(content), len(content), "file", **options)
+    assert (shard.path, shard.size) == ("file", len(content))
+    assert 0 <= shard.fingerprint < 2**64 and shard.count >= 0
+    return shard
+
+
+def samples(format: Format, content: bytes, *, verify: bool = True, **options: Any) -> Outcome:
+    """Read bytes as ffserve reads a file: all samples, errors in the places of damaged ones.
+
+    Raises:  what opening raises.
+    """
+    shard = opened(format, content, verify=verify, **options)
+    offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
+    checksums = np.empty(shard.count, np.uint32)
+    shard.load(offsets, lengths, checksums)
+    if isinstance(shard, ChunkedShard):
+        return list(_decoded(shard, content))
+    bound_lengths(offsets, lengths, len(content))
+    found: Outcome = []
+    for index in range(shard.count):
+        offset, length = int(offsets[index]), int(lengths[index])
+        payload = content[offset : offset + length]
+        where: dict[str, Any] = {"path": "file", "index": index, "offset": offset}
+        if len(payload) < length:
+            found.append(TruncatedError("the file ends inside this sample", **where))
+        elif verify and shard.checksum_kind:
+            right = checksum(shard.checksum_kind, payload) == checksums[index]
+            found.append(payload if right else ChecksumError("damaged", **where))
+        else:
+            found.append(payload)
+    return found
+
+
+def _decoded(shard: ChunkedShard, content: bytes) -> Iterator[bytes | FFServeError]:
+    chunks = shard.chunks
+    assert len(chunks.firsts) == len(chunks) + 1 and chunks.firsts[-1] == shard.count
+    for chunk in range(len(chunks)):
+        count = int(chunks.firsts[chunk + 1] - chunks.firsts[chunk])
+        begin, end = int(chunks.begins[chunk]), int(chunks.ends[chunk])
+        assert 0 <= begin <= end <= len(content), "a chunk lies in its file"
+        try:
+            into = np.empty(int(chunks.sizes[chunk]), np.uint8)
+            starts, lengths = shard.decode(chunk, memoryview(content)[begin:end], into)
+        except FFServeError as error:
+            yield from [error] * count
+            continue
+        assert len(starts) == len(lengths) == count
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            assert start >= 0 and length >= 0 and start + length <= len(into)
+            yield into[start : start + length].tobytes()
+
+
+class FormatConformance:
+    """Checks of one format; see above.
+
+    Attributes:
+        format: what is checked.
+        options: the arguments of ``format.writer`` under which everything is checked.
+    """
+
+    format: ClassVar[Format]
+    options: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+
+    def _files(self, payloads: Sequence[bytes] = SMALL) -> Iterator[bytes]:
+        for options in self.options:
+            yield written(self.format, payloads, **options)
+
+    def test_what_was_written_is_read(self) -> None:
+        """Any samples come back, and alike with and without checks, strict and tolerant."""
+        rng = np.random.default_rng(0)
+        for payloads in (
+            [],
+            [b""],
+            [b"", b"", b""],
+            [b"x"],
+            list(SMALL),
+            [rng.bytes(k) for k in range(200)],
+            [rng.bytes(int(k)) for k in (0, 70_000, 1, 511, 512, 513, 4096, 300_000)],
+            [bytes(100_000)] * 3,
+        ):
+            for content in self._files(payloads):
+                for verify in (True, False):
+                    for tolerant in (True, False):
+                        found = samples(self.format, content, verify=verify, tolerant=tolerant)
+                        assert found == payloads
+
+    def test_one_sample_in_pieces(self) -> None:
+        """An encoder that takes pieces makes the same file of them."""
+        for options in self.options:
+            encoder = self.format.writer(**options)
+            if not isinstance(encoder, GrowingEncoder):
+                continue
+            body = b"".join(map(bytes, encoder.encode(memoryview(b"ab"))))
+            body += b"".join(map(bytes, encoder.extend(memoryview(b"cde"))))
+            body += b"".join(map(bytes, encoder.tail()))
+            content = b"".join(map(bytes, encoder.head())) + body
+            assert content == written(self.format, [b"abcde"], **options)
+
+    def test_sniffing_never_denies_an_intact_file(self) -> None:
+        """An intact file that has bytes is told for certain, or may be one; no sniff raises."""
+        for content in self._files():
+            assert self.format.sniff(content[:HEAD_SIZE], len(content)) is not False
+            for size in range(len(content)):
+                self.format.sniff(content[: min(size, HEAD_SIZE)], size)
+
+    def test_fingerprint(self) -> None:
+        """Copies have one fingerprint, other files other ones."""
+        for options in self.options:
+            files = [written(self.format, SMALL[:k], **options) for k in range(len(SMALL))]
+            prints = [opened(self.format, content).fingerprint for content in files]
+            assert len(set(prints)) == len(files)
+            assert prints == [opened(self.format, bytes(c)).fingerprint for c in files]
+
+    def test_every_cut(self) -> None:
+        """A file cut at any byte raises, or gives errors, or is a whole file of fewer samples."""
+        whole = list(SMALL)
+        for content in self._files():
+            for size in range(len(content)):
+                try:
+                    found = samples(self.format, content[:size])
+                except FFServeError as error:
+                    self._check_located(error)
+                else:
+                    self._check_right(found, whole)
+                    if all(isinstance(each, bytes) for each in found):
+                        assert found == whole[: len(found)]
+                self._check_tolerant(content[:size], whole)
+
+    def test_every_flipped_bit(self) -> None:
+        """Any bit turned raises, or gives errors, or changes nothing."""
+        whole = list(SMALL)
+        for content in self._files():
+            for bit in range(8 * len(content)):
+                damaged = bytearray(content)
+                damaged[bit // 8] ^= 1 << bit % 8
+                try:
+                    found = samples(self.format, bytes(damaged))
+                except FFServeError as error:
+                    self._check_located(error)
+                else:
+                    self._check_right(found, whole)
+                    if all(isinstance(each, bytes) for each in found):
+                        assert found == whole
+                self._check_tolerant(bytes(damaged), whole)
+                self._check_unverified(bytes(damaged))
+
+    def test_absurd_numbers_cost_no_memory(self) -> None:
+        """Huge numbers anywhere in a small file raise or change nothing, and allocate nothing."""
+        tracemalloc.start()
+        try:
+            for content in self._files():
+                for place in range(len(content) - 3):
+                    for value in _ABSURD:
+                        damaged = bytearray(content)
+                        part = value.to_bytes(8, "little")[: 4 if value < 2**32 else 8]
+                        damaged[place : place + len(part)] = part
+                        self._check_unverified(bytes(damaged[: len(content)]))
+            assert tracemalloc.get_traced_memory()[1] < MEMORY_LIMIT
+        finally:
+            tracemalloc.stop()
+
+    def test_any_bytes(self) -> None:
+        """Bytes of any kind open or raise one of our errors."""
+        rng = np.random.default_rng(1)
+        for size in [*range(64), *range(64, 600, 29)]:
+            for content in (rng.bytes(size), bytes(size), b"\xff" * size):
+                self._check_unverified(content)
+        for content in self._files():
+            for size in range(0, len(content), 7):
+                self._check_unverified(content[:size] + rng.bytes(40))
+
+    def test_file_that_shrinks_while_it_is_read(self) -> None:
+        """Bytes that were there and are not any more raise."""
+        for content in self._files():
+            for size in range(0, len(content), 3):
+                try:
+                    shard = self.format.open(reader_of(content[:size]), len(content), "file")
+                    count = shard.count
+                    shard.load(
+                        np.empty(count, np.uint64),
+                        np.empty(count, np.uint64),
+                        np.empty(count, np.uint32),
+                    )
+                except FFServeError as error:
+                    self._check_located(error)
+
+    def test_unknown_options_are_refused(self) -> None:
+        """An option that the format lacks is a UsageError."""
+        try:
+            self.format.writer(compression="no such compression")
+        except UsageError:
+            return
+        raise AssertionError("an unknown compression was taken")
+
+    # ---- rules ------------------------------------------------------------------------------
+
+    def _check_located(self, error: FFServeError) -> None:
+        assert error.path == "file", f"the error does not name its file: {error!r}"
+
+    def _check_right(self, found: Outcome, whole: list[bytes]) -> None:
+        """Samples that were written, in their order, and errors between them."""
+        rest = iter(whole)
+        for each in found:
+            if isinstance(each, bytes):
+                assert any(each == other for other in rest), f"wrong bytes: {each!r}"
+            else:
+                self._check_located(each)
+
+    def _check_tolerant(self, content: bytes, whole: list[bytes]) -> None:
+        """Tolerant reading gives samples that were written, in their order, and no others."""
+        try:
+            self._check_right(samples(self.format, content, tolerant=True), whole)
+        except FFServeError as error:
+            self._check_located(error)
+
+    def _check_unverified(self, content: bytes) -> None:
+        """Without checks the result may be wrong, but only our errors come out."""
+        for verify in (True, False):
+            for tolerant in (True, False):
+                try:
+                    samples(self.format, content, verify=verify, tolerant=tolerant)
+                except FFServeError as error:
+                    self._check_located(error)

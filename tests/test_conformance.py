@@ -1,0 +1,86 @@
+"""Every format under the conformance class that is also for formats of others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ffserve import formats
+from ffserve.formats import by_name
+from ffserve.testing import SMALL, FormatConformance, samples, written
+
+
+class TestFFRecord(FormatConformance):
+    format = by_name("ffrecord")
+
+
+class TestTFRecord(FormatConformance):
+    format = by_name("tfrecord")
+
+
+class TestRecordIO(FormatConformance):
+    format = by_name("recordio")
+    options = (
+        {"compression": "none", "max_chunk_size": 30},
+        {"compression": "snappy"},
+        {"dialect": "go", "compression": "none"},
+        {"dialect": "go", "compression": "gzip"},
+    )
+
+
+def test_every_format_is_here() -> None:
+    tested = {each.format.name for each in (TestFFRecord, TestTFRecord, TestRecordIO)}
+    assert tested == set(formats.NAMES)
+
+
+class _Careless:
+    """TFRecord by somebody who forgot one check: the canaries that must be caught."""
+
+    def __init__(self, fault: str) -> None:
+        self._real = by_name("tfrecord")
+        self._fault = fault
+        self.name, self.suffixes = "careless", (".careless",)
+        self.sniff, self.writer = self._real.sniff, self._real.writer
+
+    def open(self, read_at, size, path, *, verify=True, tolerant=False):  # type: ignore[no-untyped-def]
+        if self._fault == "unchecked":
+            verify = False
+        if self._fault == "allocates":
+            head = bytearray(8)
+            if size >= 8:
+                read_at(0, memoryview(head))
+                np.empty(min(int.from_bytes(head, "little"), 1 << 27), np.uint8)
+        if self._fault == "raises ValueError" and size % 2:
+            raise ValueError(size)
+        shard = self._real.open(read_at, size, path, verify=verify, tolerant=tolerant)
+        if self._fault == "unchecked":
+            shard.checksum_kind = 0
+        if self._fault == "wrong order" and shard.count > 1:
+            shard.load = lambda o, n, c: _swapped(type(shard).load, shard, o, n, c)  # type: ignore[method-assign]
+        return shard
+
+
+def _swapped(load, shard, offsets, lengths, checksums) -> None:  # type: ignore[no-untyped-def]
+    load(shard, offsets, lengths, checksums)
+    for table in (offsets, lengths, checksums):
+        table[[0, 1]] = table[[1, 0]]
+
+
+@pytest.mark.parametrize("fault", ["unchecked", "allocates", "raises ValueError", "wrong order"])
+def test_careless_format_is_caught(fault: str) -> None:
+    class Careless(FormatConformance):
+        format = _Careless(fault)  # type: ignore[assignment]
+
+    checks = [name for name in dir(Careless) if name.startswith("test_")]
+    caught = []
+    for name in checks:
+        try:
+            getattr(Careless(), name)()
+        except (AssertionError, ValueError):
+            caught.append(name)
+    assert len(checks) == 10 and caught
+
+
+def test_the_careful_one_is_not() -> None:
+    content = written(by_name("tfrecord"), SMALL)
+    assert samples(by_name("tfrecord"), content) == list(SMALL)
