@@ -88,6 +88,8 @@ def draw(rows: Rows, path: Path) -> None:
         line = axis.axhline(1, color="black", linestyle="--", linewidth=1.2, zorder=2)
         handles.setdefault("1.0: memcpy, fio", line)
         for who, curve in found.items():
+            if len(curve) == 1 < len(speeds):
+                continue  # measured at one place only: nothing by which it could be followed
             name, line = _plot(axis, who, curve, _in_order(rows, who))
             handles.setdefault(name, line)
         axis.set_title(title, fontsize=9.5)
