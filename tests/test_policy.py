@@ -409,7 +409,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
     """With every batch: each resident is known to the policy once, and no slot is lost."""
 
     def check(simulation: Simulation) -> None:
-        policy, cache = simulation.cache._policy, simulation.cache
+        policy, cache = simulation.cache.policy, simulation.cache
         resident = np.flatnonzero(cache.state == 2)
         assert (policy._key[resident] != NONE).all()
         assert sum(policy.used.values()) == simulation.arena.used_size == 4096 * len(resident)

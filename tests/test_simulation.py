@@ -257,7 +257,7 @@ class World:
         assert (pins == cache.pins).all(), "pins are not what is held"
         assert not cache.pins[state == FREE].any(), "a free slot is pinned"
         # The policy knows every resident, and who has how much.
-        policy = cache._policy
+        policy = cache.policy
         assert (policy._key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
         assert (policy._key[state != RESIDENT] == NONE).all(), "what is not there has a key"
         owners = np.unique(policy._group[taken]).tolist()

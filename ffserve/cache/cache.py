@@ -138,7 +138,7 @@ class Cache:
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
-        self._policy = Policy(arena, self.uses, self._first, self._count)
+        self.policy = Policy(arena, self.uses, self._first, self._count)
         self._loading: dict[int, Load] = {}
         self._hand = 0
         self.idle_changed = False
@@ -264,7 +264,7 @@ class Cache:
                 return None, cut
         self._first[slots] = blocks.firsts
         self._count[slots] = blocks.counts
-        self._policy.enter(slots, group)
+        self.policy.enter(slots, group)
         self._enter(slots, blocks)
         offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
         load = Load(blocks, slots, offsets, sizes, classes, passing)
@@ -303,9 +303,9 @@ class Cache:
                 chosen, passing = chosen[alive], passing[alive]
             at_a_cost = np.count_nonzero(passing)
             if at_a_cost:
-                self._policy.let_pass(chosen[passing], size_class)
+                self.policy.let_pass(chosen[passing], size_class)
             if at_a_cost < len(passing):
-                self._policy.keep(chosen[~passing], size_class)
+                self.policy.keep(chosen[~passing], size_class)
         ready = []
         for fetch in load.fetches:
             fetch.waiting -= 1
@@ -337,7 +337,7 @@ class Cache:
         if self.pins[slot] == 0:
             freed = np.array([slot], np.int64)
             self.state[slot] = FREE
-            self._policy.leave(freed)
+            self.policy.leave(freed)
             self.arena.free(freed)
 
     def release(self, pins: list[Int64s]) -> None:
@@ -416,16 +416,14 @@ class Cache:
         if self.idle_changed:
             self.idle_changed = False
             self._find_idle()
-        victims: list[int] = self._policy.idle_victims(
-            size_class, count, self._usable_idle
-        ).tolist()
+        victims: list[int] = self.policy.idle_victims(size_class, count, self._usable_idle).tolist()
         self._evict(victims)
         return victims
 
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
     ) -> tuple[list[int], int]:
-        chosen, others = self._policy.victims(size_class, count, self._usable, group, latest)
+        chosen, others = self.policy.victims(size_class, count, self._usable, group, latest)
         victims = chosen.tolist()
         self._evict(victims)
         return victims, others
@@ -435,7 +433,7 @@ class Cache:
         idle = resident[~self._wanted(resident)]
         classes = self._classes(idle)
         for size_class in np.unique(classes).tolist():
-            self._policy.abandon(idle[classes == size_class], size_class)
+            self.policy.abandon(idle[classes == size_class], size_class)
 
     def absent(self, numbers: Int64s) -> NDArray[np.bool_]:
         """Return for each sample whether it is neither there nor on its way."""
@@ -448,7 +446,7 @@ class Cache:
         slots = slots[slots >= 0]
         if len(slots):
             slots = slots[self.state[slots] == RESIDENT]
-            self._policy.doubt(slots, self._classes(slots))
+            self.policy.doubt(slots, self._classes(slots))
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
         slot = self.arena.take_run(size)
@@ -517,7 +515,7 @@ class Cache:
         busy = (states == LOADING) | (states == FAILED) | (self.pins[span] > 0)
         slots = resident + span.start
         wanted = self._wanted(slots)
-        kept = self._policy.weights(slots) * wanted
+        kept = self.policy.weights(slots) * wanted
         slabs = resident // per_slab
         chosen = heads[low:high] - first
         return (
@@ -540,7 +538,7 @@ class Cache:
                 run = self._slot_of[first : first + count]
                 run[run == slot + 1] = 0
         self.state[chosen] = FREE
-        self._policy.leave(chosen)
+        self.policy.leave(chosen)
         self.counters.evicted += len(slots)
 
     def drop(self, base: int, count: int) -> bool:

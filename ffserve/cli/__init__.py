@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("serve", "Run the daemon."),
     "status": ("status", "Show what the daemon holds and does."),
     "bench": ("bench", "Measure this machine, ffserve, and what else is installed."),
+    "simulate": ("simulate", "Try a cache size without buying it."),
     "pack": ("pack", "Pack a directory or files into record files."),
     "inspect": ("examine", "Show what is in record files."),
     "verify": ("examine", "Read everything and check every checksum."),

@@ -97,6 +97,51 @@ def _print(facts: dict[str, Any]) -> None:
         if len(jobs) > JOBS_SHOWN:
             click.echo(f"and {len(jobs) - JOBS_SHOWN:,} more (--json shows all)")
 
+    _print_walks(facts)
+
+
+def _print_walks(facts: dict[str, Any]) -> None:
+    """Where the jobs are in their epochs, and who keeps what."""
+    names = {job["name"]: job for job in facts["jobs"]}
+    walks = [walk for walk in facts.get("walks", ()) if walk["count"] is not None]
+    if walks:
+        click.echo()
+        print_table(
+            ["job", "order", "epoch", "position", "a second", "ends in", "ahead", "waited",
+             "from disk", "alone"],
+            [
+                [
+                    walk["job"][:12],
+                    walk["name"] or walk["kind"],
+                    str(walk["epoch"]) if walk["announced"] else "",
+                    percent(walk["position"], walk["count"]),
+                    f"{walk['rate']:,.0f}",
+                    duration(walk["epoch_end_s"]) if walk["epoch_end_s"] is not None else "",
+                    f"{walk['window']:,}",
+                    duration(names[walk["job"]]["waited_s"]) if walk["job"] in names else "",
+                    format_size(names[walk["job"]]["read_size"]) if walk["job"] in names else "",
+                    format_size(names[walk["job"]]["alone_size"]) if walk["job"] in names else "",
+                ]
+                for walk in walks[:JOBS_SHOWN]
+            ],
+        )  # fmt: skip
+    groups = [group for group in facts.get("groups", ()) if group["used"]]
+    if groups:
+        click.echo()
+        print_table(
+            ["memory kept for", "size", "of the arena", "never below", "by"],
+            [
+                [
+                    " ".join(name[:12] for name in group["jobs"][:4]) or "nobody now",
+                    format_size(group["used"]),
+                    percent(group["used"], facts["arena"]["size"]),
+                    format_size(group["floor"]),
+                    group["rule"],
+                ]
+                for group in groups[:SHARDS_SHOWN]
+            ],
+        )
+
 
 def duration(seconds: float) -> str:
     """Return seconds for a reader: ``12 s``, ``3 min``, ``5 h``, ``2 d``."""

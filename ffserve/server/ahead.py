@@ -28,6 +28,11 @@ TOTAL_SHARE = 8
 SHORTEST_S = 0.05
 """Reads are taken for at least so slow."""
 FORGET = 0.999
+FIRST_STEP = 32
+"""Samples of a batch, of a job that has not reported any yet."""
+PIECES = 4
+"""A window is read, and given up, in at least so many pieces."""
+SMALLEST_PIECE = 8
 RETRY_S = 0.02
 """After no room was found."""
 SAMPLE_SIZE = 64 * 1024
@@ -82,16 +87,16 @@ class ReadAhead:
         """Return how many positions beyond its front a walk is to be read ahead."""
         walker = self._walkers.get(walk)
         size = walker.sample_size if walker else SAMPLE_SIZE
-        batches = 2 * max(int(walk.step), 1)
+        batches = 2 * max(int(walk.step) or FIRST_STEP, 1)
         wanted = max(batches, int(walk.pace.rate(now) * self._slowest_s))
         return min(wanted, max(batches, int(self._cache.arena.size / WALK_SHARE / size)))
 
-    def next_load(self, now: float) -> Load | None:
-        """Return what to read next; None: nothing, for now."""
+    def next_load(self, now: float) -> tuple[Load, str] | None:
+        """Return what to read next and for which job; None: nothing, for now."""
         while (walk := self._most_urgent(now)) is not None:
             load = self._advance(walk, self._walkers[walk], now)
             if load is not None:
-                return load
+                return load, walk.job
         return None
 
     def _most_urgent(self, now: float) -> Walk | None:
@@ -108,12 +113,19 @@ class ReadAhead:
                 continue
             self._catch_up(walk, walker)
             ahead = self._distance(walk, walker)
-            if ahead is None or ahead >= walk.lead + self.window(walk, now):
+            if ahead is None or self._room(walk, ahead, now) <= 0:
                 continue
             due = ahead / walk.rate(now)
             if due < soonest:
                 best, soonest = walk, due
         return best
+
+    def _room(self, walk: Walk, ahead: int, now: float) -> int:
+        """Return how many positions to read now: a piece, or none if that is too early."""
+        window = self.window(walk, now)
+        piece = min(max(window // PIECES, SMALLEST_PIECE), QUANTUM)
+        room = int(walk.lead) + window - ahead
+        return min(piece, room) if room > piece // 2 else 0
 
     def _catch_up(self, walk: Walk, walker: _Walker) -> None:
         """What was asked for already need not be read ahead."""
@@ -138,8 +150,8 @@ class ReadAhead:
         order = walk.orders[walker.epoch]
         ahead = self._distance(walk, walker)
         assert ahead is not None
-        room = int(walk.lead) + self.window(walk, now) - ahead
-        numbers = order.numbers(walker.position, walker.position + min(QUANTUM, room))
+        room = self._room(walk, ahead, now)
+        numbers = order.numbers(walker.position, walker.position + room)
         fetch = Fetch(numbers, now + ahead / walk.rate(now))
         left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
         absent = int(np.count_nonzero(self._cache.absent(numbers)))

@@ -17,5 +17,7 @@ class Job:
     hit_size: int = 0
     missed: int = 0
     errors: int = 0
+    waited_s: float = 0.0
+    """Between its requests and their answers, summed over its sessions."""
     pid: int = 0
     paths: str = ""

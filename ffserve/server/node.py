@@ -29,6 +29,7 @@ from ffserve.failures import CHECKSUM
 from ffserve.server.catalog import Catalog
 from ffserve.server.job import Job
 from ffserve.server.reading import Reading
+from ffserve.server.report import group_facts, job_facts, walk_facts
 from ffserve.server.scheduler import Scheduler
 
 MOST_JOBS = 256
@@ -156,34 +157,9 @@ class Node:
                 }
                 for shard in self.catalog.shards()[:1000]
             ],
-            "walks": [
-                {
-                    "job": walk.job,
-                    "epoch": walk.epoch,
-                    "position": walk.position,
-                    "count": walk.order.count if walk.order else None,
-                    "announced": sorted(walk.orders),
-                    "name": walk.name,
-                    "order_size": walk.size,
-                }
-                for walk in self.uses.walks
-            ],
-            "jobs": [
-                {
-                    "name": job.name,
-                    "pid": job.pid,
-                    "paths": job.paths,
-                    "sessions": job.sessions,
-                    "age_s": round(now - job.first_seen, 3),
-                    "idle_s": round(now - job.last_seen, 3),
-                    "hits": job.hits,
-                    "hit_size": job.hit_size,
-                    "missed": job.missed,
-                    "errors": job.errors,
-                    "hit_rate": job.hits / max(1, job.hits + job.missed),
-                }
-                for job in self._jobs.values()
-            ],
+            "walks": [walk_facts(self, walk, now) for walk in self.uses.walks],
+            "groups": group_facts(self, now),
+            "jobs": [job_facts(self, job, now) for job in self._jobs.values()],
         }
 
     def close(self) -> None:

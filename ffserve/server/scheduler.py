@@ -37,6 +37,8 @@ ARENA_SHARE = 8
 """A request pins at most one part in this many of the arena before it is answered in part."""
 LEASED_SHARE = 2
 """All leases together take at most one part in this many; beyond, clients get copies."""
+MOST_COUNTED = 1024
+"""Jobs whose reads are counted."""
 _FEW_PINS = 1024
 
 
@@ -97,6 +99,8 @@ class Scheduler:
         self._most_leased = cache.arena.size // LEASED_SHARE
         self._leased_size = 0
         self._pumped = 0.0
+        self.read_sizes: dict[str, int] = {}
+        """Bytes that were read from files for each job; reads that another began count for him."""
 
     @property
     def idle(self) -> bool:
@@ -201,8 +205,15 @@ class Scheduler:
             load = self.ahead.next_load(now)
             if load is None:
                 break
-            self._blocks += len(load.slots)
-            self._submit(load)
+            self._start(*load)
+
+    def _start(self, load: Load, job: str) -> None:
+        self._blocks += len(load.slots)
+        if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
+            del self.read_sizes[next(iter(self.read_sizes))]
+        size = self.read_sizes.get(job, 0) + int(load.blocks.sizes.sum())
+        self.read_sizes[job] = size
+        self._submit(load)
 
     def _next_owner(self) -> Owner:
         job = self._turns.popleft()
@@ -230,8 +241,7 @@ class Scheduler:
         before = fetch.cursor
         load = self._cache.advance(fetch, QUANTUM, max(self._share - fetch.pinned_size, 1))
         if load is not None:
-            self._blocks += len(load.slots)
-            self._submit(load)
+            self._start(load, request.owner.job)
         if fetch.cursor == len(fetch.numbers) or fetch.pinned_size >= self._share:
             if fetch.waiting == 0:
                 self._finish(request, now)

@@ -291,7 +291,7 @@ class Session:
         self.job.missed += len(indices)
         if len(numbers):
             self._node.cache.doubt(dataset.walk.asked(numbers, now))
-        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices))
+        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
         dataset.requests += 1
         if len(indices) == 0:
             self._finished(request)
@@ -303,14 +303,16 @@ class Session:
         if request.fetch.failures:
             errors = self._errors(request)
         self._send(protocol.Ready(request.tag, request.count, errors))
-        dataset, _ = _context(request)
+        dataset, _, asked = _context(request)
+        assert self.job is not None
+        self.job.waited_s += max(self._node.uses.now - asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
             self._node.catalog.close(dataset.shards)
 
     def _errors(self, request: Request) -> list[Any]:
-        dataset, indices = _context(request)
+        dataset, indices, _ = _context(request)
         node, failures = self._node, request.fetch.failures
         errors: list[Any] = []
         for position, number in enumerate(request.fetch.numbers[: request.count].tolist()):
@@ -444,5 +446,6 @@ class Session:
         self._closing.clear()
 
 
-def _context(request: Request) -> tuple[Dataset, Int64s]:
-    return cast(tuple[Dataset, Int64s], request.context)
+def _context(request: Request) -> tuple[Dataset, Int64s, float]:
+    """Return the data set, the indices, and when they were asked for."""
+    return cast(tuple[Dataset, Int64s, float], request.context)

@@ -1,0 +1,147 @@
+"""``ffserve simulate``: what a bigger cache, another job or a shared seed would bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ffserve.cli.terminal import print_json, print_table
+from ffserve.errors import UsageError
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+WARM_EPOCHS, EPOCHS = 3, 2
+SMALLEST = 300
+"""Samples that fit into the smallest arena there is."""
+
+
+@click.command()
+@click.option("--jobs", "job_count", default=2, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--cache", "shares", multiple=True, type=click.FloatRange(0.01, 1.0), metavar="SHARE",
+    help="Memory as a part of the data set, such as 0.25; several for a comparison.",
+)  # fmt: skip
+@click.option(
+    "--samples", default=20_000, show_default=True, type=click.IntRange(1000, 5_000_000),
+    help="Of the data set; the result hardly depends on it.",
+)  # fmt: skip
+@click.option(
+    "--speeds", metavar="A,B,…", help="Of the jobs beside one another, such as 1,0.6; all equal."
+)
+@click.option("--same-seed", is_flag=True, help="All jobs follow one order.")
+@click.option("--silent", is_flag=True, help="The jobs do not announce their order.")
+@click.option(
+    "--disk", type=click.FloatRange(0.01), metavar="SHARE",
+    help="What the disk can read, as a part of what all jobs ask for; unlimited.",
+)  # fmt: skip
+@click.option("--plot", metavar="FILE", help="Draw hit rates over cache sizes (needs matplotlib).")
+@click.option("--json", "as_json", is_flag=True, help="Write everything as JSON.")
+def simulate(
+    job_count: int,
+    shares: tuple[float, ...],
+    samples: int,
+    speeds: str | None,
+    same_seed: bool,
+    silent: bool,
+    disk: float | None,
+    plot: str | None,
+    as_json: bool,
+) -> int:
+    """Try a cache size without buying it.
+
+    Runs the daemon's own cache and policy under a virtual clock: jobs that visit every sample of a
+    data set once an epoch, in random order. Shows the part of samples that need no disk, beside
+    the best that any cache of that size could do (Belady: the whole future known).
+
+    \b
+      ffserve simulate --jobs 4 --cache 0.25
+      ffserve simulate --jobs 2 --speeds 1,0.6 --plot hits.png
+      ffserve simulate --jobs 4 --cache 0.1 --same-seed
+    """
+    paces = _paces(speeds, job_count)
+    samples = max(samples, int(SMALLEST / min(shares or SHARES)) + 1)
+    rows = [
+        _row(samples, share, paces, same_seed=same_seed, announces=not silent, disk=disk)
+        for share in shares or SHARES
+    ]
+    if plot is not None:
+        _draw(plot, rows)
+    if as_json:
+        print_json({"jobs": job_count, "samples": samples, "rows": rows})
+        return 0
+    header = ["cache", "hits", "best possible", "disk reads an epoch and job"]
+    print_table(
+        header + (["speed"] if disk else []),
+        [
+            [
+                f"{row['cache']:.0%}",
+                f"{row['hit_rate']:.1%}",
+                f"{row['belady']:.1%}",
+                f"{row['read_share']:.1%} of the data set",
+                *([f"{row['speed']:.0%}"] if disk else []),
+            ]
+            for row in rows
+        ],
+    )
+    return 0
+
+
+def _paces(speeds: str | None, job_count: int) -> list[float]:
+    if speeds is None:
+        return [1.0] * job_count
+    try:
+        paces = [float(speed) for speed in speeds.split(",")]
+    except ValueError:
+        raise UsageError(f"--speeds takes numbers, not {speeds!r}", hint="such as 1,0.6") from None
+    if not all(0.001 <= pace <= 1000 for pace in paces):
+        raise UsageError("a speed is between 0.001 and 1000")
+    return [paces[k % len(paces)] for k in range(job_count)]
+
+
+def _row(
+    samples: int,
+    share: float,
+    paces: list[float],
+    *,
+    same_seed: bool,
+    announces: bool,
+    disk: float | None,
+) -> dict[str, Any]:
+    from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+
+    jobs = [
+        Job(shuffled(samples, 0 if same_seed else k), pace=1000 * pace, announces=announces)
+        for k, pace in enumerate(paces)
+    ]
+    disk_rate = None if disk is None else disk * sum(job.pace for job in jobs)
+    simulation = Simulation(samples, share, jobs, disk_rate=disk_rate)
+    longest = samples / min(job.pace for job in jobs) / min(disk or 1.0, 1.0)
+    try:
+        result = simulation.run(warm_s=WARM_EPOCHS * longest, seconds=EPOCHS * longest)
+    finally:
+        simulation.close()
+    return {
+        "cache": share,
+        "hit_rate": result.hit_rate,
+        "belady": belady(result.trace, result.slots, result.measured_from),
+        "read_share": 1 - result.hit_rate,
+        "speed": result.used / (EPOCHS * longest * sum(job.pace for job in jobs)),
+        "jobs": [{"hit_rate": job.hits / max(job.used, 1)} for job in result.jobs],
+    }
+
+
+def _draw(path: str, rows: list[dict[str, Any]]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("a plot needs matplotlib", hint="pip install 'ffserve[plot]'") from None
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
+    shares = [100 * row["cache"] for row in rows]
+    axes.plot(shares, [100 * row["hit_rate"] for row in rows], "o-", label="ffserve")
+    axes.plot(shares, [100 * row["belady"] for row in rows], "k:", label="best possible")
+    axes.plot(shares, shares, color="0.7", label="each job for itself")
+    axes.set_xlabel("cache, % of the data set")
+    axes.set_ylabel("samples found in memory, %")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")

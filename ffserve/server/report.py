@@ -1,0 +1,99 @@
+"""What STATUS says about jobs and about who keeps what: plain numbers and texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ffserve.cache.walk import Walk
+
+if TYPE_CHECKING:
+    from ffserve.server.job import Job
+    from ffserve.server.node import Node
+
+
+def walk_facts(node: Node, walk: Walk, now: float) -> dict[str, Any]:
+    """One job's way through one data set."""
+    order, rate = walk.order, walk.pace.rate(now)
+    position = walk.position if order else walk.seen_count
+    count = order.count if order else walk.sample_count
+    known = order is not None or walk.seen is not None
+    return {
+        "job": walk.job,
+        "group": walk.group,
+        "kind": kind_of(walk),
+        "active": walk.active(now),
+        "epoch": walk.epoch,
+        "position": position,
+        "count": count if known else None,
+        "announced": sorted(walk.orders),
+        "name": walk.name,
+        "rate": round(rate, 3),
+        "epoch_end_s": round((count - position) / rate, 3) if rate and known else None,
+        "window": node.scheduler.ahead.window(walk, now) if order else 0,
+        "order_size": walk.size,
+    }
+
+
+def kind_of(walk: Walk) -> str:
+    """Return how a walk is known: announced, silent, departed (from its order), random (draws
+    with replacement)."""
+    if walk.order is not None:
+        return "announced"
+    if walk.departed:
+        return "departed"
+    return "random" if walk.replacement else "silent"
+
+
+def group_facts(node: Node, now: float) -> list[dict[str, Any]]:
+    """Who keeps what: data sets that share shards, the most memory first."""
+    floors, used = node.cache.policy.floors(), node.cache.policy.used
+    groups = node.uses.groups
+    facts = [
+        {
+            "group": number,
+            "jobs": sorted({walk.job for walk in groups[number].walks}) if number in groups else [],
+            "used": used.get(number, 0),
+            "floor": floors.get(number, 0),
+            "rule": "static" if number not in groups or groups[number].static(now) else "next use",
+        }
+        for number in sorted(used.keys() | groups.keys(), key=lambda n: -used.get(n, 0))
+    ]
+    return facts[:1000]
+
+
+def job_facts(node: Node, job: Job, now: float) -> dict[str, Any]:
+    """One training run."""
+    read_size = node.scheduler.read_sizes.get(job.name, 0)
+    return {
+        "name": job.name,
+        "pid": job.pid,
+        "paths": job.paths,
+        "sessions": job.sessions,
+        "age_s": round(now - job.first_seen, 3),
+        "idle_s": round(now - job.last_seen, 3),
+        "hits": job.hits,
+        "hit_size": job.hit_size,
+        "missed": job.missed,
+        "errors": job.errors,
+        "hit_rate": job.hits / max(1, job.hits + job.missed),
+        "waited_s": round(job.waited_s, 3),
+        "read_size": read_size,
+        "alone_size": _alone(node, job),
+    }
+
+
+def _alone(node: Node, job: Job) -> int:
+    """Return the bytes that the job would have read with the whole arena to itself: all in its
+    first epoch, then what does not fit."""
+    walks = [walk for walk in node.uses.walks if walk.job == job.name]
+    count = sum(walk.sample_count for walk in walks)
+    if not count:
+        return 0
+    payload = sum(
+        shard.payload_size
+        for shard in node.catalog.shards()
+        if any(walk.low <= shard.base < walk.low + walk.span for walk in walks)
+    )
+    used = (job.hits + job.missed) * payload // count
+    later = max(used - payload, 0)
+    return min(used, payload) + int(later * max(1 - node.arena.size / max(payload, 1), 0.0))

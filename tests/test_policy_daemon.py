@@ -1,0 +1,231 @@
+"""The policy in a real daemon: reading ahead, jobs that compete, lie, stop or die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, get, sample, serving, until, write
+
+import ffserve
+from ffserve import protocol
+
+COUNT, SIZE = 1200, 16_000
+BATCH = 20
+
+
+def content(index: int) -> bytes:
+    """A test file's sample."""
+    return sample(index, (SIZE,))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two files of COUNT samples, each larger than the arena."""
+    directory = tmp_path_factory.mktemp("data")
+    samples = [content(i) for i in range(COUNT)]
+    return [write(directory / name, samples) for name in ("a.ffr", "b.ffr")]
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon that has room for about a quarter of a file."""
+    with serving(arena="6MiB") as running:
+        yield running
+
+
+def order(seed: int, epoch: int) -> Any:
+    """A random order of all samples."""
+    return np.random.default_rng([seed, epoch]).permutation(COUNT)
+
+
+def read_slowly(reader: ffserve.Reader, epoch: int, numbers: Any) -> None:
+    """Read as a job does that computes for longer than the disk takes; check every byte."""
+    source: Any = reader._current()
+    for start in range(0, len(numbers), BATCH):
+        part = numbers[start : start + BATCH]
+        until(lambda part=part: not len(source._view.locate(part)[1]), "the batch is read ahead")
+        assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
+        reader.reached(epoch, start + len(part))
+
+
+def walk_of(daemon: Daemon, job: str | None = None) -> dict[str, Any]:
+    """The walk of a job, or the only one."""
+    (walk,) = [w for w in daemon.status()["walks"] if job in (None, w["job"])]
+    return dict(walk)
+
+
+def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        reader.announce(order(1, 0), 0)
+        for epoch in range(3):
+            reader.announce(order(1, epoch + 1), epoch + 1)
+            # The first batch waits for nobody: reading ahead begins with the announcement.
+            read_slowly(reader, epoch, order(1, epoch))
+        assert reader.stats()["misses"] == 0
+        facts = daemon.status()
+        # A quarter fits; the rest was read once an epoch, and little more.
+        kept = facts["arena"]["size"] / (COUNT * 20_480)
+        epochs = facts["cache"]["blocks_read"] / COUNT
+        assert 1 + 2 * (1 - kept) - 0.1 <= epochs <= 3 * 1.05
+        assert facts["cache"]["read_ahead"] >= facts["cache"]["blocks_read"]
+        assert facts["cache"]["asked"] == 0
+        (job,) = [job for job in facts["jobs"] if job["paths"]]
+        assert job["hit_rate"] == 1.0 and job["read_size"] > 0
+        assert job["alone_size"] > 0
+
+
+def test_two_announced_jobs_read_little_more_than_one(daemon: Daemon, paths: list[str]) -> None:
+    jobs = [Job(daemon, paths[0], seed=1, epochs=4) for _ in range(2)]
+    for job in jobs:
+        assert job.end() == 4 * COUNT
+    # The same order at the same time: what one reads the other finds.
+    assert daemon.cache()["blocks_read"] < 1.6 * 4 * COUNT
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import ffserve
+path, socket, seed, epochs, truth = sys.argv[1:]
+right = 0
+with ffserve.open(path, server=socket) as reader:
+    count = len(reader)
+    draw = lambda epoch: np.random.default_rng([int(seed), epoch]).permutation(count)
+    if truth != "silent":
+        reader.announce(draw(0), 0)
+    print("ready", flush=True)
+    for epoch in range(int(epochs)):
+        if truth != "silent":
+            reader.announce(draw(epoch + 1), epoch + 1)
+        numbers = draw(epoch if truth != "lie" else epoch + 1000)
+        for start in range(0, count, 20):
+            right += len(reader.read(numbers[start : start + 20]))
+        print(epoch, reader.stats()["hits"], flush=True)
+    print("end", right, flush=True)
+"""
+
+
+class Job:
+    """A training process of its own."""
+
+    def __init__(
+        self, daemon: Daemon, path: str, *, seed: int, epochs: int, kind: str = "truth"
+    ) -> None:
+        command = [sys.executable, "-c", PROGRAM, path, daemon.socket, str(seed), str(epochs), kind]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        assert self.output.readline() == "ready\n"
+
+    def epoch(self) -> int:
+        """Wait for an epoch's end; return all hits so far."""
+        return int(self.output.readline().split()[1])
+
+    def end(self) -> int:
+        """Wait for its end; return how many samples it read."""
+        lines = self.output.read().splitlines()
+        assert self.process.wait() == 0
+        self.output.close()
+        return int(lines[-1].split()[1])
+
+    def kill(self) -> None:
+        """Without a word."""
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+
+def test_two_data_sets_compete_and_neither_starves(daemon: Daemon, paths: list[str]) -> None:
+    first = Job(daemon, paths[0], seed=1, epochs=30, kind="silent")
+    before = first.epoch()
+    assert first.epoch() > before
+    second = Job(daemon, paths[1], seed=2, epochs=10, kind="silent")
+    hits = [second.epoch() for _ in range(10)]
+    groups = {g["group"]: g for g in daemon.status()["groups"] if g["jobs"]}
+    assert hits[-1] - hits[-2] > 0.04 * COUNT, "the second job's data set got nothing"
+    assert all(g["used"] >= 0.8 * g["floor"] for g in groups.values())
+    second.end()
+    first.kill()
+
+
+def test_a_lying_job_gets_its_samples_and_is_known(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        # It announced a few hundred at one end of the file, and reads at the other.
+        reader.announce(range(COUNT // 2))
+        numbers = COUNT // 2 + np.random.default_rng(0).permutation(COUNT // 2)
+        for start in range(0, len(numbers), BATCH):
+            part = numbers[start : start + BATCH]
+            assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
+        reader.read(range(COUNT // 2, COUNT))
+        assert walk_of(daemon)["kind"] == "departed"
+        assert walk_of(daemon)["order_size"] == 0
+        reader.announce(range(COUNT), 1)
+        assert walk_of(daemon)["kind"] == "announced"
+
+
+def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        for epoch in range(6):
+            reader.announce(order(3, epoch), epoch)
+            reader.announce(order(3, epoch + 1), epoch + 1)
+            reader.reached(epoch, 0)
+            read_slowly(reader, epoch, order(3, epoch)[: 3 * BATCH])
+        walk = walk_of(daemon)
+        assert walk["announced"] == [5, 6] and walk["order_size"] <= 2 * 5 * COUNT
+        with daemon.open(paths[1]) as other:
+            # All of the arena can be had: nothing is pinned for what was abandoned.
+            everything = other.read(range(COUNT))
+            assert [s.tobytes() for s in everything] == [content(i) for i in range(COUNT)]
+
+
+def test_an_announcing_process_that_is_killed_leaves_room(daemon: Daemon, paths: list[str]) -> None:
+    job = Job(daemon, paths[0], seed=4, epochs=1000)
+    job.epoch()
+    job.kill()
+    until(lambda: not daemon.status()["walks"], "its order is freed")
+    with daemon.open(paths[1]) as reader:
+        assert len(reader.read(range(COUNT))) == COUNT
+    assert daemon.status()["cache"]["blocked"] == 0
+
+
+def test_a_worker_that_is_killed_takes_no_order_with_it(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        reader.announce(order(5, 0), 0)
+        child = os.fork()
+        if child == 0:
+            for start in range(0, COUNT, BATCH):
+                reader.read(order(5, 0)[start : start + BATCH])
+            signal.pause()
+        until(lambda: walk_of(daemon)["position"] > 0, "the worker's requests tell where it is")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert walk_of(daemon)["kind"] == "announced"
+        part = order(5, 0)[:50]
+        assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
+
+
+def test_what_a_silent_job_found_in_memory_counts_as_seen(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        reader.read(range(100))
+        reader.read(range(100))
+        reader.read(range(100, 110))
+        assert walk_of(daemon)["kind"] == "silent"
+        assert walk_of(daemon)["position"] == 10 or walk_of(daemon)["position"] == 110
+
+
+def test_hits_outside_the_data_set_break_the_protocol(paths: list[str]) -> None:
+    expect = [r"closed a session \(pid \d+\): .*"]
+    with serving(expect=expect) as daemon, Raw(daemon.socket) as raw:
+        raw.open(paths[0])
+        raw.send(protocol.Seen(1, protocol.pack_order(np.array([COUNT - 1]))))
+        raw.send(get(2, 1, [0]))
+        assert raw.receive() == protocol.Ready(2, 1, [])
+        raw.send(protocol.Seen(1, protocol.pack_order(np.array([COUNT]))))
+        assert isinstance(raw.refused(), ffserve.ProtocolError)

@@ -1,0 +1,64 @@
+"""`ffserve simulate`: what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ffserve.cli import cli
+from ffserve.errors import UsageError
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, ["simulate", "--samples", "1500", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_table_for_people() -> None:
+    lines = run("--jobs", "2", "--cache", "0.25", "--cache", "0.5").splitlines()
+    assert "best possible" in lines[0]
+    assert [line.split()[0] for line in lines if "data set" in line] == ["25%", "50%"]
+
+
+def test_figures_for_scripts() -> None:
+    facts = json.loads(run("--cache", "0.5", "--speeds", "1,0.6", "--json"))
+    (row,) = facts["rows"]
+    assert 0.6 < row["hit_rate"] <= row["belady"] + 0.001
+    assert len(row["jobs"]) == 2
+
+
+def test_one_seed_and_silence_are_told_apart() -> None:
+    def rate(*options: str) -> float:
+        facts = json.loads(run("--jobs", "4", "--cache", "0.1", "--json", *options))
+        return float(facts["rows"][0]["hit_rate"])
+
+    assert rate("--silent") < rate() < rate("--same-seed")
+
+
+def test_a_slow_disk_slows_the_jobs() -> None:
+    (row,) = json.loads(run("--jobs", "1", "--cache", "0.25", "--disk", "0.5", "--json"))["rows"]
+    # What is not there is read at half of the rate at which it would be used.
+    assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
+
+
+def test_what_is_no_speed_is_refused() -> None:
+    for speeds in ("fast", "0", "1,,2"):
+        assert CliRunner().invoke(cli, ["simulate", "--speeds", speeds]).exit_code != 0
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run("--cache", "0.5", "--plot", str(tmp_path / "p.png"))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    from ffserve.cli import simulate
+
+    with pytest.raises(UsageError, match="matplotlib"):
+        simulate._draw("x.png", [])
