@@ -143,7 +143,7 @@ class Job:
 
 
 def test_two_data_sets_compete_and_neither_starves(daemon: Daemon, paths: list[str]) -> None:
-    first = Job(daemon, paths[0], seed=1, epochs=30, kind="silent")
+    first = Job(daemon, paths[0], seed=1, epochs=10_000, kind="silent")
     before = first.epoch()
     assert first.epoch() > before
     second = Job(daemon, paths[1], seed=2, epochs=10, kind="silent")
