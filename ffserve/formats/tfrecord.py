@@ -14,8 +14,8 @@ sound file found is the same as long as the file is; ``sidecar.py`` keeps it.
 
 A damaged header loses the frames behind it. A tolerant walk finds them again. The next frame
 begins where the payload read so far matches the checksum in front of it: that is proof, also when
-a payload holds frames itself. Only if no place does, a frame is believed that is sound itself and
-is followed by another or by the end of the file.
+a payload holds frames itself. Only if no place does, because that payload or the next header is
+damaged as well, the next frame is taken that is sound itself.
 """
 
 from __future__ import annotations
@@ -177,18 +177,12 @@ class _Scan:
         return self._size
 
     def _sound(self, at: int) -> bool:
-        """Whether a frame's payload matches its checksum, and another frame or the end follows."""
+        """Whether a frame's payload matches its checksum."""
         length, _ = _HEADER.unpack(self._bytes(at, HEADER_SIZE))
         begin, end, crc = at + HEADER_SIZE, at + HEADER_SIZE + length, 0
         for place in range(begin, end, PIECE_SIZE):
             crc = frames.crc32c(self._bytes(place, min(PIECE_SIZE, end - place)), crc)
-        if _FOOTER.pack(frames.mask(crc)) != self._bytes(end, FOOTER_SIZE):
-            return False
-        following = end + FOOTER_SIZE
-        if following == self._size:
-            return True
-        rest = bytes(self._bytes(following, HEADER_SIZE))
-        return len(rest) == HEADER_SIZE and frames.header_holds(rest)
+        return _FOOTER.pack(frames.mask(crc)) == self._bytes(end, FOOTER_SIZE)
 
 
 def frame_header(length: int) -> bytes:
