@@ -426,6 +426,53 @@ def test_positions_of_parts_are_exact(sizes: list[int], data: st.DataObject) -> 
             assert part.reader.positions[-1] == (epoch, expected)
 
 
+def concatenations(dataset: Any) -> dict[str, tuple[Any, list[int]]]:
+    """Concatenations over one reader, and the sample that each index stands for."""
+    low, high = torch.utils.data.random_split(dataset, [6, 4], seeded(1))
+    twin = copy.copy(dataset)
+    return {
+        "twice": (ConcatDataset([dataset, dataset]), [*range(10), *range(10)]),
+        "a twin": (ConcatDataset([dataset, twin]), [*range(10), *range(10)]),
+        "split": (torch.utils.data.ConcatDataset([low, high]), [*low.indices, *high.indices]),
+        "nested": (
+            ConcatDataset([Subset(dataset, [5, 3]), ConcatDataset([Subset(dataset, [4, 3])])]),
+            [5, 3, 4, 3],
+        ),
+        "subset of a concatenation": (
+            Subset(ConcatDataset([dataset, dataset]), [15, 2, 5, 11]),
+            [5, 2, 5, 1],
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", list(concatenations(Either(10))))
+def test_parts_of_one_reader_are_one_order(kind: str) -> None:
+    """Announced one after the other, the second would have taken the first one's place."""
+    dataset = Either(10)
+    both, samples = concatenations(dataset)[kind]
+    sampler = EpochSampler(len(samples), seed=0)
+    loader = DataLoader(both, batch_size=2, sampler=sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        drained(loader)
+    wanted = [[samples[i] for i in sampler.order(epoch)] for epoch in range(3)]
+    assert dataset.reader.orders == list(enumerate(wanted))
+    assert dataset.reader.options == [(None, len(set(samples)) < len(samples))] * 3
+    ends = [position for epoch, position in dataset.reader.positions if epoch == 0]
+    assert ends[-1] == len(samples) and ends == sorted(ends)
+
+
+def test_who_changes_indices_is_told_his_own() -> None:
+    class Backwards(Either):
+        def announce(self, order: Any, epoch: int = 0, **options: Any) -> None:
+            super().announce(9 - order, epoch, **options)
+
+    straight, backwards = Either(10), Backwards(10)
+    backwards.reader = straight.reader
+    drained(DataLoader(ConcatDataset([straight, backwards]), sampler=[1, 12, 2, 11]))
+    assert straight.reader.orders[:2] == [(0, [1, 2]), (0, [7, 8])]
+
+
 def test_a_subset_that_repeats_itself_says_so() -> None:
     dataset = cases.Numbers(N)
     drained(DataLoader(Subset(dataset, [3, 3, 4]), sampler=EpochSampler(3, seed=0)))

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from ffserve.client.fileio import FileReader
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.listeners import (
+    CONCATENATIONS,
+    PASSED_ON,
+    SUBSETS,
     Int64s,
     announce,
     announce_parts,
@@ -288,6 +291,11 @@ class ConcatDataset(Dataset):
             index += total
         which = bisect.bisect_right(self.cumulative_sizes, index)
         return which, index - (self.cumulative_sizes[which - 1] if which else 0)
+
+
+SUBSETS.add(Subset)
+CONCATENATIONS.add(ConcatDataset)
+PASSED_ON.add(Dataset.announce)
 
 
 def as_index(value: Any) -> int:

@@ -101,61 +101,109 @@ def announce_subset(
 
 
 class _Parts:
-    """Which part each sample of a concatenation's announced orders comes from."""
+    """Which listener below a concatenation each sample of its announced orders comes from."""
 
-    def __init__(self, part_count: int) -> None:
-        self._part_count = part_count
-        self._parts: dict[int, NDArray[np.unsignedinteger[Any]]] = {}
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[list[Any], NDArray[np.unsignedinteger[Any]]]] = {}
         self._epoch = -1
         self._position = 0
-        self._counts = np.zeros(part_count, np.int64)
+        self._counts = np.zeros(0, np.int64)
 
-    def add(self, epoch: int, which: Int64s) -> None:
+    def add(self, epoch: int, below: list[Any], which: Int64s) -> None:
         if self._parts and epoch < min(self._parts):
             self._parts.clear()
-        self._parts[epoch] = which.astype(np.min_scalar_type(self._part_count))
+        self._parts[epoch] = below, which.astype(np.min_scalar_type(len(below)))
         while len(self._parts) > _EPOCHS_KEPT:
             del self._parts[min(self._parts)]
         if epoch == self._epoch:
             self._epoch = -1
 
-    def counts(self, epoch: int, position: int) -> list[int] | None:
-        """Return each part's number of samples among the first ones of an order."""
-        which = self._parts.get(epoch)
-        if which is None:
-            return None
+    def counts(self, epoch: int, position: int) -> list[tuple[Any, int]]:
+        """Return each listener, and its number of samples among the first ones of an order."""
+        if epoch not in self._parts:
+            return []
+        below, which = self._parts[epoch]
         if epoch != self._epoch or position < self._position:
             self._epoch, self._position = epoch, 0
-            self._counts[:] = 0
+            self._counts = np.zeros(len(below), np.int64)
         passed = which[self._position : position]
-        self._counts += np.bincount(passed, minlength=self._part_count)
+        self._counts += np.bincount(passed, minlength=len(below))
         self._position += len(passed)
-        return [int(count) for count in self._counts]
+        return list(zip(below, self._counts.tolist(), strict=True))
 
 
 _parts: WeakKeyDictionary[Any, _Parts] = WeakKeyDictionary()
 
 
+class _Below:
+    """An order of a concatenation, sample by sample followed down to who listens.
+
+    Who listens for several parts (the same dataset, or another over the same files) is told one
+    order: a second one for the same samples would take the place of the first.
+    """
+
+    def __init__(self, order: Int64s) -> None:
+        self.listeners: list[Any] = []
+        self.which = np.zeros(len(order), np.int64)
+        self.indices = np.zeros(len(order), np.int64)
+        self._numbers: dict[Hashable, int] = {}
+
+    def follow(self, dataset: Any, order: Int64s, places: Int64s) -> None:
+        """Note where the samples of a dataset at these places of the whole order come from."""
+        if type(dataset) in SUBSETS:
+            indices = np.asarray(dataset.indices, dtype=np.int64)
+            self.follow(dataset.dataset, indices[order], places)
+        elif type(dataset) in CONCATENATIONS:
+            self.split(dataset, order, places)
+        else:
+            number = self._numbers.setdefault(_samples_of(dataset), len(self.listeners))
+            if number == len(self.listeners):
+                self.listeners.append(dataset)
+            self.which[places] = number
+            self.indices[places] = order
+
+    def split(self, concatenation: Any, order: Int64s, places: Int64s) -> None:
+        """As `follow`, of a concatenation of any class."""
+        ends = np.asarray(concatenation.cumulative_sizes, dtype=np.int64)
+        which = np.searchsorted(ends, order, side="right")
+        start = 0
+        for number, part in enumerate(concatenation.datasets):
+            here = np.flatnonzero(which == number)
+            self.follow(part, order[here] - start, places[here])
+            start = int(ends[number])
+
+
+def _samples_of(listener: Any) -> Hashable:
+    """Return what two listeners have in common when the same index is the same sample to them."""
+    if getattr(type(listener), "announce", None) in PASSED_ON:
+        return frozenset(sources(listener))
+    return id(listener)
+
+
+SUBSETS: set[type] = {torch.utils.data.Subset}
+"""Classes with ``dataset`` and ``indices``,"""
+CONCATENATIONS: set[type] = {torch.utils.data.ConcatDataset}
+"""with ``datasets`` and ``cumulative_sizes``,"""
+PASSED_ON: set[Any] = set()
+"""and ``announce`` methods that hand indices on unchanged: `dataset` adds its own."""
+
+
 def announce_parts(
     concatenation: Any, order: Int64s, epoch: int, *, name: str | None, replacement: bool
 ) -> None:
-    """Announce to each of a concatenation's ``datasets`` its part of an order."""
-    datasets = concatenation.datasets
-    ends = np.asarray(concatenation.cumulative_sizes, dtype=np.int64)
-    which = np.searchsorted(ends, order, side="right")
-    _parts.setdefault(concatenation, _Parts(len(datasets))).add(epoch, which)
-    start = 0
-    for number, dataset in enumerate(datasets):
-        part = order[which == number] - start
-        if len(part):
-            announce(dataset, part, epoch, name=name, replacement=replacement)
-        start = int(ends[number])
+    """Announce to all below a concatenation their part of an order."""
+    below = _Below(order)
+    below.split(concatenation, order, np.arange(len(order)))
+    _parts.setdefault(concatenation, _Parts()).add(epoch, below.listeners, below.which)
+    for number, listener in enumerate(below.listeners):
+        part_order = below.indices[below.which == number]
+        if len(part_order):
+            repeats = replacement or has_repeats(part_order)
+            announce(listener, part_order, epoch, name=name, replacement=repeats)
 
 
 def reached_parts(concatenation: Any, epoch: int, position: int) -> None:
-    """Tell each of a concatenation's ``datasets`` how far the job has come in its part."""
+    """Tell all below a concatenation how far the job has come in their part."""
     parts = _parts.get(concatenation)
-    counts = None if parts is None else parts.counts(epoch, position)
-    if counts is not None:
-        for dataset, count in zip(concatenation.datasets, counts, strict=True):
-            reached(dataset, epoch, count)
+    for listener, count in () if parts is None else parts.counts(epoch, position):
+        reached(listener, epoch, count)
