@@ -36,6 +36,8 @@ from ffserve.client.base import (
     cut,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
+from ffserve.client.daemon import source_over
+from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
 from ffserve.client.loop import Home, LoopConnection, home, in_thread, pool, undisturbed
 from ffserve.client.remote import Awaited, RemotePending, RemoteSource, Steps
@@ -186,7 +188,7 @@ class Reader(BaseReader):
             opened = await connection.opened(
                 self._paths, self._format, self._verify, self._tolerant
             )
-            return RemoteSource(connection, opened, self._paths)
+            return source_over(connection, opened, self._paths)
         except BaseException:
             connection.leave()
             raise
@@ -523,6 +525,16 @@ class Reader(BaseReader):
 
     async def _sizes_of(self, numbers: Int64s | None) -> Int64s:
         async def attempt(source: Source) -> Int64s:
+            if isinstance(source, InlineSource):
+                assert isinstance(source.connection, LoopConnection)
+                steps = source.looking_up(numbers)
+                try:
+                    step = next(steps)
+                    while True:
+                        step = steps.send(await source.connection.answer(step.tag, step.kind))
+                except StopIteration as end:
+                    sizes: Int64s = end.value[1]
+                    return sizes
             if not isinstance(source, RemoteSource):
                 assert isinstance(source, LocalSource)
                 if source.knows_sizes:

@@ -39,6 +39,8 @@ MAX_SOCKET_PATH = 107
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
+PayloadName = Literal["shared", "inline"]
+PAYLOADS: tuple[PayloadName, ...] = ("shared", "inline")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
@@ -463,6 +465,18 @@ class ServerConfig:
             _parse_chunk_size,
             "Refuse chunks of RecordIO files that are larger than this, in the file or decoded, "
             "from 4KiB to 4GiB: what a damaged or hostile file claims is not decoded.",
+        ),
+    )
+    payload: PayloadName = field(
+        default="shared",
+        metadata=_documented(
+            "payload",
+            "--payload",
+            "|".join(PAYLOADS),
+            "shared",
+            _one_of(PAYLOADS),
+            "How samples reach clients. 'shared': out of shared memory, and through the socket for "
+            "those that cannot map it; 'inline': through the socket for all.",
         ),
     )
     max_sessions: int = field(

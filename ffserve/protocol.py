@@ -207,6 +207,48 @@ class Seen:
     indices: bytes
 
 
+@dataclass(slots=True)
+class Sending:
+    """Daemon will send the samples of a GET, where they cannot be read in the arena.
+
+    `lengths`: packed u64, of the first samples that were asked for; 0 for what failed.
+    """
+
+    TYPE: ClassVar[int] = 20
+    tag: int
+    lengths: bytes
+
+
+@dataclass(slots=True)
+class Payload:
+    """The next `size` bytes of what SENDING promised follow this frame."""
+
+    TYPE: ClassVar[int] = 21
+    tag: int
+    size: int
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Client asks for what the index says of samples. `indices`: packed i64 in the dataset."""
+
+    TYPE: ClassVar[int] = 22
+    tag: int
+    dataset: int
+    indices: bytes
+
+
+@dataclass(slots=True)
+class Found:
+    """`offsets`, `lengths`: packed u64; `checksums`: packed u32; one a sample asked for."""
+
+    TYPE: ClassVar[int] = 23
+    tag: int
+    offsets: bytes
+    lengths: bytes
+    checksums: bytes
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -225,10 +267,28 @@ Message: TypeAlias = (
     | Order
     | Reached
     | Seen
+    | Sending
+    | Payload
+    | Lookup
+    | Found
 )
 
-FROM_CLIENT = (Hello, Open, Get, Lease, Release, Status, Close, Tell, Bye, Order, Reached, Seen)
-FROM_SERVER = (Welcome, Opened, Ready, Report, Fail)
+FROM_CLIENT = (
+    Hello,
+    Open,
+    Get,
+    Lease,
+    Release,
+    Status,
+    Close,
+    Tell,
+    Bye,
+    Order,
+    Reached,
+    Seen,
+    Lookup,
+)
+FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Sending, Payload, Found)
 
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
 _TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
@@ -286,6 +346,8 @@ class Decoder:
         self._accept = frozenset(accept)
         self._pending = bytearray()
         self._containers = 0
+        self.payload_size = 0
+        """Bytes behind the last PAYLOAD that were not taken yet; nothing else is decoded before."""
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> list[Message]:
         """Take bytes as they came; return the messages that are complete now, in order.
@@ -297,7 +359,7 @@ class Decoder:
         pending += chunk
         messages: list[Message] = []
         start, end = 0, len(pending)
-        while end - start >= 4:
+        while end - start >= 4 and not self.payload_size:
             (size,) = _HEADER.unpack_from(pending, start)
             if size > MAX_FRAME_SIZE:
                 raise ProtocolError(f"the peer announced a frame of {size} bytes")
@@ -305,9 +367,25 @@ class Decoder:
                 break
             messages.append(self._message(memoryview(pending)[start + 4 : start + 4 + size]))
             start += 4 + size
+            if type(messages[-1]) is Payload:
+                self.payload_size = messages[-1].size
+                if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
+                    raise ProtocolError(f"the peer announced {self.payload_size} bytes of payload")
         if start:
             del pending[:start]
         return messages
+
+    def take_payload(self) -> bytes:
+        """Return what was fed beyond a PAYLOAD and belongs to it."""
+        taken = bytes(self._pending[: self.payload_size])
+        del self._pending[: len(taken)]
+        self.payload_size -= len(taken)
+        return taken
+
+    def skip_payload(self, size: int) -> None:
+        """So many bytes of payload were received past the decoder."""
+        assert size <= self.payload_size and not self._pending
+        self.payload_size -= size
 
     def _counted(self, container: Any) -> Any:
         # An empty list takes one byte of a frame and 64 of memory.
@@ -383,6 +461,16 @@ def unpack_order(packed: bytes) -> NDArray[np.int64]:
     if len(packed) % 4 or len(packed) > 4 * MAX_GET_COUNT:
         raise ProtocolError(f"the peer sent {len(packed)} bytes of an order")
     return np.frombuffer(packed, "<u4").astype(np.int64)
+
+
+def unpack_numbers(packed: bytes, count: int, kind: str) -> NDArray[Any]:
+    """Unpack `count` numbers of a little-endian kind such as "<u8"; read-only.
+
+    Raises: ProtocolError when there is another number of them.
+    """
+    if len(packed) != count * np.dtype(kind).itemsize:
+        raise ProtocolError(f"the peer sent {len(packed)} bytes for {count} numbers")
+    return np.frombuffer(packed, kind)
 
 
 def pack_tags(tags: list[int]) -> bytes:

@@ -215,14 +215,14 @@ def run_python(
 class Raw:
     """A client that speaks the protocol by hand."""
 
-    def __init__(self, path: str, *, hello: bool = True) -> None:
+    def __init__(self, path: str, *, hello: bool = True, **about: Any) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(path)
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._messages: list[protocol.Message] = []
         if hello:
-            self.hello()
+            self.hello(**about)
 
     def __enter__(self) -> Raw:
         return self
@@ -250,6 +250,19 @@ class Raw:
                 raise EOFError
             self._messages = self._decoder.feed(chunk)
         return self._messages.pop(0)
+
+    def payload(self) -> bytes:
+        """Return the bytes behind the PAYLOAD that was received last."""
+        taken = b""
+        while self._decoder.payload_size:
+            if not (piece := self._decoder.take_payload()):
+                chunk = self.socket.recv(65536)
+                if not chunk:
+                    raise EOFError
+                self._messages += self._decoder.feed(chunk)
+            taken += piece
+        self._messages += self._decoder.feed(b"")
+        return taken
 
     def open(self, *paths: str, verify: bool = True, tag: int = 1) -> protocol.Opened:
         """Open a data set."""

@@ -44,6 +44,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "engine": ("threads", "threads"),
     "depth": (7, 7),
     "max_chunk_size": ("2MiB", 2 << 20),
+    "payload": ("inline", "inline"),
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),

@@ -42,7 +42,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def messages_of(cls: type[Any]) -> st.SearchStrategy[Message]:
-    return st.builds(cls, **{f.name: VALUES[str(f.type)] for f in fields(cls)})
+    values = {f.name: VALUES[str(f.type)] for f in fields(cls)}
+    if cls is protocol.Payload:
+        values["size"] = st.just(0)  # What follows a larger one is no frame.
+    return st.builds(cls, **values)
 
 
 messages = st.one_of([messages_of(cls) for cls in EVERY])
@@ -129,6 +132,27 @@ def test_an_unknown_code_is_a_plain_error() -> None:
     assert type(error) is FFServeError
 
 
+@given(
+    payload=st.binary(max_size=300),
+    message=messages,
+    cuts=st.lists(st.integers(0, 2000), max_size=8),
+)
+def test_payload_is_no_frame_wherever_it_is_cut(
+    payload: bytes, message: Message, cuts: list[int]
+) -> None:
+    stream = encode(protocol.Payload(7, len(payload))) + payload + encode(message)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    decoder, got, taken = Decoder(EVERY), [], b""
+    for start, end in pairwise(edges):
+        got += decoder.feed(stream[start:end])
+        while decoder.payload_size and (piece := decoder.take_payload()):
+            taken += piece
+            if not decoder.payload_size:
+                got += decoder.feed(b"")
+    assert got == [protocol.Payload(7, len(payload)), message]
+    assert taken == payload
+
+
 # ---- what is wrong -----------------------------------------------------------------------------
 
 WRONG: dict[str, bytes] = {
@@ -138,6 +162,8 @@ WRONG: dict[str, bytes] = {
     "type is a boolean": frame([True, {}]),
     "unknown type": frame([99]),
     "negative type": frame([-1]),
+    "payload of a negative size": frame([21, 1, -1]),
+    "payload larger than a frame": frame([21, 1, protocol.MAX_FRAME_SIZE + 1]),
     "too few fields": frame([9]),
     "too many fields": frame([14, 1]),
     "text for an int": frame([9, "1"]),

@@ -130,6 +130,8 @@ class World:
 
     # ---- what a Node offers its sessions ----------------------------------------------------
 
+    payload = "shared"
+
     def about(self) -> dict[str, Any]:
         return {"version": protocol.VERSION}
 

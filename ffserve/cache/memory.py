@@ -58,6 +58,7 @@ class SharedMemory:
             ) from error
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address: int = self.array.ctypes.data
+        self.view = memoryview(self._map).toreadonly()
 
     def reader_fd(self) -> int:
         """Open the memory anew, read-only. The caller closes the descriptor."""
@@ -87,6 +88,7 @@ class SharedMemory:
     def close(self) -> None:
         """Unmap and close. Arrays over the memory must be gone, else the mapping stays."""
         del self.array
+        self.view.release()
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self.fd)

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.memory import is_sealed, map_read_only
+from ffserve.client.inbox import CHUNK, FRAME_CHUNK, Inbox, Sink
 from ffserve.config import find_socket
-from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import Message
 
 M = TypeVar("M")
@@ -41,12 +42,15 @@ TELL_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
 ORDER_PIECE = 16_384
 """Positions in one ORDER: what the daemon takes in between the requests of others."""
-_CHUNK = 256 * 1024
 
 
 @dataclass(slots=True)
 class _Waiter:
     answer: Message | None = None
+
+
+class _NoMemory(ServerUnavailable):
+    """The daemon's memory did not reach us."""
 
 
 class Connection:
@@ -76,29 +80,55 @@ class Connection:
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
         self._told = time.monotonic()
-        self._socket = _connect(path)
+        self._inbox = Inbox(self._decoder)
         self._fds: list[int] = []
         try:
-            about = self._greet(job)
-            arena_size, capacity = about.get("arena_size"), about.get("capacity")
-            if not isinstance(arena_size, int) or not isinstance(capacity, int):
-                raise ProtocolError("the daemon's WELCOME has no sizes", path=path)
-            if arena_size <= 0 or not 0 < capacity < 1 << 48:
-                raise ProtocolError("the daemon's WELCOME has impossible sizes", path=path)
-            self.arena_size = arena_size
-            self.takes_orders = about.get("orders") is True
-            self._capacity = capacity
-            self.arena = map_read_only(self._fds[0], 0, self.arena_size)
-        except BaseException:
-            self._drop_fds()
-            self._socket.close()
-            raise
+            self._begin(job, ["shared", "inline"])
+        except _NoMemory:
+            # Another container, a limit on descriptors or on the address space.
+            self._decoder = protocol.Decoder(protocol.FROM_SERVER)
+            self._inbox = Inbox(self._decoder)
+            self._begin(job, ["inline"])
         self._socket.settimeout(None)
         # In the kernel, so that it costs no system call of its own.
         limit = struct.pack("ll", ANSWER_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def _greet(self, job: str) -> dict[str, Any]:
+    def _begin(self, job: str, payload: list[str]) -> None:
+        """Connect, greet, and map what is given."""
+        self._socket = _connect(self.path)
+        try:
+            about = self._greet(job, payload)
+            arena_size, capacity = about.get("arena_size"), about.get("capacity")
+            if not isinstance(arena_size, int) or not isinstance(capacity, int):
+                raise ProtocolError("the daemon's WELCOME has no sizes", path=self.path)
+            if arena_size <= 0 or not 0 < capacity < 1 << 48:
+                raise ProtocolError("the daemon's WELCOME has impossible sizes", path=self.path)
+            self.arena_size = arena_size
+            self.takes_orders = about.get("orders") is True
+            self._capacity = capacity
+            self.inline = about.get("payload", "shared") == "inline"
+            if self.inline:
+                self._inbox.most = FRAME_CHUNK
+                return
+            if "shared" not in payload:
+                raise ProtocolError(
+                    "the daemon cannot send samples through the socket", path=self.path
+                )
+            if len(self._fds) != 3:
+                raise _NoMemory("no descriptors came with the daemon's WELCOME", path=self.path)
+            if not all(map(is_sealed, self._fds)):
+                raise ProtocolError("the daemon's memory is not sealed", path=self.path)
+            try:
+                self.arena = map_read_only(self._fds[0], 0, self.arena_size)
+            except ReadError as error:
+                raise _NoMemory(error.message, path=self.path) from error
+        except BaseException:
+            self._drop_fds()
+            self._socket.close()
+            raise
+
+    def _greet(self, job: str, payload: list[str]) -> dict[str, Any]:
         from ffserve import __version__
 
         hello = protocol.Hello(
@@ -107,6 +137,7 @@ class Connection:
                 "client": f"ffserve {__version__}",
                 "job": job,
                 "pid": os.getpid(),
+                "payload": payload,
             }
         )
         try:
@@ -117,7 +148,7 @@ class Connection:
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(self._socket, _CHUNK, 3)
+                chunk, fds, _flags, _address = socket.recv_fds(self._socket, CHUNK, 3)
                 self._fds += fds
                 if not chunk:
                     raise ServerUnavailable("the daemon hung up", path=self.path)
@@ -129,9 +160,7 @@ class Connection:
                 f"the daemon does not greet: {error}", path=self.path
             ) from error
         match messages[0]:
-            case protocol.Welcome(about=about) if len(self._fds) == 3:
-                if not all(map(is_sealed, self._fds)):
-                    raise ProtocolError("the daemon's memory is not sealed", path=self.path)
+            case protocol.Welcome(about=about):
                 return about
             case protocol.Fail(error=wire):
                 raise protocol.error_from_wire(wire)
@@ -173,9 +202,14 @@ class Connection:
         self._send(protocol.Open(tag, what), tag)
         return tag
 
-    def get(self, dataset: int, indices: NDArray[np.int64]) -> int:
-        """Ask for samples to be made readable; return the tag to `wait_ready` for."""
+    def get(self, dataset: int, indices: NDArray[np.int64], sink: Sink | None = None) -> int:
+        """Ask for samples to be made readable; return the tag to `wait_ready` for.
+
+        Args: sink: takes the samples where they come through the socket.
+        """
         tag = self._tag()
+        if sink is not None:
+            self._inbox.sinks[tag] = sink
         with self._state:
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
@@ -206,6 +240,22 @@ class Connection:
     def wait_ready(self, tag: int) -> protocol.Ready:
         """Wait for the answer to `get` or `lease`."""
         return self._expect(tag, protocol.Ready)
+
+    def give_up(self, tag: int) -> None:
+        """Nobody will wait for this GET."""
+        with self._state:
+            self._waiters.pop(tag, None)
+        self._inbox.drop(tag)
+
+    def look_up(self, dataset: int, indices: NDArray[np.int64]) -> int:
+        """Ask what the index says; return the tag to `wait_for`."""
+        tag = self._tag()
+        self._send(protocol.Lookup(tag, dataset, protocol.pack_indices(indices)), tag)
+        return tag
+
+    def wait_for(self, tag: int, kind: type[M]) -> M:
+        """Wait for an answer of this kind."""
+        return self._expect(tag, kind)
 
     def acknowledge(self, tag: int) -> None:
         """The samples of a GET were copied; the daemon hears of it with the next message."""
@@ -389,10 +439,9 @@ class Connection:
         Raises: BlockingIOError from a socket that does not block; else the connection is broken.
         """
         try:
-            chunk = self._socket.recv(_CHUNK)
-            if not chunk:
+            messages = self._inbox.receive(self._socket)
+            if messages is None:
                 raise ServerUnavailable("the daemon is gone", path=self.path)
-            messages = self._decoder.feed(chunk)
         except BlockingIOError as error:
             if not self._socket.getblocking():
                 raise

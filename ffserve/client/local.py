@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
 from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
-from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
+from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
 from ffserve.engine.direct import open_direct
@@ -419,15 +418,15 @@ class LocalSource:
         return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
 
     @contextmanager
-    def lease(self, indices: Int64s) -> Iterator[list[Bytes]]:
+    def lease(self, indices: Int64s) -> Iterator[Leased]:
         """Yield read-only views of one buffer."""
         pending = self.start(indices, apart=False)
         for _, error in sorted(self.finish(pending).items()):
             raise error
-        buffer, edges = pending.target.buffer, pending.target.offsets.tolist()
+        buffer, offsets = pending.target.buffer, pending.target.offsets
         assert buffer is not None
         buffer.flags.writeable = False
-        yield [buffer[a:b] for a, b in pairwise(edges)]
+        yield Leased(buffer, offsets[:-1], np.diff(offsets), {})
 
     # ---- what will be read: nobody here to whom it would be of use --------------------------
 

@@ -76,7 +76,12 @@ class LoopConnection(Connection):
 
     def give_up(self, tag: int) -> None:
         """Nobody will await this GET."""
+        self._inbox.drop(tag)
         self._discard(tag, self._acknowledge_late)
+
+    async def answer(self, tag: int, kind: type[M]) -> M:
+        """Await an answer of this kind, to `get` or to `look_up`."""
+        return await self._answer(tag, kind, self._acknowledge_late)
 
     async def _answer(self, tag: int, kind: type[M], undo: Callable[[Message], None]) -> M:
         future = self._answers.get(tag)
@@ -85,6 +90,7 @@ class LoopConnection(Connection):
         try:
             answer = await future
         except asyncio.CancelledError:
+            self._inbox.drop(tag)
             self._discard(tag, undo)
             raise
         self._answers.pop(tag, None)

@@ -34,9 +34,9 @@ from ffserve.client.base import (
     cut,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
+from ffserve.client.daemon import open_source
 from ffserve.client.local import LocalSource
-from ffserve.client.remote import RemoteSource
-from ffserve.client.source import Batch, Bytes, Int64s
+from ffserve.client.source import Batch, Bytes, Int64s, Leased
 from ffserve.config import find_socket
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
@@ -158,7 +158,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             return chosen
 
     def _open_remote(self) -> Source:
-        return RemoteSource.open(
+        return open_source(
             find_socket(self._socket), self._paths, self._format, self._verify, self._tolerant
         )
 
@@ -353,17 +353,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         return batch
 
     @contextmanager
-    def _leased(self, numbers: Int64s) -> Iterator[list[Bytes]]:
+    def _leased(self, numbers: Int64s) -> Iterator[Leased]:
         with contextlib.ExitStack() as stack:
             yield self._retrying(lambda source: stack.enter_context(source.lease(numbers)))
 
-    def lease(self, indices: Any) -> AbstractContextManager[list[Bytes]]:
+    def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
 
         Args: indices: as for `read`.
 
-        Returns: a context manager that gives read-only views, straight into the daemon's arena
-            where possible; they are valid until it is left.
+        Returns: a context manager that gives a sequence of read-only views, straight into the
+            daemon's arena where possible; they are valid until it is left.
 
         Raises: as `read`, on entry.
 

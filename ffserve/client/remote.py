@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client import connection as connections
 from ffserve.client.connection import Connection
-from ffserve.client.source import Bytes, Int64s, Pending, Target, check_out
+from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.view import NOWHERE, View
+from ffserve.engine.view import View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.protocol import Message
 
 GET_COUNT = 1024
 """Samples in one GET: enough for the engine's full depth many times over."""
@@ -64,9 +64,10 @@ class Unsized:
 
 @dataclass(slots=True)
 class Awaited:
-    """The READY of this tag is needed."""
+    """The answer to this tag is needed."""
 
     tag: int
+    kind: type[Message] = protocol.Ready
 
 
 @dataclass(slots=True)
@@ -102,26 +103,6 @@ class RemoteSource:
         self._seen: deque[Int64s] = deque()
         self._seen_count = 0
 
-    @classmethod
-    def open(
-        cls,
-        path: str,
-        paths: tuple[str, ...],
-        format: str | None,
-        verify: bool,
-        tolerant: bool = False,
-    ) -> RemoteSource:
-        """Open a data set over this process's connection to the daemon at `path`.
-
-        Raises: ServerUnavailable, and what the daemon answers.
-        """
-        connection = connections.connect(path)
-        try:
-            return cls(connection, connection.open(paths, format, verify, tolerant), paths)
-        except BaseException:
-            connection.leave()
-            raise
-
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
         if (
             len(opened.shards) != len(paths) * protocol.SHARD_DTYPE.itemsize
@@ -141,6 +122,9 @@ class RemoteSource:
                 paths, opened.formats, table, self.layout.firsts[:-1], strict=True
             )
         ]
+        self._map()
+
+    def _map(self) -> None:
         segments = []
         for first, base, count in self.layout.runs():
             mapping = self.connection.entries(base, count)
@@ -245,6 +229,10 @@ class RemoteSource:
         except StopIteration as end:
             failed: dict[int, FFServeError] = end.value
             return failed
+        except BaseException:
+            for tag in self.give_up(pending):
+                self.connection.give_up(tag)
+            raise
 
     def steps(self, pending: Pending) -> Steps:
         """What `finish` does, one step after the other, without doing it.
@@ -347,7 +335,7 @@ class RemoteSource:
             raise ProtocolError("the daemon answered for samples it was not asked for")
         done, rest = positions[: ready.count], positions[ready.count :]
         if ready.errors:
-            failed = _failures(ready.errors, len(done))
+            failed = failures_of(ready.errors, len(done))
             errors.update((int(done[k]), error) for k, error in failed.items())
             done = np.delete(done, list(failed))
         return done, rest
@@ -389,8 +377,9 @@ class RemoteSource:
             raise ProtocolError("a sample changed its length while its data set was open")
         return left
 
-    def give_up(self, pending: RemotePending) -> list[int]:
+    def give_up(self, pending: Pending) -> list[int]:
         """Nobody waits for a request any more; return the tags that are still to be answered."""
+        assert isinstance(pending, RemotePending)
         tags = [tag for tag, _ in pending.asked]
         pending.asked.clear()
         pending.todo.clear()
@@ -401,6 +390,11 @@ class RemoteSource:
         """Acknowledge what was held until it was copied."""
         while pending.unsized is not None and pending.unsized.held:
             self.connection.acknowledge(pending.unsized.held.popleft())
+
+    def _count_misses(self, count: int, size: int) -> None:
+        with self._counting:
+            self._misses += count
+            self._size += size
 
     def _count(self, pending: RemotePending, hits: int, misses: int) -> None:
         total = int(pending.target.offsets[-1])
@@ -415,40 +409,34 @@ class RemoteSource:
     # ---- leases ---------------------------------------------------------------------------
 
     @contextmanager
-    def lease(self, indices: Int64s) -> Iterator[list[Bytes]]:
+    def lease(self, indices: Int64s) -> Iterator[Leased]:
         """Pin samples and yield read-only views of the arena.
 
         What the daemon cannot pin (leases together take at most half of the arena) is copied.
         """
         tags: list[int] = []
         try:
-            views: dict[int, Bytes] = {}
-            for start in range(0, len(indices), protocol.MAX_GET_COUNT):
-                part = indices[start : start + protocol.MAX_GET_COUNT]
+            starts = np.full(len(indices), -1, np.int64)
+            for first in range(0, len(indices), protocol.MAX_GET_COUNT):
+                part = indices[first : first + protocol.MAX_GET_COUNT]
                 tag = self.connection.lease(self.dataset, part)
                 tags.append(tag)
                 ready = self.connection.wait_ready(tag)
                 if not 0 <= ready.count <= len(part):
                     raise ProtocolError("the daemon leased samples it was not asked for")
-                for _, error in sorted(_failures(ready.errors, ready.count).items()):
+                for _, error in sorted(failures_of(ready.errors, ready.count).items()):
                     raise error
-                views.update(self._in_place(part[: ready.count], start))
-            copied = np.array([k for k in range(len(indices)) if k not in views], np.int64)
+                places = self._view.places(part[: ready.count])
+                starts[first : first + ready.count] = places.view(np.int64)  # NOWHERE: -1
+            sizes = self.known_sizes(indices)
+            copied = np.flatnonzero(starts < 0)
+            copies: dict[int, Bytes] = {}
             if len(copied):
-                views.update(zip(copied.tolist(), self._copies(indices[copied]), strict=True))
-            yield [views[k] for k in range(len(indices))]
+                copies = dict(zip(copied.tolist(), self._copies(indices[copied]), strict=True))
+            yield Leased(self._arena, starts, sizes, copies)
         finally:
             for tag in tags:
                 self.connection.release(tag)
-
-    def _in_place(self, indices: Int64s, start: int) -> dict[int, Bytes]:
-        places = self._view.places(indices)
-        sizes = self.known_sizes(indices).tolist()
-        return {
-            start + k: self._arena[place : place + size]
-            for k, (place, size) in enumerate(zip(places.tolist(), sizes, strict=True))
-            if place != NOWHERE
-        }
 
     def _copies(self, indices: Int64s) -> list[Bytes]:
         pending = self.start(indices, apart=True)
@@ -517,7 +505,7 @@ class RemoteSource:
         self.connection.leave()
 
 
-def _failures(wire: list[object], count: int) -> dict[int, FFServeError]:
+def failures_of(wire: list[object], count: int) -> dict[int, FFServeError]:
     """Return the errors of a READY by their position among `count` samples."""
     failed: dict[int, FFServeError] = {}
     for entry in wire:

@@ -62,6 +62,54 @@ class Batch(Sequence[Bytes]):
         return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
+class Leased(Sequence[Bytes]):
+    """Samples in place: a sequence of read-only views, made when they are looked at.
+
+    Args:
+        memory: uint8, read-only, of which the samples are parts.
+        starts, sizes: int64[n]; sample i is memory[starts[i]:starts[i] + sizes[i]].
+        copies: by position, what is not part of it.
+    """
+
+    __slots__ = ("_copies", "memory", "sizes", "starts")
+
+    def __init__(
+        self, memory: Bytes, starts: Int64s, sizes: Int64s, copies: dict[int, Bytes]
+    ) -> None:
+        self.memory = memory
+        self.starts = starts
+        self.sizes = sizes
+        self._copies = copies
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise SampleIndexError(f"position {index} is outside a lease of {len(self)} samples")
+        if position in self._copies:
+            return self._copies[position]
+        start = int(self.starts[position])
+        return self.memory[start : start + int(self.sizes[position])]
+
+    def __iter__(self) -> Iterator[Bytes]:
+        memory, copies = self.memory, self._copies
+        for k, (start, size) in enumerate(
+            zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
+        ):
+            yield copies[k] if copies and k in copies else memory[start : start + size]
+
+    def __repr__(self) -> str:
+        return f"Leased({len(self)} samples, {int(self.sizes.sum())} bytes)"
+
+
 class Target:
     """Where the samples of one request go: one buffer, or an array each.
 
@@ -188,7 +236,7 @@ class Source(Protocol):
         """
         ...
 
-    def lease(self, indices: Int64s) -> AbstractContextManager[list[Bytes]]:
+    def lease(self, indices: Int64s) -> AbstractContextManager[Leased]:
         """Return read-only views, in place where possible."""
         ...
 

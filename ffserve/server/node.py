@@ -44,6 +44,7 @@ class Node:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        self.payload: str = config.payload
         self.started = time.time()
         self.epoch = secrets.randbits(63)
         self.arena = Arena(config.arena_size)

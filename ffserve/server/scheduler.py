@@ -64,6 +64,8 @@ class Owner:
     """Called when a request is decided."""
     job: str = ""
     """Whose turn it shares."""
+    taken_back: Callable[[int], None] | None = None
+    """Called with its tag before the pins of a finished GET are taken back."""
     runnable: deque[Request] = field(default_factory=deque)
     waiting: dict[int, Request] = field(default_factory=dict)
     """Everything that is not finished, by tag."""
@@ -286,6 +288,8 @@ class Scheduler:
     def _unblock(self, now: float) -> None:
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
+            if owner.taken_back is not None:
+                owner.taken_back(tag)
             self.acknowledge(owner, [tag])
         waiting = list(self._blocked)
         self._blocked.clear()

@@ -31,6 +31,7 @@ from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageE
 from ffserve.failures import read_failure
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.delivery import Delivery, Outbox
 from ffserve.server.job import Job
 from ffserve.server.scheduler import Owner, Request
 
@@ -45,6 +46,7 @@ MOST_NAME = 200
 """Characters of the name of an order that jobs share."""
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
+_PLACE = (1 << 48) - 1
 _MOST_COUNTED = (1 << 63) - 1
 
 
@@ -78,6 +80,7 @@ class Session:
         peer: the user behind the connection.
         send: takes a message for the client.
         opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
+        outbox: where samples go that leave through the socket; None: they cannot.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Session:
         peer: Peer,
         send: Callable[[Message], None],
         opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
+        outbox: Outbox | None = None,
     ) -> None:
         self.state = NEW
         self.peer = peer
@@ -93,6 +97,10 @@ class Session:
         self._node = node
         self._send = send
         self._opener = opener
+        self._outbox = outbox
+        self.inline = False
+        """Whether samples go through the socket."""
+        self._delivering: set[int] = set()
         self._owner = Owner(self._finished)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
@@ -120,7 +128,11 @@ class Session:
             case protocol.Tell():
                 self._tell(message.hits, message.hit_size, message.acknowledged)
                 self._node.scheduler.pump(now)
+            case protocol.Lookup():
+                self._look_up(message)
             case protocol.Lease():
+                if self.inline:
+                    raise ProtocolError("the client leased memory that it does not have")
                 self._ask(message.tag, message.dataset, message.indices, now, lease=True)
             case protocol.Release():
                 self._node.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
@@ -156,10 +168,23 @@ class Session:
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise ProtocolError("the client's HELLO names no job")
+        can = about.get("payload", ["shared"])
+        chosen = self._node.payload
+        if chosen == "shared" and isinstance(can, list) and "shared" not in can:
+            chosen = "inline"
+        if not isinstance(can, list) or chosen not in can:
+            raise ProtocolError(
+                f"the client takes samples as {can!r}, this daemon gives them as {chosen!r}",
+                hint="install the same ffserve for the daemon and its clients",
+            )
+        self.inline = chosen == "inline"
+        if self.inline:
+            assert self._outbox is not None
+            self._owner.taken_back = self._outbox.stop
         self.job = Job(name, now, now)
         self._owner.job = name
         self.state = READY
-        self._send(protocol.Welcome(self._node.about()))
+        self._send(protocol.Welcome({**self._node.about(), "payload": chosen}))
 
     # ---- data sets ------------------------------------------------------------------------
 
@@ -268,13 +293,34 @@ class Session:
         owner = self._owner
         if not 0 < tag < 1 << 32:
             raise ProtocolError(f"the client used the tag {tag}, which is no u32 above 0")
-        if tag in owner.unacknowledged or tag in owner.leases or tag in owner.waiting:
+        if (
+            tag in owner.unacknowledged
+            or tag in owner.leases
+            or tag in owner.waiting
+            or tag in self._delivering
+        ):
             raise ProtocolError(f"the client used the tag {tag} twice")
-        if len(owner.waiting) >= protocol.MOST_REQUESTS:
+        if len(owner.waiting) + len(self._delivering) >= protocol.MOST_REQUESTS:
             raise ProtocolError(
                 f"the client has {protocol.MOST_REQUESTS} requests on their way already"
             )
         indices = protocol.unpack_indices(packed)
+        numbers = self._numbers(tag, dataset, indices)
+        if numbers is None:
+            return
+        assert self.job is not None
+        self._count(numbers)
+        if len(numbers):
+            self._node.cache.doubt(dataset.walk.asked(numbers, now))
+        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
+        dataset.requests += 1
+        if len(indices) == 0:
+            self._finished(request)
+            return
+        self._node.scheduler.add(request, now)
+
+    def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
+        """Return the samples' numbers; None: one is outside, and the client was told so."""
         layout = dataset.layout
         if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < layout.count):
             bad = int(indices[(indices < 0) | (indices >= layout.count)][0])
@@ -285,27 +331,64 @@ class Session:
                     index=bad,
                 ),
             )
-            return
-        numbers = layout.numbers(indices, layout.shards(indices))
+            return None
+        return layout.numbers(indices, layout.shards(indices))
+
+    def _count(self, numbers: Int64s) -> None:
+        """Count hits for who cannot know of them himself."""
         assert self.job is not None
-        self.job.missed += len(indices)
-        if len(numbers):
-            self._node.cache.doubt(dataset.walk.asked(numbers, now))
-        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
-        dataset.requests += 1
-        if len(indices) == 0:
-            self._finished(request)
-            return
-        self._node.scheduler.add(request, now)
+        hits = 0
+        if self.inline:
+            hit = numbers[self._node.directory.entries["seq"][numbers] & 1 == 1]
+            hits = len(hit)
+            self.job.hits += hits
+            self.job.hit_size += int(self._node.directory.lengths(hit).sum())
+        self.job.missed += len(numbers) - hits
+
+    def _look_up(self, message: protocol.Lookup) -> None:
+        dataset = self._dataset(message.dataset, "asked about samples")
+        indices = protocol.unpack_indices(message.indices)
+        numbers = self._numbers(message.tag, dataset, indices)
+        if numbers is not None:
+            directory = self._node.directory
+            offsets = directory.offsets[numbers].astype("<u8").tobytes()
+            lengths = directory.lengths(numbers).astype("<u8").tobytes()
+            checksums = directory.checksums[numbers].astype("<u4").tobytes()
+            self._send(protocol.Found(message.tag, offsets, lengths, checksums))
+
+    def _deliver(self, request: Request, errors: list[Any]) -> None:
+        """Send the samples, pinned as they are, then READY."""
+        tag, directory = request.tag, self._node.directory
+        numbers = request.fetch.numbers[: request.count]
+        lengths = directory.lengths(numbers)
+        lengths[[error[0] for error in errors]] = 0
+        entries = directory.entries[numbers]
+        assert ((entries["seq"] & 1 == 1) | (lengths == 0)).all(), "what is pinned is readable"
+        starts = (entries["place"] & np.uint64(_PLACE)).astype(np.int64)
+
+        def over(count: int) -> protocol.Ready:
+            self._delivering.discard(tag)
+            self._node.scheduler.acknowledge(self._owner, [tag])
+            return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
+
+        assert self._outbox is not None
+        self._delivering.add(tag)
+        self._outbox.put(Delivery(tag, self._node.memory.view, starts, lengths, over))
+
+    @property
+    def delivering_count(self) -> int:
+        """GETs whose samples are on their way through the socket."""
+        return len(self._delivering)
 
     def _finished(self, request: Request) -> None:
         errors: list[Any] = []
         if request.fetch.failures:
             errors = self._errors(request)
-        self._send(protocol.Ready(request.tag, request.count, errors))
-        dataset, _, asked = _context(request)
-        assert self.job is not None
-        self.job.waited_s += max(self._node.uses.now - asked, 0.0)
+        if self.inline and request.count:
+            self._deliver(request, errors)
+        else:
+            self._send(protocol.Ready(request.tag, request.count, errors))
+        dataset, _ = _context(request)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
