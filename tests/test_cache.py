@@ -449,6 +449,57 @@ def test_what_nobody_has_open_goes_first() -> None:
     node.directory.close()
 
 
+def lengths_of(kind: str, total: int) -> list[int]:
+    """Records of one kind, `total` bytes of them or a little more."""
+    rng = np.random.default_rng([ord(kind[0]), total])
+    count = total // 3000
+    if kind == "small":
+        lengths = rng.integers(4000, 9000, count)
+    elif kind == "images":
+        lengths = np.clip(rng.lognormal(11.5, 0.5, count), 5000, 2 * MIB).astype(np.int64)
+    else:
+        lengths = rng.integers(900_000, 3_000_000, count)
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), total)) + 1].tolist()
+
+
+def held_size(node: Node, first: int, count: int) -> int:
+    """Bytes of samples that can be read."""
+    numbers = list(range(first, first + count))
+    lengths = node.directory.lengths(np.array(numbers, np.int64))
+    return int(lengths[node.resident(numbers)].sum())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(a, b) for a in ("small", "images", "large") for b in ("small", "images", "large") if a != b],
+)
+@pytest.mark.parametrize("stays", [True, False])
+def test_memory_is_used_when_record_sizes_change(before: str, after: str, stays: bool) -> None:
+    """One job fills the arena, then another reads records of other sizes."""
+    size = 64 * MIB
+    first, second = lengths_of(before, int(1.3 * size)), lengths_of(after, int(1.5 * size))
+    node = Node([first, second], arena_size=size)
+    rng = np.random.default_rng(1)
+
+    def epoch(base: int, count: int) -> None:
+        order = base + rng.permutation(count)
+        for start in range(0, count, 64):
+            node.read(order[start : start + 64].tolist())
+
+    epoch(0, len(first))
+    assert held_size(node, 0, len(first)) >= 0.75 * size
+    if not stays:
+        node.table.sessions[0] = 0
+        node.cache.idle_changed = True
+    for _ in range(2):
+        epoch(len(first), len(second))
+    wanted = held_size(node, len(first), len(second))
+    if stays:
+        wanted += held_size(node, 0, len(first))
+    assert wanted >= 0.8 * size
+    node.directory.close()
+
+
 def test_stealing_in_a_large_arena_takes_little_time() -> None:
     """A job with samples of another size comes to a full arena of a million slots."""
     node = Node([[4000] * 1_040_000, [100_000] * 4000], arena_size=4 << 30)

@@ -146,6 +146,11 @@ class Arena:
             self.slab_class[slab : slab + run] = _FREE
             self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
 
+    def free_slabs(self, low: int, high: int) -> NDArray[np.bool_]:
+        """Return which of the slabs [low, high) belong to no class."""
+        free: NDArray[np.bool_] = self.slab_class[low:high] == _FREE
+        return free
+
     def members(self, slab: int) -> tuple[int, int]:
         """Return the slot numbers [low, high) in a slab, its large slot's head included."""
         head = slab

@@ -141,6 +141,8 @@ class Cache:
         self.policy = Policy(arena, self.uses, self._first, self._count)
         self._loading: dict[int, Load] = {}
         self._hand = 0
+        self._idle_slabs = False
+        """Whether there may be slabs in which nobody wants anything."""
         self.idle_changed = False
         """Set by the owner of the shards when a shard lost its last session."""
 
@@ -391,6 +393,10 @@ class Cache:
             free = self.arena.take(size_class, len(rows))
             if len(free) < len(rows):
                 free += self._from_idle(size_class, len(rows) - len(free))
+            while len(free) < len(rows) and self._idle_slabs:
+                self.state[free] = LOADING
+                self._steal_idle()
+                free += self.arena.take(size_class, len(rows) - len(free))
             fresh = len(free)
             if len(free) < len(rows):
                 missing = len(rows) - len(free)
@@ -415,6 +421,7 @@ class Cache:
     def _from_idle(self, size_class: int, count: int) -> list[int]:
         if self.idle_changed:
             self.idle_changed = False
+            self._idle_slabs = True
             self._find_idle()
         victims: list[int] = self.policy.idle_victims(size_class, count, self._usable_idle).tolist()
         self._evict(victims)
@@ -467,12 +474,33 @@ class Cache:
             return None
         start, unwanted = found
         for slab in range(start, start + need):
-            low, high = self.arena.members(slab)
-            victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
-            if len(victims):
-                self._evict(victims.tolist())
-                self.arena.free(victims)
+            self._empty(slab)
         return unwanted
+
+    def _steal_idle(self) -> None:
+        """Empty a slab in which nobody wants anything, whatever its size class, or find that
+        there is none.
+
+        Else a job with samples of one size would go on evicting its own, beside memory full of
+        samples of another size that a job left behind.
+        """
+        heads, total = self.arena.heads(), self.arena.slab_count
+        for low in (self._hand, *range(0, total, STEAL_WINDOW)):
+            busy, wanted, _ = self._census(heads, low, min(low + STEAL_WINDOW, total))
+            free = self.arena.free_slabs(low, low + len(busy))
+            found = first_run(~busy & ~wanted & ~free, 1)
+            if found is not None:
+                self._hand = low
+                self._empty(low + found)
+                return
+        self._idle_slabs = False
+
+    def _empty(self, slab: int) -> None:
+        low, high = self.arena.members(slab)
+        victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
+        if len(victims):
+            self._evict(victims.tolist())
+            self.arena.free(victims)
 
     def _choose_run(self, need: int) -> tuple[int, bool] | None:
         """Return the start of a run of slabs without a busy slot, and whether nobody wants what is
