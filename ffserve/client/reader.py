@@ -36,6 +36,7 @@ from ffserve.client.base import (
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.daemon import open_source
 from ffserve.client.local import LocalSource
+from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
 from ffserve.config import find_socket
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
