@@ -391,7 +391,9 @@ class Session:
             self._deliver(request, errors)
         else:
             self._send(protocol.Ready(request.tag, request.count, errors))
-        dataset, _ = _context(request)
+        dataset, _, asked = _context(request)
+        assert self.job is not None
+        self.job.waited_s += max(self._node.uses.now - asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
