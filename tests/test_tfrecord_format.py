@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffserve.engine.frames import crc32c, mask, unmask
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
-from ffserve.formats import by_name, detect
+from ffserve.formats import by_name, detect, tfrecord
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, ReadAt
 from ffserve.formats.tfrecord import LARGE_SIZE, TFRecordShard, frame_header
 from ffserve.formats.tfstream import compression_of
@@ -186,6 +186,17 @@ def test_every_single_bit_flip_is_told_and_costs_one_record(payloads: list[bytes
 def test_whatever_is_damaged_the_other_records_are_read(
     data: st.DataObject, payloads: list[bytes]
 ) -> None:
+    damage_and_skip(data, payloads)
+
+
+@pytest.mark.fuzz
+@given(st.data(), st.lists(st.binary(max_size=200), min_size=1, max_size=40))
+@settings(max_examples=50_000, deadline=None)
+def test_whatever_is_damaged_many_times_over(data: st.DataObject, payloads: list[bytes]) -> None:
+    damage_and_skip(data, payloads)
+
+
+def damage_and_skip(data: st.DataObject, payloads: list[bytes]) -> None:
     content, places = bytearray(written(payloads)), starts(payloads)
     hit = data.draw(st.sets(st.integers(0, len(payloads) - 1)))
     for record in hit:
@@ -210,6 +221,31 @@ def test_frame_behind_a_damaged_header_is_found_across_window_borders() -> None:
         assert skipped(damaged) == payloads[1:]
         damaged[100] ^= 1
         assert skipped(damaged) == payloads[1:]
+
+
+def test_search_without_the_proof_finds_the_same_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tfrecord, "REACH", -1)
+    payloads = [bytes(2 * PIECE_SIZE), b"second", b"third"]
+    damaged = bytearray(written(payloads))
+    damaged[0] ^= 1
+    assert skipped(damaged) == payloads[1:]
+
+
+def test_file_made_to_be_searched_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 3000
+    body = b"".join(frame_header(16 * (count - k) - 12) + b"none" for k in range(count))
+    content = written([b"first"]) + b"\xff" * 12 + body
+    monkeypatch.setattr(tfrecord, "SEARCH_SIZE", 0)
+    read = 0
+
+    def counting(offset: int, into: memoryview) -> int:
+        nonlocal read
+        read += len(into)
+        return read_at(content)(offset, into)
+
+    shard = TFRECORD.open(counting, len(content), "some.tfrecord", tolerant=True)
+    assert not shard.sound and shard.offsets[0] == 12
+    assert read < 20 * len(content)
 
 
 @pytest.mark.parametrize("length", [101, 2**31, 2**32, 2**62, 2**63, 2**64 - 17, 2**64 - 1])

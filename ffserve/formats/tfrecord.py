@@ -47,6 +47,11 @@ from ffserve.formats.tfstream import WBITS, InOrderOnlyError, compression_of
 LARGE_SIZE = 128 << 10
 """From this payload on the walk reads the next header alone instead of everything up to it."""
 FIRST_WINDOW = 64 << 10
+REACH = 64 << 20
+"""So far behind a damaged header the next frame is looked for that its payload proves."""
+SEARCH_SIZE = 1 << 30
+"""Searches of one walk may read this much, and eight times the file, before they give up: a file
+made to be searched (headers that claim what follows them) would cost its size squared."""
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -103,6 +108,7 @@ class _Scan:
         self._walk = frames.Walk(size, verify=verify or tolerant)
         self._window = bytearray(0)
         self._listing = verify
+        self._budget = 8 * size + SEARCH_SIZE
         self.sound = True
 
     def run(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
@@ -165,20 +171,24 @@ class _Scan:
             return self._size
         for proven in (True, False):
             finder = frames.Finder(self._size, lost, proven=proven)
-            while True:
+            while self._budget > 0:
                 base = finder.wanted
                 window = self._bytes(base, PIECE_SIZE)
+                self._budget -= len(window)
                 if finder.feed(window, base):
                     if proven or self._sound(finder.at):
                         return finder.at
                     finder.refuse()
-                elif base + len(window) == self._size:
+                elif base + len(window) == self._size or (proven and base > lost + REACH):
                     break
         return self._size
 
     def _sound(self, at: int) -> bool:
         """Whether a frame's payload matches its checksum."""
         length, _ = _HEADER.unpack(self._bytes(at, HEADER_SIZE))
+        self._budget -= length
+        if self._budget < 0:
+            return False
         begin, end, crc = at + HEADER_SIZE, at + HEADER_SIZE + length, 0
         for place in range(begin, end, PIECE_SIZE):
             crc = frames.crc32c(self._bytes(place, min(PIECE_SIZE, end - place)), crc)
