@@ -11,22 +11,25 @@ the policy costs a sample.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.__main__ import daemon, drop_cache
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
 from ffserve.cache.simulation import Job, Simulation, belady, shuffled
 from ffserve.client.connection import status
+from ffserve.errors import ServerUnavailable
 
 SAMPLES, SIZE = 12_000, 32_000
 PACE = 4_000.0
@@ -74,6 +77,36 @@ def sectors(path: str) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def daemon(folder: Path, arena: int) -> Iterator[str]:
+    """A fresh daemon with all of its arena there; yields its socket."""
+    with tempfile.TemporaryDirectory(prefix="ffserve-policy-") as place:
+        socket = os.path.join(place, "s")
+        command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket]
+        command += ["--arena", str(arena), "--root", str(folder), "--log-level", "warning"]
+        process = subprocess.Popen(command)
+        try:
+            while True:
+                time.sleep(0.05)
+                if process.poll() is not None:
+                    raise SystemExit("the daemon did not start")
+                with contextlib.suppress(ServerUnavailable):
+                    now = status(socket)["arena"]
+                    if now["populated"] >= now["size"]:
+                        break
+            yield socket
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def drop_cache(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def data(folder: Path) -> str:
     """Write the data set, once."""
     import ffserve
@@ -119,7 +152,6 @@ def cell(path: str, job_count: int, share: float, announces: bool) -> dict[str, 
                 before = {**status(socket)["cache"], "disk": sectors(path)}
                 started = took
         after = {**status(socket)["cache"], "disk": sectors(path)}
-        arena = status(socket)["arena"]
         ended = float(seconds)
         for job in jobs:
             job.communicate("end\n")
@@ -133,7 +165,7 @@ def cell(path: str, job_count: int, share: float, announces: bool) -> dict[str, 
         "daemon_bytes": after["read_size"] - before["read_size"],
         "disk_bytes": after["disk"] - before["disk"],
         "speed": EPOCHS * SAMPLES / PACE / max(ended - started, 1e-9),
-        "slots": arena["used"] // slot,
+        "slots": after["blocks_read"] - after["evicted"],
         "wasted": after["wasted"] - before["wasted"],
     }
 
@@ -214,6 +246,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=("real", "cost"))
+    parser.add_argument("--cell", action="append", help="such as 'two jobs'; all of them")
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
     rows = []
@@ -223,6 +256,8 @@ def main() -> None:
             "                        cache  hits  simulated  Belady  requests  daemon/disk  speed"
         )
         for title, job_count, announces in CELLS:
+            if options.cell and title not in options.cell:
+                continue
             for share in SHARES:
                 real = cell(path, job_count, share, announces)
                 real["simulated"], real["belady"] = simulated(job_count, real["slots"], announces)

@@ -12,6 +12,7 @@ Two rules, each the best that is known for its case:
 Residents lie on stacks by key: the time of next use in parts of an epoch (PARTS), or one of
 
     IDLE      nobody has its shard open                  first to go
+    READY     looked at, and the next to go
     PASSING   static: came at another's cost             oldest first
     UNSURE    not looked at since it came, or since its time was due; static: kept, newest first
     FAR       not wanted as far as is known
@@ -43,12 +44,14 @@ from ffserve.cache.next_use import Group, NextUse
 PARTS = 64
 """Parts of an epoch that keys tell apart."""
 NONE = -1
-FAR, UNSURE, PASSING, IDLE = 1 << 59, 1 << 60, 1 << 61, 1 << 62
+FAR, UNSURE, PASSING, READY, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 SLACK = 2
 """Parts by which a victim may be wanted earlier than was believed."""
-UNSORTED_SHARE = 256
+UNSORTED_SHARE = 128
 """Residents are looked at when one part in this many is unsure, so that it is done in bulk."""
-MOST_UNSORTED = 1024
+MOST_UNSORTED = 4096
+READY_SHARE, MOST_READY = 64, 1024
+"""Victims are looked for this many at a time, at most one part in so many of the residents."""
 MOST_LOOKED_AT = 4096
 """Residents that one search looks at before it takes what it has."""
 FEW = 256
@@ -188,7 +191,7 @@ class Policy:
     def doubt(self, slots: Int64s, classes: Int64s) -> None:
         """What was believed of these residents has changed."""
         known = self._key[slots]
-        timed = (known >= 0) & (known <= FAR)
+        timed = ((known >= 0) & (known <= FAR)) | (known == READY)
         if timed.any():
             slots, classes = slots[timed], classes[timed]
             for size_class in np.unique(classes).tolist():
@@ -359,39 +362,70 @@ class Policy:
         unsorted = len(shelf.stacks.get(UNSURE, ()))
         if unsorted > min(shelf.entries // UNSORTED_SHARE, MOST_UNSORTED):
             self._sort_out(group, shelf, max(MOST_LOOKED_AT, 8 * count))
-        found, spared, missing, looked = [_NO_SLOTS], [], count, 0
-        while shelf.stacks and missing and looked < MOST_LOOKED_AT + 8 * count:
-            key = max((k for k in shelf.stacks if k != UNSURE), default=UNSURE)
-            if latest is not None and key <= FAR and key * width <= latest:
+        # Some more than are needed, for the next: looking at many costs little more than at few.
+        missing = max(count, min(MOST_READY, shelf.entries // READY_SHARE))
+        if len(shelf.stacks.get(READY, ())) >= count:
+            missing = count
+        found, looked = [_NO_SLOTS], 0
+        spared: list[tuple[Int64s, Int64s]] = []
+        while missing > 0 and looked < MOST_LOOKED_AT + 8 * count:
+            slots, keys = self._pop_farthest(shelf, missing, latest, width)
+            if not len(slots):
                 break
-            slots = self._pop(shelf, key, missing)
             looked += len(slots)
-            if key <= FAR:
-                # Nobody knows more than that it is not wanted, or: not much sooner than believed.
-                slots = self._look_again(group, shelf, slots, key)
+            slots, keys = self._look_again(group, shelf, slots, keys)
             good = usable(slots)
-            found.append(self._taken(slots[good]))
+            found.append(slots[good])
             missing -= len(found[-1])
             if not good.all():
-                spared.append((key, slots[~good]))
-        for key, slots in reversed(spared):
-            self._put(slots, shelf.size_class, key)
-        return np.concatenate(found)
+                spared.append((slots[~good], keys[~good]))
+        for slots, keys in spared:
+            self._sort_in(shelf, slots, keys)
+        chosen = np.concatenate(found)
+        self._put(chosen[count:][::-1], shelf.size_class, READY)
+        return self._taken(chosen[:count])
 
-    def _look_again(self, group: Group, shelf: Shelf, slots: Int64s, key: int) -> Int64s:
+    def _pop_farthest(
+        self, shelf: Shelf, count: int, latest: float | None, width: float
+    ) -> tuple[Int64s, Int64s]:
+        """Take slots off the stacks, farthest first; return those that still belong there, each
+        once, and their keys."""
+        parts, keys = [], []
+        for key in sorted(shelf.stacks, reverse=True):
+            if key == UNSURE or (latest is not None and key <= FAR and key * width <= latest):
+                continue
+            part = shelf.pop(key, count)
+            parts.append(part)
+            keys.append(np.full(len(part), key))
+            count -= len(part)
+            if count <= 0:
+                break
+        if parts:
+            return self._right(shelf, np.concatenate(parts), np.concatenate(keys))
+        if UNSURE not in shelf.stacks or latest is not None:
+            return _NO_SLOTS, _NO_SLOTS
+        slots = shelf.pop(UNSURE, count)
+        return self._right(shelf, slots, np.full(len(slots), UNSURE))
+
+    def _look_again(
+        self, group: Group, shelf: Shelf, slots: Int64s, keys: Int64s
+    ) -> tuple[Int64s, Int64s]:
         """Put those that are wanted sooner than was believed where they belong; return the rest."""
-        if not len(slots):
-            return slots
-        keys = self._keys(group, slots)
-        limit = key - SLACK if key < FAR else FAR
-        if key == FAR:
+        timed = np.flatnonzero(keys <= FAR)
+        if not len(timed):
+            return slots, keys
+        actual, limit = self._keys(group, slots[timed]), keys[timed] - SLACK
+        far = keys[timed] == FAR
+        if far.any():
             # All that is left may be as near: then the farthest of it is far enough.
-            limit = max((k for k in shelf.stacks if k < FAR), default=0)
-        sooner = keys < limit
+            limit[far] = max((k for k in shelf.stacks if k < FAR), default=0)
+        sooner = actual < limit
         if sooner.any():
-            self._sort_in(shelf, slots[sooner], keys[sooner])
-            slots = slots[~sooner]
-        return slots
+            self._sort_in(shelf, slots[timed[sooner]], actual[sooner])
+            kept = np.ones(len(slots), np.bool_)
+            kept[timed[sooner]] = False
+            slots, keys = slots[kept], keys[kept]
+        return slots, keys
 
     def _expire(self, shelf: Shelf, due: int) -> None:
         """What should have been used by now is known no longer."""
@@ -417,24 +451,27 @@ class Policy:
         return slots
 
     def _pop(self, shelf: Shelf, key: int, count: int, *, newest: bool = True) -> Int64s:
-        """Take slots off a stack; return those that were not moved, evicted or given to another
-        group or class since, each once."""
+        """Take slots off a stack; return those that still belong there, each once."""
         slots = shelf.pop(key, count, newest=newest)
-        keys = self._key
+        return self._right(shelf, slots, np.full(len(slots), key))[0]
+
+    def _right(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> tuple[Int64s, Int64s]:
+        """Leave out slots that were moved, evicted, or given to another group or class since they
+        were put on these stacks, and all but one of those that are there twice."""
         classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
-        right = (keys[slots] == key) & (self._group[slots] == shelf.group)
+        right = (self._key[slots] == keys) & (self._group[slots] == shelf.group)
         right &= classes == (shelf.size_class if shelf.size_class < self._large else LARGE)
-        slots = slots[right]
-        # Mark, so that a slot that came back to where it had been is not found twice.
-        keys[slots] = NONE
         if len(slots) > 1:
-            order = np.argsort(slots, kind="stable")
-            rising = slots[order]
-            again = rising[1:] == rising[:-1]
-            if again.any():
-                slots = np.delete(slots, order[1:][again])
-        keys[slots] = key
-        return slots
+            rising = np.argsort(slots, kind="stable")
+            ordered = slots[rising]
+            again = rising[1:][ordered[1:] == ordered[:-1]]
+            if len(again):
+                # A stale entry beside a right one has another key: look at the right ones alone.
+                slots, keys = slots[right], keys[right]
+                _, rows = np.unique(slots, return_index=True)
+                rows.sort()
+                return slots[rows], keys[rows]
+        return (slots, keys) if right.all() else (slots[right], keys[right])
 
     # ---- keys -----------------------------------------------------------------------------
 
@@ -470,7 +507,7 @@ class Policy:
         """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once
         or kept for good."""
         keys = self._key[slots]
-        weights = np.where((keys == PASSING) | (keys == IDLE) | (keys == FAR), 0.0, 1.0)
+        weights = np.where((keys >= PASSING) | (keys == FAR), 0.0, 1.0)
         timed = np.flatnonzero((keys >= 0) & (keys < FAR))
         groups = self._group[slots[timed]]
         for number in np.unique(groups).tolist():
