@@ -1,7 +1,178 @@
-/* Records inside a decoded chunk of RecordIO, each a u32 length and its bytes. */
+/* RecordIO: a walk from chunk to chunk, and the records inside a decoded one. Pure functions of
+ * bytes in memory. The walk takes sound chunks only and says nothing about others: what is wrong
+ * with one is found out in Python (formats/recordio.py), which also knows the layouts' names. */
 #include <string.h>
 
 #include "core.h"
+
+#define HEADER 20 /* five u32: py magic, records, checksum, compressor, size; go magic, checksum, */
+                  /* compressor, size, records */
+#define MAGIC 0x01020304u
+#define PY 0
+#define GO 1
+#define NONE 0 /* compressors, as they are counted from the dialect's first */
+#define SNAPPY 1
+#define GZIP 2
+#define FRAME_MOST 65536 /* what a frame of a snappy stream decodes to, at most */
+
+typedef struct {
+    uint64_t records, size; /* size: of the payload */
+    uint32_t checksum, compressor;
+    uint32_t compression;
+} header;
+
+static uint32_t get32(const uint8_t *p)
+{
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+/* The window's bytes [place, place + n), or NULL: they are not in it. */
+static const uint8_t *look(ffs_chunk_walk *w, const uint8_t *window, uint64_t base, uint64_t size,
+                           uint64_t place, uint64_t n)
+{
+    if (place >= base && place - base <= size && size - (place - base) >= n)
+        return window + (place - base);
+    w->wanted = place;
+    return NULL;
+}
+
+/* 1: the words may be a header of the file's dialect. */
+static int understand(ffs_chunk_walk *w, header *h)
+{
+    const uint32_t *words = w->words;
+    int dialect = words[3] <= 3 ? PY : GO;
+
+    if (words[0] != MAGIC || (w->dialect >= 0 && w->dialect != dialect))
+        return 0;
+    w->dialect = dialect;
+    h->records = dialect == PY ? words[1] : words[4];
+    h->checksum = dialect == PY ? words[2] : words[1];
+    h->compressor = dialect == PY ? words[3] : words[2];
+    h->size = dialect == PY ? words[4] : words[3];
+    h->compression = h->compressor - (dialect == PY ? 1 : 0);
+    return h->compression <= GZIP && h->size && h->size <= w->file_size - w->at - HEADER;
+}
+
+/* The u32 that begins a raw snappy block, or -1. */
+static int64_t varint(const uint8_t *p, uint64_t size)
+{
+    uint64_t value = 0;
+
+    for (uint64_t k = 0; k < size && k < 5; k++) {
+        value |= (uint64_t)(p[k] & 0x7F) << 7 * k;
+        if (p[k] < 0x80)
+            return value <= UINT32_MAX ? (int64_t)value : -1;
+    }
+    return -1;
+}
+
+/* What a frame of a snappy stream decodes to, or -1: it is none. p: its first 13 bytes, or all
+ * `left` of the stream. *size: of the whole frame. */
+static int64_t frame(const uint8_t *p, uint64_t left, uint64_t *size)
+{
+    int64_t decoded = 0;
+
+    if (left < 4)
+        return -1;
+    uint64_t inner = get32(p) >> 8;
+    *size = 4 + inner;
+    if (p[0] == 0x00)
+        decoded = left > 8 ? varint(p + 8, left - 8) : -1;
+    else if (p[0] == 0x01)
+        decoded = (int64_t)inner - 4;
+    else if (p[0] == 0xFF)
+        decoded = inner == 6 ? 0 : -1;
+    else if (p[0] < 0x80)
+        decoded = -1;
+    return decoded <= FRAME_MOST ? decoded : -1;
+}
+
+/* Find out what the payload decodes to as it tells itself: FFS_CHUNKS_END, w->decoded is that. */
+static int told(ffs_chunk_walk *w, const header *h, const uint8_t *window, uint64_t base,
+                uint64_t size)
+{
+    uint64_t begin = w->at + HEADER, end = begin + h->size, n = 0;
+    const uint8_t *p;
+
+    if (h->compression == NONE) {
+        w->decoded = h->size;
+    } else if (h->compression == GZIP) {
+        if (h->size < 18)
+            return FFS_CHUNKS_FAULT;
+        if (!(p = look(w, window, base, size, end - 4, 4)))
+            return FFS_CHUNKS_MORE;
+        w->decoded = get32(p);
+    } else if (w->dialect == PY) {
+        n = h->size < 5 ? h->size : 5;
+        if (!(p = look(w, window, base, size, begin, n)))
+            return FFS_CHUNKS_MORE;
+        int64_t value = varint(p, n);
+        if (value < 0)
+            return FFS_CHUNKS_FAULT;
+        w->decoded = (uint64_t)value;
+    } else {
+        while (w->place < end) {
+            uint64_t left = end - w->place, whole = 0;
+            n = left < 13 ? left : 13;
+            if (!(p = look(w, window, base, size, w->place, n)))
+                return FFS_CHUNKS_MORE;
+            int64_t more = frame(p, n, &whole);
+            if (more < 0 || whole > left)
+                return FFS_CHUNKS_FAULT;
+            w->decoded += (uint64_t)more;
+            w->place += whole;
+        }
+    }
+    return FFS_CHUNKS_END;
+}
+
+static int believable(const ffs_chunk_walk *w, const header *h)
+{
+    static const uint64_t times[] = {1, 22, 1032}; /* see most_decoded */
+    uint64_t end = w->at + HEADER + h->size;
+
+    return w->decoded <= UINT32_MAX && w->decoded <= h->size * times[h->compression] &&
+           h->records > 0 && h->records <= w->decoded / 4 &&
+           (uint64_t)w->firsts[w->count] + h->records <=
+               w->records_allowed + w->records_a_byte * end;
+}
+
+int ffs_chunks(ffs_chunk_walk *w, const uint8_t *window, uint64_t base, uint64_t size)
+{
+    header h;
+
+    while (w->at != w->file_size) {
+        if (w->count == w->room)
+            return FFS_CHUNKS_FULL;
+        if (w->file_size - w->at < HEADER)
+            return FFS_CHUNKS_FAULT;
+        if (!w->inside) {
+            const uint8_t *p = look(w, window, base, size, w->at, HEADER);
+            if (!p)
+                return FFS_CHUNKS_MORE;
+            for (int k = 0; k < 5; k++)
+                w->words[k] = get32(p + 4 * k);
+            w->inside = 1;
+            w->place = w->at + HEADER;
+            w->decoded = 0;
+        }
+        int why = understand(w, &h) ? told(w, &h, window, base, size) : FFS_CHUNKS_FAULT;
+        if (why == FFS_CHUNKS_MORE)
+            return why;
+        w->inside = 0;
+        if (why == FFS_CHUNKS_FAULT || !believable(w, &h))
+            return FFS_CHUNKS_FAULT;
+        int64_t k = w->count++;
+        w->begins[k] = (int64_t)w->at;
+        w->at += HEADER + h.size;
+        w->ends[k] = (int64_t)w->at;
+        w->firsts[k + 1] = w->firsts[k] + (int64_t)h.records;
+        w->sizes[k] = (int64_t)w->decoded;
+        w->checksums[k] = h.checksum;
+        w->compressors[k] = (uint8_t)h.compressor;
+    }
+    return FFS_CHUNKS_END;
+}
 
 int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts,
                   int64_t *lengths, uint64_t *end)

@@ -119,6 +119,33 @@ int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t b
                      uint64_t size);
 
 /* ---- RecordIO's chunks ------------------------------------------------------------------- */
+#define FFS_CHUNKS_MORE 0   /* give a window that holds 20 bytes from `wanted` on, or all left */
+#define FFS_CHUNKS_FULL 1   /* no room for another chunk */
+#define FFS_CHUNKS_END 2    /* the file ends behind a whole chunk */
+#define FFS_CHUNKS_FAULT 3  /* no chunk that can be taken stands at `at` */
+
+/* A walk over the headers of a file: where it is, and the chunks it found. */
+typedef struct {
+    uint64_t file_size;
+    uint64_t at;            /* where the next chunk begins; all before it is in the tables */
+    uint64_t wanted;        /* out: with FFS_CHUNKS_MORE */
+    int64_t *begins, *ends; /* extents in the file, header included, `room` each */
+    int64_t *firsts;        /* number of the first record, room + 1 of them, the first is 0 */
+    int64_t *sizes;         /* bytes that each decodes to, as it tells */
+    uint32_t *checksums;
+    uint8_t *compressors;   /* as the dialect numbers them */
+    int64_t count, room;
+    uint64_t records_allowed, records_a_byte; /* so many in all, and so many more a byte of file */
+    int32_t dialect;        /* 0 py, 1 go, -1: the first chunk tells */
+    int32_t inside;         /* the walk's own: the header at `at` was read, */
+    uint64_t place;         /* its payload is looked at here next, */
+    uint64_t decoded;       /* and told of so many bytes until there */
+    uint32_t words[5];
+} ffs_chunk_walk;
+
+/* Go on through the file's bytes [base, base + size); return one of FFS_CHUNKS_*. */
+int ffs_chunks(ffs_chunk_walk *walk, const uint8_t *window, uint64_t base, uint64_t size);
+
 /* Walk over at most n records (u32 length, bytes) that lie one behind the other in `size` bytes.
  * starts[], lengths[]: of those that lie whole inside, whose number is returned; *end: behind the
  * last of them. The bytes hold exactly n records if n is returned and *end is size. */

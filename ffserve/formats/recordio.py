@@ -7,7 +7,9 @@ header says how many records there are and has a checksum of the payload as it s
 records and of the next one come to more than a maximum.
 
 Opening is one scan of the headers, and of the few bytes of each payload that tell how large it is
-when decoded, so that whoever decodes can take the room for it beforehand. All that a header
+when decoded, so that whoever decodes can take the room for it beforehand. The scan runs in C
+(``engine/chunks.c``) over all that is sound; at what is not it stops, and ``_Scan._look`` finds out
+what that is. The two agree (``tests/test_recordio_walk.py``). All that a header
 claims is held against the bytes that are there: the payload against the file, the decoded size
 against what the compression can do at best, the number of records against the decoded size.
 
@@ -19,7 +21,6 @@ for that does.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,6 +28,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine import chunks
 from ffserve.engine.checksum import checksum
 from ffserve.engine.chunks import split_records
 from ffserve.errors import (
@@ -49,6 +51,7 @@ from ffserve.formats.base import (
 from ffserve.formats.recordio_codec import (
     COMPRESSIONS,
     DIALECTS,
+    GO,
     GZIP,
     HEADER,
     MAGIC,
@@ -69,6 +72,8 @@ from ffserve.formats.recordio_codec import (
 
 _MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 _MXNET_MAGIC = 0xCED7230A
+_DIALECTS = (PY, GO)
+"""As the C core numbers them."""
 _LARGEST_CHUNK = 1 << 30
 """A writer's limit on the bytes of a chunk, prefixes of its records included."""
 _RECORDS_ALLOWED, _RECORDS_A_BYTE = 1 << 20, 8
@@ -87,91 +92,95 @@ class _Window:
         self._read_at = read_at
         self._size = size
         self._path = path
-        self._bytes = b""
+        self._memory = bytearray()
+        self._bytes = memoryview(self._memory)
         self._begin = 0
         self._reach = self._SMALLEST
 
     def get(self, offset: int, size: int) -> bytes:
         """Return up to `size` bytes, at most 64; fewer at the end of the file."""
-        skip = offset - self._begin
-        if not 0 <= skip <= len(self._bytes) - size:
-            size = min(size, self._size - offset)
-            if size <= 0:
-                return b""
-            if not 0 <= skip <= len(self._bytes) - size:
-                self._fill(offset)
-                skip = 0
-        return self._bytes[skip : skip + size]
+        size = max(0, min(size, self._size - offset))
+        window, begin = self.holding(offset, size)
+        return bytes(window[offset - begin : offset - begin + size])
+
+    def holding(self, offset: int, size: int) -> tuple[memoryview, int]:
+        """Return bytes with those wanted among them, and where they begin.
+
+        They are valid until the next call.
+        """
+        size = min(size, self._size - offset)
+        if not 0 <= offset - self._begin <= len(self._bytes) - size:
+            self._fill(offset)
+        return self._bytes, self._begin
 
     def _fill(self, offset: int) -> None:
         near = 0 <= offset - self._begin <= 2 * len(self._bytes)
         self._reach = min(2 * self._reach, PIECE_SIZE) if near else self._SMALLEST
-        piece = bytearray(min(self._reach, self._size - offset))
-        read_exactly(self._read_at, offset, memoryview(piece), self._path)
-        self._begin, self._bytes = offset, bytes(piece)
-
-
-class _Table:
-    """The chunks found so far."""
-
-    def __init__(self) -> None:
-        self.begins = array("q")
-        self.ends = array("q")
-        self.records = array("I")
-        self.sizes = array("I")
-        self.checksums = array("I")
-        self.compressors = array("B")
-        self.problems: dict[int, FFServeError] = {}
-
-    def add(self, begin: int, header: Header, decoded: int) -> None:
-        self.begins.append(begin)
-        self.ends.append(begin + HEADER.size + header.size)
-        self.records.append(header.records)
-        self.sizes.append(decoded)
-        self.checksums.append(header.checksum)
-        self.compressors.append(header.compressor)
-
-    def leave_out(self, begin: int, problem: FFServeError) -> None:
-        """Enter a place that cannot be read as one record."""
-        self.problems[len(self.begins)] = problem
-        self.add(begin, Header(1, 0, 0, 0), 0)
-        self.ends[-1] = begin
+        if len(self._memory) < self._reach:
+            self._memory = bytearray(self._reach)
+        piece = memoryview(self._memory)[: min(self._reach, self._size - offset)]
+        self._begin, self._bytes = offset, piece[:0]
+        read_exactly(self._read_at, offset, piece, self._path)
+        self._bytes = piece
 
 
 class _Scan:
     """The way from header to header.
 
-    `at` is where the next chunk begins; everything before it is in `table`.
+    `at` is where the next chunk begins; everything before it is in `table`. `problems`: of rows of
+    the table that cannot be read.
     """
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
-        self.table = _Table()
-        self.at = 0
-        self._records = 0
-        self.dialect: Dialect | None = None
+        self.table = chunks.Walk(
+            size, records_allowed=_RECORDS_ALLOWED, records_a_byte=_RECORDS_A_BYTE
+        )
+        self.problems: dict[int, FFServeError] = {}
         self._read_at = read_at
         self._size = size
         self._path = path
         self._window = _Window(read_at, size, path)
 
+    @property
+    def at(self) -> int:
+        """Where the next chunk begins."""
+        return self.table.at
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """Of the file, None before its first chunk."""
+        number = self.table.dialect
+        return None if number is None else _DIALECTS[number]
+
+    @dialect.setter
+    def dialect(self, dialect: Dialect | None) -> None:
+        self.table.dialect = None if dialect is None else _DIALECTS.index(dialect)
+
     def strictly(self) -> None:
         """Go to the end of the file, or raise where that is not possible."""
         while self.at < self._size:
-            header, decoded = self._look(self.at)
-            self._enter(header, decoded)
+            window, base = self._window.holding(self.table.wanted, HEADER.size)
+            if self.table.feed(window, base) == chunks.FAULT:
+                self._enter(*self._look(self.at))
 
     def _enter(self, header: Header, decoded: int) -> None:
         """Take the chunk at `at` and go on behind it."""
-        end = self.at + HEADER.size + header.size
-        self._records += header.records
-        if self._records > _RECORDS_ALLOWED + _RECORDS_A_BYTE * end:
+        table, end = self.table, self.at + HEADER.size + header.size
+        records = table.records + header.records
+        if records > _RECORDS_ALLOWED + _RECORDS_A_BYTE * end:
             raise self._wrong(
                 self.at,
-                f"with it the first {end} bytes of the file claim {self._records} records",
+                f"with it the first {end} bytes of the file claim {records} records",
                 "a file of so many next to empty records is not read",
             )
-        self.table.add(self.at, header, decoded)
-        self.at = end
+        table.add(self.at, end, header.records, decoded, header.checksum, header.compressor)
+        table.at = end
+
+    def _leave_out(self, end: int, problem: FFServeError) -> None:
+        """Enter what lies before `end` as one record that cannot be read."""
+        self.problems[self.table.count] = problem
+        self.table.add(self.at, self.at, 1, 0, 0, 0)
+        self.table.at = end
 
     def tolerantly(self) -> None:
         """Go to the end of the file; leave out what lies between sound chunks."""
@@ -193,8 +202,7 @@ class _Scan:
                 # The header is as good as any: its records are known to be lost.
                 self._enter(header, decoded)
             else:
-                self.table.leave_out(self.at, problem)
-            self.at = end
+                self._leave_out(end, problem)
 
     def tail_is_lost(self) -> bool:
         """Whether nothing complete follows `at`: no sound chunk, nothing that was one."""
@@ -306,7 +314,7 @@ class _Scan:
 
     def _wrong(self, at: int, what: str, hint: str | None = None) -> FormatError:
         return FormatError(
-            f"chunk {len(self.table.begins)}: {what}",
+            f"chunk {self.table.count}: {what}",
             path=self._path,
             offset=at,
             hint=hint or "the file is damaged; on_error='skip' reads what is left of it",
@@ -314,7 +322,7 @@ class _Scan:
 
     def _cut(self, at: int, what: str) -> TruncatedError:
         return TruncatedError(
-            f"chunk {len(self.table.begins)}: {what}: its writer died, or the file was cut",
+            f"chunk {self.table.count}: {what}: its writer died, or the file was cut",
             path=self._path,
             offset=at,
             hint="on_error='skip' reads the chunks before it; appending with "
@@ -551,7 +559,7 @@ class RecordIO:
         Raises:  TruncatedError when the last chunk is not whole; FormatError for what is no chunk,
                  and for a header that claims what cannot be.
         Cost:    reads the headers, up to 4 KiB at each; the frames' headers in the go dialect;
-                 everything where chunks are small, and if tolerant.
+                 everything where chunks are small, and if tolerant. 37 bytes of memory a chunk.
         """
         scan = _Scan(read_at, size, path)
         if tolerant:
@@ -609,27 +617,21 @@ class RecordIO:
 
 def _shard(scan: _Scan, size: int, path: str, verify: bool) -> RecordIOShard:
     table, dialect = scan.table, scan.dialect
-    begins = np.array(table.begins, np.int64)
-    firsts = np.zeros(len(begins) + 1, np.int64)
-    np.cumsum(np.array(table.records, np.int64), out=firsts[1:])
-    checksums = np.array(table.checksums, np.uint32)
-    compressors = np.array(table.compressors, np.uint8)
-    identity = blake2b(struct.pack("<QQ", size, len(begins)), digest_size=8, person=b"recordio")
-    for part in (begins, firsts, checksums, compressors):
-        identity.update(part.data)
+    identity = blake2b(struct.pack("<QQ", size, table.count), digest_size=8, person=b"recordio")
+    for name in ("begins", "firsts", "checksums", "compressors"):
+        identity.update(table.table(name).data)
+    found = Chunks(*(table.table(name) for name in ("firsts", "begins", "ends", "sizes")))
     return RecordIOShard(
         path=path,
         size=size,
-        count=int(firsts[-1]),
+        count=table.records,
         checksum_kind=dialect.checksum_kind if dialect else 0,
         fingerprint=int.from_bytes(identity.digest(), "little"),
-        chunks=Chunks(
-            firsts, begins, np.array(table.ends, np.int64), np.array(table.sizes, np.int64)
-        ),
+        chunks=found,
         dialect=dialect,
-        checksums=checksums,
-        compressors=compressors,
-        _problems=table.problems,
+        checksums=table.table("checksums"),
+        compressors=table.table("compressors"),
+        _problems=scan.problems,
         _verify=verify,
     )
 

@@ -16,7 +16,7 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -107,8 +107,7 @@ class Decoding:
         """Read and decode blocks into their slots; then call `finished` in the loop's thread."""
         load = _Load(finished)
         groups: dict[int, _Group] = {}
-        for row in range(len(slots)):
-            engine, block = self._block(blocks, row, int(slots[row]))
+        for engine, block in self._blocks(blocks, slots):
             size = block.end - block.begin
             group = groups.get(engine)
             if group is None or group.size + size > GROUP_SIZE:
@@ -119,16 +118,23 @@ class Decoding:
             group.size += size
         self._pump()
 
-    def _block(self, blocks: Blocks, row: int, place: int) -> tuple[int, _Block]:
-        number = int(blocks.shards[row])
-        shard = self._table.decoder(number)
-        first, count = int(blocks.firsts[row]), int(blocks.counts[row])
-        start = first - int(self._table.bases[number])
-        low, last = shard.chunks.holding(np.array([start, start + count - 1])).tolist()
-        begin, end = int(blocks.begins[row]), int(blocks.ends[row])
-        file = int(self._table.files[number])
-        block = _Block(shard, first, low, last + 1, begin, end, place, file)
-        return int(self._table.engines[number]), block
+    def _blocks(self, blocks: Blocks, slots: Int64s) -> Iterator[tuple[int, _Block]]:
+        """Yield each block and the engine that reads it, in order."""
+        table = self._table
+        lows, highs = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+        shards = {}
+        for row in np.unique(blocks.shards).tolist():
+            shards[row] = shard = table.decoder(row)
+            inside = blocks.shards == row
+            starts = blocks.firsts[inside] - table.bases[row]
+            lows[inside] = shard.chunks.holding(starts)
+            highs[inside] = shard.chunks.holding(starts + blocks.counts[inside] - 1) + 1
+        rows = blocks.shards
+        files, engines = table.files[rows], table.engines[rows]
+        extents = (blocks.firsts, lows, highs, blocks.begins, blocks.ends)
+        columns = [column.tolist() for column in (*extents, slots, files, engines, rows)]
+        for *place, engine, row in zip(*columns, strict=True):
+            yield engine, _Block(shards[row], *place)
 
     def _pump(self) -> None:
         while self._waiting and (

@@ -1,0 +1,104 @@
+"""The walk over RecordIO's headers in C, held against the one in Python that says what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recordio_files import WAYS, read_at, written
+
+from ffserve.engine.chunks import END, FAULT, Walk
+from ffserve.errors import FFServeError
+from ffserve.formats.recordio import _Scan
+
+NAMES = ("begins", "ends", "firsts", "sizes", "checksums", "compressors")
+
+
+def content(way: tuple[str, str], sizes: list[int]) -> bytes:
+    random = np.random.default_rng(len(sizes))
+    payloads = [random.integers(0, 4, size, np.uint8).tobytes() for size in sizes]
+    return written(payloads, dialect=way[0], compression=way[1], max_chunk_size=100_000)
+
+
+FILES = [content(way, [3, 0, 90_000, 20, 70_000, 70_000, 1, 5000]) for way in WAYS]
+SMALL = [content(way, [40] * 5) + content(way, [7]) for way in WAYS]
+
+
+def tables(walk: Walk) -> dict[str, list[int]]:
+    return {name: walk.table(name).tolist() for name in NAMES}
+
+
+def outcome(body: bytes, *, in_c: bool) -> Any:
+    """The tables, up to the end or to what is wrong, and that."""
+    scan = _Scan(read_at(body), len(body), "some.recordio")
+    problem: Any = None
+    try:
+        if in_c:
+            scan.strictly()
+        else:
+            while scan.at < len(body):
+                scan._enter(*scan._look(scan.at))
+    except FFServeError as error:
+        problem = type(error), str(error)
+    return scan.at, tables(scan.table), scan.dialect, problem
+
+
+def test_sound_files_are_walked_over_alike() -> None:
+    for body in FILES + SMALL:
+        found = outcome(body, in_c=True)
+        assert found == outcome(body, in_c=False)
+        assert found[0] == len(body) and found[-1] is None
+
+
+def flips(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    return st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 255)), max_size=3)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_damaged_files_stop_both_at_the_same_place(data: st.DataObject) -> None:
+    body = bytearray(data.draw(st.sampled_from(SMALL)))
+    for place, value in data.draw(flips(len(body))):
+        body[place] = value
+    cut = bytes(body[: data.draw(st.integers(0, len(body)))])
+    body = cut + data.draw(st.sampled_from([b"", SMALL[0], SMALL[4]]))
+    assert outcome(body, in_c=True) == outcome(body, in_c=False)
+
+
+def test_every_value_of_every_byte_stops_both_at_the_same_place() -> None:
+    for way in WAYS:
+        body = bytearray(content(way, [40, 3]))
+        for place in range(min(len(body), 48)):
+            before = body[place]
+            for value in {*range(8), 0x7F, 0x80, 0xFE, 0xFF, before ^ 1}:
+                body[place] = value
+                assert outcome(bytes(body), in_c=True) == outcome(bytes(body), in_c=False)
+            body[place] = before
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_windows_do_not_matter(data: st.DataObject) -> None:
+    body = data.draw(st.sampled_from(FILES + SMALL))
+    walk = Walk(len(body), records_allowed=1 << 20, records_a_byte=8)
+    for _ in range(1000):
+        before = data.draw(st.integers(0, 30))
+        base = max(0, walk.wanted - before)
+        window = bytearray(body[base : walk.wanted + data.draw(st.integers(20, 100_000))])
+        why = walk.feed(memoryview(window), base)
+        if why == END:
+            break
+        assert why != FAULT
+    assert tables(walk) == outcome(body, in_c=False)[1]
+    assert walk.at == len(body)
+
+
+def test_tables_grow_with_what_was_found() -> None:
+    body = content(("py", "none"), [40]) * 5000
+    walk = Walk(len(body), records_allowed=1 << 20, records_a_byte=8)
+    assert walk.feed(memoryview(bytearray(body)), 0) == END
+    assert walk.count == walk.records == 5000
+    assert walk.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))
+    assert sum(walk.table(name).nbytes for name in NAMES) == 37 * 5000 + 8
