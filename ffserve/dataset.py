@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import FormatError, ReadError, SampleIndexError, UsageError
+from ffserve.formats.base import UNKNOWN_LENGTH
 
 PathLike = str | os.PathLike[str]
 
@@ -151,11 +152,15 @@ _PIECE = 1 << 20
 """Samples looked at together: a table may have a hundred million."""
 
 
-def bound_lengths(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> None:
+def bound_lengths(
+    offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int, path: str
+) -> None:
     """Shorten, in place, the lengths of samples that a cut file does not hold whole.
 
     They keep one byte more than the file has, so that reading them still meets its end, and so
     that no length out of a file makes anybody allocate more than the file's own size.
+
+    Raises: FormatError: a file of 256 TiB or more holds a record that no entry can describe.
     """
     for start in range(0, len(lengths), _PIECE):
         piece = lengths[start : start + _PIECE]
@@ -165,6 +170,12 @@ def bound_lengths(offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size
         if cut.any():
             held = np.uint64(size) - np.minimum(begins[cut], np.uint64(size))
             piece[cut] = held + np.uint64(1)
+        if int(piece.max()) >= UNKNOWN_LENGTH:
+            raise FormatError(
+                f"record {start + int(piece.argmax())} has {int(piece.max())} bytes",
+                path=path,
+                hint=f"ffserve reads records of fewer than {UNKNOWN_LENGTH} bytes",
+            )
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

@@ -89,7 +89,7 @@ def samples(format: Format, content: bytes, *, verify: bool = True, **options: A
     shard.load(offsets, lengths, checksums)
     if isinstance(shard, ChunkedShard):
         return list(_decoded(shard, content))
-    bound_lengths(offsets, lengths, len(content))
+    bound_lengths(offsets, lengths, len(content), "file")
     found: Outcome = []
     for index in range(shard.count):
         offset, length = int(offsets[index]), int(lengths[index])

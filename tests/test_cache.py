@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from ffserve.cache.cache import FREE, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory, map_read_only
 from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
-from ffserve.errors import ReadError, UsageError
+from ffserve.dataset import bound_lengths
+from ffserve.errors import FormatError, ReadError, UsageError
 from ffserve.failures import ARENA_BUSY, TOO_LARGE
+from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.server.scheduler import GIVE_UP_S, PIN_GRACE_S, Owner, Request, Scheduler
 
 Int64s = NDArray[np.int64]
@@ -233,7 +235,8 @@ def test_samples_stay_out_of_core_files() -> None:
         memory.close()
 
 
-@given(lengths=st.lists(st.integers(0, (1 << 48) - 1), min_size=1, max_size=20))
+@given(lengths=st.lists(st.integers(0, UNKNOWN_LENGTH - 1), min_size=1, max_size=20))
+@example(lengths=[UNKNOWN_LENGTH - 1, 5])
 @settings(deadline=None, max_examples=30)
 def test_lengths_up_to_48_bits_survive(lengths: list[int]) -> None:
     directory = Directory(1 << 22)
@@ -244,6 +247,21 @@ def test_lengths_up_to_48_bits_survive(lengths: list[int]) -> None:
         assert directory.lengths(numbers).tolist() == lengths
     finally:
         directory.close()
+
+
+@pytest.mark.parametrize("length", [UNKNOWN_LENGTH, UNKNOWN_LENGTH + 1, 1 << 63])
+def test_a_record_too_long_for_an_entry_is_refused_when_its_shard_is_opened(length: int) -> None:
+    # Only a file of 256 TiB and more can hold one, or be cut inside one.
+    offsets = np.array([64, 100], np.uint64)
+    lengths = np.array([36, UNKNOWN_LENGTH - 1], np.uint64)
+    bound_lengths(offsets, lengths, 1 << 49, "f")
+    assert lengths.tolist() == [36, UNKNOWN_LENGTH - 1]
+    lengths[1] = length
+    with pytest.raises(FormatError, match=r"f: record 1 has \d+ bytes"):
+        bound_lengths(offsets, lengths, 1 << 49, "f")
+    lengths[1] = length
+    bound_lengths(offsets, lengths, 1 << 47, "f")
+    assert lengths.tolist() == [36, (1 << 47) - 100 + 1]
 
 
 # ---- blocks ------------------------------------------------------------------------------------

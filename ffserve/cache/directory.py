@@ -109,6 +109,7 @@ class Directory:
             assert (lengths == UNKNOWN_LENGTH).all()
             run["length_low"], run["place"] = 0xFFFFFFFF, 0xFFFF << 48
             return
+        assert not len(lengths) or int(lengths.max()) < UNKNOWN_LENGTH, "see bound_lengths"
         run["length_low"] = lengths.astype(np.uint32)
         if len(lengths) and int(lengths.max()) >> 32:
             self._long = True

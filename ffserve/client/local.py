@@ -519,7 +519,7 @@ def open_shard(
         lengths = np.empty(shard.count, np.uint64)
         shard.load(offsets, lengths, checksums)
         if not chunked:
-            bound_lengths(offsets, lengths, size)
+            bound_lengths(offsets, lengths, size, path)
         narrow = size < (1 << 32) - 1 and not chunked
         kept = lengths.astype(np.uint32) if narrow else lengths
         fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)

@@ -249,7 +249,7 @@ class Catalog:
                     self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
                 )
                 if chunked is None:
-                    bound_lengths(self._directory.offsets[base:end], lengths, size)
+                    bound_lengths(self._directory.offsets[base:end], lengths, size, path)
                 self._directory.set_lengths(base, lengths)
                 fd, alignment = wrap_os_error(lambda _: open_direct(f"/proc/self/fd/{plain}"), path)
             except BaseException:
