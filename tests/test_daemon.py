@@ -723,3 +723,29 @@ def test_a_socket_that_may_not_be_used_is_said() -> None:
         ended = run_python(program, path, daemon.socket)
     assert ended.stdout.startswith("engine ")
     assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
+
+
+def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    missing = tmp_path / "nodata"
+    line = f"there is no directory {missing}: nothing is served from there until it is"
+    with serving(roots=[missing], expect=[line]) as daemon:
+        assert line in daemon.text()
+        missing.mkdir()
+        path = write(missing / "a.ffr", [b"x"])
+        with daemon.open(path) as reader:
+            assert reader[0].tobytes() == b"x"
+
+
+def test_an_arena_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ffserve", "serve", "--arena", "4096TiB"),
+            *("--socket", tmp_path / "s"),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "an arena of" in done.stderr and "smaller --arena" in done.stderr
+    assert not (tmp_path / "s").exists()

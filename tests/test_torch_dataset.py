@@ -17,6 +17,7 @@ import torch_cases as cases
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ffserve
 from ffserve.client.fileio import FileReader, FileWriter
 from ffserve.errors import ChecksumError, SampleIndexError, UsageError
 from ffserve.torch import ConcatDataset, DataLoader, Dataset, EpochSampler, ReaderRegistry, Subset
@@ -59,6 +60,46 @@ def test_a_dataset_reads_and_processes_a_list(file: str, samples: list[bytes]) -
     assert dataset[tuple(wanted)] == dataset.__getitems__(wanted) == dataset[wanted]
     assert dataset[[]] == []
     assert dataset[7] == dataset[np.int64(7)] == samples[7]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("suffix", ["tfrecord", "recordio"])
+def test_a_dataset_of_another_format(
+    tmp_path: Path, samples: list[bytes], suffix: str, num_workers: int
+) -> None:
+    for start in (0, 25):
+        with ffserve.create(tmp_path / f"{start}.{suffix}") as writer:
+            for each in samples[start : start + 25]:
+                writer.write(each)
+    for names in (
+        str(tmp_path),
+        str(tmp_path / f"*.{suffix}"),
+        [tmp_path / f"{start}.{suffix}" for start in (0, 25)],
+    ):
+        dataset = cases.Raw(names)
+        assert dataset.ffreaders() == [dataset.reader]
+        assert dataset.reader.n == 40 and len(dataset.reader.fnames) == 2
+        dataset.reader.validate()
+        assert dataset[[39, 0]] == [samples[39], samples[0]]
+        assert pickle.loads(pickle.dumps(dataset))[3] == samples[3]
+    sampler = EpochSampler(40, seed=0)
+    loader = DataLoader(
+        dataset, batch_size=7, sampler=sampler, num_workers=num_workers, collate_fn=cases.keep_list
+    )
+    got = [sample for batch in loader for sample in batch]
+    assert got == [samples[i] for i in sampler.order()]
+    # What there is of ffrecord's in a directory is all that counts, as in ffrecord.
+    written(tmp_path / "a.ffr", samples[:3])
+    assert len(cases.Raw(tmp_path)) == 3
+    (tmp_path / f"0.{suffix}").write_bytes(b"y")
+    with pytest.raises(ffserve.FormatError):
+        dataset.reader.validate()
+
+
+@pytest.mark.parametrize("name", ["nowhere.ffr", "nowhere.tfrecord", "*.ffr", "x.recordio", "."])
+def test_a_dataset_of_nothing_says_what_is_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ffserve.FFServeError, match=r"no such file|no file|holds no"):
+        cases.Raw(tmp_path / name)
 
 
 def test_a_dataset_refuses_what_is_no_index(file: str) -> None:

@@ -564,3 +564,16 @@ def test_batches_out_of_order_have_no_position() -> None:
     )
     with pytest.raises(UsageError, match="in_order"):
         loader.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # of newer torch
+@pytest.mark.parametrize("option", ["collate_fn", "worker_init_fn"])
+def test_a_lambda_for_spawned_workers_is_explained(option: str) -> None:
+    loader = DataLoader(
+        cases.Numbers(4),
+        num_workers=1,
+        multiprocessing_context="spawn",
+        **{option: lambda given: given},
+    )
+    with pytest.raises(UsageError, match=r"(?i)pickle.*top level of a module"):
+        iter(loader)

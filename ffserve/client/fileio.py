@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import operator
 import os
 import warnings
@@ -20,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.writer import create
+from ffserve.dataset import expand_paths
 from ffserve.errors import ReadError, SampleIndexError, UsageError
-from ffserve.formats import by_name
+from ffserve.formats import by_name, suffixes
 
 
 class FileNameError(UsageError, AssertionError):
@@ -128,6 +130,8 @@ class FileReader:
     Source:  HFAiLab/ffrecord 1.4.
     """
 
+    _format: str | None = "ffrecord"
+
     def __init__(
         self,
         fname: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
@@ -137,9 +141,9 @@ class FileReader:
 
         self._reader: Any = None
         self._n = 0
-        self._fnames = _expanded(fname)
+        self._fnames = self._expanded(fname)
         self._check_data = bool(check_data)
-        self._reader = ffserve.open(self._fnames, format="ffrecord", verify=self._check_data)
+        self._reader = ffserve.open(self._fnames, format=self._format, verify=self._check_data)
         self._n = len(self._reader)
 
     @property
@@ -262,6 +266,10 @@ class FileReader:
         state = "closed, " if self._reader is None else ""
         return f"<FileReader: {state}{self._n} samples in {len(self._fnames)} files>"
 
+    @staticmethod
+    def _expanded(fname: Any) -> list[str]:
+        return _expanded(fname)
+
     def _open(self) -> Any:
         if self._reader is None:
             raise UsageError("the reader is closed", path=self._fnames[0])
@@ -293,6 +301,45 @@ class FileReader:
         return given.astype(np.int64)
 
 
+class RecordReader(FileReader):
+    """A FileReader of files of any format that ffserve reads.
+
+    Args:
+        fname: as ``paths`` of ``ffserve.open``: file, directory, pattern, or a sequence of these.
+        check_data: compare checksums.
+    Raises:  what ``ffserve.open`` raises.
+    """
+
+    _format = None
+
+    @staticmethod
+    def _expanded(fname: Any) -> list[str]:
+        return list(expand_paths(fname, suffixes=suffixes()))
+
+    def validate(self) -> None:
+        """Read again what the files say of themselves and check it; samples are not read.
+
+        Raises:  FormatError or its kind for the first bad file.
+        """
+        import ffserve
+
+        ffserve.open(self._fnames, server="off").close()
+
+
+def reader_of(fnames: Any, check_data: bool) -> FileReader:
+    """Return a FileReader where the original takes these names, else one of any format."""
+    if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
+        original = next(Path(fnames).glob("*.ffr"), None) is not None
+    else:
+        names = fnames if isinstance(fnames, (list, tuple)) else [fnames]
+        paths = [name for name in names if isinstance(name, (str, os.PathLike))]
+        original = len(paths) < len(names) or all(
+            Path(os.fsdecode(name)).suffix == ".ffr" and not glob.has_magic(os.fsdecode(name))
+            for name in paths
+        )
+    return (FileReader if original else RecordReader)(fnames, check_data)
+
+
 def _copy(
     kind: type[FileReader], fnames: list[str], check_data: bool, reader: Any, n: int
 ) -> FileReader:
@@ -321,7 +368,11 @@ def _checked_name(fname: Any) -> str:
         raise FileTypeError(f"a file name must be str or PathLike, not {type(fname).__name__}")
     name = os.fsdecode(fname)
     if Path(name).suffix != ".ffr":
-        raise FileNameError("the file's name does not end in .ffr", path=name, hint="rename it")
+        raise FileNameError(
+            "the file's name does not end in .ffr",
+            path=name,
+            hint="rename it, or read a file of another format with ffserve.open",
+        )
     return name
 
 

@@ -565,6 +565,8 @@ def _named(error: OSError, path: str) -> FFServeError:
     hint = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room and write it again; what was written has been removed"
+    elif error.errno == errno.ENOENT:
+        hint = "make the directory first"
     elif error.errno == errno.EFBIG:
         hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
     return ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint)

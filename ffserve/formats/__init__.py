@@ -85,5 +85,6 @@ def detect(head: bytes, path: str, size: int) -> Format:
         f"neither the content ({head[:16].hex() or 'empty'}...) nor the suffix tells a format",
         path=path,
         offset=0,
-        hint=f"give the format by name: {', '.join(NAMES)}",
+        hint=f"if it is a record file, give the format by name: {', '.join(NAMES)}; "
+        "`ffserve pack` makes a record file of other files",
     )

@@ -19,7 +19,12 @@ import threading
 
 import uvloop
 
-from ffserve.config import ServerConfig, format_size, prepare_socket_directory
+from ffserve.config import (
+    ServerConfig,
+    format_size,
+    prepare_socket_directory,
+    usable_memory,
+)
 from ffserve.errors import UsageError
 from ffserve.files import raise_file_limit, wrap_os_error
 from ffserve.server import systemd
@@ -41,6 +46,7 @@ def serve(config: ServerConfig) -> int:
         AccessDenied, ReadError: the socket or the shared memory cannot be made.
     """
     logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
+    _check_machine(config)
     raise_file_limit()
     # Who can connect can also tell us to stop, before the loop is there to hear it.
     early: list[int] = []
@@ -54,6 +60,20 @@ def serve(config: ServerConfig) -> int:
         listener.close()
         if lock is not None:
             _remove_socket(config.socket, lock)
+
+
+def _check_machine(config: ServerConfig) -> None:
+    """Refuse an arena that cannot be; say which roots are not there. Raises: UsageError."""
+    memory = usable_memory()
+    if config.arena_size > memory:
+        raise UsageError(
+            f"an arena of {format_size(config.arena_size)} is more than the "
+            f"{format_size(memory)} of memory that this process may use",
+            hint="give a smaller --arena; leave memory for the jobs themselves",
+        )
+    for root in config.roots:
+        if not os.path.isdir(root):
+            log.warning("there is no directory %s: nothing is served from there until it is", root)
 
 
 async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) -> None:

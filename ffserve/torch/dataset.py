@@ -17,7 +17,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve.client.fileio import FileReader
+from ffserve.client.fileio import FileReader, reader_of
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.listeners import (
     CONCATENATIONS,
@@ -66,7 +66,8 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
 
     Args:
         fnames: a file, a directory of ``*.ffr`` files, or a list or tuple of files; one global
-            index runs over them in order.
+            index runs over them in order. Files of other formats, directories of them, and
+            patterns are taken as by ``ffserve.open``.
         check_data: verify each sample's checksum.
     Raises:  as FileReader does when it opens the files.
     """
@@ -76,7 +77,7 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
 
     def __init__(self, fnames: Any, check_data: bool = True) -> None:
         self.fnames = fnames
-        self.reader = FileReader(fnames, check_data)
+        self.reader = reader_of(fnames, check_data)
 
     def __len__(self) -> int:
         return int(self.reader.n)
@@ -305,7 +306,8 @@ def as_index(value: Any) -> int:
     except TypeError:
         raise DatasetIndexTypeError(
             f"a dataset is indexed by a list or tuple of indices, or by one, "
-            f"but got {type(value).__name__}"
+            f"but got {type(value).__name__}",
+            hint="indices.tolist() makes a list of a tensor or array, list(range(a, b)) of a slice",
         ) from None
 
 

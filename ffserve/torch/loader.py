@@ -188,10 +188,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             lead_job()
         if self._inner is None or not (self.persistent_workers and self.num_workers > 0):
             self._inner, self._receiver = self._build_inner()
-        answers = iter(self._inner)
+        answers = self._started(self._inner)
         if self._receiver is not None:
             self._receiver.started()
         return _Batches(answers, self._receiver, self._plan, run)
+
+    def _started(self, inner: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
+        """Start torch's iterator and its workers."""
+        try:
+            return iter(inner)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if "pickle" not in str(error):
+                raise
+            raise UsageError(
+                f"the workers cannot be started, since something of theirs cannot be sent: {error}",
+                hint="spawn and forkserver pickle the dataset and all functions: define collate_fn "
+                "and worker_init_fn at the top level of a module, not as a lambda or in a function",
+            ) from error
 
     def set_step(self, step: int) -> None:
         """Leave out the first batches of every iteration, until ``set_step(0)``.
