@@ -298,6 +298,17 @@ def daemon(packed: Path, tmp_path: Path) -> Iterator[Path]:
     assert not socket.exists()
 
 
+def test_small_samples_are_not_more_than_in_memory(daemon: Path, tmp_path: Path) -> None:
+    """They take whole slots: 500 bytes in 4 KiB were 819.2 % of the file."""
+    with ffserve.create(tmp_path / "small.ffr") as writer:
+        for number in range(100):
+            writer.write(b"%05d" % number)
+    with ffserve.open(tmp_path / "small.ffr", server=str(daemon)) as reader:
+        reader.read(range(100))
+        (line,) = (t for t in text_of("status", "--socket", daemon).splitlines() if "100  5" in t)
+    assert "100.0 %" in line
+
+
 def test_status_shows_one_screen(daemon: Path, packed: Path) -> None:
     assert run("cat", "--server", daemon, packed, "cats/tom.txt").stdout == b"meow\n"
     text = text_of("status", "--socket", daemon)

@@ -65,7 +65,10 @@ def _print(facts: dict[str, Any]) -> None:
                     shard["path"],
                     f"{shard['count']:,}",
                     format_size(shard["payload_size"]),
-                    percent(shard["cached_size"], shard["payload_size"]),
+                    # Small samples take more memory than their bytes.
+                    percent(
+                        min(shard["cached_size"], shard["payload_size"]), shard["payload_size"]
+                    ),
                     str(shard["sessions"]),
                 ]
                 for shard in shards[:SHARDS_SHOWN]
