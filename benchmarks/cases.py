@@ -15,7 +15,7 @@ from ffserve.bench.records import MIB, Data
 from ffserve.bench.runner import Bench, Entrant, Group, Result, Row, ratio
 
 KIB = 1024
-SMALL, LARGE = 4 * KIB, 100 * KIB
+SMALL, LARGE, CHUNKED = 4 * KIB, 100 * KIB, 16 * KIB
 HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 128 * MIB
 SWEEP = (KIB, SMALL, LARGE, MIB)
 CLIENTS = (2, 4, 8)
@@ -36,6 +36,7 @@ def groups(bench: Bench, rivals: Sequence[Peer], scale: float = 1.0) -> list[Gro
     found += _tokens(bench, data(100, TOKENS_SIZE))
     for step in (SMALL, LARGE):
         found += _cold(bench, data(step, COLD_SIZE))
+    found += _formats(bench, scale)
     for step in (SMALL, LARGE):
         found += _crowd(bench, data(step, COLD_SIZE))
     many = contestants.many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100)
@@ -158,6 +159,38 @@ def _cold(bench: Bench, data: Data) -> list[Group]:
         ),
         stream(bench, data, limit=0.9),
     ]  # fmt: skip
+
+
+def _formats(bench: Bench, scale: float) -> list[Group]:
+    """TFRecord like FFRecord; random samples of RecordIO out of chunks of 1 MiB."""
+
+    def data(step: int, size: int, kind: str, **options: str | int) -> Data:
+        size = max(int(size * scale), 64 * step)
+        return records.generated(bench.folder, step, size, kind, **options)
+
+    hot_data = data(LARGE, HOT_SIZE, "tfrecord", format="tfrecord")
+    cold_data = data(LARGE, COLD_SIZE, "tfrecord", format="tfrecord")
+    found = [
+        hot(bench, hot_data, 64, 1, {"read_batch": 0.85}),
+        cold(
+            bench, cold_data, DEPTH,
+            [
+                Way("in_flight", "in_flight", 64, limit=0.95),
+                Way("batch256", "read_batch", 256, limit=0.8),
+            ],
+        ),
+    ]  # fmt: skip
+    for compression in ("none", "snappy"):
+        chunks = data(
+            CHUNKED, HOT_SIZE, f"recordio-{compression}",
+            format="recordio", compression=compression, max_chunk_size=MIB,
+        )  # fmt: skip
+        ways = [Way("in_flight", "in_flight", 64), Way("batch64", "read_batch", 64)]
+        found += [
+            hot(bench, chunks, 64, 1, {"read_batch": 0.85}),
+            cold(bench, chunks, DEPTH, ways),
+        ]
+    return found
 
 
 def _crowd(bench: Bench, data: Data) -> list[Group]:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
 from ffserve.errors import UsageError
+from ffserve.formats import by_name
 
 MIB = 1 << 20
 PIECE_SIZE = 16 * MIB
@@ -20,13 +22,15 @@ PIECE_SIZE = 16 * MIB
 @dataclass(frozen=True)
 class Data:
     """The first ``count`` samples of a data set, ``size`` bytes together; ``name`` is its part in
-    the names of rows. ``step`` is set for data that ``make`` writes, samples of that many bytes."""
+    the names of rows. ``step`` is set for data that ``make`` writes, samples of that many bytes,
+    with ``options`` for `ffserve.create`. What is compressed has every other 32 bytes zero."""
 
     name: str
     paths: tuple[str, ...]
     count: int
     size: int
     step: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def mean(self) -> int:
@@ -45,7 +49,10 @@ class Data:
         random = np.random.default_rng(self.step)
         rows = max(1, min(self.count, PIECE_SIZE // self.step))
         block = random.integers(0, 256, (rows, self.step), np.uint8)
-        with ffserve.create(self.paths[0], n=self.count) as writer:
+        options = dict(self.options)
+        if options.get("compression", "none") != "none":
+            block.reshape(-1, 32)[::2] = 0
+        with ffserve.create(self.paths[0], n=self.count, **options) as writer:
             for k in range(self.count):
                 writer.write(block[k % rows])
         evict(self.paths)
@@ -62,11 +69,20 @@ class Data:
                 yield from batch
 
 
-def generated(folder: str | Path, step: int, size: int) -> Data:
-    """Describe data that ``make`` will write: about ``size`` bytes in samples of ``step``."""
+def generated(
+    folder: str | Path, step: int, size: int, kind: str = "", **options: str | int
+) -> Data:
+    """Describe data that ``make`` will write: about ``size`` bytes in samples of ``step``.
+
+    Args:
+        kind: what tells them from others of that size, for names of rows; FFRecord if not given.
+        options: for `ffserve.create`.
+    """
     count = max(1, size // step)
-    path = os.path.join(folder, f"{step}-{count}.ffr")
-    return Data(label(step), (path,), count, count * step, step)
+    suffix = by_name(str(options.get("format", "ffrecord"))).suffixes[0]
+    path = os.path.join(folder, f"{step}-{count}{kind and f'-{kind}'}{suffix}")
+    name = f"{label(step)}{kind and f'-{kind}'}"
+    return Data(name, (path,), count, count * step, step, tuple(options.items()))
 
 
 def existing(paths: Sequence[str], most: int) -> Data:
