@@ -37,6 +37,11 @@ class Group:
         walks = self.active(now)
         return not walks or (len(walks) == 1 and walks[0].same_set())
 
+    @property
+    def announced(self) -> bool:
+        """Whether any walk announced its order."""
+        return any(walk.orders for walk in self.walks)
+
     def epoch_s(self, now: float) -> float:
         """Return how long the fastest walk's epoch takes."""
         return min((walk.epoch_s(now) for walk in self.active(now)), default=np.inf)

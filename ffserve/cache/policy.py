@@ -363,7 +363,9 @@ class Policy:
         if unsorted > min(shelf.entries // UNSORTED_SHARE, MOST_UNSORTED):
             self._sort_out(group, shelf, max(MOST_LOOKED_AT, 8 * count))
         # Some more than are needed, for the next: looking at many costs little more than at few.
-        missing = max(count, min(MOST_READY, shelf.entries // READY_SHARE))
+        # What silent jobs have seen changes faster than that.
+        more = min(MOST_READY, shelf.entries // READY_SHARE) if group.announced else 0
+        missing = max(count, more)
         if len(shelf.stacks.get(READY, ())) >= count:
             missing = count
         found, looked = [_NO_SLOTS], 0
