@@ -7,13 +7,14 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, sample, serving, until, write
+from daemon import DEADLINE_S, Daemon, Raw, sample, serving, stopped, until, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -374,6 +375,28 @@ def test_a_job_that_asks_for_nothing_finds_the_next_daemon(path: str, counts_its
         until(walk, "it is announced to the next daemon")
         until(lambda: walk()[0]["announced"] == [4, 5], "with the epoch after it")
         until(lambda: walk()[0]["position"] >= (1 if counts_itself else 20), "and the position")
+
+
+def test_a_daemon_that_stands_still_does_not_hold_the_loop_up(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        reader.announce(range(COUNT), 4)
+
+        def report() -> None:
+            for position in range(20_000):
+                reader.reached(4, position % COUNT)
+
+        loop = threading.Thread(target=report, daemon=True)
+        with stopped(daemon.pid):
+            loop.start()
+            loop.join(DEADLINE_S)
+            assert not loop.is_alive()
+
+        def position() -> Any:
+            reader.reached(4, COUNT - 1)
+            return walks(daemon)[0]["position"] == COUNT - 1
+
+        until(position, "the connection is whole, and the last position known")
+        assert reader.read([5])[0].tobytes() == sample(5)
 
 
 def test_a_closed_reader_reports_nothing(path: str) -> None:

@@ -320,11 +320,13 @@ class Connection:
     def reached(self, dataset: int, epoch: int, position: int) -> bool:
         """Report how far the job has come in the order that it announced.
 
+        It never waits: while the daemon takes nothing in, reports are left out.
+
         Returns: False when the daemon is gone.
         """
-        if self.takes_orders:
+        if self.takes_orders and self.alive:
             with contextlib.suppress(ServerUnavailable):
-                self._send(protocol.Reached(dataset, epoch, position), None)
+                self._send_if_room(protocol.Reached(dataset, epoch, position))
         return self.alive
 
     def status(self) -> dict[str, Any]:
@@ -371,6 +373,19 @@ class Connection:
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             raise self._gone() from error
+
+    def _send_if_room(self, message: Message) -> None:
+        """Send a message far below a page, which the socket takes whole or not at all."""
+        if not self._send_lock.acquire(blocking=False):
+            return
+        try:
+            self._socket.send(protocol.encode(message), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+        finally:
+            self._send_lock.release()
 
     def _expect(self, tag: int, kind: type[M]) -> M:
         return self._checked(self._wait(tag), kind)

@@ -136,6 +136,9 @@ class LoopConnection(Connection):
             self._unanswered.add(message.tag)
         self._write(frame)
 
+    def _send_if_room(self, message: Message) -> None:
+        self._send(message, None)
+
     def _write(self, frame: bytes) -> None:
         if self._unsent:
             self._unsent += frame
