@@ -449,6 +449,10 @@ import asyncio, os, sys
 import ffserve
 path, server = sys.argv[1:3]
 
+def say(size):
+    # In one piece, since parent and child write to the same pipe.
+    os.write(1, b"%d\\n" % size)
+
 async def check(reader):
     got = await asyncio.gather(*(reader.read([i, i + 1]) for i in range(100)))
     return sum(len(s) for pair in got for s in pair)
@@ -456,14 +460,14 @@ async def check(reader):
 def child(reader):
     code = 1
     try:
-        print(asyncio.run(check(reader)), flush=True)
+        say(asyncio.run(check(reader)))
         code = 0
     finally:
         os._exit(code)
 
 async def main():
     async with ffserve.aio.open(path, server=server) as reader:
-        print(await check(reader), flush=True)
+        say(await check(reader))
         # With requests on their way.
         tasks = [asyncio.ensure_future(check(reader)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -472,9 +476,9 @@ async def main():
             asyncio.events._set_running_loop(None)
             child(reader)
         for task in tasks:
-            print(await task, flush=True)
+            say(await task)
         assert os.waitpid(pid, 0)[1] == 0
-        print(await check(reader), flush=True)
+        say(await check(reader))
 
 asyncio.run(main())
 """
