@@ -79,3 +79,17 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
 def test_readme_names_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text and "make test" in text
+
+
+def test_the_first_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    program = text.split("\n## Read\n")[1].split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("2 daemon ", "2 engine "))
