@@ -263,10 +263,11 @@ def test_a_scan_in_order_decodes_each_chunk_once(tmp_path: Path) -> None:
 def test_neighbours_are_not_decoded_again(tmp_path: Path) -> None:
     path = create(tmp_path / "x.recordio", max_chunk_size=1 << 20)
     with ffserve.open(path, server="off") as reader:
+        assert reader[0].tobytes() == SAMPLES[0]
         before = process_engine().counters()["reads"]
-        for k in range(40):
+        for k in range(1, 40):
             assert reader[k].tobytes() == SAMPLES[k]
-        assert process_engine().counters()["reads"] - before == 1
+        assert process_engine().counters()["reads"] == before
 
 
 def test_small_chunks_share_a_block(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ffserve.client.source import Bytes, Int64s, Target
 from ffserve.engine.chunks import scatter
+from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Engine
-from ffserve.engine.view import NOWHERE
 from ffserve.errors import FFServeError
 from ffserve.failures import read_failure
 from ffserve.formats.base import ChunkedShard
@@ -32,6 +32,8 @@ AHEAD_SIZE = 64 << 20
 """Bytes of decoded chunks that a request has on its way at once, unless one is larger."""
 GROUP_SIZE = 1 << 20
 """Bytes of chunks that are read as one batch and decoded by one thread."""
+SPARE_SIZE = 8 << 20
+"""Bytes of memory for chunks as they are read that a source keeps for the next ones."""
 MAX_CHUNK_SIZE = 1 << 30
 """What a chunk may have, in the file or decoded; the daemon's limit is in its configuration."""
 
@@ -105,6 +107,7 @@ class ChunkStore:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._kept_size = 0
+        self._spares = Spares(SPARE_SIZE)
 
     def wanted(self, shards: Int64s, records: Int64s, positions: Int64s) -> list[Wanted]:
         """Sort records (numbers in their shards) by chunk."""
@@ -151,33 +154,24 @@ class ChunkStore:
 
     def _read(self, engine: Engine, files: NDArray[np.int32], keys: list[Key]) -> None:
         shards = [self._shards[shard] for shard, _ in keys]
-        begins = [int(s.chunks.begins[k]) for s, (_, k) in zip(shards, keys, strict=True)]
-        ends = [int(s.chunks.ends[k]) for s, (_, k) in zip(shards, keys, strict=True)]
-        sizes = np.array(ends, np.int64) - begins
-        raw = np.empty(int(sizes.sum()), np.uint8)
-        edges = np.cumsum(sizes)
-        batch = engine.batch(len(keys), len(keys))
-        reads, records = batch.reads, batch.records
-        reads["offset"] = records["offset"] = begins
-        reads["length"] = records["length"] = sizes
-        reads["slot"] = records["entry"] = NOWHERE
-        reads["file"] = files[[shard for shard, _ in keys]]
-        reads["first_record"] = np.arange(len(keys))
-        reads["record_count"] = 1
-        records["dest"] = raw.__array_interface__["data"][0] + edges - sizes
-        batch.keep = raw
-        engine.submit(batch)
+        found = [(s.chunks, k) for s, (_, k) in zip(shards, keys, strict=True)]
+        begins = np.array([chunks.begins[k] for chunks, k in found], np.int64)
+        ends = np.array([chunks.ends[k] for chunks, k in found], np.int64)
+        edges = np.cumsum(ends - begins)
+        raw = self._spares.take(int(edges[-1]))
+        extents = Extents(engine, files[[shard for shard, _ in keys]], begins, ends, raw)
+        engine.submit(extents.batch)
 
         def decode() -> list[Outcome]:
-            engine.wait(batch)
-            statuses = batch.records["status"].tolist()
-            batch.free()
-            return [
+            engine.wait(extents.batch)
+            outcomes = [
                 self._decode(key, status, raw.data[end - size : end])
                 for key, status, end, size in zip(
-                    keys, statuses, edges.tolist(), sizes.tolist(), strict=True
+                    keys, extents.statuses(), edges.tolist(), (ends - begins).tolist(), strict=True
                 )
             ]
+            self._spares.give(raw)
+            return outcomes
 
         future = _threads().submit(decode)
         for place, key in enumerate(keys):

@@ -27,8 +27,9 @@ from ffserve.cache.cache import Failure, Int64s
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Batch, Engine
-from ffserve.engine.view import NOWHERE, publish_run
+from ffserve.engine.view import publish_run
 from ffserve.errors import FFServeError
 from ffserve.failures import FORMAT
 from ffserve.formats.base import ChunkedShard
@@ -37,6 +38,8 @@ GROUP_SIZE = 1 << 20
 """Bytes of blocks that are read as one batch and decoded by one thread, unless one is larger."""
 RAW_SIZE = 64 << 20
 """Bytes that are on their way from the disk or wait to be decoded, unless one group is larger."""
+SPARE_SIZE = 16 << 20
+"""Bytes of that memory that are kept for the next ones."""
 _THREADS = min(4, os.cpu_count() or 1)
 _OURS = 1 << 63
 """Set in the tags of our batches."""
@@ -68,6 +71,7 @@ class _Group:
     blocks: list[_Block] = field(default_factory=list)
     size: int = 0
     raw: NDArray[np.uint8] | None = None
+    extents: Extents | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +97,7 @@ class Decoding:
         self._waiting: deque[_Group] = deque()
         self._reading: dict[int, _Group] = {}
         self._raw_size = 0
+        self._spares = Spares(SPARE_SIZE)
         self._next_tag = 0
         self._pool: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,18 +151,12 @@ class Decoding:
         engine, blocks = self._engines[group.engine], group.blocks
         self._raw_size += group.size
         self.in_flight += 1
-        group.raw = np.empty(group.size, np.uint8)
-        sizes = np.array([block.end - block.begin for block in blocks], np.int64)
-        batch = engine.batch(len(blocks), len(blocks))
-        reads, records = batch.reads, batch.records
-        reads["offset"] = records["offset"] = [block.begin for block in blocks]
-        reads["length"] = records["length"] = sizes
-        reads["slot"] = records["entry"] = NOWHERE
-        reads["file"] = [block.file for block in blocks]
-        reads["first_record"] = np.arange(len(blocks))
-        reads["record_count"] = 1
-        records["dest"] = group.raw.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
-        batch.keep = group.raw
+        group.raw = self._spares.take(group.size)
+        files = np.array([block.file for block in blocks], np.int32)
+        begins = np.array([block.begin for block in blocks], np.int64)
+        ends = np.array([block.end for block in blocks], np.int64)
+        group.extents = Extents(engine, files, begins, ends, group.raw)
+        batch = group.extents.batch
         batch.tag = self._next_tag | _OURS
         self._next_tag += 1
         self._reading[batch.tag] = group
@@ -168,8 +167,8 @@ class Decoding:
         group = self._reading.pop(batch.tag, None)
         if group is None:
             return False
-        statuses = batch.records["status"].tolist()
-        batch.free()
+        assert group.extents is not None
+        statuses = group.extents.statuses()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ffserve-decode")
         future = self._pool.submit(self._decode, group, statuses)
@@ -229,6 +228,8 @@ class Decoding:
     def _decoded(self, group: _Group, done: Future[Failures]) -> None:
         self._raw_size -= group.size
         self.in_flight -= 1
+        if group.raw is not None:
+            self._spares.give(group.raw)
         group.raw = None
         load = group.load
         load.failures.update(done.result())
