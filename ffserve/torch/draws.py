@@ -10,6 +10,7 @@ that nobody knows are left alone: they have no ``Draw``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ Forecast = Callable[[], Int64s | None]
 _CHUNK = 4096
 
 
-class Draw:
+class Draw(ABC):
     """How one sampler's order is drawn, an iteration at a time."""
 
     epoch: int | None = None
@@ -49,13 +50,13 @@ class Draw:
     def begin(self) -> None:
         """An iteration is about to begin; what the last one drew is past."""
 
+    @abstractmethod
     def draw(self) -> Int64s | None:
         """Return the order of the iteration that begins now; None where it is none of indices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def indices(self, order: Int64s | None) -> Iterable[Any]:
         """Return what hands out the indices of the order just drawn."""
-        raise NotImplementedError
 
     def forecast(self, epoch: int, base_seed: bool) -> Forecast:
         """Return what draws the next iteration's order, as far as that can be known.
