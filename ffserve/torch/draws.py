@@ -47,7 +47,7 @@ class Draw(ABC):
     hands_out = False
     """Whether ``draw`` is needed to hand out indices, not only to announce them."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """An iteration is about to begin; what the last one drew is past."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Draw(ABC):
         """Return what ``restore`` needs to draw the present iteration's order again."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Have the next iteration draw the order that ``state`` is of."""
 
 
