@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 import uvloop
 from daemon import Daemon, serving
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would every process that the tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
