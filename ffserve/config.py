@@ -110,6 +110,35 @@ def default_arena_size() -> int:
     return max(MIN_DEFAULT_ARENA_SIZE, quarter)
 
 
+def default_max_arena_size() -> int:
+    """Return what the arena can grow to when nothing is configured: the memory this process may
+    use, in whole huge pages."""
+    return usable_memory() // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
+
+
+def free_memory(
+    meminfo: Path = Path("/proc/meminfo"),
+    proc_cgroup: Path = Path("/proc/self/cgroup"),
+    mount: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Return the bytes that can be taken without pushing out what programs have: MemAvailable, or
+    what the cgroup leaves, what is cached of files counting as free."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    free = [int(match[1]) * 1024] if match else []
+    for directory, limit in _cgroups(proc_cgroup, mount):
+        usage = _read_limit(directory / "memory.current")
+        prefix = ""
+        if usage is None:
+            usage, prefix = _read_limit(directory / "memory.usage_in_bytes"), "total_"
+        try:
+            text = (directory / "memory.stat").read_text()
+        except OSError:
+            text = ""
+        cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", text, re.MULTILINE)
+        free.append(max(limit - (usage or 0) + sum(map(int, cached)), 0))
+    return min(free, default=_mem_total())
+
+
 def _mem_total() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -117,7 +146,12 @@ def _mem_total() -> int:
 def _cgroup_limits(
     proc_cgroup: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
-    """Collect the memory limits of this process's cgroup and of all groups above it.
+    return [limit for _, limit in _cgroups(proc_cgroup, mount)]
+
+
+def _cgroups(proc_cgroup: Path, mount: Path) -> list[tuple[Path, int]]:
+    """Collect the memory limits of this process's cgroup and of all groups above it, and where
+    they stand.
 
     Inside a container without a cgroup namespace the path in /proc names a group of the host
     that is not visible here; the mount's own root is then the container's group, which the walk
@@ -140,7 +174,7 @@ def _cgroup_limits(
         for directory in (group, *group.parents):
             limit = _read_limit(directory / name)
             if limit is not None:
-                limits.append(limit)
+                limits.append((directory, limit))
             if directory == top:
                 break
     return limits
@@ -431,6 +465,18 @@ class ServerConfig:
             "process may use (the machine's, or its cgroup's limit), at least 64 MiB.",
         ),
     )
+    max_arena_size_bytes: int | None = field(
+        default=None,
+        metadata=_documented(
+            "max_arena",
+            "--max-arena",
+            "SIZE",
+            "auto",
+            _parse_arena,
+            "What 'ffserve resize' may make of the arena at most, such as 64GiB; 'auto' is the "
+            "memory this process may use. Clients map so much address space.",
+        ),
+    )
     engine: EngineName = field(
         default="auto",
         metadata=_documented(
@@ -524,6 +570,13 @@ class ServerConfig:
         if self.arena_size_bytes is None:
             return default_arena_size()
         return self.arena_size_bytes
+
+    @property
+    def max_arena_size(self) -> int:
+        """What the arena can grow to, in bytes; less than `arena_size` counts as that."""
+        if self.max_arena_size_bytes is None:
+            return default_max_arena_size()
+        return self.max_arena_size_bytes
 
 
 def load_config(

@@ -249,6 +249,15 @@ class Found:
     checksums: bytes
 
 
+@dataclass(slots=True)
+class Resize:
+    """Client wants the arena to have another size, in bytes; REPORT says what it is about to be."""
+
+    TYPE: ClassVar[int] = 24
+    tag: int
+    size: int
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -271,6 +280,7 @@ Message: TypeAlias = (
     | Payload
     | Lookup
     | Found
+    | Resize
 )
 
 FROM_CLIENT = (
@@ -287,6 +297,7 @@ FROM_CLIENT = (
     Reached,
     Seen,
     Lookup,
+    Resize,
 )
 FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Sending, Payload, Found)
 

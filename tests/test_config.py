@@ -41,6 +41,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "socket_mode": ("0600", 0o600),
     "socket_group": ("video", "video"),
     "arena": ("3MiB", 3 << 20),
+    "max_arena": ("9MiB", 9 << 20),
     "engine": ("threads", "threads"),
     "depth": (7, 7),
     "max_chunk_size": ("2MiB", 2 << 20),

@@ -661,6 +661,26 @@ class TestRegisteredMemory:
         engine.close()
         memory.close()
 
+    def test_an_arena_that_grows_and_shrinks_stays_registered_to_its_end(
+        self, engine: Engine, disk_file: Opened
+    ) -> None:
+        arena = Arena(2 * PIECE, 1).serve(engine)
+        for end in (4 * MIB, 6 * MIB, PIECE + MIB, PIECE + 3 * MIB, 2 * PIECE, PIECE, 5 * MIB):
+            engine.arena_ready(end - MIB, end)
+            engine.arena_ready(end, end)
+            self.await_registered(engine, end)
+            beyond = [(end, 0)] if end < 2 * PIECE else []
+            for slot, fixed in ((end - MIB, 1), *beyond):
+                before = engine.counters()["fixed"]
+                batch = engine.batch(1, 1)
+                place(batch, disk_file, 1000, 100_000, slot, MIB)
+                engine.submit(batch)
+                engine.wait(batch)
+                assert batch.failed == 0
+                assert engine.counters()["fixed"] == before + fixed
+                start = slot + 1000 % disk_file.alignment
+                assert arena.bytes[start : start + 100_000].tobytes() == CONTENT[1000:101_000]
+
     def test_large_bounces_are_registered_small_ones_are_not(
         self, engine: Engine, disk_file: Opened
     ) -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.job import Job
+from ffserve.server.resizing import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
 from ffserve.server.session import Session
 
@@ -71,6 +73,25 @@ class Shards:
         self.hold(shards, -1)
 
 
+class Pages:
+    """Memory that is given back when the world has time for it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.size = world.arena.size
+        self.settled = True
+
+    def follow(self, size: int) -> None:
+        assert self.settled, "grown into what is being given back"
+        if size < self.size:
+            self.settled = False
+            self.world.at(self.world.now + self.world.random.uniform(0, 0.1), self._settle)
+        self.size = size
+
+    def _settle(self) -> None:
+        self.settled = True
+
+
 class World:
     """A node without engines and sockets: everything a Session asks of a Node.
 
@@ -89,15 +110,18 @@ class World:
         failure_rate: float = 0.0,
         slowest_s: float = 0.02,
         most_blocks: int = 256,
+        largest_arena: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 100.0
-        self.arena = Arena(arena_size)
+        self.arena = Arena(arena_size, largest_arena)
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.uses = NextUse()
         self.cache = cache_type(self.arena, self.directory, self.table, self._retract, self.uses)
         self.scheduler = Scheduler(self.cache, self._submit, most_blocks=most_blocks)
+        self.pages = Pages(self)
+        self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.catalog = Shards(self.table, self.cache)
         self.failure_rate = failure_rate
         self.slowest_s = slowest_s
@@ -151,6 +175,7 @@ class World:
         assert len(np.unique(load.slots)) == len(load.slots)
         assert (load.sizes >= load.blocks.sizes).all(), "a slot is too small for its block"
         assert (load.offsets + load.sizes <= self.arena.size).all()
+        assert (load.offsets + load.sizes <= self.pages.size).all(), "into what is given back"
         self.reads += len(load.slots)
         self.loads[id(load)] = load
         delay = self.random.uniform(0, self.slowest_s)
@@ -186,6 +211,19 @@ class World:
                 if slot <= self.slot_bytes.get(number, -1) < slot + size:
                     del self.slot_bytes[number]
 
+    def resize(self, size: int) -> None:
+        """As `ffserve resize`, and then again and again as the server does."""
+        self.resizing.begin(self.resizing.rounded(size))
+        self._go_on_resizing(size, 0.01)
+
+    def _go_on_resizing(self, size: int, pause_s: float) -> None:
+        if self.resizing.target != self.resizing.rounded(size):
+            return
+        self.resizing.step(self.now)
+        if self.resizing.under_way and not all(client.dead for client in self.clients):
+            # Less and less often: leases can last for years here.
+            self.at(self.now + pause_s, lambda: self._go_on_resizing(size, 1.5 * pause_s))
+
     # ---- time -------------------------------------------------------------------------------
 
     def run(self, *, check: bool = True, most_events: int = 100_000) -> None:
@@ -214,6 +252,7 @@ class World:
         ends = (offsets + sizes)[order]
         assert (ends[:-1] <= offsets[order][1:]).all(), "slots overlap"
         assert arena.used_size == int(sizes.sum()), "a slot is lost"
+        assert (offsets + sizes <= self.pages.size).all(), "a slot is in what was given back"
         # Loading slots are exactly those of the loads on their way.
         loading = sorted(s for load in self.loads.values() for s in load.slots.tolist())
         assert loading == np.flatnonzero(state == LOADING).tolist(), "a loading slot was taken"
@@ -261,7 +300,11 @@ class World:
         # The policy knows every resident, and who has how much.
         policy = cache.policy
         assert (policy._key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
-        assert (policy._key[state != RESIDENT] == NONE).all(), "what is not there has a key"
+        known = slice(policy._known)
+        assert not state[policy._known :].any()
+        assert (policy._key[known][state[known] != RESIDENT] == NONE).all(), (
+            "what is gone has a key"
+        )
         owners = np.unique(policy._group[taken]).tolist()
         held_by = {g: int(sizes[policy._group[taken] == g].sum()) for g in owners}
         assert policy.used == held_by
@@ -282,7 +325,7 @@ class World:
         """Assert what must hold when everybody has left."""
         assert self.scheduler.idle and not self.loads
         assert not self.cache.pins.any()
-        assert self.scheduler._leased_size == 0
+        assert self.scheduler.leased_size == 0
         assert not (self.cache.state == LOADING).any()
         assert not (self.cache.state == FAILED).any()
         assert all(shard.sessions == 0 for shard in self.shards)
@@ -291,7 +334,9 @@ class World:
         assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
         assert not self.uses.walks, "a walk of a session that ended is still there"
         assert self.arena.used_size == 0
-        assert (self.arena.slab_class == -1).all()
+        self.resizing.step(self.now)
+        assert not self.resizing.held_size
+        assert (self.arena.slab_class[: self.arena.open_count] == -1).all()
         assert not self.slot_bytes
 
     def close(self) -> None:
@@ -532,7 +577,12 @@ def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
         failure_rate=chooser.choice((0, 0, 0.02, 0.3)),
         slowest_s=chooser.choice((0.001, 0.02, 0.3)),
         most_blocks=chooser.choice((4, 64, 512)),
+        largest_arena=2 * arena_size,
     )
+    if chooser.random() < 0.5:
+        for _ in range(chooser.randint(1, 20)):
+            size = chooser.randint(world.arena.smallest_size, world.arena.limit)
+            world.at(world.now + chooser.uniform(0, 3), partial(world.resize, size))
     for _ in range(chooser.randint(1, 6)):
         shards = [s for s in world.shards if chooser.random() < 0.7] or world.shards
         count = sum(shard.count for shard in shards)

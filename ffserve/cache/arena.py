@@ -28,16 +28,22 @@ SMALLEST_ARENA = 1024 * 1024
 
 LARGE = -2
 _FREE = -1
+_RETIRED = -3
+"""Of slabs that are not handed out: beyond the size."""
 
 
 class Arena:
     """Which slots there are, which are free.
 
-    Args: size: bytes; rounded down to whole slabs.
+    Slabs below `open_count` are handed out, those below `slab_count` may still hold something.
+
+    Args:
+        size: bytes; rounded down to whole slabs.
+        limit: bytes that it can grow to, at least `size`; None: it cannot.
     Raises: UsageError when smaller than SMALLEST_ARENA.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, limit: int | None = None) -> None:
         if size < SMALLEST_ARENA:
             raise UsageError(
                 f"an arena of {size} bytes is too small",
@@ -46,24 +52,76 @@ class Arena:
         # A small arena gets small slabs, so that all size classes find room in it.
         wanted = max(size // SLABS_WANTED, min(size // 4, SMALLEST_SLAB))
         self.slab_size = min(SLAB_SIZE, 1 << (wanted.bit_length() - 1))
-        self.slab_count = size // self.slab_size
-        self.size = self.slab_count * self.slab_size
+        slabs = max(size, limit or 0) // self.slab_size
+        self.limit = slabs * self.slab_size
+        """Bytes that slots can ever lie in."""
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT
         self.class_sizes = _class_sizes(self.slab_size)
-        self.slab_class = np.full(self.slab_count, _FREE, np.int32)
-        self._slab_used = np.zeros(self.slab_count, np.int64)
-        self._run_length = np.zeros(self.slab_count, np.int64)
-        self._offset = np.zeros(self.slot_count, np.int64)
-        self._size = np.zeros(self.slot_count, np.int64)
-        self._free_slabs = list(range(self.slab_count - 1, -1, -1))
+        # Sized for the limit; what lies beyond the size is not touched and takes no memory.
+        self.slab_class = np.empty(slabs, np.int32)
+        self._slab_used = np.zeros(slabs, np.int64)
+        self._run_length = np.zeros(slabs, np.int64)
+        self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
+        self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
+        self.slab_count = self.open_count = 0
+        self._free_slabs: list[int] = []
         self._free_slots: list[list[int]] = [[] for _ in self.class_sizes]
         self.used_size = 0
         """Bytes of the slots in use."""
+        self.resize(size // self.slab_size)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the slabs that are handed out."""
+        return self.open_count * self.slab_size
 
     @property
     def slot_count(self) -> int:
-        """Slot numbers run below this."""
+        """Slots in use have numbers below this."""
         return self.slab_count * self.slots_per_slab
+
+    @property
+    def slot_limit(self) -> int:
+        """Slot numbers are always below this."""
+        return len(self._size)
+
+    @property
+    def smallest_size(self) -> int:
+        """The least bytes that leave all size classes room."""
+        return max(SMALLEST_ARENA, 4 * self.slab_size)
+
+    def resize(self, count: int) -> None:
+        """Hand out the slabs below `count` and no others. What lies beyond stays until it is freed;
+        see `trim`."""
+        assert count <= len(self.slab_class)
+        if count < self.open_count:
+            beyond = self.slab_class[count : self.open_count]
+            beyond[beyond == _FREE] = _RETIRED
+            self._free_slabs = [slab for slab in self._free_slabs if slab < count]
+            first = count * self.slots_per_slab
+            self._free_slots = [[s for s in free if s < first] for free in self._free_slots]
+        else:
+            if count > self.slab_count:
+                self.slab_class[self.slab_count : count] = _RETIRED
+                self.slab_count = count
+            # Free slots of slabs that are still in use come back when these are empty.
+            again = self.open_count + np.flatnonzero(
+                self.slab_class[self.open_count : count] == _RETIRED
+            )
+            self.slab_class[again] = _FREE
+            self._free_slabs[:0] = again[::-1].tolist()
+        self.open_count = count
+
+    def retiring(self) -> NDArray[np.int64]:
+        """Return the slabs beyond the size that are not empty yet."""
+        return self.open_count + np.flatnonzero(
+            self.slab_class[self.open_count : self.slab_count] != _RETIRED
+        )
+
+    def trim(self) -> None:
+        """Forget the slabs beyond the size; they are all empty."""
+        assert not len(self.retiring())
+        self.slab_count = self.open_count
 
     def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
@@ -108,7 +166,7 @@ class Arena:
     def take_run(self, size: int) -> int | None:
         """Take a run of free slabs for one large slot of `size` bytes; None when there is none."""
         need = -(-size // self.slab_size)
-        start = first_run(self.slab_class == _FREE, need)
+        start = first_run(self.slab_class[: self.open_count] == _FREE, need)
         if start is None:
             return None
         members = set(range(start, start + need))
@@ -129,12 +187,13 @@ class Arena:
         slabs = slots // self.slots_per_slab
         classes = self.slab_class[slabs]
         np.subtract.at(self._slab_used, slabs, 1)
-        staying = self._slab_used[slabs] > 0
+        used = self._slab_used[slabs] > 0
+        staying = used & (slabs < self.open_count)
         for slot, size_class in zip(
             slots[staying].tolist(), classes[staying].tolist(), strict=True
         ):
             self._free_slots[size_class].append(slot)
-        emptied = np.unique(slabs[~staying])
+        emptied = np.unique(slabs[~used])
         for size_class in np.unique(self.slab_class[emptied]).tolist():
             if size_class >= 0 and self._free_slots[size_class]:
                 free = np.array(self._free_slots[size_class])
@@ -143,8 +202,10 @@ class Arena:
         for slab in emptied.tolist():
             run = max(1, int(self._run_length[slab]))
             self._run_length[slab] = 0
-            self.slab_class[slab : slab + run] = _FREE
-            self._free_slabs.extend(range(slab + run - 1, slab - 1, -1))
+            self.slab_class[slab : slab + run] = _RETIRED
+            end = min(slab + run, self.open_count)
+            self.slab_class[slab:end] = _FREE
+            self._free_slabs.extend(range(end - 1, slab - 1, -1))
 
     def free_slabs(self, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the slabs [low, high) belong to no class."""
@@ -162,7 +223,8 @@ class Arena:
     def heads(self) -> NDArray[np.int64]:
         """Return for each slab the slab whose slots cover it: itself, or its large slot's first."""
         heads = np.arange(self.slab_count)
-        heads[(self.slab_class == LARGE) & (self._run_length == 0)] = 0
+        inside = self.slab_class[: self.slab_count] == LARGE
+        heads[inside & (self._run_length[: self.slab_count] == 0)] = 0
         return np.maximum.accumulate(heads)
 
 

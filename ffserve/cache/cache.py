@@ -35,6 +35,9 @@ FREE, LOADING, RESIDENT, FAILED = range(4)
 STEAL_WINDOW = 256
 """Slabs looked at together when one has to be emptied."""
 
+RETIRE_WINDOW = 16
+"""Slabs that are emptied at once when the arena shrinks: 5 ms at 4 KiB a slot."""
+
 Int64s: TypeAlias = NDArray[np.int64]
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
@@ -133,14 +136,14 @@ class Cache:
         self._retract = retract
         self._large = len(arena.class_sizes)
         self.uses = NextUse() if uses is None else uses
-        slots = arena.slot_count
+        slots = arena.slot_limit
         self.state = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
         self.policy = Policy(arena, self.uses, self._first, self._count)
         self._loading: dict[int, Load] = {}
-        self._hand = 0
+        self._hand = self._retiring_hand = 0
         self._idle_slabs = False
         """Whether there may be slabs in which nobody wants anything."""
         self.idle_changed = False
@@ -362,6 +365,8 @@ class Cache:
 
     def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
         usable: NDArray[np.bool_] = (self.state[slots] == RESIDENT) & (self.pins[slots] == 0)
+        if self.arena.open_count < self.arena.slab_count:
+            usable &= slots < self.arena.open_count * self.arena.slots_per_slab
         return usable
 
     def _usable_idle(self, slots: Int64s) -> NDArray[np.bool_]:
@@ -436,7 +441,7 @@ class Cache:
         return victims, others
 
     def _find_idle(self) -> None:
-        resident = np.flatnonzero(self.state == RESIDENT)
+        resident = np.flatnonzero(self.state[: self.arena.slot_count] == RESIDENT)
         idle = resident[~self._wanted(resident)]
         classes = self._classes(idle)
         for size_class in np.unique(classes).tolist():
@@ -484,8 +489,8 @@ class Cache:
         Else a job with samples of one size would go on evicting its own, beside memory full of
         samples of another size that a job left behind.
         """
-        heads, total = self.arena.heads(), self.arena.slab_count
-        for low in (self._hand, *range(0, total, STEAL_WINDOW)):
+        heads, total = self.arena.heads(), self.arena.open_count
+        for low in (min(self._hand, total - 1), *range(0, total, STEAL_WINDOW)):
             busy, wanted, _ = self._census(heads, low, min(low + STEAL_WINDOW, total))
             free = self.arena.free_slabs(low, low + len(busy))
             found = first_run(~busy & ~wanted & ~free, 1)
@@ -502,6 +507,26 @@ class Cache:
             self._evict(victims.tolist())
             self.arena.free(victims)
 
+    def resize(self, slabs: int) -> None:
+        """Hand out so many slabs; see `retire` for what is beyond them."""
+        self.arena.resize(slabs)
+        self.policy.follow_arena()
+
+    def retire(self) -> bool:
+        """Empty some of the slabs beyond the arena's size that nobody is busy with; whether all are
+        empty now. What is pinned or being read there stays until a later call."""
+        slabs = self.arena.retiring()
+        if not len(slabs):
+            return True
+        behind = slabs[slabs >= self._retiring_hand]
+        low = int(behind[0] if len(behind) else slabs[0])
+        high = min(low + RETIRE_WINDOW, self.arena.slab_count)
+        self._retiring_hand = high
+        busy, _, _ = self._census(self.arena.heads(), low, high)
+        for slab in (low + np.flatnonzero(~busy)).tolist():
+            self._empty(slab)
+        return not len(self.arena.retiring())
+
     def _choose_run(self, need: int) -> tuple[int, bool] | None:
         """Return the start of a run of slabs without a busy slot, and whether nobody wants what is
         in it: one with nothing that is to be kept, if there is one nearby, else with little.
@@ -510,7 +535,7 @@ class Cache:
         at every slot of a large arena would hold everybody up.
         """
         heads = self.arena.heads()
-        total = self.arena.slab_count
+        total = self.arena.open_count
         window = max(STEAL_WINDOW, 4 * need)
         starts = [min(self._hand, max(0, total - window)), *range(0, total, window)]
         spans = [(start, min(start + window, total)) for start in starts]
@@ -571,9 +596,9 @@ class Cache:
 
     def drop(self, base: int, count: int) -> bool:
         """Evict everything of a shard. False when one of its slots is pinned or being read."""
-        inside = np.flatnonzero(
-            (self.state != FREE) & (self._first >= base) & (self._first < base + count)
-        )
+        firsts = self._first[: self.arena.slot_count]
+        taken = self.state[: self.arena.slot_count] != FREE
+        inside = np.flatnonzero(taken & (firsts >= base) & (firsts < base + count))
         if (self.pins[inside] > 0).any() or (self.state[inside] != RESIDENT).any():
             return False
         self._evict(inside.tolist())
@@ -583,7 +608,7 @@ class Cache:
 
     def usage(self) -> Int64s:
         """Return the bytes of slots in use by each row of the shard table."""
-        taken = np.flatnonzero(self.state != FREE)
+        taken = np.flatnonzero(self.state[: self.arena.slot_count] != FREE)
         rows = self.shards.rows(self._first[taken])
         weights = self.arena.sizes(taken).astype(np.float64)
         return np.bincount(rows, weights, minlength=len(self.shards.bases)).astype(np.int64)

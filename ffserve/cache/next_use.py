@@ -74,7 +74,7 @@ class NextUse:
         self.groups: dict[int, Group] = {}
         self.merged: list[tuple[int, int]] = []
         """(old, new): groups that turned out to be one; for the policy to take note of."""
-        self._most_size = most_size
+        self.most_size = most_size
         self._walks: dict[tuple[str, bytes], Walk] = {}
         self._bases = np.zeros(0, np.int64)
         self._group_of_base = np.zeros(0, np.int64)
@@ -164,10 +164,10 @@ class NextUse:
             replacement=replacement,
         )
         size = sum(w.size for w in self._walks.values()) + 6 * count
-        if size > self._most_size:
+        if size > self.most_size:
             raise UsageError(
                 f"all announced orders together would take {size} bytes",
-                hint=f"the daemon keeps {self._most_size}; jobs of one seed share theirs",
+                hint=f"the daemon keeps {self.most_size}; jobs of one seed share theirs",
             )
         return arriving
 

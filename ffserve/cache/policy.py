@@ -150,13 +150,22 @@ class Policy:
         self._uses = uses
         self._first = first
         self._count = count
-        self._key = np.full(arena.slot_count, NONE, np.int64)
-        self._group = np.zeros(arena.slot_count, np.int32)
+        # As large as the arena may become, touched as far as it ever was.
+        self._key = np.empty(arena.slot_limit, np.int64)
+        self._known = 0
+        self._group = np.zeros(arena.slot_limit, np.int32)
         self._shelves: list[dict[int, Shelf]] = [{} for _ in range(len(arena.class_sizes) + 1)]
         self._large = len(arena.class_sizes)
         self._widths: dict[int, float] = {}
         self.used: dict[int, int] = {}
         """Bytes of slots that each group has."""
+        self.follow_arena()
+
+    def follow_arena(self) -> None:
+        """The arena may have more slots than before."""
+        if self._arena.slot_count > self._known:
+            self._key[self._known : self._arena.slot_count] = NONE
+            self._known = self._arena.slot_count
 
     # ---- coming and going -----------------------------------------------------------------
 

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Pack, serve, train, and show what was read: the whole in a minute."),
     "serve": ("serve", "Run the daemon."),
     "status": ("status", "Show what the daemon holds and does."),
+    "resize": ("resize", "Give the daemon's arena another size."),
     "bench": ("bench", "Measure this machine, ffserve, and what else is installed."),
     "simulate": ("simulate", "Try a cache size without buying it."),
     "pack": ("pack", "Pack a directory or files into record files."),

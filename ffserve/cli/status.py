@@ -43,6 +43,10 @@ def _print(facts: dict[str, Any]) -> None:
         f"{facts['socket']}"
     )
     used = f"{format_size(arena['used'])} of {format_size(arena['size'])}"
+    if arena["size"] != arena["target"]:
+        used += f", on its way to {format_size(arena['target'])}"
+    if arena["held"]:
+        used += f" when {format_size(arena['held'])} are free"
     print_facts(
         [
             ("engine", str(facts["engine"]["kind"])),

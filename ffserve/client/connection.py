@@ -335,6 +335,18 @@ class Connection:
         self._send(protocol.Status(tag), tag)
         return self._expect(tag, protocol.Report).facts
 
+    def resize(self, size: int) -> dict[str, Any]:
+        """Let the daemon's arena have another size, in bytes; return its facts about the arena.
+
+        Raises: AccessDenied, UsageError, ReadError: not allowed, impossible, more than is free.
+        """
+        tag = self._tag()
+        self._send(protocol.Resize(tag, size), tag)
+        facts = self._expect(tag, protocol.Report).facts.get("arena")
+        if not isinstance(facts, dict):
+            raise ProtocolError("the daemon's answer has no arena", path=self.path)
+        return facts
+
     def close_dataset(self, dataset: int) -> None:
         """The data set is needed no more."""
         self.tell()

@@ -85,6 +85,7 @@ struct ffs_engine {
     ffs_job *done_head, *done_tail;
     ffs_file *files; uint32_t file_room, generation;
     uint64_t arena_ready;       /* pages below may be registered */
+    uint64_t arena_end;         /* of what is in use: below it pieces are whole but for the last */
     uint64_t arena_floor;       /* the lowest that `arena_ready` was since the I/O thread looked */
     uint32_t idle, waiters, started;
     int start_error, broken;

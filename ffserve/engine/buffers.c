@@ -52,35 +52,34 @@ void ffs_buffers_free(ffs_buffers *b)
     b->bounces = NULL;
 }
 
-static uint64_t size_of(const ffs_engine *e, uint32_t piece)
-{
-    uint64_t start = piece * FFS_PIECE;
-    return e->arena_size - start < FFS_PIECE ? e->arena_size - start : FFS_PIECE;
-}
-
 void ffs_buffers_follow(ffs_engine *e, ffs_buffers *b, struct io_uring *ring)
 {
     if (!b->bounces || !atomic_load_explicit(&e->arena_changed, memory_order_relaxed) ||
         !atomic_exchange(&e->arena_changed, false))
         return;
     pthread_mutex_lock(&e->lock);
-    uint64_t floor = e->arena_floor, ready = e->arena_ready;
+    uint64_t floor = e->arena_floor, ready = e->arena_ready, end = e->arena_end;
     e->arena_floor = UINT64_MAX;
     pthread_mutex_unlock(&e->lock);
-    while (b->pieces && (b->pieces - 1) * FFS_PIECE + size_of(e, b->pieces - 1) > floor) {
-        b->pieces--;
+    /* The last piece was shorter than the others and the arena grew: it is registered anew. */
+    if (b->end % FFS_PIECE && end > b->end && floor >= b->end)
+        floor = b->end - 1;
+    while (b->pieces && b->end > floor) {
+        uint64_t start = --b->pieces * FFS_PIECE;
         put(ring, e->op_count + b->pieces, NULL, 0);
-        atomic_fetch_sub_explicit(&e->registered, size_of(e, b->pieces), memory_order_relaxed);
+        atomic_fetch_sub_explicit(&e->registered, b->end - start, memory_order_relaxed);
+        b->end = start;
     }
-    uint64_t next = b->pieces * FFS_PIECE;
-    if (b->refused || b->pieces == FFS_MOST_PIECES || next >= e->arena_size ||
-        next + size_of(e, b->pieces) > ready)
+    uint64_t start = b->pieces * FFS_PIECE;
+    uint64_t stop = end < start + FFS_PIECE ? end : start + FFS_PIECE;
+    if (b->refused || b->pieces == FFS_MOST_PIECES || start >= end || stop > ready)
         return;
-    b->refused = put(ring, e->op_count + b->pieces, e->arena + next, size_of(e, b->pieces)) != 0;
+    b->refused = put(ring, e->op_count + b->pieces, e->arena + start, stop - start) != 0;
     if (b->refused)
         return;
-    atomic_fetch_add_explicit(&e->registered, size_of(e, b->pieces), memory_order_relaxed);
+    atomic_fetch_add_explicit(&e->registered, stop - start, memory_order_relaxed);
     b->pieces++;
+    b->end = stop;
     atomic_store(&e->arena_changed, true); /* the next piece in the next round */
 }
 
@@ -95,7 +94,8 @@ int ffs_buffer_of(ffs_engine *e, ffs_buffers *b, struct io_uring *ring, const ff
         return -1;
     uint64_t place = (uint64_t)(op->to - e->arena);
     uint64_t piece = place / FFS_PIECE;
-    if (piece >= b->pieces || (place + op->size - 1) / FFS_PIECE != piece)
+    if (piece >= b->pieces || place + op->size > b->end ||
+        (place + op->size - 1) / FFS_PIECE != piece)
         return -1;
     return (int)(e->op_count + piece);
 }

@@ -22,6 +22,7 @@ typedef struct {
     bool *bounces;          /* by op: whether its bounce buffer is registered */
     uint32_t op_count;
     uint32_t pieces;        /* of the arena, registered from its start */
+    uint64_t end;           /* of the last piece, in the arena */
     bool refused;           /* the kernel takes no more */
 } ffs_buffers;
 

@@ -218,7 +218,7 @@ void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entr
 /* Bytes [0, size) of the arena have the pages that they will keep, so an engine that registers may
  * do so. A lower size than before takes that back: no read submitted afterwards relies on it, so
  * the pages above it may change once no read is on its way there. Nothing for other kinds. */
-void ffs_engine_arena_ready(ffs_engine *e, uint64_t size);
+void ffs_engine_arena_ready(ffs_engine *e, uint64_t size, uint64_t end);
 /* Add a file: alignment = logical block for offset and length (1 when buffered). The engine never
  * closes the descriptor. Returns an id >= 0 or -errno. */
 int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);

@@ -142,16 +142,17 @@ void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entr
     e->entry_count = entry_count;
 }
 
-void ffs_engine_arena_ready(ffs_engine *e, uint64_t size)
+void ffs_engine_arena_ready(ffs_engine *e, uint64_t size, uint64_t end)
 {
     if (!e->registers)
         return;
     pthread_mutex_lock(&e->lock);
-    bool changed = size < e->arena_ready || size == e->arena_size ||
+    bool changed = size < e->arena_ready || size == end || end != e->arena_end ||
                    size / FFS_PIECE != e->arena_ready / FFS_PIECE;
     if (size < e->arena_ready && size < e->arena_floor)
         e->arena_floor = size;
     e->arena_ready = size;
+    e->arena_end = end;
     if (changed)
         atomic_store(&e->arena_changed, true);
     pthread_mutex_unlock(&e->lock);

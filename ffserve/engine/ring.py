@@ -206,6 +206,7 @@ class Engine:
         self._pid = os.getpid()
         self._in_flight: dict[int, Batch] = {}
         self._notifying = False
+        self._arena_size = 0
         # Freed when the last reference goes, which may be a call that another thread is in.
         self._c: Any = ffi.gc(out[0], lib.ffs_engine_close)
         self._finalizer = weakref.finalize(self, _shut, self._c, self._in_flight)
@@ -223,6 +224,7 @@ class Engine:
 
         The mapping must outlive the engine.
         """
+        self._arena_size = size
         lib.ffs_engine_set_arena(
             self._core(),
             ffi.cast("uint8_t *", address),
@@ -231,13 +233,13 @@ class Engine:
             entry_count,
         )
 
-    def arena_ready(self, size: int) -> None:
-        """Bytes [0, size) of the arena have the pages that they will keep.
+    def arena_ready(self, size: int, end: int | None = None) -> None:
+        """Bytes [0, size) of the arena have the pages that they will keep; [0, end) is in use.
 
         An engine with registered buffers then pins them, in the background; any other ignores it.
         A lower size than before takes that back before the pages above it change.
         """
-        lib.ffs_engine_arena_ready(self._core(), size)
+        lib.ffs_engine_arena_ready(self._core(), size, self._arena_size if end is None else end)
 
     def add_file(self, fd: int, alignment: int) -> int:
         """Add an open file and return its id.

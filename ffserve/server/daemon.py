@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import stat
-import threading
 
 import uvloop
 
@@ -35,7 +34,6 @@ log = logging.getLogger("ffserve")
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 1024
-_POPULATE_STEP = 2 * 1024 * 1024
 
 
 def serve(config: ServerConfig) -> int:
@@ -85,11 +83,7 @@ async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) 
         stop.set()
     node = Node(config)
     server = Server(node, listener)
-    stop_populating = threading.Event()
-    populating = threading.Thread(
-        target=_populate, args=(node, stop_populating), name="ffserve-populate", daemon=True
-    )
-    populating.start()
+    node.pages.start()
     log.info(
         "serving %s on %s, arena %s, engine %s",
         " ".join(config.roots),
@@ -103,10 +97,8 @@ async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) 
     systemd.notify("STOPPING=1")
     log.info("stopping: %d clients", server.connection_count)
     watchdog.cancel()
-    stop_populating.set()
     if not await server.drain(config.drain_timeout_s):
         log.warning("stopped with requests unanswered after %g s", config.drain_timeout_s)
-    populating.join()
     node.close()
 
 
@@ -115,20 +107,6 @@ async def _watchdog() -> None:
     while interval_s is not None:
         systemd.notify("WATCHDOG=1")
         await asyncio.sleep(interval_s / 2)
-
-
-def _populate(node: Node, stop: threading.Event) -> None:
-    """Take the arena's pages before reads need them, in small steps beside the work.
-
-    The pages that will be used first come first; a read that overtakes this thread takes its own.
-    """
-    for offset in range(0, node.arena.size, _POPULATE_STEP):
-        if stop.wait(0.0005):
-            return
-        step = min(_POPULATE_STEP, node.arena.size - offset)
-        node.memory.populate(offset, step)
-        node.populated = offset + step
-        node.reading.arena_ready(node.populated)
 
 
 # ---- the socket -------------------------------------------------------------------------------

@@ -22,14 +22,17 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
-from ffserve.config import ServerConfig
+from ffserve.config import ServerConfig, format_size, free_memory
 from ffserve.engine.view import retract
-from ffserve.errors import ChecksumError
+from ffserve.errors import AccessDenied, ChecksumError, ReadError
 from ffserve.failures import CHECKSUM
+from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
 from ffserve.server.job import Job
+from ffserve.server.pages import Pages
 from ffserve.server.reading import Reading
 from ffserve.server.report import group_facts, job_facts, walk_facts
+from ffserve.server.resizing import Resizing
 from ffserve.server.scheduler import Scheduler
 
 MOST_JOBS = 256
@@ -47,11 +50,10 @@ class Node:
         self.payload: str = config.payload
         self.started = time.time()
         self.epoch = secrets.randbits(63)
-        self.arena = Arena(config.arena_size)
-        self.memory = SharedMemory("ffserve-arena", self.arena.size)
+        self.arena, self.memory = _memory(config)
         self.directory = Directory()
         self.table = ShardTable(self.directory)
-        self.uses = NextUse(max(SMALLEST_LIMIT, self.arena.size // ORDERS_SHARE))
+        self.uses = NextUse(_orders_limit(self.arena.size))
         self.cache = Cache(
             self.arena,
             self.directory,
@@ -72,9 +74,9 @@ class Node:
             config.roots,
             config.max_chunk_size_bytes,
         )
+        self.pages = Pages(self.memory, self.reading, self.arena.size)
+        self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.checksum_failures = 0
-        self.populated = 0
-        """Bytes of the arena that have been taken from the kernel ahead of use."""
         self._jobs: OrderedDict[str, Job] = OrderedDict()
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
@@ -103,13 +105,48 @@ class Node:
                 del self._jobs[old.name]
         return job
 
+    def resize(self, size: int, peer: Peer) -> None:
+        """Begin to give the arena another size.
+
+        Raises: AccessDenied, UsageError, ReadError: not allowed, impossible, more than is free.
+        """
+        if peer.uid not in (0, os.geteuid()):
+            raise AccessDenied(
+                f"user {peer.uid} may not resize the arena",
+                hint="root may, and the user that the daemon runs as",
+            )
+        size = self.resizing.rounded(size)
+        more, free = size - max(self.pages.populated, self.arena.used_size), free_memory()
+        if size > self.arena.size and more > free:
+            raise ReadError(
+                f"an arena of {format_size(size)} would take another {format_size(more)}, and "
+                f"{format_size(free)} of memory are free",
+                hint="give a smaller size, or end what takes the memory",
+            )
+        self.uses.most_size = _orders_limit(size)
+        self.resizing.begin(size)
+        self.resizing.step(time.monotonic())
+
+    def arena_facts(self) -> dict[str, Any]:
+        """What STATUS and RESIZE answer about the arena: bytes."""
+        return {
+            "size": self.resizing.size,
+            "target": self.resizing.target,
+            "limit": self.arena.limit,
+            "used": self.arena.used_size,
+            "populated": self.pages.populated,
+            "held": self.resizing.held_size,
+            "leased": self.scheduler.leased_size,
+            "resizing": self.resizing.under_way,
+        }
+
     def about(self) -> dict[str, Any]:
         """What WELCOME says."""
         return {
             "version": protocol.VERSION,
             "server": f"ffserve {__version__}",
             "epoch": self.epoch,
-            "arena_size": self.arena.size,
+            "arena_size": self.memory.size,
             "capacity": self.directory.capacity,
             "max_get": protocol.MAX_GET_COUNT,
             "orders": True,
@@ -128,11 +165,7 @@ class Node:
             "socket": self.config.socket,
             "roots": list(self.config.roots),
             "engine": {"kind": self.reading.kind, **engine},
-            "arena": {
-                "size": self.arena.size,
-                "used": self.arena.used_size,
-                "populated": self.populated,
-            },
+            "arena": self.arena_facts(),
             "cache": {
                 "asked": counters.asked,
                 "resident": counters.resident,
@@ -165,5 +198,24 @@ class Node:
 
     def close(self) -> None:
         """End the I/O threads, close the files. Shared memory goes with the process."""
+        self.pages.stop()
         self.reading.close()
         self.catalog.shutdown()
+
+
+def _orders_limit(arena_size: int) -> int:
+    return max(SMALLEST_LIMIT, arena_size // ORDERS_SHARE)
+
+
+def _memory(config: ServerConfig) -> tuple[Arena, SharedMemory]:
+    """Return the arena and its memory, as large as the arena may become."""
+    limit = max(config.arena_size, config.max_arena_size)
+    while True:
+        arena = Arena(config.arena_size, limit)
+        try:
+            return arena, SharedMemory("ffserve-arena", arena.limit)
+        except (ReadError, OSError):
+            # An address-space limit: then it cannot grow as far.
+            if limit == config.arena_size:
+                raise
+            limit = max(config.arena_size, limit // 2)

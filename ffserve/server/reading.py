@@ -52,7 +52,7 @@ class Reading:
         self._by_device: dict[int, int] = {}
         self._batches: dict[int, _Part] = {}
         self._next_tag = 1
-        self._arena_ready = 0
+        self._arena_ready = (0, arena.size)
         self._decoding = Decoding(self._engines, memory, directory, table)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
@@ -81,22 +81,23 @@ class Reading:
         engine = Engine(self._kind, depth=self._depth)
         engine.set_arena(
             self._memory.address,
-            self._arena.size,
+            self._memory.size,
             self._directory.entries_memory.address,
             self._directory.capacity,
         )
         self._engines.append(engine)
-        engine.arena_ready(self._arena_ready)
+        engine.arena_ready(*self._arena_ready)
         number = len(self._engines) - 1
         if self._loop is not None:
             self._loop.add_reader(engine.fileno(), self._reap, number)
         return number
 
-    def arena_ready(self, size: int) -> None:
-        """Bytes [0, size) of the arena have their pages; see `Engine.arena_ready`. Any thread."""
-        self._arena_ready = size
+    def arena_ready(self, size: int, end: int) -> None:
+        """Bytes [0, size) of the arena have their pages, [0, end) are in use; see
+        `Engine.arena_ready`. Any thread."""
+        self._arena_ready = size, end
         for engine in tuple(self._engines):
-            engine.arena_ready(size)
+            engine.arena_ready(size, end)
 
     def add_file(self, device: int, fd: int, alignment: int) -> tuple[int, int]:
         """Return (engine, file) for an open file on a device."""

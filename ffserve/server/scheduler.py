@@ -52,6 +52,8 @@ class Request:
     lease: bool
     context: object
     blocked_since: float | None = None
+    enough: bool = False
+    """Whether it is to be answered in part, having pinned its share of the arena."""
     count: int = 0
     """How many of the samples were dealt with, once it is finished."""
 
@@ -97,12 +99,19 @@ class Scheduler:
         self._by_fetch: dict[Fetch, Request] = {}
         self._pins: deque[tuple[float, Owner, int]] = deque()
         self._most_pins = _FEW_PINS
-        self._share = max(1, cache.arena.size // ARENA_SHARE)
-        self._most_leased = cache.arena.size // LEASED_SHARE
-        self._leased_size = 0
+        self.leased_size = 0
+        """Bytes of the slots that leases hold."""
         self._pumped = 0.0
         self.read_sizes: dict[str, int] = {}
         """Bytes that were read from files for each job; reads that another began count for him."""
+
+    @property
+    def _share(self) -> int:
+        return max(1, self._cache.arena.size // ARENA_SHARE)
+
+    @property
+    def _most_leased(self) -> int:
+        return self._cache.arena.size // LEASED_SHARE
 
     @property
     def idle(self) -> bool:
@@ -116,7 +125,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in and serve what can be served."""
-        if request.lease and self._leased_size >= self._most_leased:
+        if request.lease and self.leased_size >= self._most_leased:
             request.owner.finished(request)
             return
         self._by_fetch[request.fetch] = request
@@ -137,7 +146,7 @@ class Scheduler:
         for tag in tags:
             fetch = owner.leases.pop(tag, None)
             if fetch is not None:
-                self._leased_size -= fetch.pinned_size
+                self.leased_size -= fetch.pinned_size
                 self._cache.release(fetch.pins)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
@@ -149,11 +158,7 @@ class Scheduler:
                 if not self.ahead.loaded(fetch, now):
                     self._cache.release(fetch.pins)
                     fetch.pins = []
-            elif (
-                fetch.complete
-                or fetch.pinned_size >= self._share
-                or request.blocked_since is not None
-            ):
+            elif fetch.complete or request.enough or request.blocked_since is not None:
                 self._finish(request, now)
         self.pump(now)
 
@@ -189,7 +194,7 @@ class Scheduler:
         """Give turns until nobody can get on or enough is on its way."""
         self._pumped = self._cache.uses.now = now
         if self._blocked:
-            self.ahead.make_room()
+            self.make_room(now)
             self._unblock(now)
         if self._blocked and self._favours(self._blocked[0], now):
             return
@@ -244,7 +249,9 @@ class Scheduler:
         load = self._cache.advance(fetch, QUANTUM, max(self._share - fetch.pinned_size, 1))
         if load is not None:
             self._start(load, request.owner.job)
-        if fetch.cursor == len(fetch.numbers) or fetch.pinned_size >= self._share:
+        # Remembered, since the arena may grow before what is on its way has come.
+        request.enough = fetch.pinned_size >= self._share
+        if fetch.cursor == len(fetch.numbers) or request.enough:
             if fetch.waiting == 0:
                 self._finish(request, now)
             return True
@@ -269,9 +276,9 @@ class Scheduler:
             owner.unacknowledged[request.tag] = fetch.pins
             self._pins.append((now, owner, request.tag))
             self._sweep()
-        elif self._leased_size + fetch.pinned_size <= self._most_leased:
+        elif self.leased_size + fetch.pinned_size <= self._most_leased:
             owner.leases[request.tag] = fetch
-            self._leased_size += fetch.pinned_size
+            self.leased_size += fetch.pinned_size
         else:
             self._cache.release(fetch.pins)
             request.count = 0
@@ -285,12 +292,16 @@ class Scheduler:
             self._pins = deque(pin for pin in self._pins if pin[2] in pin[1].unacknowledged)
             self._most_pins = 2 * len(self._pins) + _FEW_PINS
 
-    def _unblock(self, now: float) -> None:
+    def make_room(self, now: float) -> None:
+        """Take back the pins that may be taken back."""
+        self.ahead.make_room()
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
             if owner.taken_back is not None:
                 owner.taken_back(tag)
             self.acknowledge(owner, [tag])
+
+    def _unblock(self, now: float) -> None:
         waiting = list(self._blocked)
         self._blocked.clear()
         favoured = self._favours(waiting[0], now)

@@ -31,6 +31,8 @@ SEND_BUFFER_SIZE = 1024 * 1024
 _SO_SNDBUFFORCE = 32
 WRITES_AT_ONCE = 4
 """Calls of sendmsg before others have their turn; each takes what fits into the socket's buffer."""
+RESIZE_STEP_S = 0.01
+"""Between two looks at what keeps the arena from shrinking."""
 _CHUNK = 256 * 1024
 
 
@@ -187,6 +189,7 @@ class Server:
         self._openings: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -259,6 +262,8 @@ class Server:
 
     def arm(self) -> None:
         """See to it that requests that wait for room are looked at again in time."""
+        if self._resize_timer is None and self.node.resizing.under_way:
+            self._resize_timer = self._loop.call_later(RESIZE_STEP_S, self._resize)
         now = time.monotonic()
         deadline = self.node.scheduler.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
@@ -267,6 +272,11 @@ class Server:
             self._timer.cancel()
         self._timer_at = max(deadline, now + 0.001)
         self._timer = self._loop.call_later(self._timer_at - now, self.pump)
+
+    def _resize(self) -> None:
+        self._resize_timer = None
+        self.node.resizing.step(time.monotonic())
+        self.arm()
 
     def pump(self) -> None:
         """Give turns: there may be room now."""
@@ -297,6 +307,7 @@ class Server:
             task.cancel()
         for connection in list(self._connections):
             connection.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._resize_timer):
+            if timer is not None:
+                timer.cancel()
         return drained

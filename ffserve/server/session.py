@@ -7,7 +7,7 @@ data set takes other threads, so it goes out through `opener` and comes back thr
     state        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
-    READY        ORDER REACHED SEEN                            READY
+    READY        ORDER REACHED SEEN LOOKUP RESIZE              READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -151,6 +151,8 @@ class Session:
                 self._close(message.dataset)
             case protocol.Status():
                 self._send(protocol.Report(message.tag, self._node.report(now)))
+            case protocol.Resize():
+                self._resize(message)
             case protocol.Bye():
                 self.state = OVER
             case _:
@@ -185,6 +187,14 @@ class Session:
         self._owner.job = name
         self.state = READY
         self._send(protocol.Welcome({**self._node.about(), "payload": chosen}))
+
+    def _resize(self, message: protocol.Resize) -> None:
+        try:
+            self._node.resize(message.size, self.peer)
+        except FFServeError as error:
+            self.fail(message.tag, error)
+        else:
+            self._send(protocol.Report(message.tag, {"arena": self._node.arena_facts()}))
 
     # ---- data sets ------------------------------------------------------------------------
 
