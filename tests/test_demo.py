@@ -77,7 +77,8 @@ def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
     # Once: all of it, in whole blocks, and nothing for the second job.
     assert size <= first["read_from_disk_bytes"] <= size + 8192 * samples
     assert second["read_from_disk_bytes"] == 0
-    assert first["missed"] >= samples
+    if framework != "PyTorch":  # whose loader announces what it will want, and finds it there
+        assert first["missed"] >= samples
     assert second["hit_rate"] == 1
     # The same order and the same bytes: the second job learned exactly the same.
     assert second["last_loss"] == pytest.approx(first["last_loss"], rel=1e-3)
