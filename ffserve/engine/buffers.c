@@ -52,6 +52,14 @@ void ffs_buffers_free(ffs_buffers *b)
     b->bounces = NULL;
 }
 
+/* Where the next piece ends, 0 if there is none yet. */
+static uint64_t next_piece(const ffs_buffers *b, uint64_t end, uint64_t ready)
+{
+    uint64_t start = b->pieces * FFS_PIECE;
+    uint64_t stop = end < start + FFS_PIECE ? end : start + FFS_PIECE;
+    return b->refused || b->pieces == FFS_MOST_PIECES || start >= end || stop > ready ? 0 : stop;
+}
+
 void ffs_buffers_follow(ffs_engine *e, ffs_buffers *b, struct io_uring *ring)
 {
     if (!b->bounces || !atomic_load_explicit(&e->arena_changed, memory_order_relaxed) ||
@@ -70,9 +78,8 @@ void ffs_buffers_follow(ffs_engine *e, ffs_buffers *b, struct io_uring *ring)
         atomic_fetch_sub_explicit(&e->registered, b->end - start, memory_order_relaxed);
         b->end = start;
     }
-    uint64_t start = b->pieces * FFS_PIECE;
-    uint64_t stop = end < start + FFS_PIECE ? end : start + FFS_PIECE;
-    if (b->refused || b->pieces == FFS_MOST_PIECES || start >= end || stop > ready)
+    uint64_t start = b->pieces * FFS_PIECE, stop = next_piece(b, end, ready);
+    if (!stop)
         return;
     b->refused = put(ring, e->op_count + b->pieces, e->arena + start, stop - start) != 0;
     if (b->refused)
@@ -80,7 +87,8 @@ void ffs_buffers_follow(ffs_engine *e, ffs_buffers *b, struct io_uring *ring)
     atomic_fetch_add_explicit(&e->registered, stop - start, memory_order_relaxed);
     b->pieces++;
     b->end = stop;
-    atomic_store(&e->arena_changed, true); /* the next piece in the next round */
+    if (next_piece(b, end, ready))
+        atomic_store(&e->arena_changed, true); /* in the next round */
 }
 
 int ffs_buffer_of(ffs_engine *e, ffs_buffers *b, struct io_uring *ring, const ffs_op *op)
