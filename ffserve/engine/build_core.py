@@ -42,7 +42,7 @@ SOURCES = (
     "frames.c",
     "chunks.c",
 )
-HEADERS = ("core.h", "backend.h", "buffers.h")
+HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]
 
 LIBURING_TRIAL = """
