@@ -53,23 +53,28 @@ class InOrderOnlyError(UsageError, TypeError):
 def compression_of(head: bytes) -> str | None:
     """Return how a file is compressed that begins with ``head``: "gzip", "zlib" or None.
 
-    The first record's header must hold, as far as ``head`` reaches, so that no plain file and no
-    compressed file of another kind is taken for one.
+    The first record's header must hold, so that no plain file and no compressed file of another
+    kind is taken for one. A stream of no bytes is a file of no records. One that was cut before
+    that header is told by gzip's three bytes; the two of zlib say too little.
     """
     for name, magic in _MAGIC.items():
         if not head.startswith(magic):
             continue
         if len(head) >= HEADER_SIZE and header_holds(head[:HEADER_SIZE]):
             return None
-        begin = b""
+        inflater, begin = Inflater("", name), b""
         try:
-            for piece in Inflater("", name).feed(head):
+            for piece in inflater.feed(head):
                 begin += piece[:HEADER_SIZE]
                 if len(begin) >= HEADER_SIZE:
                     break
         except FormatError:
             continue
-        if len(begin) < HEADER_SIZE or header_holds(begin[:HEADER_SIZE]):
+        if len(begin) >= HEADER_SIZE:
+            found = header_holds(begin[:HEADER_SIZE])
+        else:
+            found = not begin if inflater.whole else name == "gzip"
+        if found:
             return name
     return None
 
@@ -156,13 +161,17 @@ class Inflater:
             "bytes follow the end of the zlib stream", path=self._path, offset=self._at
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether what was fed ends with the end of a stream."""
+        return self._stream is None or self._stream.eof
+
     def close(self) -> None:
         """The file ended.
 
         Raises:  TruncatedError when it did inside a stream.
         """
-        whole = self._stream is None or self._stream.eof
-        if not whole and (self._begun or not self._members):
+        if not self.whole and (self._begun or not self._members):
             raise TruncatedError(
                 f"the file ends inside its {self._compression} stream: it was cut",
                 path=self._path,
