@@ -17,9 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, damage, get, run_python, sample, serving, stopped, until, write
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    damage,
+    get,
+    run_python,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
 
 from ffserve import protocol
+from ffserve.client import connection
 from ffserve.client.source import Bytes
 from ffserve.errors import (
     AccessDenied,
@@ -157,6 +170,41 @@ def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path)
         daemon.process = None
         assert not os.path.lexists(daemon.socket)
         assert answers in (0, 4), "SIGTERM came before the requests, or after all of them"
+
+
+def test_a_daemon_that_stands_still_holds_nobody_up_who_only_hits(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "TELL_INTERVAL_S", -1.0)
+    with serving() as daemon, daemon.open(path) as reader:
+        reader.read(range(200))
+        before = daemon.status()["jobs"][0]["hits"]
+        done = []
+
+        def hit() -> None:
+            other = daemon.open(path)
+            turn.set()
+            go.wait()
+            for k in range(2000):
+                reader.read([k % 200])
+            other.close()
+            done.append(True)
+
+        turn, go = threading.Event(), threading.Event()
+        loop = threading.Thread(target=hit, daemon=True)
+        loop.start()
+        turn.wait()
+        with stopped(daemon.pid):
+            go.set()
+            loop.join(DEADLINE_S)
+            assert done == [True]
+
+        def told() -> Any:
+            reader.read([0])
+            [job], [shard] = (daemon.status()[key] for key in ("jobs", "shards"))
+            return job["hits"] > before + 2000 and shard["sessions"] == 1
+
+        until(told, "every hit was counted, and one data set closed")
 
 
 def test_sigterm_ends_the_daemon_though_clients_keep_asking(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ class Connection:
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
+        self._unneeded: list[int] = []
+        """Data sets that the daemon has still to be told to close."""
         self._told = time.monotonic()
         self._inbox = Inbox(self._decoder)
         self._fds: list[int] = []
@@ -93,6 +95,7 @@ class Connection:
         # In the kernel, so that it costs no system call of its own.
         limit = struct.pack("ll", ANSWER_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _begin(self, job: str, payload: list[str]) -> None:
         """Connect, greet, and map what is given."""
@@ -218,10 +221,12 @@ class Connection:
         packed = protocol.pack_tags(acknowledged)
         message = protocol.Get(tag, dataset, protocol.pack_indices(indices), packed, hits, hit_size)
         self._send(message, tag)
+        if self._unneeded:
+            self._close_unneeded()
         return tag
 
     def seen(self, dataset: int, indices: list[NDArray[np.int64]]) -> None:
-        """Report samples that were found in memory."""
+        """Report samples that were found in memory, before a GET that has to wait anyway."""
         if self.takes_orders:
             packed = protocol.pack_order(np.concatenate(indices)[-protocol.MAX_GET_COUNT :])
             self._send(protocol.Seen(dataset, packed), None)
@@ -272,7 +277,10 @@ class Connection:
             self.tell()
 
     def tell(self) -> None:
-        """Send the counters and acknowledgements that are due."""
+        """Send the counters and acknowledgements that are due.
+
+        It never waits: while the daemon takes nothing in, they are kept for a later time.
+        """
         with self._state:
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
@@ -280,8 +288,12 @@ class Connection:
             self._told = time.monotonic()
         if hits or acknowledged:
             packed = protocol.pack_tags(acknowledged)
-            with contextlib.suppress(ServerUnavailable):
-                self._send(protocol.Tell(0, hits, hit_size, packed), None)
+            if not self._send_if_room(protocol.Tell(0, hits, hit_size, packed)):
+                with self._state:
+                    self._acknowledged += acknowledged
+                    self._hits += hits
+                    self._hit_size += hit_size
+        self._close_unneeded()
 
     def announce(
         self,
@@ -324,9 +336,8 @@ class Connection:
 
         Returns: False when the daemon is gone.
         """
-        if self.takes_orders and self.alive:
-            with contextlib.suppress(ServerUnavailable):
-                self._send_if_room(protocol.Reached(dataset, epoch, position))
+        if self.takes_orders:
+            self._send_if_room(protocol.Reached(dataset, epoch, position))
         return self.alive
 
     def status(self) -> dict[str, Any]:
@@ -348,10 +359,18 @@ class Connection:
         return facts
 
     def close_dataset(self, dataset: int) -> None:
-        """The data set is needed no more."""
+        """The data set is needed no more. It never waits; see `tell`."""
+        with self._state:
+            self._unneeded.append(dataset)
         self.tell()
-        with contextlib.suppress(ServerUnavailable):
-            self._send(protocol.Close(dataset), None)
+
+    def _close_unneeded(self) -> None:
+        with self._state:
+            unneeded, self._unneeded = self._unneeded, []
+        while unneeded and self._send_if_room(protocol.Close(unneeded[-1])):
+            unneeded.pop()
+        with self._state:
+            self._unneeded += unneeded
 
     def leave(self) -> None:
         """A reader needs the connection no more; the last one closes it."""
@@ -382,22 +401,30 @@ class Connection:
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
+        except BlockingIOError as error:
+            self._silent()
+            raise self._gone() from error
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             raise self._gone() from error
 
-    def _send_if_room(self, message: Message) -> None:
-        """Send a message far below a page, which the socket takes whole or not at all."""
-        if not self._send_lock.acquire(blocking=False):
-            return
+    def _send_if_room(self, message: Message) -> bool:
+        """Send a message far below a page, which the socket takes whole or not at all.
+
+        Returns: whether it was sent; False also when the daemon is gone.
+        """
+        if self._broken is not None or not self._send_lock.acquire(blocking=False):
+            return False
         try:
             self._socket.send(protocol.encode(message), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass
+            return False
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+            return False
         finally:
             self._send_lock.release()
+        return True
 
     def _expect(self, tag: int, kind: type[M]) -> M:
         return self._checked(self._wait(tag), kind)
@@ -516,8 +543,7 @@ class Connection:
         """Say goodbye. Mappings live on as long as arrays over them."""
         if self._broken is None:
             self.tell()
-            with contextlib.suppress(FFServeError):
-                self._send(protocol.Bye(), None)
+            self._send_if_room(protocol.Bye())
         self._break(ServerUnavailable("this connection was closed", path=self.path))
         self.abandon()
 

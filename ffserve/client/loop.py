@@ -136,8 +136,12 @@ class LoopConnection(Connection):
             self._unanswered.add(message.tag)
         self._write(frame)
 
-    def _send_if_room(self, message: Message) -> None:
-        self._send(message, None)
+    def _send_if_room(self, message: Message) -> bool:
+        try:
+            self._send(message, None)
+        except FFServeError:
+            return False
+        return True
 
     def _write(self, frame: bytes) -> None:
         if self._unsent:
