@@ -180,6 +180,20 @@ def test_what_is_wanted_last_goes_first() -> None:
     assert sorted(slots.out(2)) == [120, 880]
 
 
+def test_a_slot_that_left_and_came_back_is_not_offered_twice_in_one_search() -> None:
+    slots = Slots()
+    for job in "ab":
+        slots.walk(job, [range(1000)])
+    gone = slots.fill([1])
+    assert slots.out(0) == [], "but all are looked at, and put on a stack"
+    slots.policy.leave(np.array(gone))
+    slots.free += gone
+    assert slots.fill([1]) == gone
+    slots.fill([2])
+    assert slots.out(0) == []
+    assert slots.out(2, lambda s: slots.first[s] != 2) == [1]
+
+
 def test_what_is_read_ahead_evicts_nothing_that_is_wanted_sooner() -> None:
     slots = Slots()
     two_jobs(slots)

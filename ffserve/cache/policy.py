@@ -386,7 +386,7 @@ class Policy:
             looked += len(slots)
             slots, keys = self._look_again(group, shelf, slots, keys)
             good = usable(slots)
-            found.append(slots[good])
+            found.append(self._taken(slots[good]))
             missing -= len(found[-1])
             if not good.all():
                 spared.append((slots[~good], keys[~good]))
@@ -394,7 +394,7 @@ class Policy:
             self._sort_in(shelf, slots, keys)
         chosen = np.concatenate(found)
         self._put(chosen[count:][::-1], shelf.size_class, READY)
-        return self._taken(chosen[:count])
+        return chosen[:count]
 
     def _pop_farthest(
         self, shelf: Shelf, count: int, latest: float | None, width: float
