@@ -223,6 +223,27 @@ def test_what_was_used_is_wanted_an_epoch_later() -> None:
     assert slots.out(1) == [101]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_no_slot_is_given_to_two(seed: int) -> None:
+    """Slots that left by another way (their slab was taken) and came back lie on stacks twice."""
+    slots, chance = Slots(256), np.random.default_rng(seed)
+    two_jobs(slots)
+    held = dict.fromkeys(slots.fill(range(256)))
+    for _ in range(400):
+        slots.uses.now += 0.01
+        pinned = chance.random(slots.arena.slot_count) < 0.6
+        found, _ = slots.policy.victims(0, 8, lambda s, pinned=pinned: ~pinned[s], 0, None)
+        assert len(set(found.tolist())) == len(found)
+        assert all(slot in held for slot in found.tolist())
+        stolen = chance.choice(list(held), 8, replace=False)
+        gone = np.union1d(found, stolen)
+        slots.policy.leave(gone)
+        for slot in gone.tolist():
+            del held[slot]
+        slots.free += gone.tolist()
+        held.update(dict.fromkeys(slots.fill(chance.choice(1000, len(gone), replace=False))))
+
+
 def test_a_job_that_stops_stands_in_nobodys_way() -> None:
     slots = Slots()
     up, down = two_jobs(slots)
