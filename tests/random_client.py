@@ -1,0 +1,224 @@
+"""A client that does anything a program may do, in any order, and checks every byte.
+
+Run as a program: SEED, SOCKET, a file that ends it when it is gone, then the record files, each of
+`samples(k)` for its place k. Prints what it has done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from daemon import sample
+
+import ffserve
+from ffserve.client import choice
+
+COUNT = 400
+SIZES = ((0, 1, 100, 700), (3000, 4096, 5000, 9000), (20_000, 70_000, 100_001, 200_000))
+DAMAGED = 77
+"""Of the last file."""
+BATCH = 48
+LONGEST_LEASE_S = 0.05
+RECONNECT_S = 60.0
+
+T = TypeVar("T")
+
+
+def samples(place: int) -> list[bytes]:
+    """What the file of this place holds."""
+    return [sample(i, SIZES[place % len(SIZES)], seed=place) for i in range(COUNT)]
+
+
+def patiently(opening: Callable[[], T]) -> T:
+    """Open something although the daemon may be starting anew just now."""
+    deadline = time.monotonic() + RECONNECT_S
+    while True:
+        try:
+            return opening()
+        except ffserve.ServerUnavailable:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+class Client:
+    """See the module's text."""
+
+    def __init__(self, seed: int, socket: str, paths: Sequence[str]) -> None:
+        self._chance = random.Random(seed)
+        self._socket = socket
+        self._paths = list(paths)
+        self._truth = [each for place in range(len(paths)) for each in samples(place)]
+        self._damaged = len(self._truth) - COUNT + DAMAGED
+        self._reader = self._opened()
+        self.done: Counter[str] = Counter()
+        self._steps: tuple[Callable[[], None], ...] = (
+            self._read,
+            self._read_batch,
+            self._lease,
+            self._lease,
+            self._one,
+            self._errors,
+            self._in_order,
+            self._announced,
+            self._awaited,
+            self._threads,
+            self._forked,
+            self._anew,
+        )
+
+    def step(self) -> None:
+        """Do one of the things."""
+        chosen = self._chance.choice(self._steps)
+        chosen()
+        self.done[chosen.__name__.strip("_")] += 1
+
+    def _opened(self) -> ffserve.Reader:
+        return patiently(lambda: ffserve.open(self._paths, server=self._socket))
+
+    def _some(self, most: int = BATCH) -> list[int]:
+        """Indices with repeats, from everywhere or from one place, without the damaged one."""
+        count, whole = self._chance.randrange(1, most), len(self._truth)
+        if self._chance.random() < 0.5:
+            first = self._chance.randrange(whole - most)
+            found = list(range(first, first + count))
+        else:
+            found = [self._chance.randrange(whole) for _ in range(count)]
+        return [i for i in found if i != self._damaged]
+
+    def _check(self, indices: Sequence[int], got: Sequence[np.ndarray]) -> None:
+        assert len(got) == len(indices)
+        for index, each in zip(indices, got, strict=True):
+            if bytes(each) != self._truth[index]:
+                raise AssertionError(self._wrong(index, bytes(each)))
+
+    def _wrong(self, index: int, got: bytes) -> str:
+        truth = self._truth[index]
+        same = min(len(got), len(truth))
+        differing = np.flatnonzero(
+            np.frombuffer(got, np.uint8, same) != np.frombuffer(truth, np.uint8, same)
+        )
+        again = bytes(self._reader[index]) == truth
+        place = got[int(differing[0]) :][:32] if len(differing) else b"?"
+        found = [i for i, other in enumerate(self._truth) if place in other]
+        return (
+            f"sample {index} is wrong: {len(got)} bytes of {len(truth)}, {len(differing)} of them "
+            f"differ from byte {differing[:1]} to {differing[-1:]}, begin {place!r}, which is in "
+            f"{found}; read again it is right: {again}"
+        )
+
+    def _read(self) -> None:
+        some = self._some()
+        self._check(some, self._reader.read(some))
+
+    def _read_batch(self) -> None:
+        some, out = self._some(), None
+        if self._chance.random() < 0.5:
+            out = np.full(sum(len(self._truth[i]) for i in some) + 7, 255, np.uint8)
+        self._check(some, list(self._reader.read_batch(some, out=out)))
+
+    def _lease(self) -> None:
+        some = self._some()
+        with self._reader.lease(some) as leased:
+            self._check(some, list(leased))
+            time.sleep(self._chance.random() * LONGEST_LEASE_S)
+            # Nobody may have taken the memory away meanwhile.
+            self._check(some, list(leased))
+
+    def _one(self) -> None:
+        [index] = self._some(2) or [0]
+        self._check([index], [self._reader[index]])
+
+    def _errors(self) -> None:
+        some = [*self._some(), self._damaged]
+        *good, bad = self._reader.read(some, errors="return")
+        assert isinstance(bad, ffserve.ChecksumError) and bad.index == self._damaged
+        self._check(some[:-1], good)
+
+    def _in_order(self) -> None:
+        first = self._chance.randrange(COUNT)
+        indices = range(first, first + COUNT // 4)
+        got = [each for batch in self._reader.batches(indices, count=16) for each in batch]
+        self._check(indices, got)
+
+    def _announced(self) -> None:
+        chosen = np.random.default_rng(self._chance.randrange(1 << 30))
+        order = chosen.permutation(len(self._truth) - COUNT)
+        self._reader.announce(order, epoch=self._chance.randrange(3))
+        for start in range(0, self._chance.randrange(len(order)), BATCH):
+            part = order[start : start + BATCH].tolist()
+            self._check(part, self._reader.read(part))
+
+    def _awaited(self) -> None:
+        async def several() -> None:
+            async with ffserve.aio.open(self._paths, server=self._socket) as reader:
+                parts = [self._some(16) for _ in range(6)]
+                for part, got in zip(
+                    parts, await asyncio.gather(*map(reader.read, parts)), strict=True
+                ):
+                    self._check(part, got)
+
+        patiently(lambda: asyncio.run(several()))
+
+    def _threads(self) -> None:
+        failed: list[BaseException] = []
+
+        def work(part: list[int]) -> None:
+            try:
+                self._check(part, self._reader.read(part))
+                with self._reader.lease(part) as leased:
+                    self._check(part, list(leased))
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(self._some(),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _forked(self) -> None:
+        with self._reader.lease(self._some()) as leased:
+            before = [bytes(each) for each in leased]
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    self._read()
+                    with self._reader.lease(some := self._some()) as own:
+                        self._check(some, list(own))
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0, "the child failed"
+            assert before == [bytes(each) for each in leased]
+
+    def _anew(self) -> None:
+        self._reader.close()
+        self._reader = self._opened()
+
+
+def main() -> None:
+    """Go on until the file is gone."""
+    seed, socket, until, *paths = sys.argv[1:]
+    choice.RECONNECT_S.update(auto=RECONNECT_S, require=RECONNECT_S)
+    client = Client(int(seed), socket, paths)
+    print("begun", flush=True)
+    while os.path.exists(until):
+        client.step()
+    print(sorted(client.done.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Everything at once: programs that do anything, killed, stopped and held up, on a daemon whose
+arena is far too small, grows, shrinks, and that is itself killed. No byte may be wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import random_client
+from daemon import DEADLINE_S, Daemon, damage, serving, until, write
+
+from ffserve.client.connection import Connection
+from ffserve.errors import ServerUnavailable
+
+CLIENTS = 4
+SUFFIXES = (".ffr", ".tfrecord", ".recordio", ".ffr", ".tfrecord", ".ffr")
+ARENAS = (4 << 20, 8 << 20, 24 << 20)
+
+
+class Client:
+    """A process that runs `random_client`."""
+
+    def __init__(self, seed: int, daemon: Daemon, going: Path, paths: list[str]) -> None:
+        self._errors = going.with_name(f"errors-{seed}")
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "error", random_client.__file__),
+                    *(str(seed), daemon.socket, str(going), *paths),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "begun\n", self._errors.read_text()
+
+    def alive(self) -> None:
+        """Fail if it ended by itself."""
+        assert self.process.poll() is None, self._errors.read_text()
+
+    def end(self) -> str:
+        """Wait for its end; return what it did."""
+        out, _ = self.process.communicate(timeout=2 * DEADLINE_S)
+        assert self.process.returncode == 0, self._errors.read_text()
+        return out
+
+    def kill(self) -> None:
+        """SIGKILL it with its children."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool) -> None:
+    """Run clients against a daemon for a while.
+
+    Args:
+        deadly: kill the daemon, too.
+    """
+    chance = random.Random(seed)
+    paths = [
+        write(directory / f"{place}{suffix}", random_client.samples(place))
+        for place, suffix in enumerate(
+            (".ffr", ".tfrecord", ".recordio", ".ffr", ".tfrecord", ".ffr")
+        )
+    ]
+    damage(paths[-1], random_client.DAMAGED)
+    going = directory / "going"
+    going.touch()
+    expect = [r"arena .*", r".*checksum.*", r".* is now .*", r".*resiz.*"]
+    with serving(arena="4MiB", options=["--max-arena", "24MiB", *options], expect=expect) as daemon:
+        clients = [Client(seed * 1000 + k, daemon, going, paths) for k in range(CLIENTS)]
+        number = CLIENTS
+        try:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                time.sleep(chance.random() * 0.2)
+                for client in clients:
+                    client.alive()
+                what = chance.choice(("resize", "kill", "stop", "hold", "daemon"))
+                victim = chance.randrange(len(clients))
+                if what == "resize":
+                    _resize(daemon, chance.choice(ARENAS))
+                elif what == "kill":
+                    clients[victim].kill()
+                    clients[victim] = Client(seed * 1000 + number, daemon, going, paths)
+                    number += 1
+                elif what in ("stop", "hold"):
+                    pid = clients[victim].process.pid if what == "stop" else daemon.pid
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(chance.random() * 0.3)
+                    os.kill(pid, signal.SIGCONT)
+                elif deadly:
+                    daemon.end(chance.choice((signal.SIGKILL, signal.SIGTERM)))
+                    daemon.start()
+            going.unlink()
+            for client in clients:
+                assert client.end()
+        finally:
+            for client in clients:
+                if client.process.poll() is None:
+                    client.kill()
+        until(
+            lambda: not any(shard["sessions"] for shard in daemon.status()["shards"]),
+            "all sessions are over",
+        )
+        _resize(daemon, ARENAS[0])
+        until(lambda: daemon.status()["arena"]["size"] == ARENAS[0], "nothing is held any more")
+
+
+def _resize(daemon: Daemon, size: int) -> None:
+    connection = Connection(daemon.socket, "resizer")
+    try:
+        connection.resize(size)
+    except ServerUnavailable:
+        assert daemon.process is None
+    finally:
+        connection.close()
+
+
+def test_for_a_while(tmp_path: Path) -> None:
+    run(tmp_path, 0, 6.0, deadly=False)
+
+
+def test_through_the_socket(tmp_path: Path) -> None:
+    run(tmp_path, 1, 4.0, "--payload", "inline", deadly=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_and_the_daemon_dies(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 40.0, *(["--payload", "inline"] if seed % 3 == 0 else []), deadly=True)
