@@ -13,7 +13,7 @@ from typing import Any
 
 from ffserve.client import parallel
 from ffserve.client.fileio import FileWriter
-from ffserve.client.writer import staged_directory
+from ffserve.client.staging import staged_directory
 from ffserve.errors import UsageError
 
 _PROCESSES_MAX = 16

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import stat
 import struct
@@ -30,7 +31,8 @@ from hypothesis import strategies as st
 
 from ffserve.client import writer as writer_module
 from ffserve.client.fileio import FileNameError, FileTypeError, FileWriter
-from ffserve.client.writer import create, flat, staged_directory, temporary_name
+from ffserve.client.staging import staged_directory, temporary_name
+from ffserve.client.writer import create, flat
 from ffserve.errors import FFServeError, ReadError, UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "ffrecord"
@@ -356,8 +358,8 @@ def test_a_forked_copy_neither_finishes_nor_removes(
 @pytest.mark.parametrize("moment", ["writing", "closing"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("nameless", NAMELESS)
-def test_sigkill_leaves_nothing_or_a_temporary_file(
-    moment: str, known: bool, nameless: bool, tmp_path: Path
+def test_sigkill_leaves_nothing_or_a_temporary_file_until_the_next_writer(
+    moment: str, known: bool, nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.ffr"
     code = f"""
@@ -385,12 +387,21 @@ def test_sigkill_leaves_nothing_or_a_temporary_file(
     )
     assert child.stdout is not None
     assert child.stdout.readline() == b"now\n"
+    left = os.listdir(tmp_path)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    create(path).abort()
+    assert os.listdir(tmp_path) == left, "a writer that lives is left alone"
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    left = os.listdir(tmp_path)
     assert len(left) == (0 if nameless else 1)
     assert all(name.startswith(".a.ffr.") and name.endswith(".tmp") for name in left)
+    others = [".a.ffr.kept.tmp", ".b.ffr.0123456789ab.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    with create(path) as writer:
+        writer.write(b"whole")
+    assert sorted(os.listdir(tmp_path)) == [*others, "a.ffr"]
 
 
 @pytest.fixture
@@ -470,6 +481,18 @@ def test_flat_copies_only_what_it_must() -> None:
     view = flat(array)
     array[0, 0] = 77
     assert view[0] == 77 and view.nbytes == len(view) == 24
+
+
+def test_a_staged_directory_whose_writer_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staged_directory(out) as living:
+        shutil.copytree(living, killed := temporary_name(str(out)))
+        (Path(killed) / "PART_00000.ffr").touch()
+        with pytest.raises(KeyError), staged_directory(out):
+            assert not os.path.exists(killed)
+            raise KeyError
+        assert os.path.isdir(living)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_staged_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:

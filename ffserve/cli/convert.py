@@ -51,7 +51,9 @@ def convert(
     FFRecord has them in a sample at the end, the others get one tf.train.Example for files that
     share a name up to its first dot.
 
-    With --shards, shards that are finished are kept when the command is given again.
+    A file takes its name when it is complete, so nothing has to be cleaned up when this is
+    interrupted. One file is then written from its beginning; with --shards, those that are finished
+    are kept when the same command is given again: for hours of work, give --shards.
 
     \b
       ffserve convert '/data/*.tfrecord.gz' train.tfrecord

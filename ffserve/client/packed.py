@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from ffserve.client import folder_index, parallel
 from ffserve.client.fileio import FileNameError, FileReader
 from ffserve.client.folder_index import Folder
-from ffserve.client.writer import create, staged_directory
+from ffserve.client.staging import staged_directory
+from ffserve.client.writer import create
 from ffserve.errors import AccessDenied, FFServeError, FormatError, ReadError, UsageError
 
 BLOCK_SIZE = 8 << 20

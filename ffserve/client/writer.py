@@ -1,10 +1,6 @@
 """Writing record files: any format, any number of samples, all or nothing.
 
-The samples go to a temporary file in the directory of the one to be. When everything is written
-and synced it is renamed, and then the directory is synced: so the final name means a complete
-file at any moment, also after a crash or a power cut. Where the file system can, the temporary
-file has no name until then (O_TMPFILE), so that a writer that is killed leaves nothing; elsewhere
-(NFS, most FUSE mounts) it leaves ``.NAME.<random>.tmp``, which no reader takes for data.
+The samples go to a file that takes its name when everything is written and synced; see `staging`.
 
 Some formats (FFRecord) put tables in front of the samples whose size depends on the number of
 samples. If that number is not given, the samples go to a second, nameless file first and are moved
@@ -14,13 +10,9 @@ never holds them twice. What fits the gathering buffer never touches the second 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import operator
 import os
-import secrets
-import shutil
-import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats
-from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
+from ffserve.client.staging import Files, named, naming
+from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.formats.base import BatchEncoder, Encoder, GrowingEncoder
 
 GATHER_SIZE = 4 << 20
 """Smaller pieces are gathered into writes of this size."""
 
 _MOVE_SIZE = 64 << 20
-_NAME_MAX = 255
 _NOT_COPYABLE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
@@ -107,8 +99,8 @@ class Writer:
         self._state = "open"
         self._failure: FFServeError | None = None
         self._lock = threading.Lock()
-        with _naming(path):
-            files = self._files = _Files(path)
+        with naming(path):
+            files = self._files = Files(path)
         self._dropped = weakref.finalize(self, files.discard)
         self._spooled = n is None and encoder.head_size(1) != encoder.head_size(0)
         if self._spooled:
@@ -287,12 +279,12 @@ class Writer:
             for piece in encoded:
                 self._stream.append(piece)
         except OSError as error:
-            raise _named(error, self.path) from error
+            raise named(error, self.path) from error
 
     def _finish(self) -> None:
         self._put(self._encoder.tail())
         head_size = self._encoder.head_size(self._count)
-        with _naming(self.path):
+        with naming(self.path):
             if self._spooled:
                 self._stream.move_to(self._files.fd, head_size)
             else:
@@ -402,174 +394,6 @@ class _Stream:
             _copy(self._descriptor(), self._start + start, fd, offset + start, written - start)
             os.ftruncate(self._descriptor(), self._start + start)
             written = start
-
-
-class _Files:
-    """The temporary file, the nameless one behind it, and who may finish or remove them."""
-
-    def __init__(self, path: str) -> None:
-        self._final = os.path.realpath(path)
-        self.owner = os.getpid()
-        mode = None
-        with contextlib.suppress(FileNotFoundError):
-            found = os.stat(self._final)
-            if not stat.S_ISREG(found.st_mode):
-                raise UsageError("something that is no file has this name already", path=path)
-            mode = stat.S_IMODE(found.st_mode)
-        self._temporary, self.fd = self._make()
-        self._spool = -1
-        if mode is not None:
-            with contextlib.suppress(OSError):
-                os.fchmod(self.fd, mode)
-
-    def spool(self) -> int:
-        """Return the descriptor of the nameless file, made when first asked for."""
-        if self._spool < 0:
-            name, self._spool = self._make()
-            if name:
-                os.unlink(name)
-        return self._spool
-
-    def publish(self) -> None:
-        """Sync the file, give it its name, and sync the name."""
-        os.fsync(self.fd)
-        if not self._temporary:
-            # A link replaces nothing, a rename does.
-            name = temporary_name(self._final)
-            _link(self.fd, name)
-            self._temporary = name
-        os.replace(self._temporary, self._final)
-        self._temporary = ""
-        self._close()
-        sync_directory(os.path.dirname(self._final))
-
-    def discard(self) -> None:
-        """Close the descriptors; in the process that made it, remove the file also."""
-        if self.owner == os.getpid() and self._temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
-            self._temporary = ""
-        self._close()
-
-    def _close(self) -> None:
-        for fd in (self.fd, self._spool):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._spool = -1
-
-    def _make(self) -> tuple[str, int]:
-        """Make a file to write to: its name, empty if it has none yet, and its descriptor."""
-        if os.path.isdir(_DESCRIPTORS):
-            with contextlib.suppress(OSError):
-                directory = os.path.dirname(self._final)
-                return "", os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
-        path = temporary_name(self._final)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return path, os.open(path, flags, 0o666)
-
-
-_DESCRIPTORS = "/proc/self/fd"
-
-
-def _link(fd: int, path: str) -> None:
-    """Give a nameless file a name."""
-    # Only with a directory's descriptor does Python call linkat, which follows the link in /proc.
-    here = os.open(_DESCRIPTORS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.link(str(fd), path, src_dir_fd=here)
-    finally:
-        os.close(here)
-
-
-def temporary_name(path: str) -> str:
-    """Return a new hidden name beside ``path``, which no pattern for data files matches."""
-    directory, name = os.path.split(path)
-    ending = f".{secrets.token_hex(6)}.tmp"
-    kept = os.fsencode(name)[: _NAME_MAX - len(ending) - 1]
-    return os.path.join(directory, f".{os.fsdecode(kept)}{ending}")
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable, where its file system can."""
-    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def staged_directory(out: str | os.PathLike[str], *, replace: bool = False) -> Iterator[str]:
-    """Fill a directory of files that appear together or not at all.
-
-    Args:
-        out: the directory; its parents are made. If it does not exist or is empty, it appears
-            by one rename. Otherwise ``replace`` is needed, and the files are moved into it one
-            after the other once all are complete.
-        replace: allow a directory that holds something.
-    Returns: the directory to write into meanwhile, in a ``with``; an exception inside removes it.
-    Raises:  UsageError when ``out`` is no directory, or holds something and ``replace`` is off.
-    """
-    final = os.path.realpath(os.fsdecode(out))
-    with _naming(final):
-        filled = os.path.lexists(final) and _holds_something(final)
-        if filled and not replace:
-            raise UsageError(
-                "the directory is not empty", path=final, hint="remove it, or choose another"
-            )
-        if not filled:
-            os.makedirs(os.path.dirname(final), exist_ok=True)
-        staging = temporary_name(os.path.join(final, "parts") if filled else final)
-        os.mkdir(staging)
-    try:
-        yield staging
-        with _naming(final):
-            sync_directory(staging)
-            if filled:
-                for name in sorted(os.listdir(staging)):
-                    os.replace(os.path.join(staging, name), os.path.join(final, name))
-                sync_directory(final)
-            else:
-                os.rename(staging, final)
-                sync_directory(os.path.dirname(final))
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _holds_something(path: str) -> bool:
-    if not os.path.isdir(path):
-        raise UsageError("this is no directory", path=path)
-    with os.scandir(path) as entries:
-        return next(entries, None) is not None
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn errors of the operating system into ours, naming the file."""
-    try:
-        yield
-    except FFServeError:
-        raise
-    except OSError as error:
-        raise _named(error, path) from error
-
-
-def _named(error: OSError, path: str) -> FFServeError:
-    if isinstance(error, FFServeError):
-        return error
-    if isinstance(error, PermissionError):
-        return AccessDenied(f"cannot write: {error.strerror}", path=path)
-    hint = None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room and write it again; what was written has been removed"
-    elif error.errno == errno.ENOENT:
-        hint = "make the directory first"
-    elif error.errno == errno.EFBIG:
-        hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
-    return ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint)
 
 
 def _write_all(fd: int, piece: bytes | bytearray | memoryview, offset: int) -> int:
