@@ -425,6 +425,22 @@ def test_file_rewritten_in_place_gives_an_old_session_errors_not_wrong_bytes(
         assert isinstance(old.read([12], errors="return")[0], ChecksumError)
 
 
+@pytest.mark.parametrize("suffix", ["ffr", "recordio"])
+def test_errors_name_the_file_as_this_client_did(tmp_path: Path, suffix: str) -> None:
+    first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    write(first, [bytes(5000)] * 9)
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    os.link(first, second)
+    with serving() as daemon, daemon.open(first) as one, daemon.open(second) as other:
+        for reader, path in ((one, first), (other, second), (one, first)):
+            [error] = reader.read([8], errors="return")
+            assert isinstance(error, ChecksumError)
+            assert (error.path, error.index) == (str(path), 8)
+        assert len(daemon.status()["shards"]) == 1
+
+
 def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "inside2"
     inside.mkdir()

@@ -404,7 +404,7 @@ class Client:
     def _open(self, session: Session, tag: int, *_: object) -> None:
         self.world.catalog.hold(self.shards, 1)
         shards: Any = self.shards
-        session.opened(tag, shards)
+        session.opened(tag, [shard.path for shard in shards], shards)
 
     def _got(self, message: Message) -> None:
         assert not self.dead, "the dead get an answer"
@@ -693,7 +693,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
             def opened(session: Session, tag: int, *_: object) -> None:
                 world.catalog.hold(world.shards, 1)
                 shards: Any = world.shards
-                session.opened(tag, shards)
+                session.opened(tag, [shard.path for shard in shards], shards)
 
             wild = session(world, Peer(1, 1, frozenset()), heard.append, opened)
             held = Client(world, [], in_flight=0)

@@ -254,7 +254,7 @@ class Server:
                 log.exception("opening a data set failed")
                 session.failed(tag, FFServeError(f"the daemon failed: {error!r}"))
             else:
-                session.opened(tag, shards)
+                session.opened(tag, paths, shards)
 
         task = self._loop.create_task(opening())
         self._openings.add(task)

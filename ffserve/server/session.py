@@ -54,6 +54,8 @@ _MOST_COUNTED = (1 << 63) - 1
 class Dataset:
     """A data set as one session sees it."""
 
+    paths: list[str]
+    """By which this session named the shards; they may have been opened by others."""
     shards: list[OpenShard]
     layout: Layout
     walk: Walk
@@ -232,7 +234,7 @@ class Session:
         self._opening += 1
         self._opener(self, message.tag, paths, name, verify, tolerant)
 
-    def opened(self, tag: int, shards: list[OpenShard]) -> None:
+    def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards now."""
         self._opening -= 1
         if self.state != READY:
@@ -244,10 +246,10 @@ class Session:
         self._next_dataset += 1
         assert self.job is not None
         walk = self._node.uses.join(self.job.name, bases, counts)
-        self._datasets[number] = Dataset(shards, Layout(counts, bases), walk)
+        self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), walk)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-            self.job.paths = shards[0].path + more
+            self.job.paths = paths[0] + more
         table = np.zeros(len(shards), protocol.SHARD_DTYPE)
         table["base"], table["count"] = bases, counts
         table["size"] = [shard.size for shard in shards]
@@ -423,9 +425,10 @@ class Session:
             index = int(indices[position])
             shard = int(dataset.layout.shards(indices[position : position + 1])[0])
             one = request.fetch.numbers[position : position + 1]
-            path = dataset.shards[shard].path
+            path = dataset.paths[shard]
             if failure.error is not None:
-                error = failure.error.located(path=path, index=index)
+                error = failure.error.located(index=index)
+                error.path = path
                 errors.append([position, *protocol.error_to_wire(error)])
                 continue
             error = read_failure(
