@@ -1,0 +1,200 @@
+"""Clients that send well-formed messages in any order with any values, to a daemon that serves
+others meanwhile: it closes what breaks the rules, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, get, sample, serving, until, write
+
+from ffserve import protocol
+from ffserve.errors import ProtocolError
+
+COUNT = 300
+TRUTH = [sample(i) for i in range(COUNT)]
+MESSAGES = 60
+"""In one session."""
+EXPECT = (
+    r"closed a session \(pid \d+\): .*",
+    r"cut off a client \(pid \d+\) that does not read",
+    r"arena .*",
+)
+
+
+class Talker:
+    """Makes messages that mostly make sense, and sometimes none."""
+
+    def __init__(self, chance: random.Random, path: str) -> None:
+        self._chance = chance
+        self._path = path
+        self._kinds: tuple[Callable[[], protocol.Message], ...] = (
+            self._open,
+            self._get,
+            self._get,
+            self._get,
+            self._lease,
+            self._release,
+            self._tell,
+            self._order,
+            self._order,
+            self._reached,
+            self._seen,
+            self._lookup,
+            self._close,
+            self._status,
+            self._resize,
+        )
+        self._arrived = 0
+
+    def message(self) -> protocol.Message:
+        """The next one."""
+        return self._chance.choice(self._kinds)()
+
+    def _number(self, *usual: int) -> int:
+        strange = (0, 1, -1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 62), (1 << 63) - 1, -(1 << 63))
+        return self._chance.choice(strange if self._chance.random() < 0.02 else usual)
+
+    def _tag(self) -> int:
+        return self._number(*range(1, 40)) if self._chance.random() < 0.1 else self._fresh()
+
+    def _fresh(self) -> int:
+        return self._chance.randrange(1000, 1 << 32)
+
+    def _dataset(self) -> int:
+        return self._number(1, 1, 1, 2, 3)
+
+    def _indices(self, dtype: str) -> bytes:
+        count = self._number(0, 1, 7, 40, 300)
+        whole = np.array(
+            [self._chance.randrange(COUNT) for _ in range(min(abs(count), 500))], np.int64
+        )
+        if len(whole) and self._chance.random() < 0.03:
+            whole[self._chance.randrange(len(whole))] = self._chance.choice((COUNT, 1 << 31))
+        packed = whole.astype(dtype).tobytes()
+        return packed[:-1] if self._chance.random() < 0.01 else packed
+
+    def _tags(self) -> bytes:
+        return protocol.pack_tags([self._chance.randrange(40) for _ in range(3)])
+
+    def _open(self) -> protocol.Message:
+        path = self._chance.choice((self._path, self._path, "/nowhere", "relative"))
+        what: dict[str, Any] = {"paths": [path], "format": None, "verify": True}
+        if self._chance.random() < 0.05:
+            what.pop(self._chance.choice(list(what)))
+        return protocol.Open(self._tag(), what)
+
+    def _get(self) -> protocol.Message:
+        acknowledged = self._tags() if self._chance.random() < 0.5 else b""
+        return protocol.Get(
+            self._tag(), self._dataset(), self._indices("<i8"), acknowledged,
+            self._number(0, 5), self._number(0, 500),
+        )  # fmt: skip
+
+    def _lease(self) -> protocol.Message:
+        return protocol.Lease(self._tag(), self._dataset(), self._indices("<i8"))
+
+    def _release(self) -> protocol.Message:
+        return protocol.Release(self._tags())
+
+    def _tell(self) -> protocol.Message:
+        return protocol.Tell(self._dataset(), self._number(0, 9), self._number(0, 99), self._tags())
+
+    def _order(self) -> protocol.Message:
+        begin = self._chance.random() < 0.6
+        packed = self._indices("<u4")
+        if begin:
+            packed = np.random.default_rng(self._fresh()).permutation(COUNT).astype("<u4").tobytes()
+        what = {"name": self._chance.choice((None, "a", "b")), "replacement": begin is False}
+        return protocol.Order(
+            5, self._dataset(), self._number(0, 1, 2), self._number(COUNT, COUNT, len(packed) // 4),
+            0 if begin else self._number(40, COUNT), packed, what,
+        )  # fmt: skip
+
+    def _reached(self) -> protocol.Message:
+        return protocol.Reached(self._dataset(), self._number(0, 1, 2), self._number(*range(COUNT)))
+
+    def _seen(self) -> protocol.Message:
+        return protocol.Seen(self._dataset(), self._indices("<u4"))
+
+    def _lookup(self) -> protocol.Message:
+        return protocol.Lookup(self._tag(), self._dataset(), self._indices("<i8"))
+
+    def _close(self) -> protocol.Message:
+        return protocol.Close(self._number(2, 3, 4))
+
+    def _status(self) -> protocol.Message:
+        return protocol.Status(self._tag())
+
+    def _resize(self) -> protocol.Message:
+        return protocol.Resize(self._tag(), self._number(2 << 20, 4 << 20, 8 << 20))
+
+
+def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
+    """One session; whether the daemon ended it before it was over."""
+    talker = Talker(chance, path)
+    payload = chance.choice((["shared", "inline"], ["shared"], ["inline"]))
+    with Raw(daemon.socket, hello=False) as raw:
+        raw.hello(payload=payload)
+        sent = 0
+        try:
+            raw.open(path)
+            while sent < MESSAGES:
+                with contextlib.suppress(ProtocolError):  # a number that no frame can hold
+                    raw.send(talker.message())
+                sent += 1
+                if chance.random() < 0.3:
+                    _drain(raw)
+            if chance.random() < 0.5:
+                raw.send(protocol.Bye())
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return sent < MESSAGES
+
+
+def _drain(raw: Raw) -> None:
+    raw.socket.setblocking(False)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while raw.socket.recv(1 << 16):
+                pass
+    finally:
+        raw.socket.setblocking(True)
+
+
+def run(tmp_path: Path, seed: int, sessions: int) -> None:
+    path = write(tmp_path / "a.ffr", TRUTH)
+    chance = random.Random(seed)
+    ended = 0
+    with serving(arena="2MiB", options=["--max-arena", "8MiB"], expect=EXPECT) as daemon:
+        reader = daemon.open(path)
+        with reader:
+            fds = daemon.fd_count()
+            for _ in range(sessions):
+                ended += talk(chance, daemon, path)
+                some = [chance.randrange(COUNT) for _ in range(20)]
+                assert [bytes(each) for each in reader.read(some)] == [TRUTH[i] for i in some]
+            until(lambda: daemon.fd_count() <= fds, "what the sessions had is closed")
+            with reader.lease([0, 5]) as leased:
+                assert bytes(leased[1]) == TRUTH[5]
+            until(lambda: daemon.status()["arena"]["leased"] == 0, "no lease is left")
+            with Raw(daemon.socket) as raw:
+                number = raw.open(path).dataset
+                raw.send(get(3, number, range(COUNT)))
+                assert isinstance(raw.receive(), protocol.Ready)
+    assert 0 < ended < sessions
+
+
+def test_any_messages(tmp_path: Path) -> None:
+    run(tmp_path, 0, 60)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_any_messages_for_longer(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 600)
