@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Daemon, Raw, sample, serving, stopped, until, write
+from daemon import DEADLINE_S, Daemon, Raw, get, sample, serving, stopped, until, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,6 +146,16 @@ def test_orders_have_a_limit_together() -> None:
         uses.arriving(walk, 3000, replacement=False)
     uses.leave(walk, None)
     assert not uses.walks
+
+
+def test_orders_that_are_begun_and_never_end_have_that_limit_too() -> None:
+    uses = NextUse(most_size=40_000)
+    walk = uses.join("a", np.array([0]), np.array([3000]))
+    begun = [uses.arriving(walk, 3000, replacement=False) for _ in range(2)]
+    with pytest.raises(UsageError, match="together"):
+        uses.arriving(walk, 3000, replacement=False)
+    begun.pop()
+    uses.arriving(walk, 3000, replacement=False)
 
 
 def test_a_walk_goes_from_epoch_to_epoch() -> None:
@@ -286,6 +296,12 @@ def test_a_nonsensical_order_is_refused_and_its_job_served(
             raw.send(order(5, [7], 6, 3))
             raw.send(order(6, [3, 1, 2]))
         assert raw.receive() == protocol.Ready(6, len([3, 1, 2]) if pieces[-1].tag == 5 else 2, [])
+    with Raw(daemon.socket) as raw:
+        raw.open(path)
+        raw.send(*(piece for piece in pieces if piece.tag == 5), get(7, 1, [3, 4]))
+        answers = [raw.receive() for _ in range(1 if pieces[-1].tag == 6 else 2)]
+        assert answers[-1] == protocol.Ready(7, 2, [])
+        until(lambda: [w["kind"] for w in daemon.status()["walks"]] == ["silent"], "it is silent")
 
 
 @pytest.mark.parametrize(

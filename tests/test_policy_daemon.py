@@ -185,6 +185,33 @@ def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[
             assert [s.tobytes() for s in everything] == [content(i) for i in range(COUNT)]
 
 
+def test_a_sampler_that_is_changed_holds_nobody_up(daemon: Daemon, paths: list[str]) -> None:
+    with daemon.open(paths[0]) as reader:
+        for seed in (6, 7):
+            # In mid-epoch another order takes the place of the first, for this epoch and the next.
+            for epoch in (0, 1):
+                reader.announce(order(seed, epoch), epoch)
+            assert walk_of(daemon)["order_size"] == 2 * 5 * COUNT
+            assert walk_of(daemon)["position"] == 0
+            read_slowly(reader, 0, order(seed, 0)[: COUNT // 2])
+        assert walk_of(daemon)["kind"] == "announced"
+        assert daemon.status()["cache"]["blocked"] == 0
+
+
+def test_a_rank_that_is_replaced_takes_up_its_order(daemon: Daemon, paths: list[str]) -> None:
+    other = Job(daemon, paths[0], seed=8, epochs=10_000)
+    rank = Job(daemon, paths[0], seed=9, epochs=10_000)
+    rank.epoch()
+    rank.kill()
+    until(lambda: len(daemon.status()["walks"]) == 1, "its order is freed")
+    rank = Job(daemon, paths[0], seed=9, epochs=3)
+    assert rank.end() == 3 * COUNT
+    other.epoch()
+    assert daemon.status()["cache"]["blocked"] == 0
+    other.kill()
+    until(lambda: not daemon.status()["walks"], "nothing stays behind")
+
+
 def test_an_announcing_process_that_is_killed_leaves_room(daemon: Daemon, paths: list[str]) -> None:
     job = Job(daemon, paths[0], seed=4, epochs=1000)
     job.epoch()

@@ -7,6 +7,8 @@ No clock: whoever knows the time sets `now`, monotonic seconds.
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,6 +78,7 @@ class NextUse:
         """(old, new): groups that turned out to be one; for the policy to take note of."""
         self.most_size = most_size
         self._walks: dict[tuple[str, bytes], Walk] = {}
+        self._arriving: WeakSet[Arriving] = WeakSet()
         self._bases = np.zeros(0, np.int64)
         self._group_of_base = np.zeros(0, np.int64)
         self._next_group = 1
@@ -154,7 +157,8 @@ class NextUse:
     def arriving(self, walk: Walk, count: int, *, replacement: bool) -> Arriving:
         """Make room for an order.
 
-        Raises: UsageError when it cannot be meant, or all orders together would be too large.
+        Raises: UsageError when it cannot be meant, or all orders together would be too large,
+            those that others have begun to announce included.
         """
         arriving = Arriving(
             count,
@@ -164,11 +168,13 @@ class NextUse:
             replacement=replacement,
         )
         size = sum(w.size for w in self._walks.values()) + 6 * count
+        size += sum(6 * other.count for other in self._arriving)
         if size > self.most_size:
             raise UsageError(
                 f"all announced orders together would take {size} bytes",
                 hint=f"the daemon keeps {self.most_size}; jobs of one seed share theirs",
             )
+        self._arriving.add(arriving)
         return arriving
 
     def announced(
