@@ -128,13 +128,17 @@ def announcing(folder: Path, samples: int = 10_000_000) -> list[dict[str, Any]]:
                 _start("announcer", {"path": many.paths[0], "server": place, "seed": seed})
                 for seed in range(JOBS)
             ]
+            usual = -_cpu(server.pid)
             time.sleep(ALONE_S)
+            usual = (usual + _cpu(server.pid)) / ALONE_S
             memory, cpu, begun = _memory(server.pid), _cpu(server.pid), time.monotonic()
             for job in jobs:
                 _tell(job)
             said = [json.loads(_heard(job)) for job in jobs]
             over = time.monotonic()
-            grown, cpu = _memory(server.pid) - memory, _cpu(server.pid) - cpu
+            grown = _memory(server.pid) - memory
+            # Without what it does for the witnesses.
+            cpu = _cpu(server.pid) - cpu - usual * (over - begun)
             for process in (*witnesses, *jobs):
                 _tell(process)
             seen = [json.loads(_heard(each)) for each in witnesses]

@@ -7,7 +7,7 @@ virtual clock, and Belady's, which knows the whole future. The parts:
               daemon counts them, as the kernel counts the processes', and as the device counts
     disk      a disk that gives half of what two jobs ask for: announced, silent, simulated, ideal
     memory    daemon and jobs in a cgroup whose limit leaves no room for a page cache
-    rivals    two data sets that compete: a fast job on a small one, a slow one on a large one
+    rivals    two data sets that compete: a job on one is four times as fast as that on the other
     pages     the same jobs through the page cache, everything fitting and a quarter
     announce  10 million samples announced by four jobs, and what others notice
     cost      what the policy does for a used sample, by itself
@@ -36,7 +36,7 @@ SLOT = 32 * 1024
 PACE = 4_000.0
 BATCH = 64
 WARM, EPOCHS = 2, 2
-OVERHEAD = 96 << 20
+OVERHEAD = 40 << 20
 """Memory of the daemon beside its arena, and of each job, that a limit leaves room for."""
 AGREE = 0.01
 """The daemon's and the kernel's count of what was read for it differ by no more than this."""
@@ -126,7 +126,7 @@ def simulated(cell: Cell, slots: int, warm_s: float, seconds: float) -> dict[str
 
 
 HEAD = (
-    f"{'':28s}{'cache':>6s}{'hits':>7s}{'simul.':>7s}{'Belady':>7s}{'asked':>7s}{'speed':>6s}"
+    f"{'':33s}{'cache':>6s}{'hits':>7s}{'simul.':>7s}{'Belady':>7s}{'asked':>7s}{'speed':>6s}"
     f"{'simul.':>7s}{'ideal':>6s}{'stall':>6s}{'wasted':>7s}  daemon/kernel daemon/device"
 )
 
@@ -136,7 +136,7 @@ def show(row: dict[str, Any]) -> None:
     agreed = row["daemon_bytes"] / max(row["kernel_bytes"], 1)
     mark = "" if abs(agreed - 1) <= AGREE else " (differ!)"
     print(
-        f"{row['title']:28s}{row['cache']:6.1%}{row['hit_rate']:7.1%}{row['simulated']:7.1%}"
+        f"{row['title']:33s}{row['cache']:6.1%}{row['hit_rate']:7.1%}{row['simulated']:7.1%}"
         f"{row['belady']:7.1%}{row['requests']:7.1%}{row['speed']:6.2f}"
         f"{row['simulated_speed']:7.2f}{row['ideal']:6.2f}{row['stalled']:6.1%}"
         f"{row['wasted']:7d}  {agreed:13.3f}{mark}"
@@ -215,7 +215,7 @@ def little_memory(path: str) -> list[dict[str, Any]]:
 
 
 def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
-    """A fast job on a data set that fits, a slow one on another; half of both fits together."""
+    """A fast job and a slow one, each on its data set; a quarter of both fits together."""
     found = node.watch(
         [
             {"path": path, "how": "ffserve", "seed": seed, "pace": pace, "batch": BATCH,
@@ -229,10 +229,10 @@ def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
         seconds=2 * SAMPLES / PACE,
     )  # fmt: skip
     rows = []
-    for title, job in zip(("fast, small data set", "slow, large data set"), found["jobs"],
+    for title, job in zip(("a fast job", "a slow job on other data"), found["jobs"],
                           strict=True):  # fmt: skip
         rows.append({"title": title, "hit_rate": 1 - job["read"] / (job["used"] * (SIZE + 512))})
-        print(f"{title:28s}      {rows[-1]['hit_rate']:7.1%}")
+        print(f"{title:33s}      {rows[-1]['hit_rate']:7.1%}")
     for group in found["groups"]:
         print(f"  {group['jobs']}: {group['used'] >> 20} MiB kept, never below "
               f"{group['floor'] >> 20} MiB")  # fmt: skip
@@ -259,7 +259,7 @@ def against_pages(folder: Path, ways: list[str], job_counts: list[int]) -> list[
             peak: int | None = None
             for way in ["ffserve", *ways]:
                 node.drop_cache(path)
-                limit = peak or int(PAGES_SAMPLES * SLOT * share) + (job_count + 2) * OVERHEAD
+                limit = peak or int(PAGES_SAMPLES * SLOT * share) + (job_count + 4) * OVERHEAD
                 with confined(memory_size=limit) as group:
                     found = node.watch(
                         [

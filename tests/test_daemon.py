@@ -34,6 +34,7 @@ from daemon import (
 from ffserve import protocol
 from ffserve.client import connection
 from ffserve.client.source import Bytes
+from ffserve.config import usable_memory
 from ffserve.errors import (
     AccessDenied,
     ChecksumError,
@@ -800,10 +801,11 @@ def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
             assert reader[0].tobytes() == b"x"
 
 
-def test_an_arena_larger_than_memory_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arena", ["4096TiB", str(usable_memory() - (16 << 20))])
+def test_an_arena_that_memory_has_no_room_for_is_refused(tmp_path: Path, arena: str) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "ffserve", "serve", "--arena", "4096TiB"),
+            *(sys.executable, "-m", "ffserve", "serve", "--arena", arena),
             *("--socket", tmp_path / "s"),
         ],
         stdin=subprocess.DEVNULL,

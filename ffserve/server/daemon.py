@@ -34,6 +34,9 @@ log = logging.getLogger("ffserve")
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 1024
+OWN_SIZE = 32 * 1024 * 1024
+"""What a daemon takes beside its arena as it starts, and a little; samples and orders come on top
+of it (docs/CONFIGURATION.md)."""
 
 
 def serve(config: ServerConfig) -> int:
@@ -63,10 +66,11 @@ def serve(config: ServerConfig) -> int:
 def _check_machine(config: ServerConfig) -> None:
     """Refuse an arena that cannot be; say which roots are not there. Raises: UsageError."""
     memory = usable_memory()
-    if config.arena_size > memory:
+    if config.arena_size > memory - OWN_SIZE:
         raise UsageError(
-            f"an arena of {format_size(config.arena_size)} is more than the "
-            f"{format_size(memory)} of memory that this process may use",
+            f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the "
+            f"daemon itself are more than the {format_size(memory)} of memory that this process "
+            f"may use",
             hint="give a smaller --arena; leave memory for the jobs themselves",
         )
     for root in config.roots:

@@ -22,7 +22,7 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
-from ffserve.config import ServerConfig, format_size, free_memory
+from ffserve.config import ServerConfig, format_size, free_memory, usable_memory
 from ffserve.engine.view import retract
 from ffserve.errors import AccessDenied, ChecksumError, ReadError
 from ffserve.failures import CHECKSUM
@@ -39,7 +39,8 @@ MOST_JOBS = 256
 """Jobs whose counters are kept, the ended ones included."""
 
 ORDERS_SHARE = 4
-"""What jobs announced may take memory beside the arena: one part in this many of its size."""
+"""What jobs announced may take memory beside the arena: one part in this many of its size, but
+SMALLEST_LIMIT at least, and at most half of what the arena leaves of the memory."""
 
 
 class Node:
@@ -204,7 +205,8 @@ class Node:
 
 
 def _orders_limit(arena_size: int) -> int:
-    return max(SMALLEST_LIMIT, arena_size // ORDERS_SHARE)
+    left = max(usable_memory() - arena_size, 0)
+    return min(max(SMALLEST_LIMIT, arena_size // ORDERS_SHARE), left // 2)
 
 
 def _memory(config: ServerConfig) -> tuple[Arena, SharedMemory]:

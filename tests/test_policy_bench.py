@@ -1,0 +1,35 @@
+"""The benchmark of the policy runs, small, and counts what the kernel counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import confine, node, policy
+from benchmarks.policy import Cell
+
+
+def test_a_cell_agrees_with_the_simulation_and_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "SAMPLES", 2000)
+    path = node.data(tmp_path, 2000, policy.SIZE)
+    row = policy.run(Cell("two jobs", 2, True, 0.5, pace=2000.0), path)
+    policy.show(row)
+    assert row["hit_rate"] <= row["belady"] + 0.03
+    # The window takes 128 samples of each job out of the thousand that fit.
+    assert row["hit_rate"] >= row["simulated"] - 0.2
+    try:
+        confine.disk_of(path)
+    except confine.CannotConfine:
+        return
+    assert row["daemon_bytes"] == pytest.approx(row["kernel_bytes"], rel=0.05)
+
+
+def test_a_process_in_a_cgroup_gets_no_more_memory_than_that() -> None:
+    try:
+        with confine.confined(memory_size=64 << 20) as group:
+            assert group.peak() < 64 << 20 and group.killed() == 0
+    except confine.CannotConfine as error:
+        pytest.skip(str(error))
