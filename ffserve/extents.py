@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine.blocks import merge
+
 MERGED_SIZE = 120 * 1024
 """Bytes from the start of a merged read within which the extents in it begin. Half of a bounce
 buffer (FFS_BOUNCE_SIZE in engine/backend.h): with the last extent and the alignment it fits into
@@ -29,16 +31,4 @@ def merged(
             the next one's first, which follow each other in one file.
         most: bytes of an extent; a larger one is read alone.
     """
-    # As unsigned numbers those that overlap are far apart.
-    joined = (begins[1:] - ends[:-1]).view(np.uint64) <= MERGED_GAP
-    if np.count_nonzero(joined):
-        small = ends - begins <= most
-        joined &= (files[1:] == files[:-1]) & small[1:] & small[:-1]
-    if not np.count_nonzero(joined):
-        return np.arange(len(begins))
-    first = np.concatenate(([True], ~joined))
-    runs = np.flatnonzero(first)
-    starts = np.repeat(begins[runs], np.diff(np.append(runs, len(begins))))
-    pieces = (begins - starts) // MERGED_SIZE
-    first[1:] |= pieces[1:] != pieces[:-1]
-    return np.flatnonzero(first)
+    return merge(begins, ends, files, most, MERGED_GAP, MERGED_SIZE)

@@ -137,6 +137,10 @@ class Arena:
         sizes: NDArray[np.int64] = self._size[slots]
         return sizes
 
+    def tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the offsets and the sizes of all slots that there can be; they stay in place."""
+        return self._offset, self._size
+
     def take(self, size_class: int, count: int) -> list[int]:
         """Take up to `count` slots of a class that are free or can be cut from a free slab."""
         free = self._free_slots[size_class]

@@ -27,10 +27,12 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import FFServeError
 from ffserve.failures import TOO_LARGE
 
-FREE, LOADING, RESIDENT, FAILED = range(4)
+MOST_LOADS = (1 << 31) - 1
+"""Loads are numbered up to here, then from 1 again."""
 
 STEAL_WINDOW = 256
 """Slabs looked at together when one has to be emptied."""
@@ -89,8 +91,9 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks that must be read now, each into its slot."""
+    """Blocks that must be read now, each into its slot. `number`: its own while it is read."""
 
+    number: int
     blocks: Blocks
     slots: Int64s
     offsets: Int64s
@@ -142,7 +145,18 @@ class Cache:
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
         self.policy = Policy(arena, self.uses, self._first, self._count)
+        self._load_of = np.zeros(slots, np.int32)
+        self._slots = Slots(
+            self._slot_of,
+            self.state,
+            self.pins,
+            self._first,
+            self._count,
+            self._load_of,
+            *arena.tables(),
+        )
         self._loading: dict[int, Load] = {}
+        self._next_load = 1
         self._hand = self._retiring_hand = 0
         self._idle_slabs = False
         """Whether there may be slabs in which nobody wants anything."""
@@ -160,103 +174,70 @@ class Cache:
         part = fetch.numbers[fetch.cursor : fetch.cursor + count]
         if not len(part):
             return None
-        held = self._slot_of[part].astype(np.int64) - 1
-        absent = (held < 0).nonzero()[0]
-        if len(absent) < len(part):
-            part = part[: self._within(held, size)]
-            held, absent = held[: len(part)], absent[absent < len(part)]
-        load, handled = None, len(part)
-        if len(absent) == len(part):
-            load, handled = self._admit(fetch, part, held, absent, size)
-            if load is not None:
-                self._pin(fetch, load.slots)
-            return self._took(fetch, load, handled, handled)
+        handled, absent, touched, positions = self._slots.split(part, size)
+        load = None
+        held, loading = self._slots.pin(touched)
         if len(absent):
-            load, handled = self._admit(fetch, part, held, absent, size)
-            if handled == 0 and len(part) > 1:
-                # What was there of the part may itself have been in the way.
-                part, absent = part[:1], absent[:1]
-                load, handled = self._admit(fetch, part, held[:1], absent, size)
+            # What the request finds in memory must not be evicted for what it does not.
             part = part[:handled]
-            held = self._slot_of[part].astype(np.int64) - 1
-        touched = np.unique(held[held >= 0]) if handled else held[:0]
+            load, cut = self._admit(fetch, part, absent, size)
+            kept = int(np.count_nonzero(positions < cut))
+            if kept < len(touched):
+                self.release([touched[kept:]])
+                touched = touched[:kept]
+                held, loading = self._again(touched)
+            if cut == 0 and handled > 1:
+                # What was there of the part may itself have been in the way.
+                load, cut = self._admit(fetch, part[:1], absent[:1], size)
+            handled = cut
         if len(touched):
-            self._pin(fetch, touched)
-            loading = touched[self.state[touched] == LOADING]
-            if len(loading) > (0 if load is None else len(load.slots)):
-                self._join(fetch, loading, load)
-        return self._took(fetch, load, handled, int(np.count_nonzero(absent < handled)))
-
-    def _pin(self, fetch: Fetch, slots: Int64s) -> None:
-        self.pins[slots] += 1
-        fetch.pins.append(slots)
-        fetch.pinned_size += int(np.add.reduce(self.arena.sizes(slots)))
-
-    def _took(self, fetch: Fetch, load: Load | None, handled: int, absent: int) -> Load | None:
+            fetch.pins.append(touched)
+            fetch.pinned_size += held
+            if len(loading):
+                self._join(fetch, loading)
         if load is not None:
             load.fetches.append(fetch)
             fetch.waiting += 1
         fetch.cursor += handled
         if fetch.latest is None:
             self.counters.asked += handled
-            self.counters.resident += handled - absent
+            self.counters.resident += handled - int(np.count_nonzero(absent < handled))
         return load
 
-    def _within(self, held: Int64s, size: int) -> int:
-        """Return how many samples, at least one, are held by slots of `size` bytes in all."""
-        slots, firsts = np.unique(held, return_index=True)
-        sizes = np.where(slots >= 0, self.arena.sizes(np.maximum(slots, 0)), 0)
-        if int(sizes.sum()) <= size:
-            return len(held)
-        order = np.argsort(firsts)
-        over = np.flatnonzero(np.cumsum(sizes[order]) > size)
-        return max(1, int(firsts[order[over[0]]]))
+    def _again(self, pinned: Int64s) -> tuple[int, Int64s]:
+        size = int(self.arena.sizes(pinned).sum())
+        return size, pinned[self.state[pinned] == LOADING]
 
-    def _join(self, fetch: Fetch, loading: Int64s, own: Load | None) -> None:
-        others = {id(load): load for slot in loading.tolist() if (load := self._loading[slot])}
-        for load in others.values():
-            if load is not own:
-                load.fetches.append(fetch)
-                fetch.waiting += 1
-                self.counters.joined += 1
+    def _join(self, fetch: Fetch, loading: Int64s) -> None:
+        for number in np.unique(self._load_of[loading]).tolist():
+            self._loading[number].fetches.append(fetch)
+            fetch.waiting += 1
+            self.counters.joined += 1
 
     def _admit(
-        self, fetch: Fetch, part: Int64s, held: Int64s, absent: Int64s, size: int
+        self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
     ) -> tuple[Load | None, int]:
         """Find room for what is absent; return the load and how much of the part is dealt with."""
-        blocks = self.shards.blocks(part[absent])
-        where = absent
-        if len(set(blocks.firsts.tolist())) < len(absent):
-            _, rows = np.unique(blocks.firsts, return_index=True)
-            rows.sort()
-            blocks, where = blocks.take(rows), absent[rows]
         # In order of first use, so that a cut leaves a prefix that is whole.
-        limit = len(where)
-        if int(np.add.reduce(blocks.sizes)) > size:
-            limit = int(np.searchsorted(np.cumsum(blocks.sizes), size, side="right"))
-        if limit == 0 and where[0] == 0:
-            limit = 1
-        cut = int(where[limit]) if limit < len(where) else len(part)
-        if int(np.maximum.reduce(blocks.sizes)) > self.arena.size:
-            fits = blocks.sizes <= self.arena.size
-            for row in np.flatnonzero(~fits & (where < cut)).tolist():
-                told = int(blocks.sizes[row]) if self.shards.chunked[blocks.shards[row]] else 0
-                first, failure = blocks.firsts[row], Failure(TOO_LARGE, size=told)
-                inside = part[(part >= first) & (part < first + blocks.counts[row])]
-                fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
-            blocks, where = blocks.take(fits), where[fits]
-        if cut < len(part):
-            blocks, where = blocks.take(where < cut), where[where < cut]
+        table = self.shards.blocks(part[absent]).table
+        table, where, left_out = self._slots.cut(table, absent.copy(), size)
+        blocks, cut = Blocks(table), len(part) if left_out < 0 else left_out
         if not len(where):
             return None, cut
-        # What the request finds in memory must not be evicted for what it does not.
-        present = held[:cut]
-        present = np.unique(present[present >= 0]) if len(absent) < len(held) else absent[:0]
+        if int(np.maximum.reduce(blocks.sizes)) > self.arena.size:
+            fits = blocks.sizes <= self.arena.size
+            for column in np.flatnonzero(~fits).tolist():
+                told = int(blocks.sizes[column])
+                told = told if self.shards.chunked[blocks.shards[column]] else 0
+                first, failure = blocks.firsts[column], Failure(TOO_LARGE, size=told)
+                inside = part[(part >= first) & (part < first + blocks.counts[column])]
+                fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
+            blocks, where = blocks.take(fits), where[fits]
+            if not len(where):
+                return None, cut
         classes = self.arena.classes(blocks.sizes)
-        self.pins[present] += 1
         group = self.uses.group_of(int(blocks.firsts[0]))
         slots, passing = self._allocate(classes, blocks.sizes, group, fetch.latest)
-        self.pins[present] -= 1
         if np.count_nonzero(slots < 0):
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
@@ -267,26 +248,16 @@ class Cache:
             classes = classes[rest]
             if not len(slots):
                 return None, cut
-        self._first[slots] = blocks.firsts
-        self._count[slots] = blocks.counts
+        number = self._next_load
+        self._next_load = number % MOST_LOADS + 1
+        held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group)
-        self._enter(slots, blocks)
-        offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
-        load = Load(blocks, slots, offsets, sizes, classes, passing)
-        self._loading.update(dict.fromkeys(slots.tolist(), load))
+        fetch.pins.append(slots)
+        fetch.pinned_size += held
+        load = Load(number, blocks, slots, offsets, sizes, classes, passing)
+        self._loading[number] = load
         self.counters.blocks_read += len(slots)
         return load, cut
-
-    def _enter(self, slots: Int64s, blocks: Blocks) -> None:
-        if np.count_nonzero(blocks.counts != 1) == 0:
-            self._slot_of[blocks.firsts] = slots + 1
-            return
-        for slot, first, count in zip(
-            slots.tolist(), blocks.firsts.tolist(), blocks.counts.tolist(), strict=True
-        ):
-            run = self._slot_of[first : first + count]
-            assert not run.any(), "a block that is to be read lies in no slot, not even in part"
-            run[:] = slot + 1
 
     # ---- what came of it ------------------------------------------------------------------
 
@@ -296,8 +267,7 @@ class Cache:
         Returns the fetches that have no load to wait for any more.
         """
         slots = load.slots
-        for slot in slots.tolist():
-            del self._loading[slot]
+        del self._loading[load.number]
         self.state[slots] = RESIDENT
         if failures:
             self._fail(load, failures)
@@ -348,12 +318,9 @@ class Cache:
     def release(self, pins: list[Int64s]) -> None:
         """Give back what `advance` pinned."""
         for slots in pins:
-            left = self.pins[slots] - 1
-            assert np.count_nonzero(left < 0) == 0
-            self.pins[slots] = left
-            states = self.state[slots]
-            if np.count_nonzero(states == FAILED):
-                for slot in slots[(states == FAILED) & (left == 0)].tolist():
+            if self._slots.unpin(slots):
+                failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]
+                for slot in failed.tolist():
                     self._free_failed(slot)
 
     # ---- room -----------------------------------------------------------------------------
@@ -454,10 +421,8 @@ class Cache:
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""
-        slots = self._slot_of[numbers].astype(np.int64) - 1
-        slots = slots[slots >= 0]
+        slots = self._slots.resident(numbers)
         if len(slots):
-            slots = slots[self.state[slots] == RESIDENT]
             self.policy.doubt(slots, self._classes(slots))
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:

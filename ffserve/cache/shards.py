@@ -8,12 +8,13 @@ small ones, and its slot takes what it decodes to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.directory import Directory
+from ffserve.engine.blocks import Shards
 from ffserve.formats.base import ChunkedShard
 
 SMALL_RECORD_SIZE = 2048
@@ -24,38 +25,24 @@ LARGEST_SHARED_BLOCK = 65_536
 """A shared block that grew beyond this (one huge record among tiny ones) is read singly."""
 
 
-@dataclass(slots=True)
 class Blocks:
-    """Blocks to be read, one row each.
+    """Blocks to be read, one column of `table` each; the attributes are its rows.
 
     firsts, counts: their samples' node-wide numbers. begins, ends: the extent in the file.
     sizes: bytes of the extent widened to the file's alignment; of chunks, what they decode to.
-    shards: rows of the table.
+    shards: rows of the table of shards.
     """
 
-    firsts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    shards: NDArray[np.int64]
+    __slots__ = ("begins", "counts", "ends", "firsts", "shards", "sizes", "table")
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Blocks:
-        """Return some rows."""
-        return Blocks(
-            self.firsts[rows],
-            self.counts[rows],
-            self.begins[rows],
-            self.ends[rows],
-            self.sizes[rows],
-            self.shards[rows],
-        )
+    def __init__(self, table: NDArray[np.int64]) -> None:
+        rows: Iterable[NDArray[np.int64]] = table
+        self.table = table
+        self.firsts, self.counts, self.begins, self.ends, self.sizes, self.shards = rows
 
-    @classmethod
-    def joined(cls, parts: list[Blocks]) -> Blocks:
-        """Return the rows of all parts, one after the other."""
-        names = ("firsts", "counts", "begins", "ends", "sizes", "shards")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    def take(self, columns: NDArray[np.int64] | NDArray[np.bool_]) -> Blocks:
+        """Return some of the blocks."""
+        return Blocks(np.ascontiguousarray(self.table[:, columns]))
 
 
 class ChunkRuns:
@@ -90,7 +77,12 @@ class ShardTable:
     """
 
     def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+        self._c = Shards(
+            directory.entries_memory.address,
+            directory.index_memory.address,
+            directory.index_memory.address + directory.capacity * 8,
+            directory.capacity,
+        )
         self._runs: list[ChunkRuns | None] = []
         self.bases = np.zeros(0, np.int64)
         self.counts = np.zeros(0, np.int64)
@@ -102,6 +94,26 @@ class ShardTable:
         self.chunked = np.zeros(0, np.bool_)
         self.sessions = np.zeros(0, np.int64)
         self._singly: set[int] = set()
+        self.has_chunks = False
+        """Whether the records of any shard lie in chunks."""
+        self._follow()
+
+    def _follow(self) -> None:
+        self.has_chunks = bool(self.chunked.any())
+        self._c.follow(
+            self.bases,
+            self.counts,
+            self.alignments,
+            self.shifts,
+            self.files,
+            self.checksum_kinds,
+            self._singly,
+        )
+
+    @property
+    def c(self) -> Shards:
+        """The tables, for functions of the C core."""
+        return self._c
 
     def add(
         self,
@@ -129,6 +141,7 @@ class ShardTable:
         self.files = np.insert(self.files, row, file)
         self.engines = np.insert(self.engines, row, engine)
         self.sessions = np.insert(self.sessions, row, 0)
+        self._follow()
 
     def remove(self, base: int) -> None:
         """Strike a shard out."""
@@ -149,10 +162,12 @@ class ShardTable:
         del self._runs[row]
         rest = (first for first in self._singly if not base <= first < base + count)
         self._singly = set(rest)
+        self._follow()
 
     def read_singly(self, first: int) -> None:
         """Share the block that begins with this sample no more: a part of it is damaged."""
         self._singly.add(first)
+        self._follow()
 
     def row(self, base: int) -> int:
         """Return the row of the shard that starts at `base`."""
@@ -172,25 +187,16 @@ class ShardTable:
 
     def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
         """Return the block of each sample, one row a sample."""
-        rows = self.rows(numbers)
-        inside = self.chunked[rows]
-        if not inside.any():
-            return self._of_records(numbers, rows)
-        if (rows == rows[0]).all():
-            return self._of_chunks(numbers, rows)
-        # Shard by shard, put back in the order of the numbers.
-        parts, place, done = [], np.empty(len(numbers), np.int64), 0
-        for row in np.unique(rows).tolist():
-            inside = rows == row
-            count = int(np.count_nonzero(inside))
-            find = self._of_chunks if self.chunked[row] else self._of_records
-            parts.append(find(numbers[inside], rows[inside]))
-            place[inside] = np.arange(done, done + count)
-            done += count
-        return Blocks.joined(parts).take(place)
+        blocks = Blocks(self._c.blocks(numbers, LARGEST_SHARED_BLOCK))
+        if self.has_chunks:
+            rows = blocks.shards
+            for row in np.unique(rows[self.chunked[rows]]).tolist():
+                inside = rows == row
+                blocks.table[:, inside] = self._of_chunks(numbers[inside], row)
+        return blocks
 
-    def _of_chunks(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Blocks:
-        base, runs = int(self.bases[rows[0]]), self._runs[rows[0]]
+    def _of_chunks(self, numbers: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+        base, runs = int(self.bases[row]), self._runs[row]
         assert runs is not None
         chunks = runs.shard.chunks
         run = runs.holding(numbers - base)
@@ -200,46 +206,13 @@ class ShardTable:
             alone = np.array([first in self._singly for first in firsts], np.bool_)
             chunk = chunks.holding(numbers - base)
             low, high = np.where(alone, chunk, low), np.where(alone, chunk + 1, high)
-        return Blocks(
-            base + chunks.firsts[low],
-            chunks.firsts[high] - chunks.firsts[low],
-            chunks.begins[low],
-            chunks.ends[high - 1],
-            runs.sizes_before[high] - runs.sizes_before[low],
-            rows,
+        return np.stack(
+            (
+                base + chunks.firsts[low],
+                chunks.firsts[high] - chunks.firsts[low],
+                chunks.begins[low],
+                chunks.ends[high - 1],
+                runs.sizes_before[high] - runs.sizes_before[low],
+                np.full(len(numbers), row),
+            )
         )
-
-    def _of_records(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Blocks:
-        directory = self._directory
-        shifts = self.shifts[rows]
-        if not np.count_nonzero(shifts):
-            begins = directory.offsets[numbers].astype(np.int64)
-            ends = begins + directory.lengths(numbers)
-            counts = np.ones(len(numbers), np.int64)
-            return Blocks(numbers, counts, begins, ends, self._widened(begins, ends, rows), rows)
-        bases = self.bases[rows]
-        firsts = bases + ((numbers - bases) >> shifts << shifts)
-        counts = np.minimum(firsts + (1 << shifts), bases + self.counts[rows]) - firsts
-        begins, ends = self._extents(firsts, counts)
-        alone = ends - begins > LARGEST_SHARED_BLOCK
-        if self._singly:
-            alone |= np.array([first in self._singly for first in firsts.tolist()], np.bool_)
-        if alone.any():
-            firsts = np.where(alone, numbers, firsts)
-            counts = np.where(alone, 1, counts)
-            begins, ends = self._extents(firsts, counts)
-        return Blocks(firsts, counts, begins, ends, self._widened(begins, ends, rows), rows)
-
-    def _extents(
-        self, firsts: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        lasts = firsts + counts - 1
-        begins = self._directory.offsets[firsts].astype(np.int64)
-        ends = self._directory.offsets[lasts].astype(np.int64) + self._directory.lengths(lasts)
-        return begins, ends
-
-    def _widened(
-        self, begins: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        alignments = self.alignments[rows]
-        return -(-ends // alignments) * alignments - begins // alignments * alignments

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.orders import BUCKETS, Order
+from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
 """Epochs that one walk may have announced at a time."""
@@ -260,18 +261,16 @@ class Walk:
         if self.seen is None:
             self.seen = np.zeros(self.span, np.bool_)
             self.seen_count = self._repeats = 0
-        places = np.unique(numbers - self.low)
-        fresh = places[~self.seen[places]]
-        again = len(places) - len(fresh)
-        if again > 0.8 * len(places) and again > FEW // 8 and not self.replacement:
+        fresh, again = mark(self.seen, numbers, self.low)
+        places = fresh + again
+        if again > 0.8 * places and again > FEW // 8 and not self.replacement:
             # Everything again at once: another epoch.
             self.seen[:] = False
-            self.seen_count = self._repeats = again = 0
-            fresh = places
+            self.seen_count = self._repeats = 0
+            fresh, again = mark(self.seen, numbers, self.low)
         self._repeats += again
         self.replacement = self._repeats > REPEATS * self.seen_count + FEW
-        self.seen[fresh] = True
-        self.seen_count += len(fresh)
+        self.seen_count += fresh
         if self.replacement and self.seen_count > 0.9 * self.sample_count:
             self.seen[:] = False
             self.seen_count = self._repeats = 0

@@ -41,6 +41,8 @@ SOURCES = (
     "checksum.c",
     "frames.c",
     "chunks.c",
+    "blocks.c",
+    "slots.c",
 )
 HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

@@ -156,6 +156,94 @@ int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *start
 void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *lengths, int64_t n,
                  uint8_t *const *dests);
 
+/* ---- planning what to read: the daemon's own tables ---------------------------------------
+ * Pure functions over arrays of the caller's, called once a batch; what they find stands in
+ * tables that belong to the caller as well. They decide nothing: see ffserve/cache. */
+typedef struct {
+    const ffs_entry *entries;   /* by sample, sample_count of each */
+    const uint64_t *offsets;
+    const uint32_t *checksums;
+    int64_t sample_count;
+    const int64_t *bases;       /* by shard, shard_count of each, bases rising */
+    const int64_t *counts;
+    const int64_t *alignments;
+    const int64_t *shifts;      /* 1 << shift neighbours share a block */
+    const int32_t *files, *kinds;
+    int64_t shard_count;
+    const int64_t *singly;      /* first samples, rising, of blocks that are not shared */
+    int64_t singly_count;
+} ffs_shards;
+
+/* A table of blocks has FFS_BLOCK_ROWS rows of int64, one column a block: number of its first
+ * sample, number of samples, where it begins and ends in the file, its size widened to the file's
+ * alignment, its shard. */
+#define FFS_BLOCK_ROWS 6
+
+/* The block of each of n samples, one column a sample, or alone where it would be larger than
+ * `largest`. 0, or FFS_ERANGE when a sample is of no shard. */
+int ffs_blocks(const ffs_shards *shards, const int64_t *numbers, int64_t n, int64_t largest,
+               int64_t *blocks);
+
+/* Which neighbouring extents are read together: those of up to `most` bytes in one file, at most
+ * `gap` bytes apart, that begin within the same `size` bytes from the start of their read. firsts
+ * gets the number of each read's first extent; returns how many reads there are. */
+int64_t ffs_merge(const int64_t *begins, const int64_t *ends, const int64_t *files, int64_t n,
+                  int64_t most, int64_t gap, int64_t size, int64_t *firsts);
+
+typedef struct {
+    int32_t *slot_of;           /* by sample, sample_count: number of its slot + 1, 0 for none */
+    int64_t sample_count;
+    uint8_t *states;            /* by slot, slot_count of each */
+    int32_t *pins;
+    int64_t *firsts;
+    int32_t *counts;
+    int32_t *loads;             /* the load that fills it */
+    const int64_t *offsets, *sizes;
+    int64_t slot_count;
+} ffs_slots;
+
+#define FFS_SLOT_FREE 0
+#define FFS_SLOT_LOADING 1
+#define FFS_SLOT_RESIDENT 2
+#define FFS_SLOT_FAILED 3
+
+/* Look n samples up. absent[] gets the positions of those that are in no slot; slots[] each slot
+ * that holds one, once, and positions[] where it comes first. Stops, but not before the first
+ * sample, where the slots would have more than `most` bytes together. found[3]: samples looked at,
+ * absent, slots. 0, or FFS_ERANGE. */
+int ffs_slots_split(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t most,
+                    int64_t *absent, int64_t *slots, int64_t *positions, int64_t *found);
+
+/* Leave of n blocks (in rows of n) each one once, in order, until they have more than `most` bytes
+ * together, in place: of each row the first so many columns. where[]: the sample that wants it;
+ * sample 0 is served however large. Returns how many are left; *cut gets the sample that the first
+ * one left out was for, or -1. FFS_ERANGE: a block outside the tables, or in a slot already. */
+int64_t ffs_slots_cut(const ffs_slots *s, int64_t *blocks, int64_t *where, int64_t n,
+                      int64_t most, int64_t *cut);
+
+/* Pin slots; loading[] gets those that are being read. Returns how many these are; *bytes: of all
+ * slots. FFS_ERANGE: nothing was pinned. */
+int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64_t *loading,
+                      int64_t *bytes);
+/* Give pins back. Returns how many slots failed and have no pin left; FFS_ERANGE: a slot has no
+ * pin to give back (those before it have given theirs). */
+int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
+
+/* Say that block k (columns of n) is being read into slots[k], which is LOADING, pinned once more
+ * and belongs to a load; offsets[], sizes[]: of the slots. Returns their bytes, or FFS_ERANGE: a
+ * sample of a block lies in a slot already, or something is outside the tables. */
+int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t *slots,
+                        int64_t n, int32_t load, int64_t *offsets, int64_t *sizes);
+
+/* Of n samples those slots that hold one and are RESIDENT, in order, repeats kept. Returns how many
+ * there are, or FFS_ERANGE. */
+int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t *slots);
+
+/* Mark n places of `seen` (size bytes, each 0 or 1). found[2]: how many places, each counted once,
+ * were not marked before, and how many were. 0, or FFS_ERANGE: nothing was marked. */
+int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
+             int64_t *found);
+
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */
 typedef struct {
@@ -229,6 +317,13 @@ int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);
 
 ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count); /* zeroed; NULL: no memory */
 void ffs_batch_free(ffs_batch *b);            /* never between submit and done */
+/* A batch that reads blocks (columns of n) into slots at places[k], rooms[k] bytes large, with a
+ * record for every sample; blocks firsts[r] up to the next one's are read at once, through a buffer
+ * and from there to their slots, where they are more than one. NULL: no memory, or a block or
+ * record that is not inside of what it is part of. */
+ffs_batch *ffs_batch_blocks(const ffs_shards *shards, const int64_t *blocks, int64_t n,
+                            const int64_t *places, const int64_t *rooms, uint8_t *arena,
+                            const int64_t *firsts, int64_t reads);
 int ffs_submit(ffs_engine *e, ffs_batch *b);
 /* Block until the batch is done or timeout_ms passed (-1: for ever): 1 done, 0 not yet. */
 int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);

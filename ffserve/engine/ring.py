@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ffserve.engine import checksum
 from ffserve.engine._core import ffi, lib
+from ffserve.engine.blocks import Shards
 from ffserve.engine.direct import open_direct
 from ffserve.engine.view import NOWHERE
 from ffserve.errors import ReadError, UsageError
@@ -78,7 +79,12 @@ RECORD_DTYPE = np.dtype(
 assert READ_DTYPE.itemsize == ffi.sizeof("ffs_read")
 assert RECORD_DTYPE.itemsize == ffi.sizeof("ffs_record")
 
+_NO_READS: NDArray[Any] = np.empty(0, READ_DTYPE)
+_NO_RECORDS: NDArray[Any] = np.empty(0, RECORD_DTYPE)
+
 _POINTER = ffi.typeof("uintptr_t")
+_I64S = ffi.typeof("int64_t[]")
+_from_buffer = ffi.from_buffer
 _NULL = ffi.NULL
 
 # An uninterrupted wait in C would keep Ctrl-C waiting too.
@@ -95,29 +101,86 @@ def _error(rc: int, what: str) -> UsageError | ReadError:
 class Batch:
     """Reads and records for one submit: fill the two arrays, submit, look at ``status``.
 
+    `reads` and `records` are structured arrays of READ_DTYPE and RECORD_DTYPE: views of C memory,
+    zeroed at first.
+
     Attributes:
-        reads: structured array of READ_DTYPE, a view of C memory, zeroed at first.
-        records: structured array of RECORD_DTYPE, likewise.
         keep: whatever owns the memory that the records' ``dest`` point to; it lives as long as
             the engine may write there, even if the caller loses interest.
     """
 
-    __slots__ = ("__weakref__", "_c", "_held", "address", "keep", "reads", "records")
+    __slots__ = ("__weakref__", "_c", "_held", "_reads", "_records", "address", "keep")
 
     def __init__(self, read_count: int, record_count: int) -> None:
-        c = lib.ffs_batch_new(read_count, record_count)
+        self._own(lib.ffs_batch_new(read_count, record_count))
+
+    def _own(self, c: Any) -> None:
         if c == _NULL:
-            raise MemoryError(f"no memory for a batch of {record_count} records")
+            raise MemoryError("no memory for a batch")
         self._c: Any = ffi.gc(c, lib.ffs_batch_free)
         self._held: dict[int, Batch] | None = None
+        self._reads: NDArray[Any] | None = None
+        self._records: NDArray[Any] | None = None
         self.keep: object = None
         self.address = int(ffi.cast(_POINTER, c))
-        first_read = int(ffi.cast(_POINTER, c.reads)) - self.address
-        first_record = int(ffi.cast(_POINTER, c.records)) - self.address
-        # The buffer keeps the owning pointer alive, the arrays keep the buffer.
-        block = ffi.buffer(self._c, first_record + record_count * RECORD_DTYPE.itemsize)
-        self.reads = np.frombuffer(block, READ_DTYPE, read_count, first_read)
-        self.records = np.frombuffer(block, RECORD_DTYPE, record_count, first_record)
+
+    @classmethod
+    def of_blocks(
+        cls,
+        shards: Shards,
+        blocks: NDArray[np.int64],
+        places: NDArray[np.int64],
+        rooms: NDArray[np.int64],
+        arena_address: int,
+        firsts: NDArray[np.int64],
+    ) -> Batch:
+        """A batch that reads blocks into slots, filled by one call.
+
+        Args:
+            shards, blocks: see `ffserve.engine.blocks`; n blocks, with a record for every sample.
+            places, rooms: int64[n], of the slots: offset in the arena, size.
+            firsts: int64, the first block of each read; several are read through a buffer.
+        Raises: UsageError when a record is not inside of its block.
+        """
+        batch = cls.__new__(cls)
+        c = lib.ffs_batch_blocks(
+            shards.c,
+            _from_buffer(_I64S, blocks),
+            blocks.shape[1],
+            _from_buffer(_I64S, places),
+            _from_buffer(_I64S, rooms),
+            ffi.cast("uint8_t *", arena_address),
+            _from_buffer(_I64S, firsts),
+            len(firsts),
+        )
+        if c == _NULL:
+            raise UsageError("no memory for a batch, or a record lies outside of its block")
+        batch._own(c)
+        return batch
+
+    @property
+    def reads(self) -> NDArray[Any]:
+        """The reads; empty once the batch was freed."""
+        if self._reads is None:
+            c = self._c
+            self._reads = self._array(c.reads, READ_DTYPE, c.read_count) if c else _NO_READS
+        return self._reads
+
+    @property
+    def records(self) -> NDArray[Any]:
+        """The records; empty once the batch was freed."""
+        if self._records is None:
+            c = self._c
+            self._records = (
+                self._array(c.records, RECORD_DTYPE, c.record_count) if c else _NO_RECORDS
+            )
+        return self._records
+
+    def _array(self, first: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        # The buffer keeps the owning pointer alive, the array keeps the buffer.
+        start = int(ffi.cast(_POINTER, first)) - self.address
+        block = ffi.buffer(self._c, start + count * dtype.itemsize)
+        return np.frombuffer(block, dtype, count, start)
 
     @property
     def tag(self) -> int:
@@ -160,8 +223,7 @@ class Batch:
         if self._held is not None:
             self._held.pop(self.address, None)
         self._held = self._c = None
-        self.reads = np.empty(0, READ_DTYPE)
-        self.records = np.empty(0, RECORD_DTYPE)
+        self._reads, self._records = _NO_READS, _NO_RECORDS
 
 
 def _shut(core: Any, in_flight: dict[int, Batch]) -> None:

@@ -16,7 +16,6 @@ from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.ring import Batch, Engine, refused
-from ffserve.engine.view import NOWHERE
 from ffserve.extents import merged
 from ffserve.server.decoding import Decoding
 
@@ -113,12 +112,13 @@ class Reading:
 
     def submit(self, load: Load) -> None:
         """Read the blocks of a load; `done` is called when all have ended."""
-        chunked = self._table.chunked[load.blocks.shards]
-        if chunked.any():
-            self._submit_chunks(load, chunked)
-            return
+        if self._table.has_chunks:
+            chunked = self._table.chunked[load.blocks.shards]
+            if chunked.any():
+                self._submit_chunks(load, chunked)
+                return
         engines = self._table.engines[load.blocks.shards]
-        if np.count_nonzero(engines != engines[0]) == 0:
+        if len(self._engines) == 1 or np.count_nonzero(engines != engines[0]) == 0:
             part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
             self._submit_part(part, MERGED_MOST)
             return
@@ -152,46 +152,10 @@ class Reading:
     def _submit_part(self, part: _Part, most: int) -> None:
         """Read blocks of one device, those of up to `most` bytes together with neighbours."""
         engine, blocks = self._engines[part.engine], part.blocks
-        count, counts = len(blocks.counts), blocks.counts
-        starts = np.cumsum(counts) - counts
-        total = int(starts[-1] + counts[-1])
         runs = merged(blocks.begins, blocks.ends, blocks.shards, most)
-        batch = engine.batch(len(runs), total)
-        reads, records = batch.reads, batch.records
-        if total == count:
-            samples = blocks.firsts
-            records["offset"], records["length"] = blocks.begins, blocks.ends - blocks.begins
-        else:
-            samples = part.samples()
-            records["offset"] = self._directory.offsets[samples]
-            records["length"] = self._directory.lengths(samples)
-        records["entry"] = samples
-        records["checksum"] = self._directory.checksums[samples]
-        if len(runs) == count:
-            reads["offset"] = blocks.begins
-            reads["length"] = blocks.ends - blocks.begins
-            reads["slot"] = part.slots
-            reads["slot_size"] = part.slot_sizes
-            reads["first_record"] = starts
-            reads["record_count"] = counts
-            shards = blocks.shards
-        else:
-            nexts = np.append(runs[1:], count)
-            alone = nexts - runs == 1
-            reads["offset"] = blocks.begins[runs]
-            reads["length"] = blocks.ends[nexts - 1] - blocks.begins[runs]
-            reads["slot"] = np.where(alone, part.slots[runs].astype(np.uint64), NOWHERE)
-            reads["slot_size"] = part.slot_sizes[runs]
-            reads["first_record"] = starts[runs]
-            reads["record_count"] = np.append(starts[runs[1:]], total) - starts[runs]
-            # A bounced record is copied to the place in its slot that it has in its block.
-            places = np.repeat(part.slots - blocks.begins, counts)
-            places += records["offset"].astype(np.int64) + self._memory.address
-            bounced = np.repeat(np.repeat(~alone, nexts - runs), counts)
-            records["dest"] = np.where(bounced, places, 0)
-            shards = blocks.shards[runs]
-        reads["file"] = self._table.files[shards]
-        reads["checksum_kind"] = self._table.checksum_kinds[shards]
+        batch = Batch.of_blocks(
+            self._table.c, blocks.table, part.slots, part.slot_sizes, self._memory.address, runs
+        )
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1
@@ -203,7 +167,7 @@ class Reading:
             if self._decoding.took(batch):
                 continue
             part = self._batches.pop(batch.tag)
-            if batch.failed and len(batch.reads) < len(part.blocks.counts):
+            if batch.failed and len(batch.reads) < len(part.slots):
                 # What the disk refused as a whole is read again, each block by itself.
                 heads = np.cumsum(part.blocks.counts) - part.blocks.counts
                 rows = np.flatnonzero(refused(batch.records["status"][heads]))

@@ -1,0 +1,94 @@
+"""The Python face of blocks.c: from samples to blocks, from neighbouring extents to reads.
+
+Pure functions over arrays; nothing is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine._core import ffi, lib
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+ROWS: int = lib.FFS_BLOCK_ROWS
+"""Rows of a table of blocks, int64[ROWS, n]: number of the first sample, number of samples, begin
+and end in the file, size widened to the file's alignment, shard."""
+
+_I64S = ffi.typeof("int64_t[]")
+_I32S = ffi.typeof("int32_t[]")
+_from_buffer = ffi.from_buffer
+
+
+class Shards:
+    """The tables of open shards, and those of their samples.
+
+    Args: addresses of the directory's entries, of the payloads' offsets and of the checksums, and
+        how many samples these have; the memory must outlive this object.
+    """
+
+    def __init__(self, entries: int, offsets: int, checksums: int, sample_count: int) -> None:
+        self.c: Any = ffi.new("ffs_shards *")
+        self.c.entries = ffi.cast("ffs_entry *", entries)
+        self.c.offsets = ffi.cast("uint64_t *", offsets)
+        self.c.checksums = ffi.cast("uint32_t *", checksums)
+        self.c.sample_count = sample_count
+        self._keep: list[Any] = []
+
+    def follow(
+        self,
+        bases: Int64s,
+        counts: Int64s,
+        alignments: Int64s,
+        shifts: Int64s,
+        files: Int32s,
+        kinds: Int32s,
+        singly: Collection[int],
+    ) -> None:
+        """Take over the tables of shards, one element each, bases rising.
+
+        Args:
+            counts: samples. alignments: powers of two. shifts: 1 << shift samples make a block.
+            singly: first samples of blocks that are not shared.
+        """
+        c, alone = self.c, np.array(sorted(singly), np.int64)
+        c.shard_count, c.singly_count = len(bases), len(alone)
+        wide = ("bases", bases), ("counts", counts), ("alignments", alignments), ("shifts", shifts)
+        kept = {name: _from_buffer(_I64S, array) for name, array in (*wide, ("singly", alone))}
+        kept |= {
+            name: _from_buffer(_I32S, array) for name, array in (("files", files), ("kinds", kinds))
+        }
+        for name, pointer in kept.items():
+            setattr(c, name, pointer)
+        self._keep = list(kept.values())
+
+    def blocks(self, numbers: Int64s, largest: int) -> Int64s:
+        """Return the block of each sample, int64[ROWS, n]; a sample alone where its block would
+        have more than `largest` bytes."""
+        table = np.empty((ROWS, len(numbers)), np.int64)
+        rc = lib.ffs_blocks(
+            self.c, _from_buffer(_I64S, numbers), len(numbers), largest, _from_buffer(_I64S, table)
+        )
+        assert rc == 0, "samples are those of open shards"
+        return table
+
+
+def merge(begins: Int64s, ends: Int64s, files: Int64s, most: int, gap: int, size: int) -> Int64s:
+    """Return the position of the first extent of each read; see `ffserve.extents`."""
+    firsts = np.empty(len(begins), np.int64)
+    count = lib.ffs_merge(
+        _from_buffer(_I64S, begins),
+        _from_buffer(_I64S, ends),
+        _from_buffer(_I64S, files),
+        len(begins),
+        most,
+        gap,
+        size,
+        _from_buffer(_I64S, firsts),
+    )
+    return firsts[:count]
