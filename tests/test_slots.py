@@ -134,6 +134,17 @@ def test_pins_and_what_is_read() -> None:
         tables.c.cut(np.array([[20], [1], [0], [0], [1], [0]]), np.array([0]), 9)
 
 
+def test_one_slot_is_not_given_to_two_blocks() -> None:
+    tables = Tables()
+    blocks = np.zeros((ROWS, 2), np.int64)
+    blocks[0], blocks[1] = [12, 20], [1, 3]
+    with pytest.raises(AssertionError):
+        tables.c.enter(blocks, np.array([11, 11]), 7)
+    tables.c.pin(np.array([10]))
+    with pytest.raises(AssertionError):
+        tables.c.enter(blocks[:, 1:].copy(), np.array([10]), 8)
+
+
 @given(st.lists(st.integers(5, 24), max_size=30), st.lists(st.integers(0, 19), max_size=10))
 def test_mark(numbers: list[int], before: list[int]) -> None:
     seen = np.zeros(20, np.bool_)

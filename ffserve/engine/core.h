@@ -231,7 +231,8 @@ int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
 
 /* Say that block k (columns of n) is being read into slots[k], which is LOADING, pinned once more
  * and belongs to a load; offsets[], sizes[]: of the slots. Returns their bytes, or FFS_ERANGE: a
- * sample of a block lies in a slot already, or something is outside the tables. */
+ * sample of a block lies in a slot already, a slot has a pin (two blocks would share it, or a
+ * reader has what is in it), or something is outside the tables. */
 int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t *slots,
                         int64_t n, int32_t load, int64_t *offsets, int64_t *sizes);
 

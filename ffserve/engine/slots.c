@@ -124,7 +124,8 @@ int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t
         return FFS_ERANGE;
     for (int64_t k = 0; k < n; k++) {
         int64_t slot = slots[k], first = blocks[FIRST * n + k], count = blocks[COUNT * n + k];
-        if (first < 0 || count < 1 || count > INT32_MAX || count > s->sample_count - first)
+        if (first < 0 || count < 1 || count > INT32_MAX || count > s->sample_count - first ||
+            s->pins[slot])
             return FFS_ERANGE;
         for (int64_t i = first; i < first + count; i++) {
             if (s->slot_of[i])
