@@ -52,6 +52,8 @@ def _hot(bench: Bench, data: Data) -> list[Group]:
             if (batch, clients) == (64, 1):
                 ways["read"] = 0.75 if data.mean == LARGE else None
             found.append(hot(bench, data, batch, clients, ways))
+    for batch, limit in cases.inline_limits(data).items():
+        found.append(hot(bench, data, batch, 1, {"read_batch": limit}, inline=True))
 
     def run(way: str, seconds: float) -> Result:
         daemon = bench.hot_daemon(data)

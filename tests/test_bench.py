@@ -230,6 +230,17 @@ def test_what_is_hot_is_read_once_by_the_daemon(bench: Bench, tmp_path: Path) ->
     assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
 
 
+def test_what_comes_through_the_socket_comes_from_a_daemon_that_sends_it(
+    bench: Bench, tmp_path: Path
+) -> None:
+    data = small(tmp_path)
+    [row] = measure(cases.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
+    assert row["name"] == "inline/4KiB/batch16/clients1/read_batch" and row["state"] == "inline"
+    with ffserve.open(data.paths, server=bench.hot_daemon(data, inline=True).socket) as reader:
+        assert reader.stats()["hits"] == 0 and reader[3].nbytes == data.mean
+        assert reader.stats()["hits"] == 0, "who cannot look into memory counts no hits"
+
+
 # ---------------------------------------------------------------- the command
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error"}

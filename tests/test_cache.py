@@ -404,6 +404,18 @@ def test_a_request_whose_own_hits_fill_the_arena_gets_on() -> None:
     node.directory.close()
 
 
+@pytest.mark.parametrize(("alignment", "together"), [(1, 1), (512, 1), (4096, 2)])
+def test_neighbours_share_a_block_where_the_disk_delivers_them_anyway(
+    alignment: int, together: int
+) -> None:
+    node = Node([[3000] * 64], alignment=alignment)
+    first = node.bases[0]
+    node.read([first + 6])
+    assert node.resident(list(range(first, first + 64))) == [
+        6 <= k < 6 + together for k in range(64)
+    ]
+
+
 def test_a_half_failed_block_was_loaded_into_two_slots_at_once() -> None:
     node = Node([[100] * 64])
     bad = Failure(-5)

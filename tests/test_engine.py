@@ -300,6 +300,77 @@ class TestEngine:
         assert arena.entries["seq"].tolist() == [1, 1, 0, 1]
         os.close(file.fd)
 
+    def test_reads_larger_than_a_buffer_are_made_in_pieces(
+        self, engine: Engine, file: Opened
+    ) -> None:
+        edges = [BOUNCE - 1, BOUNCE, BOUNCE + 1, 2 * BOUNCE, 5 * BOUNCE + 1, 3 * MIB + 5]
+        extents = [(offset, size) for size in edges for offset in (0, 1, 4095, 12345)]
+        batch, dests = pieces(engine, file, extents)
+        batch.records["checksum"][[3, 9]] ^= 1
+        for _ in range(2):
+            engine.submit(batch)
+            assert engine.wait(batch, 20)
+            assert np.flatnonzero(batch.records["status"]).tolist() == [3, 9]
+            assert batch.records["status"][9] == ring.ECHECKSUM
+            assert batch.failed == 2
+        batch.records["checksum"][[3, 9]] ^= 1
+        engine.submit(batch)
+        assert engine.wait(batch, 20)
+        check(file, batch, dests)
+        assert engine.counters()["reads"] > 3 * len(extents)
+
+    def test_records_of_a_read_in_pieces(self, engine: Engine, file: Opened) -> None:
+        """In a slot and bounced: whole ones, one over the pieces' edges, and a damaged one."""
+        first, lengths = 1001, [1000, 0, 700_000, 300_000, 5]
+        places = first + np.cumsum([0, *lengths[:-1]])
+        total = sum(lengths)
+        arena = Arena(4 * MIB, 5).serve(engine)
+        dests = [np.zeros(length, np.uint8) for length in lengths]
+        batch = engine.batch(2, 10)
+        batch.reads[0] = (first, total, 512, 2 * MIB, file.id, CRC_32, 0, 5)
+        batch.reads[1] = (first, total, NOWHERE, 0, file.id, CRC_32, 5, 5)
+        for k, (at, length) in enumerate(zip(places.tolist(), lengths, strict=True)):
+            crc = zlib.crc32(CONTENT[at : at + length]) ^ (k == 3)
+            batch.records[k] = (at, length, k, 0, crc, 0, 0, 0)
+            batch.records[5 + k] = (at, length, NOWHERE, dests[k].ctypes.data, crc, 0, 0, 0)
+        engine.submit(batch)
+        assert engine.wait(batch, 20)
+        assert batch.records["status"].tolist() == 2 * [0, 0, 0, ring.ECHECKSUM, 0]
+        assert arena.entries["seq"].tolist() == [1, 1, 1, 0, 1]
+        for k in (0, 2, 4):
+            expected = CONTENT[places[k] : places[k] + lengths[k]]
+            assert dests[k].tobytes() == expected
+            start = int(arena.view().places(np.array([k]))[0])
+            assert arena.bytes[start : start + lengths[k]].tobytes() == expected
+
+    def test_end_of_file_inside_a_read_in_pieces(self, engine: Engine, tmp_path: Path) -> None:
+        size = 3 * MIB + 777
+        file = Opened(engine, tmp_path / "short", CONTENT[:size])
+        extents = [(5, size - 5), (5, size - 4), (9, size + MIB), (size + 1, MIB), (7, 2 * MIB)]
+        batch, dests = pieces(engine, file, extents)
+        engine.submit(batch)
+        assert engine.wait(batch, 20)
+        end = ring.ETRUNCATED
+        assert batch.records["status"].tolist() == [0, end, end, end, 0]
+        assert batch.failed == 3
+        assert dests[0][: size - 5].tobytes() == CONTENT[5:size]
+        os.close(file.fd)
+
+    def test_close_amid_a_read_in_pieces(self, engine: Engine, file: Opened) -> None:
+        with Engine(engine.kind, depth=2, threads=2) as own:
+            mine = Opened(own, file.path, file.content)
+            batch, dests = pieces(own, mine, [(1, 6 * MIB), (3, 7 * MIB), (5, 100)])
+            own.submit(batch)
+            own.close()
+            assert batch.done
+            for record, dest in zip(batch.records, dests, strict=True):
+                at, length = int(record["offset"]), int(record["length"])
+                assert record["status"] in (0, -125)  # ECANCELED
+                if record["status"] == 0:
+                    assert dest[:length].tobytes() == CONTENT[at : at + length]
+            assert batch.failed == np.count_nonzero(batch.records["status"])
+            os.close(mine.fd)
+
     def test_file_is_cut_while_it_is_read(self, engine: Engine, file: Opened) -> None:
         batches = [pieces(engine, file, [(k * 20000, 20000) for k in range(400)]) for _ in range(4)]
         for batch, _ in batches:
@@ -626,16 +697,17 @@ class TestRegisteredMemory:
     def test_slot_over_two_pieces_is_read_plainly(self, engine: Engine, disk_file: Opened) -> None:
         arena = Arena(PIECE + 4 * MIB, 2).serve(engine)
         self.await_registered(engine, PIECE + 4 * MIB)
-        for slot, fixed in ((PIECE - MIB, 0), (PIECE, 1)):
+        size = MIB // 8
+        for slot, fixed in ((PIECE - size // 2, 0), (PIECE, 1)):
             batch = engine.batch(1, 1)
-            place(batch, disk_file, 1000, 2 * MIB, slot, 3 * MIB)
+            place(batch, disk_file, 1000, size, slot, 2 * size)
             engine.submit(batch)
             engine.wait(batch)
             assert batch.failed == 0
             assert engine.counters()["fixed"] == fixed
             start = slot + 1000 % disk_file.alignment
-            found = arena.bytes[start : start + 2 * MIB].tobytes()
-            assert found == CONTENT[1000 : 1000 + 2 * MIB]
+            found = arena.bytes[start : start + size].tobytes()
+            assert found == CONTENT[1000 : 1000 + size]
 
     def test_pages_that_were_replaced_are_not_written_to(
         self, engine: Engine, disk_file: Opened

@@ -30,15 +30,20 @@ def hot(
     ways: dict[str, float | None],
     rivals: Sequence[Peer] = (),
     prefix: str = "hot",
+    *,
+    inline: bool = False,
 ) -> Group:
     """Everything in memory: ours in the arena, a peer's files in the page cache.
 
-    Args: ways: functions of `ffserve.bench.ours`, each with its limit.
+    Args:
+        ways: functions of `ffserve.bench.ours`, each with its limit.
+        inline: samples come through the socket.
     """
-    name = f"{prefix}/{data.name}/batch{batch}/clients{clients}"
+    state = "inline" if inline else "hot"
+    name = f"{'inline' if inline else prefix}/{data.name}/batch{batch}/clients{clients}"
 
     def ours(way: str) -> Result:
-        daemon = bench.hot_daemon(data)
+        daemon = bench.hot_daemon(data, inline=inline)
         result = bench.run(
             f"ffserve.bench.ours:{way}", data, batch=batch, clients=clients, daemon=daemon, warm=8
         )
@@ -51,7 +56,7 @@ def hot(
         return Entrant(f"{OURS} {way}", lambda: ours(way), (row,))
 
     return Group(
-        title=f"hot, {data.name}, batches of {batch}, {_counted(clients)}",
+        title=f"{state}, {data.name}, batches of {batch}, {_counted(clients)}",
         against=MEMCPY,
         yardstick=lambda: bench.run(
             "ffserve.bench.yardsticks:memcpy", data, batch=batch, clients=clients, warm=8
@@ -61,7 +66,7 @@ def hot(
             *(rival(bench, peer, data, batch, clients, name, cold=False) for peer in rivals),
         ),
         before=data.make,
-        labels={"state": "hot", "bytes": data.mean, "batch": batch, "clients": clients},
+        labels={"state": state, "bytes": data.mean, "batch": batch, "clients": clients},
     )
 
 
@@ -196,6 +201,11 @@ def installed() -> tuple[list[Peer], list[str]]:
     )
 
 
+def inline_limits(data: Data) -> dict[int, float | None]:
+    """Return the limit of samples through the socket, by batch."""
+    return dict.fromkeys((64, 256), 0.35 if data.mean == 100 * 1024 else None)
+
+
 def standard(bench: Bench, sets: Sequence[Data], rivals: Sequence[Peer]) -> list[Group]:
     """Return the groups of `ffserve bench`."""
     cpu_limits = {4096: 4.0, 100 * 1024: 13.0}
@@ -204,6 +214,10 @@ def standard(bench: Bench, sets: Sequence[Data], rivals: Sequence[Peer]) -> list
         groups += [
             hot(bench, data, 256, 1, {"read_batch": 0.85, "read": None}, rivals),
             hot(bench, data, 64, 2, {"read_batch": 0.85}),
+            *(
+                hot(bench, data, batch, 1, {"read_batch": limit}, inline=True)
+                for batch, limit in inline_limits(data).items()
+            ),
             cold(
                 bench, data, DEPTH,
                 [

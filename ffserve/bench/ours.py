@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 import ffserve
@@ -42,8 +44,9 @@ def in_flight(case: Case) -> Delivered:
 
 
 def in_order(case: Case) -> Delivered:
-    """From the first sample to the last, as `for sample in reader` reads."""
+    """From the first sample to the last, sample by sample, over and over."""
     reader = _open(case)
+    samples = itertools.chain.from_iterable(itertools.repeat(reader))
     while True:
-        for batch in reader.batches(range(case["count"])):
-            yield len(batch), batch.buffer.nbytes
+        some = list(itertools.islice(samples, case["batch"]))
+        yield len(some), sum(sample.nbytes for sample in some)

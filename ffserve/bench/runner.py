@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,7 +228,7 @@ class Bench:
         self.folder = os.path.realpath(folder)
         self.seconds = seconds
         self.engine = engine
-        self._hot: tuple[Data, own.Daemon] | None = None
+        self._hot: tuple[Data, bool, own.Daemon] | None = None
         self._keep = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -245,11 +245,13 @@ class Bench:
     # ---- daemons --------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def daemon(self, data: Data, arena: int) -> Iterator[own.Daemon]:
+    def daemon(self, data: Data, arena: int, options: Sequence[str] = ()) -> Iterator[own.Daemon]:
         """A fresh daemon for the data, with the memory of its arena all there."""
         with tempfile.TemporaryDirectory(prefix="ffserve-bench-") as place:
             socket = os.path.join(place, "s")
-            with own.daemon(socket, data.roots, arena, ["--engine", self.engine]) as daemon:
+            with own.daemon(
+                socket, data.roots, arena, ["--engine", self.engine, *options]
+            ) as daemon:
                 while (now := daemon.status()["arena"])["populated"] < now["size"]:
                     time.sleep(0.02)
                 yield daemon
@@ -258,16 +260,20 @@ class Bench:
         """A fresh daemon whose arena holds at most half of the data."""
         return self.daemon(data, max(64 * MIB, min(COLD_ARENA_SIZE, data.size // 2)))
 
-    def hot_daemon(self, data: Data) -> own.Daemon:
-        """A daemon that has all of the data in its arena; kept until other data are asked for."""
-        if self._hot is None or self._hot[0] != data:
+    def hot_daemon(self, data: Data, *, inline: bool = False) -> own.Daemon:
+        """A daemon that has all of the data in its arena; kept until another is asked for.
+
+        Args: inline: it sends samples through the socket.
+        """
+        if self._hot is None or self._hot[:2] != (data, inline):
             self.close()
-            daemon = self._keep.enter_context(self.daemon(data, 64 * MIB + 2 * data.size))
+            options = ("--payload", "inline") if inline else ()
+            daemon = self._keep.enter_context(self.daemon(data, 64 * MIB + 2 * data.size, options))
             with ffserve.open(data.paths, server=daemon.socket) as reader:
                 for _ in reader.batches(range(data.count)):
                     pass
-            self._hot = data, daemon
-        return self._hot[1]
+            self._hot = data, inline, daemon
+        return self._hot[2]
 
     # ---- contestants ----------------------------------------------------------------------
 

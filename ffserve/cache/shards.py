@@ -18,7 +18,8 @@ from ffserve.engine.blocks import Shards
 from ffserve.formats.base import ChunkedShard
 
 SMALL_RECORD_SIZE = 2048
-"""Mean record size in bytes below which neighbours share a block."""
+"""Mean record size in bytes below which neighbours share a block; on a disk with larger blocks of
+its own, the size of those: it delivers the neighbours anyway."""
 BLOCK_SIZE = 8192
 """What a shared block aims at: two pages, so that an unaligned page holds at least one whole."""
 LARGEST_SHARED_BLOCK = 65_536
@@ -129,7 +130,8 @@ class ShardTable:
     ) -> None:
         """Enter a shard with at least one sample; `chunked` if its records lie in chunks."""
         mean = payload_size // count
-        group = max(1, BLOCK_SIZE // max(mean, 1)) if mean < SMALL_RECORD_SIZE else 1
+        small = mean < max(SMALL_RECORD_SIZE, alignment)
+        group = max(1, BLOCK_SIZE // max(mean, 1)) if small else 1
         row = int(np.searchsorted(self.bases, base))
         self._runs.insert(row, None if chunked is None else ChunkRuns(chunked))
         self.chunked = np.insert(self.chunked, row, chunked is not None)

@@ -327,16 +327,12 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
             return
         # Tolerant, so that a file damaged between its samples is still read to its end.
         with Reader((path,), format_name, "off", True, tolerant=True) as reader:
-            sizes = reader.estimates()
-            for batch in _batches(sizes):
+            for first, batch, failed in reader.scan():
+                for position, error in failed.items():
+                    findings.sample(path, first + position, error)
+                findings.count(len(batch), batch.buffer.nbytes)
                 if findings.stopped:
                     return
-                answers = reader.read(batch, errors="return")
-                for index, answer in zip(batch, answers, strict=True):
-                    if isinstance(answer, FFServeError):
-                        findings.sample(path, index, answer)
-                findings.count(len(batch), int(sizes[batch.start : batch.stop].sum()))
-                del answers
     except UsageError:
         raise
     except FFServeError as error:

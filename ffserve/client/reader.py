@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -397,10 +397,33 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: as `read`, when the batch concerned is due.
         """
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        parts = self._parts(numbers, count, size)
+        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
+            for part, batch, failed in answers:
+                self._raise_first(failed, part)
+                yield batch
+
+    def scan(
+        self, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Iterator[tuple[int, Batch, dict[int, FFServeError]]]:
+        """Read everything in order as `batches` does, and go on behind damage.
+
+        Yields: the index of the batch's first sample, the batch, and the errors of those samples
+            in it that failed, by position; their bytes in the batch mean nothing.
+        Raises: ServerUnavailable, as `read`.
+        """
+        first = 0
+        with contextlib.closing(self._in_order(self._all_numbers(), count, size)) as answers:
+            for part, batch, failed in answers:
+                named = {k: self._named(error, k, part) for k, error in sorted(failed.items())}
+                yield first, batch, named
+                first += len(part)
+
+    def _in_order(
+        self, numbers: Int64s, count: int, size: int
+    ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
         ahead: deque[tuple[Int64s, Source, Any]] = deque()
         try:
-            for part in parts:
+            for part in self._parts(numbers, count, size):
                 ahead.append(self._start(part))
                 if len(ahead) >= batches_ahead(count):
                     yield self._finish(*ahead.popleft())
@@ -419,7 +442,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
         return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
 
-    def _finish(self, numbers: Int64s, source: Source, pending: Any) -> Batch:
+    def _finish(
+        self, numbers: Int64s, source: Source, pending: Any
+    ) -> tuple[Int64s, Batch, dict[int, FFServeError]]:
         if self._closed:
             self._discard(source, pending)
             raise UsageError("this reader is closed")
@@ -433,8 +458,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
         self._used(numbers)
-        self._raise_first(failed, numbers)
-        return Batch(pending.target.buffer, pending.target.offsets)
+        return numbers, Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
         if source in (self._source, self._former) or isinstance(source, LocalSource):
@@ -547,10 +571,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        for part in self._parts(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
-            for number, sample in zip(part.tolist(), self.read(part, errors="return"), strict=True):
-                if isinstance(sample, FFServeError):
-                    bad[number] = sample
+        for first, _, failed in self.scan():
+            bad.update((first + k, error) for k, error in failed.items())
         self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:

@@ -17,40 +17,50 @@
 
 #include "core.h"
 
-/* One system call reads at most this much: below the kernel's MAX_RW_COUNT (0x7ffff000) and a
- * multiple of every alignment that a file may be added with. */
-#define FFS_READ_MAX ((uint64_t)1 << 30)
-#define FFS_ALIGNMENT_MAX ((uint32_t)1 << 20)
+/* A larger read is carried out in pieces of at most this, in flight side by side. A bounce buffer of
+ * this size stays warm and mapped; memory for all of a large record would be fresh pages for every
+ * one. A read into a slot of 4 KiB pages that has more of them than the disk takes segments would be
+ * handed to a kernel thread, to wait there (the block layer cannot split what must not block). */
+#define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
+#define FFS_ALIGNMENT_MAX ((uint32_t)128 << 10)
 /* The arena is registered in pieces. The kernel takes up to 1 GiB as one buffer; the I/O thread
  * stands still while it pins one, so they are smaller: see docs/decisions. */
 #define FFS_PIECE ((uint64_t)128 << 20)
-#define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
+
+/* A read that is carried out in pieces. */
+typedef struct {
+    _Atomic uint32_t left;      /* pieces that have not ended */
+    _Atomic int32_t error;      /* one of theirs */
+} ffs_pieced;
 
 /* A batch as the engine sees it: the public face first. */
 typedef struct ffs_job {
     ffs_batch face;
+    ffs_pieced *pieced;          /* one a read */
     struct ffs_job *next;       /* in the FIFO, then the finished list, then the done list */
     uint32_t taken;             /* reads handed to a backend so far */
+    uint32_t pieces;            /* of the next one that are left, if some were taken already */
     _Atomic uint32_t remaining; /* reads that have not ended */
     bool submitted, notify;
     pthread_cond_t ended;
 } ffs_job;
 
-/* One read being carried out. Backends look at the fields above the line only. */
+/* One read, or a piece of one, being carried out. Backends look at the fields above the line only. */
 typedef struct ffs_op {
     int fd, file;
     uint32_t generation;        /* tells a reused file id from the one before */
     uint8_t *to;                /* where this attempt's bytes go */
     uint64_t offset;            /* this attempt: position and size */
     uint64_t size;
-    uint8_t *base;              /* where the byte at `lo` goes: the arena, or one of these two */
+    uint8_t *base;              /* where the byte at `lo` goes: the arena, or the bounce buffer */
     uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
-    uint8_t *large;             /* mapped for this one read */
     /* ---- */
     uint32_t alignment;
     ffs_job *job;               /* NULL: the op is spare */
     const ffs_read *read;
-    uint64_t lo, hi;            /* the extent widened to the alignment */
+    uint32_t piece;             /* which of the read's */
+    uint64_t lo, hi;            /* its extent widened to the alignment */
+    uint64_t end;               /* of what is needed of it */
     uint64_t got;               /* bytes from lo that have arrived */
     uint64_t bytes;             /* read in all, repeated ones included */
     int error;                  /* what it landed with */
@@ -138,6 +148,8 @@ void ffs_cancel_queued(ffs_engine *e, int error);
 void ffs_break(ffs_engine *e, int error);
 /* Reads settled at a stretch before the I/O thread looks at the device again. */
 #define FFS_STRETCH 8
+/* Pieces that a read of a file with this alignment takes: 1 or more. */
+uint32_t ffs_pieces(const ffs_read *read, uint32_t alignment);
 int ffs_op_begin(ffs_engine *e, ffs_op *op);
 /* 0 or -ENOMEM. */
 int ffs_op_map_bounce(ffs_op *op);

@@ -93,7 +93,7 @@ void ffs_buffers_follow(ffs_engine *e, ffs_buffers *b, struct io_uring *ring)
 
 int ffs_buffer_of(ffs_engine *e, ffs_buffers *b, struct io_uring *ring, const ffs_op *op)
 {
-    if (!b->bounces || op->large)
+    if (!b->bounces)
         return -1;
     if (op->base == op->bounce)
         return bounce_is_bound(e, b, ring, op) ? (int)(op - e->ops) : -1;

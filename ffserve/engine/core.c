@@ -28,12 +28,14 @@ ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count)
     /* One block: Python maps both arrays through a single owner. */
     uint64_t reads = at_least(sizeof(ffs_job), 64);
     uint64_t records = at_least(reads + (uint64_t)read_count * sizeof(ffs_read), 64);
-    uint8_t *block = calloc(1, records + (uint64_t)record_count * sizeof(ffs_record));
+    uint64_t pieced = at_least(records + (uint64_t)record_count * sizeof(ffs_record), 64);
+    uint8_t *block = calloc(1, pieced + (uint64_t)read_count * sizeof(ffs_pieced));
     if (!block)
         return NULL;
     ffs_job *job = (ffs_job *)block;
     job->face.reads = (ffs_read *)(block + reads);
     job->face.records = (ffs_record *)(block + records);
+    job->pieced = (ffs_pieced *)(block + pieced);
     job->face.read_count = read_count;
     job->face.record_count = record_count;
     pthread_condattr_t attributes;
@@ -121,7 +123,7 @@ int ffs_submit(ffs_engine *e, ffs_batch *b)
     job->submitted = true;
     job->notify = e->notify;
     job->next = NULL;
-    job->taken = b->failed = 0;
+    job->taken = job->pieces = b->failed = 0;
     b->bytes = 0;
     __atomic_store_n(&b->done, 0, __ATOMIC_RELAXED);
     atomic_store_explicit(&job->remaining, b->read_count, memory_order_relaxed);
@@ -176,6 +178,32 @@ bool ffs_await_work(ffs_engine *e)
     return work;
 }
 
+/* Count the piece that the op takes of its read; under the lock. */
+static void take_piece(ffs_engine *e, ffs_job *job, ffs_op *op)
+{
+    uint32_t count = ffs_pieces(op->read, op->alignment);
+    if (!job->pieces) {
+        ffs_pieced *pieced = &job->pieced[job->taken];
+        atomic_store_explicit(&pieced->left, count, memory_order_relaxed);
+        atomic_store_explicit(&pieced->error, 0, memory_order_relaxed);
+        for (uint32_t k = 0; count > 1 && k < op->read->record_count; k++) {
+            ffs_record *r = &job->face.records[op->read->first_record + k];
+            r->found = 0;
+            r->status = 0;
+        }
+        job->pieces = count;
+    }
+    op->piece = count - job->pieces--;
+    if (job->pieces)
+        return;
+    atomic_fetch_sub_explicit(&e->queued, 1, memory_order_relaxed);
+    if (++job->taken == job->face.read_count) {
+        e->head = job->next;
+        if (!e->head)
+            e->tail = NULL;
+    }
+}
+
 bool ffs_take(ffs_engine *e, ffs_op *op)
 {
     while (ffs_queued(e)) {
@@ -186,18 +214,13 @@ bool ffs_take(ffs_engine *e, ffs_op *op)
             return false;
         }
         op->job = job;
-        op->read = &job->face.reads[job->taken++];
-        if (job->taken == job->face.read_count) {
-            e->head = job->next;
-            if (!e->head)
-                e->tail = NULL;
-        }
+        op->read = &job->face.reads[job->taken];
         const ffs_file *file = &e->files[op->read->file];
         op->file = op->read->file;
         op->fd = file->fd;
         op->alignment = file->alignment;
         op->generation = file->generation;
-        atomic_fetch_sub_explicit(&e->queued, 1, memory_order_relaxed);
+        take_piece(e, job, op);
         atomic_fetch_add_explicit(&e->inflight, 1, memory_order_relaxed);
         pthread_mutex_unlock(&e->lock);
 
@@ -217,7 +240,16 @@ void ffs_cancel_queued(ffs_engine *e, int error)
     for (ffs_job *job = e->head, *next; job; job = next) {
         next = job->next;
         ffs_batch *b = &job->face;
-        uint32_t count = b->read_count - job->taken, failed = 0;
+        uint32_t count = b->read_count - job->taken, ending = count, failed = 0;
+        if (job->pieces) {
+            ffs_pieced *pieced = &job->pieced[job->taken];
+            atomic_store(&pieced->error, error);
+            if (atomic_fetch_sub(&pieced->left, job->pieces) != job->pieces) {
+                job->taken++; /* the last of its pieces that is on its way ends it */
+                ending--;
+            }
+            job->pieces = 0;
+        }
         for (; job->taken < b->read_count; job->taken++) {
             const ffs_read *read = &b->reads[job->taken];
             for (uint32_t k = 0; k < read->record_count; k++)
@@ -225,7 +257,8 @@ void ffs_cancel_queued(ffs_engine *e, int error)
             failed += read->record_count;
         }
         __atomic_fetch_add(&b->failed, failed, __ATOMIC_RELAXED);
-        if (atomic_fetch_sub_explicit(&job->remaining, count, memory_order_acq_rel) == count) {
+        if (ending &&
+            atomic_fetch_sub_explicit(&job->remaining, ending, memory_order_acq_rel) == ending) {
             job->next = e->finished;
             e->finished = job;
         }

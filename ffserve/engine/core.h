@@ -251,8 +251,9 @@ typedef struct {
     uint64_t offset;      /* of the payload in the file */
     uint64_t length;
     uint64_t entry;       /* directory entry to publish, or UINT64_MAX */
-    uint8_t *dest;        /* copy the payload there after it was verified, or NULL; of a read that
-                           * bounces and has an entry: in the arena, where nobody reads yet */
+    uint8_t *dest;        /* copy the payload there, or NULL; bytes are of use only if status is 0.
+                           * Of a read that bounces and has an entry: in the arena, where nobody
+                           * reads yet */
     uint32_t checksum;    /* expected */
     uint32_t found;       /* out: what was computed, when verified */
     int32_t status;       /* out: 0, -errno, FFS_ECHECKSUM, FFS_ETRUNCATED */

@@ -10,6 +10,9 @@ import stat
 from ffserve.engine._core import ffi, lib
 from ffserve.errors import UsageError
 
+_LARGEST = 128 << 10
+"""FFS_ALIGNMENT_MAX of the C core."""
+
 
 def _logical_block_size(device: int) -> int:
     """Of the block device a file lies on; 4096 where there is none or nobody says."""
@@ -54,6 +57,7 @@ def direct_alignment(fd: int) -> int:
     else:
         candidates.append(_logical_block_size(os.fstat(fd).st_dev))
     candidates += [size for size in (4096, 65536) if size > candidates[0]]
+    candidates = [size for size in candidates if size <= _LARGEST]
     device = os.fstat(fd).st_dev
     for alignment in candidates:
         if told and (device, alignment) in _proven:

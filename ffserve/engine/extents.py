@@ -1,8 +1,7 @@
 """Extents of files read as they stand into memory of the caller's, for whoever decodes them.
 
-An extent is read in pieces that fit the buffers which the engine keeps. For a larger read it maps
-memory, every page of which has to be zeroed first; so has memory that is allocated anew for each
-extent, hence ``Spares``. Pieces meet where blocks of the device do, so that none is read twice.
+Memory that is allocated anew for each extent would have every page of it zeroed first, hence
+``Spares``.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 
 PIECE_SIZE = 256 << 10
-"""FFS_BOUNCE_SIZE of the C core."""
-_BLOCK_SIZE = 4096
+"""What memory is rounded up to."""
 
 
 class Extents:
@@ -36,32 +34,22 @@ class Extents:
     def __init__(
         self, engine: Engine, files: NDArray[np.int32], begins: Int64s, ends: Int64s, raw: Bytes
     ) -> None:
-        lows = begins // _BLOCK_SIZE * _BLOCK_SIZE
-        counts = np.maximum(-((lows - ends) // PIECE_SIZE), 1)
-        self._firsts = np.cumsum(counts) - counts
-        extent = np.repeat(np.arange(len(begins)), counts)
-        piece = np.arange(len(extent)) - self._firsts[extent]
-        starts = lows[extent] + piece * PIECE_SIZE
-        offsets = np.maximum(starts, begins[extent])
-        sizes = np.minimum(starts + PIECE_SIZE, ends[extent]) - offsets
+        sizes = ends - begins
         assert int(sizes.sum()) <= len(raw)
-        self.batch: Batch = engine.batch(len(extent), len(extent))
+        self.batch: Batch = engine.batch(len(begins), len(begins))
         reads, records = self.batch.reads, self.batch.records
-        reads["offset"] = records["offset"] = offsets
+        reads["offset"] = records["offset"] = begins
         reads["length"] = records["length"] = sizes
         reads["slot"] = records["entry"] = NOWHERE
-        reads["file"] = files[extent]
-        reads["first_record"] = np.arange(len(extent))
+        reads["file"] = files
+        reads["first_record"] = np.arange(len(begins))
         reads["record_count"] = 1
         records["dest"] = raw.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
         self.batch.keep = raw
 
     def statuses(self) -> list[int]:
-        """Return each extent's status once the batch has ended: 0, or that of a piece that failed.
-
-        Frees the batch.
-        """
-        found: list[int] = np.minimum.reduceat(self.batch.records["status"], self._firsts).tolist()
+        """Return each extent's status once the batch has ended. Frees the batch."""
+        found: list[int] = self.batch.records["status"].tolist()
         self.batch.free()
         return found
 

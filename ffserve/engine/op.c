@@ -1,10 +1,13 @@
-/* One read from its start to its end: widening, the buffer, short reads, verification, the copy to
- * the caller, publication.
+/* One read from its start to its end: widening, pieces, the buffer, short reads, verification, the
+ * copy to the caller, publication.
  *
  * Direct I/O has to start and end at multiples of the file's alignment, so an extent is widened on
  * both sides and the payload lies `offset - lo` bytes into the buffer. A read that stops short goes
  * on from where it stopped, rounded down to the alignment. Only the end of a file leaves an
  * unaligned remainder; reading that block again brings nothing new, and no progress means the end.
+ *
+ * Of a read in pieces each one leaves its bytes where they belong, in the slot or at the records'
+ * destinations; the one that ends last verifies there.
  */
 #define _GNU_SOURCE /* AT_EMPTY_PATH */
 #include <errno.h>
@@ -16,24 +19,21 @@
 
 #include "backend.h"
 
-static uint8_t *map_buffer(uint64_t size)
-{
-    void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED)
-        return NULL;
-    /* A fork while the device writes here would leave the bytes with whichever side copied the
-     * page first; a child that does not have the pages cannot take them. */
-    madvise(p, size, MADV_DONTFORK);
-    if (size >= (uint64_t)4 << 20)
-        madvise(p, size, MADV_HUGEPAGE);
-    return p;
-}
+#define PAGE 4096
 
 int ffs_op_map_bounce(ffs_op *op)
 {
-    if (!op->bounce)
-        op->bounce = map_buffer(FFS_BOUNCE_SIZE);
-    return op->bounce ? 0 : -ENOMEM;
+    if (op->bounce)
+        return 0;
+    void *p = mmap(NULL, FFS_BOUNCE_SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                   0);
+    if (p == MAP_FAILED)
+        return -ENOMEM;
+    /* A fork while the device writes here would leave the bytes with whichever side copied the
+     * page first; a child that does not have the pages cannot take them. */
+    madvise(p, FFS_BOUNCE_SIZE, MADV_DONTFORK);
+    op->bounce = p;
+    return 0;
 }
 
 void ffs_op_free(ffs_op *op)
@@ -43,6 +43,33 @@ void ffs_op_free(ffs_op *op)
     op->bounce = NULL;
 }
 
+/* The extent of a read, widened to whole blocks. */
+typedef struct { uint64_t lo, hi; } span;
+
+static inline span widened(const ffs_read *read, uint32_t alignment)
+{
+    uint64_t mask = alignment - 1;
+    return (span){read->offset & ~mask, (read->offset + read->length + mask) & ~mask};
+}
+
+/* Bytes of each piece: as even as blocks and pages allow, so that the last one is none of a few. */
+static inline uint64_t step_of(uint64_t size, uint32_t alignment)
+{
+    uint64_t unit = alignment < PAGE ? PAGE : alignment;
+    uint64_t count = (size + FFS_BOUNCE_SIZE - 1) / FFS_BOUNCE_SIZE;
+    return ((size + count - 1) / count + unit - 1) & ~(unit - 1);
+}
+
+uint32_t ffs_pieces(const ffs_read *read, uint32_t alignment)
+{
+    span all = widened(read, alignment);
+    uint64_t size = all.hi - all.lo;
+    if (size <= FFS_BOUNCE_SIZE)
+        return 1;
+    uint64_t step = step_of(size, alignment);
+    return (uint32_t)((size + step - 1) / step);
+}
+
 /* Set the next attempt; the caller knows that something is left to read. */
 static void aim(ffs_op *op)
 {
@@ -50,50 +77,42 @@ static void aim(ffs_op *op)
     op->offset = op->lo + from;
     op->to = op->base + from;
     op->size = op->hi - op->offset;
-    if (op->size > FFS_READ_MAX)
-        op->size = FFS_READ_MAX;
 }
 
 /* 0: issue it; 1: there is nothing to read; or -errno. */
 int ffs_op_begin(ffs_engine *e, ffs_op *op)
 {
     const ffs_read *read = op->read;
-    uint64_t mask = op->alignment - 1;
+    span all = widened(read, op->alignment);
 
     op->got = op->bytes = 0;
     op->error = 0;
-    op->large = op->base = NULL;
-    op->lo = op->hi = read->offset;
+    op->lo = all.lo;
+    op->hi = all.hi;
+    if (all.hi - all.lo > FFS_BOUNCE_SIZE) {
+        uint64_t step = step_of(all.hi - all.lo, op->alignment);
+        op->lo = all.lo + op->piece * step;
+        op->hi = op->lo + step < all.hi ? op->lo + step : all.hi;
+    }
+    uint64_t end = read->offset + read->length;
+    op->end = end < op->hi ? end : op->hi;
+    op->base = NULL;
     if (read->slot != UINT64_MAX)
-        op->base = e->arena + read->slot;
+        op->base = e->arena + read->slot + (op->lo - all.lo);
     if (!read->length)
         return 1;
-    op->lo = read->offset & ~mask;
-    op->hi = (read->offset + read->length + mask) & ~mask;
-    uint64_t size = op->hi - op->lo;
     if (!op->base) {
-        if (size > FFS_BOUNCE_SIZE) {
-            op->base = op->large = map_buffer(size);
-        } else {
-            if (ffs_op_map_bounce(op))
-                return -ENOMEM;
-            op->base = op->bounce;
-        }
-        if (!op->base)
+        if (ffs_op_map_bounce(op))
             return -ENOMEM;
+        op->base = op->bounce;
     }
     aim(op);
     return 0;
 }
 
-static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
+/* Verify and publish a record whose bytes are all at `payload`. */
+static int32_t verify(ffs_engine *e, const ffs_read *read, ffs_record *r, const uint8_t *payload)
 {
-    const ffs_read *read = op->read;
-    uint64_t skip = r->offset - op->lo;
-
-    if (r->length && skip + r->length > op->got)
-        return FFS_ETRUNCATED;
-    const uint8_t *payload = r->length ? op->base + skip : NULL;
     if (read->checksum_kind != FFS_CRC_NONE) {
         r->found = ffs_checksum(read->checksum_kind, 0, payload, r->length);
         if (r->found != r->checksum) {
@@ -101,41 +120,104 @@ static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
             return FFS_ECHECKSUM;
         }
     }
-    if (r->dest && r->length)
+    if (r->dest && r->dest != payload && r->length)
         memcpy(r->dest, payload, r->length);
     if (r->entry != UINT64_MAX)
         ffs_publish(&e->entries[r->entry],
-                    read->slot != UINT64_MAX ? read->slot + skip : (uint64_t)(r->dest - e->arena),
+                    (uint64_t)((read->slot != UINT64_MAX ? payload : r->dest) - e->arena),
                     r->length);
     return 0;
+}
+
+/* A read in one piece, which is where its records are. */
+static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
+{
+    uint64_t skip = r->offset - op->lo;
+    if (r->length && skip + r->length > op->got)
+        return FFS_ETRUNCATED;
+    return verify(e, op->read, r, op->base ? op->base + skip : NULL);
+}
+
+/* What a piece brought of a record: to its place, if that is not where it was read to. */
+static void settle_part(const ffs_op *op, ffs_record *r)
+{
+    uint64_t from = r->offset > op->lo ? r->offset : op->lo;
+    uint64_t to = r->offset + r->length < op->end ? r->offset + r->length : op->end;
+    if (from >= to)
+        return;
+    if (to > op->lo + op->got)
+        __atomic_store_n(&r->status, FFS_ETRUNCATED, __ATOMIC_RELAXED);
+    else if (op->read->slot == UINT64_MAX)
+        memcpy(r->dest + (from - r->offset), op->base + (from - op->lo), to - from);
+}
+
+static uint32_t settle_pieces(ffs_engine *e, const ffs_op *op, ffs_record *records, int error)
+{
+    const ffs_read *read = op->read;
+    uint64_t lo = widened(read, op->alignment).lo;
+    uint32_t failed = 0;
+    for (uint32_t k = 0; k < read->record_count; k++) {
+        ffs_record *r = &records[k];
+        const uint8_t *at = read->slot != UINT64_MAX ? e->arena + read->slot + (r->offset - lo)
+                                                     : r->dest;
+        if (error)
+            r->status = error;
+        else if (!r->status)
+            r->status = verify(e, read, r, at);
+        failed += r->status != 0;
+    }
+    return failed;
+}
+
+/* Settle a piece; returns whether the read has ended with it. */
+static bool settle_piece(ffs_engine *e, ffs_op *op, ffs_record *records, uint32_t *failed)
+{
+    ffs_pieced *pieced = &op->job->pieced[op->read - op->job->face.reads];
+    if (op->error)
+        atomic_store_explicit(&pieced->error, op->error, memory_order_relaxed);
+    else
+        for (uint32_t k = 0; k < op->read->record_count; k++)
+            settle_part(op, &records[k]);
+    /* Release what this piece brought, acquire what the others did. */
+    if (atomic_fetch_sub_explicit(&pieced->left, 1, memory_order_acq_rel) != 1)
+        return false;
+    *failed = settle_pieces(e, op, records, pieced->error);
+    return true;
+}
+
+static void settle_whole(ffs_engine *e, const ffs_op *op, ffs_record *records, uint32_t *failed)
+{
+    for (uint32_t k = 0; k < op->read->record_count; k++) {
+        records[k].found = 0;
+        records[k].status = op->error ? op->error : settle_record(e, op, &records[k]);
+        *failed += records[k].status != 0;
+    }
 }
 
 void ffs_settle(ffs_engine *e, ffs_op *op)
 {
     int error = op->error;
     ffs_job *job = op->job;
-    const ffs_read *read = op->read;
-    ffs_record *records = job->face.records + read->first_record;
+    ffs_record *records = job->face.records + op->read->first_record;
     uint32_t failed = 0;
+    bool ended = true;
 
-    for (uint32_t k = 0; k < read->record_count; k++) {
-        records[k].found = 0;
-        records[k].status = error ? error : settle_record(e, op, &records[k]);
-        failed += records[k].status != 0;
-    }
-    if (op->large)
-        munmap(op->large, op->hi - op->lo);
-    op->large = NULL;
+    /* First, since the batch may be gone once another thread has settled the last piece. */
+    __atomic_fetch_add(&job->face.bytes, op->bytes, __ATOMIC_RELAXED);
+    if (ffs_pieces(op->read, op->alignment) == 1)
+        settle_whole(e, op, records, &failed);
+    else
+        ended = settle_piece(e, op, records, &failed);
     op->job = NULL;
     atomic_fetch_add_explicit(&e->reads, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&e->bytes, op->bytes, memory_order_relaxed);
     if (error)
         atomic_fetch_add_explicit(&e->errors, 1, memory_order_relaxed);
     atomic_fetch_sub_explicit(&e->inflight, 1, memory_order_relaxed);
-
+    if (!ended)
+        return;
     if (failed)
         __atomic_fetch_add(&job->face.failed, failed, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&job->face.bytes, op->bytes, __ATOMIC_RELAXED);
     /* Release what this read wrote, acquire what the batch's other reads did: the thread that
      * ends the last read hands all of them over. */
     if (atomic_fetch_sub_explicit(&job->remaining, 1, memory_order_acq_rel) == 1) {
@@ -160,7 +242,7 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
     if (progress)
         op->got = reached;
     /* The over-read behind the payload may lie past the end of the file: nobody needs it. */
-    if (!progress || op->lo + op->got >= op->read->offset + op->read->length)
+    if (!progress || op->lo + op->got >= op->end)
         return false;
     atomic_fetch_add_explicit(&e->short_reads, 1, memory_order_relaxed);
     aim(op);
