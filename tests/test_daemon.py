@@ -33,7 +33,8 @@ from daemon import (
 
 from ffserve import protocol
 from ffserve.client import connection
-from ffserve.client.source import Bytes
+from ffserve.client.remote import RemoteSource
+from ffserve.client.source import Batch, Bytes
 from ffserve.config import usable_memory
 from ffserve.errors import (
     AccessDenied,
@@ -521,6 +522,29 @@ def test_no_permission_on_the_socket_itself(path: str) -> None:
     with serving(options=["--socket-mode", "0600"]) as daemon:
         own = write(daemon.directory / "a.ffr", [b"one"])
         assert "Permission denied" in run_python(program, own, daemon.socket).stdout
+
+
+def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> None:
+    """So that the first samples are copied while the last ones are read."""
+    truth = [sample(i, sizes=(1 << 20, (1 << 20) + 7, 100)) for i in range(30)]
+    path = write(tmp_path / "large.ffr", truth)
+    damage(path, 25)
+    order = np.random.default_rng(0).permutation(30)
+    bad = order.tolist().index(25)
+    with daemon.open(path) as reader:
+        source = reader._current()
+        assert isinstance(source, RemoteSource)
+        pending = source.start(order, apart=False)
+        assert 2 <= len(pending.asked) <= 4
+        assert np.concatenate([part for _, part in pending.asked]).tolist() == list(range(30))
+        failed = source.finish(pending)
+        assert list(failed) == [bad]
+        assert isinstance(failed[bad], ChecksumError) and failed[bad].index == 25
+        for k, one in enumerate(Batch(pending.target.buffer, pending.target.offsets)):
+            assert k == bad or one.tobytes() == truth[order[k]]
+        intact = np.delete(order, bad)
+        got = reader.read(intact)
+        assert [one.tobytes() for one in got] == [truth[i] for i in intact]
 
 
 def test_damaged_sample_fails_alone_and_poisons_nobody(daemon: Daemon, path: str) -> None:

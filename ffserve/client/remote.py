@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.client.base import cut
 from ffserve.client.connection import Connection
 from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
@@ -33,6 +34,9 @@ from ffserve.protocol import Message
 
 GET_COUNT = 1024
 """Samples in one GET: enough for the engine's full depth many times over."""
+GET_SIZE = 8 << 20
+"""Bytes of samples in one GET, if that is more than one sample: while the client copies them, the
+daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
 """The daemon works on the next while this side copies the last."""
 _MOST_EMPTY_ROUNDS = 1000
@@ -202,9 +206,13 @@ class RemoteSource:
 
     @staticmethod
     def _want(pending: RemotePending, positions: Int64s) -> None:
-        pending.todo.extend(
-            positions[k : k + GET_COUNT] for k in range(0, len(positions), GET_COUNT)
-        )
+        offsets = pending.target.offsets
+        if offsets[-1] <= GET_SIZE:  # or not known yet
+            parts = range(0, len(positions), GET_COUNT)
+            pending.todo.extend(positions[k : k + GET_COUNT] for k in parts)
+        else:
+            sizes = np.diff(offsets)[positions]
+            pending.todo.extend(cut(positions, sizes, GET_COUNT, GET_SIZE))
 
     def _ask(self, pending: RemotePending) -> None:
         while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:

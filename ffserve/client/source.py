@@ -15,6 +15,7 @@ from typing import Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.client import buffers
 from ffserve.dataset import ShardInfo
 from ffserve.engine.view import addresses
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
@@ -123,9 +124,8 @@ class Target:
         self.buffer: Bytes | None = None
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
-        if out is None:
-            _keep_freed_memory()
         if apart:
+            buffers.keep_freed_memory()
             sizes = offsets[1:] - offsets[:-1]
             placed = None if _places.place is None else _places.place(sizes)
             if placed is not None:
@@ -134,7 +134,7 @@ class Target:
             self.arrays = [np.empty(size, _BYTE) for size in sizes.tolist()]
             self.addresses = addresses(self.arrays)
         else:
-            self.buffer = np.empty(int(offsets[-1]), np.uint8) if out is None else out
+            self.buffer = buffers.empty(int(offsets[-1])) if out is None else out
 
     def places(self) -> NDArray[np.uint64]:
         """Return the address of each sample's destination."""
@@ -165,25 +165,6 @@ def placing(place: Place) -> Iterator[None]:
         yield
     finally:
         _places.place = before
-
-
-_KEPT_SIZE = (32 << 20) - (64 << 10)
-_kept = False
-
-
-def _keep_freed_memory() -> None:
-    """Have malloc keep what batches give back, once a process.
-
-    glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
-    kernel beyond as much, so that every batch would fault its pages in again, at up to three times
-    the cost of copying into them. Freeing one large block raises both limits, to its size and to
-    twice its size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block
-    is never touched, so it costs nothing.
-    """
-    global _kept
-    if not _kept:
-        _kept = True
-        np.empty(_KEPT_SIZE, np.uint8)
 
 
 def check_out(out: Bytes, total: int) -> Bytes:

@@ -1,0 +1,92 @@
+"""Memory for batches that is used again."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ffserve
+from ffserve.client import buffers
+from ffserve.client.buffers import MOST_KEPT, SMALL_SIZE, empty
+
+LARGE = SMALL_SIZE + 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    gc.collect()
+    buffers._spare.clear()
+
+
+def place(array: np.ndarray) -> int:  # type: ignore[type-arg]
+    return int(array.__array_interface__["data"][0])
+
+
+def test_a_large_buffer_is_used_again_when_nothing_refers_to_it() -> None:
+    first = empty(LARGE)
+    first[:] = 7
+    part = first[1000:2000][::2]
+    where = place(first)
+    del first
+    other = empty(LARGE)
+    assert place(other) != where and (part == 7).all(), "a view of it is in use"
+    del part
+    again = empty(LARGE)
+    assert place(again) == where
+    assert again.shape == (LARGE,) and again.flags.writeable and again.flags.c_contiguous
+    assert not np.shares_memory(again, other)
+
+
+def test_one_is_kept_and_none_that_is_far_too_large() -> None:
+    sizes = [LARGE, LARGE + 1, 3 * LARGE]
+    held = [empty(size) for size in sizes]
+    held.clear()
+    assert len(buffers._spare) == 1
+    assert len(empty(LARGE)) == LARGE
+    huge = empty(MOST_KEPT + 1)
+    buffers._spare.clear()
+    del huge
+    assert not buffers._spare
+
+
+def test_small_ones_own_their_memory() -> None:
+    assert empty(SMALL_SIZE).flags.owndata and len(empty(0)) == 0
+    assert not buffers._spare
+
+
+def test_from_many_threads() -> None:
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        for _ in range(20):
+            mine = empty(LARGE + mark)
+            mine[::4096] = mark
+            if not (mine[::4096] == mark).all():
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
+    size = 1 << 20
+    with ffserve.create(tmp_path / "a.ffr", n=40) as writer:
+        for k in range(40):
+            writer.write(np.full(size, k, np.uint8))
+    with ffserve.open(tmp_path / "a.ffr", server="off") as reader:
+        batches = [reader.read_batch(np.arange(40)[::step]) for step in (1, -1, 1)]
+        shown = pickle.loads(pickle.dumps(batches[1].buffer))
+        del batches[0]
+        batches.append(reader.read_batch(range(40)))
+    assert [one[0] for one in batches[0]] == list(range(39, -1, -1))
+    assert [one[0] for one in batches[2]] == list(range(40))
+    assert (shown == batches[0].buffer).all()
