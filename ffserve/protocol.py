@@ -314,11 +314,12 @@ SHARD_DTYPE = np.dtype(
         ("size", "<u8"),
         ("fingerprint", "<u8"),
         ("checksum_kind", "<u4"),
-        ("reserved", "<u4"),
+        ("lease_extra", "<u4"),
     ]
 )
 """One shard in OPENED: its run [base, base + count) of the node-wide tables, its file's size in
-bytes, and the fingerprint of its content."""
+bytes, the fingerprint of its content, and what leasing a sample without asking is charged beyond
+its length."""
 
 
 def encode(message: Message) -> bytes:

@@ -10,7 +10,8 @@ A slot's life:
                          └────failed────▶ FAILED ──last pin released──▶ FREE
 
 A pin keeps a slot from being evicted. `advance` takes one pin a slot for its fetch, `release`
-gives them back. LOADING slots are never evicted, whoever died: the kernel still writes into them.
+gives them back; what clients lease without asking (`leases`) keeps it likewise. LOADING slots are
+never evicted, whoever died: the kernel still writes into them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, first_run
 from ffserve.cache.directory import Directory
+from ffserve.cache.leases import Leases, NoLeases
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.shards import Blocks, ShardTable
@@ -137,6 +139,7 @@ class Cache:
         self._directory = directory
         self._slot_of = directory.slot_of
         self._retract = retract
+        self.leases: Leases = NoLeases()
         self._large = len(arena.class_sizes)
         self.uses = NextUse() if uses is None else uses
         slots = arena.slot_limit
@@ -155,6 +158,9 @@ class Cache:
             self._load_of,
             *arena.tables(),
         )
+        self._leased = np.zeros(slots, np.bool_)
+        self._marked = np.zeros(0, np.int64)
+        """The slots for which `_leased` is set."""
         self._loading: dict[int, Load] = {}
         self._next_load = 1
         self._hand = self._retiring_hand = 0
@@ -330,8 +336,25 @@ class Cache:
         classes[classes < 0] = self._large
         return classes
 
+    @property
+    def leased(self) -> bool:
+        """Whether something was leased without asking when it was looked for last."""
+        return len(self._marked) > 0
+
+    def _look_at_leases(self) -> bool:
+        """Mark what is leased without asking now; return whether there is any."""
+        if len(self._marked):
+            self._leased[self._marked] = False
+        self._marked = self.leases.slots()
+        if not len(self._marked):
+            return False
+        self._leased[self._marked] = True
+        return True
+
     def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
         usable: NDArray[np.bool_] = (self.state[slots] == RESIDENT) & (self.pins[slots] == 0)
+        if len(self._marked):
+            usable &= ~self._leased[slots]
         if self.arena.open_count < self.arena.slab_count:
             usable &= slots < self.arena.open_count * self.arena.slots_per_slab
         return usable
@@ -395,17 +418,24 @@ class Cache:
             self.idle_changed = False
             self._idle_slabs = True
             self._find_idle()
-        victims: list[int] = self.policy.idle_victims(size_class, count, self._usable_idle).tolist()
-        self._evict(victims)
-        return victims
+        self._look_at_leases()
+        victims = self.policy.idle_victims(size_class, count, self._usable_idle)
+        kept = self._evict(victims)
+        if kept.any():
+            self.policy.abandon(victims[kept], size_class)
+        evicted: list[int] = victims[~kept].tolist()
+        return evicted
 
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
     ) -> tuple[list[int], int]:
-        chosen, others = self.policy.victims(size_class, count, self._usable, group, latest)
-        victims = chosen.tolist()
-        self._evict(victims)
-        return victims, others
+        self._look_at_leases()
+        victims, others = self.policy.victims(size_class, count, self._usable, group, latest)
+        kept = self._evict(victims)
+        if kept.any():
+            self.policy.keep(victims[kept], size_class)
+            others -= int(np.count_nonzero(kept[:others]))
+        return victims[~kept].tolist(), others
 
     def _find_idle(self) -> None:
         resident = np.flatnonzero(self.state[: self.arena.slot_count] == RESIDENT)
@@ -443,9 +473,8 @@ class Cache:
         if found is None:
             return None
         start, unwanted = found
-        for slab in range(start, start + need):
-            self._empty(slab)
-        return unwanted
+        emptied = [self._empty(slab) for slab in range(start, start + need)]
+        return unwanted if all(emptied) else None
 
     def _steal_idle(self) -> None:
         """Empty a slab in which nobody wants anything, whatever its size class, or find that
@@ -465,17 +494,19 @@ class Cache:
                 return
         self._idle_slabs = False
 
-    def _empty(self, slab: int) -> None:
+    def _empty(self, slab: int) -> bool:
+        """Evict all residents; whether none was leased meanwhile."""
         low, high = self.arena.members(slab)
         victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
-        if len(victims):
-            self._evict(victims.tolist())
-            self.arena.free(victims)
+        kept = self._evict(victims)
+        self.arena.free(victims[~kept])
+        return not kept.any()
 
     def resize(self, slabs: int) -> None:
         """Hand out so many slabs; see `retire` for what is beyond them."""
         self.arena.resize(slabs)
         self.policy.follow_arena()
+        self.leases.resized()
 
     def retire(self) -> bool:
         """Empty some of the slabs beyond the arena's size that nobody is busy with; whether all are
@@ -525,12 +556,14 @@ class Cache:
         """For slabs [low, high): has it a busy slot, has it what a session wants, how many slots
         of it are to be kept (those wanted late count for less). A slab inside a large slot counts
         as its head does."""
+        self._look_at_leases()
         first = int(heads[low])
         per_slab = self.arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
         states = self.state[span]
         resident = np.flatnonzero(states == RESIDENT)
         busy = (states == LOADING) | (states == FAILED) | (self.pins[span] > 0)
+        busy |= self._leased[span]
         slots = resident + span.start
         wanted = self._wanted(slots)
         kept = self.policy.weights(slots) * wanted
@@ -542,32 +575,59 @@ class Cache:
             np.bincount(slabs, kept, minlength=high - first).astype(np.float64)[chosen],
         )
 
-    def _evict(self, slots: list[int]) -> None:
-        """Make what the slots hold unreadable and forget it. The slots stay taken."""
-        if not slots:
-            return
-        chosen = np.array(slots, np.int64)
+    def _evict(self, slots: Int64s) -> NDArray[np.bool_]:
+        """Make what the slots hold unreadable and forget it. The slots stay taken.
+
+        Returns: for each whether it was kept instead, since a client leased it meanwhile.
+        """
+        kept = np.zeros(len(slots), np.bool_)
+        if not len(slots):
+            return kept
+        chosen = slots
         firsts, counts = self._first[chosen], self._count[chosen].astype(np.int64)
         self._retract(firsts, counts, self.arena.offsets(chosen), self.arena.sizes(chosen))
+        if self._look_at_leases():
+            kept = self._leased[chosen]
+            if kept.any():
+                self._restore(chosen[kept])
+                chosen, firsts, counts = chosen[~kept], firsts[~kept], counts[~kept]
         if np.count_nonzero(counts != 1) == 0:
             self._slot_of[firsts] = 0
         else:
-            for slot, first, count in zip(slots, firsts.tolist(), counts.tolist(), strict=True):
+            for slot, first, count in zip(
+                chosen.tolist(), firsts.tolist(), counts.tolist(), strict=True
+            ):
                 run = self._slot_of[first : first + count]
                 run[run == slot + 1] = 0
         self.state[chosen] = FREE
         self.policy.leave(chosen)
-        self.counters.evicted += len(slots)
+        self.counters.evicted += len(chosen)
+        return kept
+
+    def _restore(self, slots: Int64s) -> None:
+        """Make what slots hold readable again: no byte of it has changed."""
+        numbers = []
+        for slot in slots.tolist():
+            first = int(self._first[slot])
+            run = self._slot_of[first : first + int(self._count[slot])]
+            numbers.append(first + np.flatnonzero(run == slot + 1))
+        self.leases.restore(np.concatenate(numbers))
 
     def drop(self, base: int, count: int) -> bool:
-        """Evict everything of a shard. False when one of its slots is pinned or being read."""
+        """Evict everything of a shard. False when one of its slots is pinned, leased or being
+        read."""
         firsts = self._first[: self.arena.slot_count]
         taken = self.state[: self.arena.slot_count] != FREE
         inside = np.flatnonzero(taken & (firsts >= base) & (firsts < base + count))
         if (self.pins[inside] > 0).any() or (self.state[inside] != RESIDENT).any():
             return False
-        self._evict(inside.tolist())
-        self.arena.free(inside)
+        self._look_at_leases()
+        if self._leased[inside].any():
+            return False
+        kept = self._evict(inside)
+        self.arena.free(inside[~kept])
+        if kept.any():
+            return False
         self.uses.drop(base)
         return True
 

@@ -123,6 +123,17 @@ class Directory:
         low = entries["length_low"].astype(np.int64)
         return low | ((entries["place"] >> np.uint64(48)).astype(np.int64) << 32)
 
+    def longest(self, start: int, count: int) -> int:
+        """Return the bytes of the longest of a run of samples whose lengths are known."""
+        if not self._long:
+            return int(self._length_low[start : start + count].max(initial=0))
+        return int(self.lengths(np.arange(start, start + count)).max(initial=0))
+
+    @property
+    def end(self) -> int:
+        """Numbers from here on were never given out."""
+        return self._unused
+
     def close(self) -> None:
         """Unmap everything."""
         del self.entries, self._length_low, self.offsets, self.checksums, self.slot_of

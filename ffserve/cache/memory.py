@@ -41,17 +41,16 @@ class SharedMemory:
 
     def __init__(self, name: str, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = -1
         try:
-            os.fchmod(self.fd, 0o600)
-            os.ftruncate(self.fd, size)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+            self.fd = sealed_file(name, size)
             self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
             # A core file (the watchdog of systemd asks for one) would be as large as the arena,
             # hold everybody's samples and keep the next daemon waiting.
             self._map.madvise(mmap.MADV_DONTDUMP)
         except (OSError, ValueError) as error:
-            os.close(self.fd)
+            if self.fd >= 0:
+                os.close(self.fd)
             raise ReadError(
                 f"cannot set up {size} bytes of shared memory for {name}: {error}",
                 hint="is an address-space limit (ulimit -v) in force?",
@@ -92,6 +91,22 @@ class SharedMemory:
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self.fd)
+
+
+def sealed_file(name: str, size: int) -> int:
+    """Return the descriptor of a new memfd of `size` bytes that nobody can resize.
+
+    Raises: OSError.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def private_zeros(count: int, dtype: np.dtype[np.int32]) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.cache.arena import Arena
 from ffserve.cache.directory import Directory
 from ffserve.engine.blocks import Shards
 from ffserve.formats.base import ChunkedShard
@@ -78,6 +79,7 @@ class ShardTable:
     """
 
     def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._c = Shards(
             directory.entries_memory.address,
             directory.index_memory.address,
@@ -93,6 +95,8 @@ class ShardTable:
         self.files = np.zeros(0, np.int32)
         self.engines = np.zeros(0, np.int32)
         self.chunked = np.zeros(0, np.bool_)
+        self.largest = np.zeros(0, np.int64)
+        """Bytes of each shard's largest block."""
         self.sessions = np.zeros(0, np.int64)
         self._singly: set[int] = set()
         self.has_chunks = False
@@ -127,23 +131,54 @@ class ShardTable:
         file: int,
         engine: int,
         chunked: ChunkedShard | None = None,
+        largest: int | None = None,
     ) -> None:
-        """Enter a shard with at least one sample; `chunked` if its records lie in chunks."""
-        mean = payload_size // count
-        small = mean < max(SMALL_RECORD_SIZE, alignment)
-        group = max(1, BLOCK_SIZE // max(mean, 1)) if small else 1
+        """Enter a shard with at least one sample; `chunked` if its records lie in chunks.
+
+        Args: largest: what `largest_block` said of it, which takes a while for many samples.
+        """
         row = int(np.searchsorted(self.bases, base))
-        self._runs.insert(row, None if chunked is None else ChunkRuns(chunked))
+        runs = None if chunked is None else ChunkRuns(chunked)
+        self._runs.insert(row, runs)
         self.chunked = np.insert(self.chunked, row, chunked is not None)
         self.bases = np.insert(self.bases, row, base)
         self.counts = np.insert(self.counts, row, count)
         self.alignments = np.insert(self.alignments, row, alignment)
-        self.shifts = np.insert(self.shifts, row, min(group, BLOCK_SIZE).bit_length() - 1)
+        self.shifts = np.insert(self.shifts, row, _shift(count, payload_size, alignment))
         self.checksum_kinds = np.insert(self.checksum_kinds, row, checksum_kind)
+        if runs is not None:
+            largest = int(np.diff(runs.sizes_before[runs.edges]).max(initial=0))
+        elif largest is None:
+            largest = self.largest_block(base, count, payload_size, alignment)
+        self.largest = np.insert(self.largest, row, largest)
         self.files = np.insert(self.files, row, file)
         self.engines = np.insert(self.engines, row, engine)
         self.sessions = np.insert(self.sessions, row, 0)
         self._follow()
+
+    def largest_block(self, base: int, count: int, payload_size: int, alignment: int) -> int:
+        """Return the bytes of a shard's largest block of records, not widened. Any thread."""
+        size = self._directory.longest(base, count)
+        shift = _shift(count, payload_size, alignment)
+        if shift:
+            firsts = np.arange(base, base + count, 1 << shift, dtype=np.int64)
+            lasts = np.append(firsts[1:], base + count) - 1
+            ends = self._directory.offsets[lasts].astype(np.int64) + self._directory.lengths(lasts)
+            shared = ends - self._directory.offsets[firsts].astype(np.int64)
+            size = max(size, int(shared[shared <= LARGEST_SHARED_BLOCK].max(initial=0)))
+        return size
+
+    def lease_extra(self, bases: NDArray[np.int64], arena: Arena) -> NDArray[np.int64]:
+        """Return for each shard, by its first sample, by how many bytes at most a slot is larger
+        than one sample in it: what holds a sample in place costs."""
+        rows = np.searchsorted(self.bases, bases)
+        widening = 2 * self.alignments[rows]
+        largest = self.largest[rows] + widening
+        several = self.chunked[rows] | (self.shifts[rows] > 0)
+        extra: NDArray[np.int64] = np.where(
+            several, arena.slot_sizes(largest), widening + arena.most_left_over(largest)
+        )
+        return extra
 
     def remove(self, base: int) -> None:
         """Strike a shard out."""
@@ -158,6 +193,7 @@ class ShardTable:
             "files",
             "engines",
             "chunked",
+            "largest",
             "sessions",
         ):
             setattr(self, name, np.delete(getattr(self, name), row))
@@ -218,3 +254,11 @@ class ShardTable:
                 np.full(len(numbers), row),
             )
         )
+
+
+def _shift(count: int, payload_size: int, alignment: int) -> int:
+    """Return by how much to shift a sample's number for that of its block: how many share one."""
+    mean = payload_size // count
+    small = mean < max(SMALL_RECORD_SIZE, alignment)
+    group = max(1, BLOCK_SIZE // max(mean, 1)) if small else 1
+    return min(group, BLOCK_SIZE).bit_length() - 1

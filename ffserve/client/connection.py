@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.memory import is_sealed, map_read_only
+from ffserve.client.hazards import map_table
 from ffserve.client.inbox import CHUNK, FRAME_CHUNK, Inbox, Sink
 from ffserve.config import find_socket
+from ffserve.engine.hazards import Leases
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -84,6 +86,8 @@ class Connection:
         self._told = time.monotonic()
         self._inbox = Inbox(self._decoder)
         self._fds: list[int] = []
+        self.leases: Leases | None = None
+        """For leasing without asking, if the daemon takes part in it."""
         try:
             self._begin(job, ["shared", "inline"])
         except _NoMemory:
@@ -118,12 +122,15 @@ class Connection:
                 raise ProtocolError(
                     "the daemon cannot send samples through the socket", path=self.path
                 )
-            if len(self._fds) != 3:
+            table_size = about.get("leases")
+            if len(self._fds) != (3 if table_size is None else 4):
                 raise _NoMemory("no descriptors came with the daemon's WELCOME", path=self.path)
             if not all(map(is_sealed, self._fds)):
                 raise ProtocolError("the daemon's memory is not sealed", path=self.path)
             try:
                 self.arena = map_read_only(self._fds[0], 0, self.arena_size)
+                if table_size is not None:
+                    self.leases = map_table(self._fds.pop(), table_size, self.path)
             except ReadError as error:
                 raise _NoMemory(error.message, path=self.path) from error
         except BaseException:
@@ -141,6 +148,7 @@ class Connection:
                 "job": job,
                 "pid": os.getpid(),
                 "payload": payload,
+                "leases": "shared" in payload,
             }
         )
         try:
@@ -151,7 +159,7 @@ class Connection:
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(self._socket, CHUNK, 3)
+                chunk, fds, _flags, _address = socket.recv_fds(self._socket, CHUNK, 4)
                 self._fds += fds
                 if not chunk:
                     raise ServerUnavailable("the daemon hung up", path=self.path)
@@ -550,6 +558,8 @@ class Connection:
     def abandon(self) -> None:
         """Close the descriptors and nothing else."""
         self._broken = self._broken or ServerUnavailable("closed", path=self.path)
+        if self.leases is not None:
+            self.leases.forget()
         self._socket.close()
         self._drop_fds()
 

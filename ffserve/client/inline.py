@@ -8,8 +8,7 @@ is put together from them, at the cost of one more copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
@@ -249,13 +248,12 @@ class InlineSource(RemoteSource):
         pending.todo.clear()
         return tags
 
-    @contextmanager
-    def lease(self, indices: Int64s) -> Iterator[Leased]:
-        """Yield read-only copies: there is nothing to look at in place."""
+    def lease(self, indices: Int64s) -> Leased:
+        """Return read-only copies: there is nothing to look at in place."""
         copies = dict(enumerate(self._copies(indices)))
         nowhere = np.zeros(len(indices), np.int64)
         sizes = np.array([copy.nbytes for copy in copies.values()], np.int64)
-        yield Leased(np.zeros(0, np.uint8), nowhere, sizes, copies)
+        return Leased(np.zeros(0, np.uint8), nowhere, sizes, copies)
 
 
 def _put_together(pending: InlinePending) -> Target:

@@ -12,8 +12,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -417,16 +416,15 @@ class LocalSource:
         ends = self._offsets[indices] + lengths
         return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
 
-    @contextmanager
-    def lease(self, indices: Int64s) -> Iterator[Leased]:
-        """Yield read-only views of one buffer."""
+    def lease(self, indices: Int64s) -> Leased:
+        """Return read-only views of one buffer."""
         pending = self.start(indices, apart=False)
         for _, error in sorted(self.finish(pending).items()):
             raise error
         buffer, offsets = pending.target.buffer, pending.target.offsets
         assert buffer is not None
         buffer.flags.writeable = False
-        yield Leased(buffer, offsets[:-1], np.diff(offsets), {})
+        return Leased(buffer, offsets[:-1], np.diff(offsets), {})
 
     # ---- what will be read: nobody here to whom it would be of use --------------------------
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -35,6 +35,7 @@ from ffserve.client.base import (
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.daemon import open_source
+from ffserve.client.hazards import Leasing
 from ffserve.client.local import LocalSource
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
@@ -353,10 +354,14 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._raise_first(failed, numbers)
         return batch
 
-    @contextmanager
-    def _leased(self, numbers: Int64s) -> Iterator[Leased]:
-        with contextlib.ExitStack() as stack:
-            yield self._retrying(lambda source: stack.enter_context(source.lease(numbers)))
+    def _leased(self, numbers: Int64s) -> Leased:
+        leased = self._retrying(lambda source: source.lease(numbers))
+        try:
+            self._used(numbers)
+        except BaseException:
+            leased.release()
+            raise
+        return leased
 
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
@@ -364,13 +369,16 @@ class Reader(BaseReader, Sequence[Bytes]):
         Args: indices: as for `read`.
 
         Returns: a context manager that gives a sequence of read-only views, straight into the
-            daemon's arena where possible; they are valid until it is left.
+            daemon's arena where possible; they are valid until it is left, and may show other
+            samples' bytes afterwards.
 
         Raises: as `read`, on entry.
 
-        Cost: one round trip, no copy. Leased samples cannot be evicted: leave soon.
+        Cost: no copy, and no round trip for what is in memory, within what the daemon allows this
+            process to hold (its share of three eighths of the arena). What is not, or is more than
+            that, costs a round trip, or is copied. Leased samples cannot be evicted: leave soon.
         """
-        return self._leased(self._numbers(indices))
+        return Leasing(self._leased, self._numbers(indices))
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Bytes: ...

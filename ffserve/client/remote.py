@@ -14,8 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,8 +24,10 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.client.base import cut
 from ffserve.client.connection import Connection
+from ffserve.client.hazards import Asked
 from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
+from ffserve.engine.hazards import Lease, Leaser
 from ffserve.engine.view import View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -98,6 +99,8 @@ class RemoteSource:
     ) -> None:
         self.connection = connection
         self._mappings: list[NDArray[np.uint8]] = []
+        self._leaser: Leaser | None = None
+        self._lease_extra = 0
         self.dataset = opened.dataset
         self._set_up(opened, paths)
         self.description = f"daemon {connection.path}"
@@ -116,6 +119,7 @@ class RemoteSource:
             raise ProtocolError("the daemon opened another number of shards than asked for")
         table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
         self._bases = table["base"].astype(np.int64)
+        self._lease_extra = int(table["lease_extra"].max())
         self.layout = Layout(table["count"].astype(np.int64), self._bases)
         self.count = self.layout.count
         self.shards = [
@@ -129,14 +133,18 @@ class RemoteSource:
         self._map()
 
     def _map(self) -> None:
-        segments = []
+        segments, bases = [], []
         for first, base, count in self.layout.runs():
+            bases.append(base)
             mapping = self.connection.entries(base, count)
             self._mappings.append(mapping)
             segments.append((mapping.__array_interface__["data"][0], first, count))
         arena = self.connection.arena
         self._arena = arena
         self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
+        leases = self.connection.leases
+        if leases is not None:
+            self._leaser = Leaser(leases, self._view, bases, self._lease_extra)
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; what lies in chunks that nobody read yet is read."""
@@ -416,35 +424,55 @@ class RemoteSource:
 
     # ---- leases ---------------------------------------------------------------------------
 
-    @contextmanager
-    def lease(self, indices: Int64s) -> Iterator[Leased]:
-        """Pin samples and yield read-only views of the arena.
+    def lease(self, indices: Int64s) -> Leased:
+        """Return read-only views of the arena that stay what they are until they are released.
 
-        What the daemon cannot pin (leases together take at most half of the arena) is copied.
+        What is in memory, within this process's budget, needs no answer of the daemon. The rest it
+        is asked for, and what it cannot pin (leases together take at most half of the arena) is
+        copied.
         """
-        tags: list[int] = []
-        try:
+        if self._leaser is None:
             starts = np.full(len(indices), -1, np.int64)
-            for first in range(0, len(indices), protocol.MAX_GET_COUNT):
-                part = indices[first : first + protocol.MAX_GET_COUNT]
-                tag = self.connection.lease(self.dataset, part)
-                tags.append(tag)
-                ready = self.connection.wait_ready(tag)
+            return self._lease_by_asking(indices, starts, self.known_sizes(indices), None)
+        lease = self._leaser.lease(indices)
+        hits = len(indices) - lease.left
+        if hits:
+            self._note_seen(indices if not lease.left else indices[lease.starts >= 0])
+            with self._counting:
+                self._hits += hits
+                self._size += lease.size
+            self.connection.count_hits(hits, lease.size)
+        if lease.left:
+            return self._lease_by_asking(indices, lease.starts, lease.sizes, lease)
+        return Leased(self._arena, lease.starts, lease.sizes, {}, lease)
+
+    def _lease_by_asking(
+        self, indices: Int64s, starts: Int64s, sizes: Int64s, lease: Lease | None
+    ) -> Leased:
+        """Lease those that have no place (start) yet."""
+        held = Asked(self.connection, lease)
+        try:
+            rest = np.flatnonzero(starts < 0)
+            for first in range(0, len(rest), protocol.MAX_GET_COUNT):
+                positions = rest[first : first + protocol.MAX_GET_COUNT]
+                part = indices[positions]
+                ready = self.connection.wait_ready(held.ask(self.dataset, part))
                 if not 0 <= ready.count <= len(part):
                     raise ProtocolError("the daemon leased samples it was not asked for")
                 for _, error in sorted(failures_of(ready.errors, ready.count).items()):
                     raise error
                 places = self._view.places(part[: ready.count])
-                starts[first : first + ready.count] = places.view(np.int64)  # NOWHERE: -1
-            sizes = self.known_sizes(indices)
+                starts[positions[: ready.count]] = places.view(np.int64)  # NOWHERE: -1
+            sizes[rest] = self.known_sizes(indices[rest])
             copied = np.flatnonzero(starts < 0)
             copies: dict[int, Bytes] = {}
             if len(copied):
                 copies = dict(zip(copied.tolist(), self._copies(indices[copied]), strict=True))
-            yield Leased(self._arena, starts, sizes, copies)
-        finally:
-            for tag in tags:
-                self.connection.release(tag)
+                sizes[copied] = [copy.nbytes for copy in copies.values()]
+            return Leased(self._arena, starts, sizes, copies, held)
+        except BaseException:
+            held.release()
+            raise
 
     def _copies(self, indices: Int64s) -> list[Bytes]:
         pending = self.start(indices, apart=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol, overload
 
@@ -63,6 +63,14 @@ class Batch(Sequence[Bytes]):
         return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
+class Held(Protocol):
+    """What keeps leased samples in place."""
+
+    def release(self) -> None:
+        """Let them go. Once more does nothing."""
+        ...
+
+
 class Leased(Sequence[Bytes]):
     """Samples in place: a sequence of read-only views, made when they are looked at.
 
@@ -70,17 +78,29 @@ class Leased(Sequence[Bytes]):
         memory: uint8, read-only, of which the samples are parts.
         starts, sizes: int64[n]; sample i is memory[starts[i]:starts[i] + sizes[i]].
         copies: by position, what is not part of it.
+        held: what keeps the memory as it is, until `release`.
     """
 
-    __slots__ = ("_copies", "memory", "sizes", "starts")
+    __slots__ = ("_copies", "_held", "memory", "sizes", "starts")
 
     def __init__(
-        self, memory: Bytes, starts: Int64s, sizes: Int64s, copies: dict[int, Bytes]
+        self,
+        memory: Bytes,
+        starts: Int64s,
+        sizes: Int64s,
+        copies: dict[int, Bytes],
+        held: Held | None = None,
     ) -> None:
         self.memory = memory
         self.starts = starts
         self.sizes = sizes
         self._copies = copies
+        self._held = held
+
+    def release(self) -> None:
+        """Let the samples go: views of them may show other bytes from now on."""
+        if self._held is not None:
+            self._held.release()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -217,8 +237,8 @@ class Source(Protocol):
         """
         ...
 
-    def lease(self, indices: Int64s) -> AbstractContextManager[Leased]:
-        """Return read-only views, in place where possible."""
+    def lease(self, indices: Int64s) -> Leased:
+        """Return read-only views, in place where possible, until they are released."""
         ...
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:

@@ -38,6 +38,7 @@ SOURCES = (
     "aio.c",
     "threads.c",
     "shared.c",
+    "hazards.c",
     "checksum.c",
     "frames.c",
     "chunks.c",

@@ -72,6 +72,52 @@ uint32_t ffs_flag_get(const uint32_t *flag);
 void ffs_publish_run(ffs_entry *entries, uint64_t first, int64_t n, uint64_t base,
                      const int64_t *starts, const int64_t *lengths);
 
+/* ---- leases without asking (hazards.c) --------------------------------------------------- */
+#define FFS_PANEL 64             /* samples that a panel of a table can name */
+#define FFS_PANELS 512
+
+/* What a client leases: PROTOCOL.md, section 4. The daemon writes `budget`, the client the rest. */
+typedef struct {
+    uint64_t budget;             /* bytes that may be claimed; 0: nobody looks here */
+    uint64_t reserved_0[7];
+    uint64_t claimed;
+    uint64_t reserved_1[7];
+    uint64_t live[8];            /* a bit a panel: its samples are leased */
+    uint64_t reserved_2[8];
+    uint32_t samples[32768];     /* the number of a sample and 1, or 0 */
+} ffs_hazards;
+
+ffs_hazards *ffs_hazards_map(int fd);  /* of a file of that size; NULL: the kernel refused */
+void ffs_hazards_unmap(ffs_hazards *table);
+
+/* A client's own side of its table: which panels its leases have taken. */
+typedef struct { ffs_hazards *table; uint64_t used[8]; } ffs_leases;  /* NULL: not ours any more */
+
+/* What leasing samples of one data set needs. */
+typedef struct {
+    ffs_leases *leases;
+    const uint64_t *bases;       /* of each segment of the view: the number of its first sample */
+    uint64_t extra;              /* what a sample is charged beyond its length */
+} ffs_leaser;
+
+typedef struct { uint64_t panels[8]; uint64_t claimed; uint64_t size; } ffs_lease_note;
+
+/* Lease n samples. starts[k] = byte offset in the arena, or -1 where it is not readable now, or
+ * where there is no room (sizes[k] then means nothing); sizes[k] = length. note: to be given to ffs_unlease, once;
+ * its `size` is the sum of the leased lengths. Returns how many were not leased, or FFS_ERANGE: an
+ * index outside of the view, an entry that points outside of the arena; then nothing is leased. */
+int64_t ffs_lease(const ffs_leaser *leaser, const ffs_view *view, const int64_t *indices,
+                  int64_t n, int64_t *starts, int64_t *sizes, ffs_lease_note *note);
+void ffs_unlease(ffs_leases *leases, ffs_lease_note *note);
+
+/* Daemon side. Set the budget; what the client had claimed after that. */
+uint64_t ffs_hazards_set_budget(ffs_hazards *table, uint64_t budget);
+/* The numbers of all samples that n tables name, any u32, repeats and all; those of table t end at
+ * ends[t]. `samples` has room for 32768 a table. A full fence comes before, see ffs_retract. */
+int64_t ffs_hazards_read(ffs_hazards *const *tables, int64_t n, uint32_t *samples, int64_t *ends);
+/* Make entries readable again that were retracted and whose slots were not written to. */
+void ffs_restore(ffs_entry *entries, const int64_t *numbers, int64_t n);
+
 /* ---- checksums --------------------------------------------------------------------------- */
 uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size);
 /* For n records payload k = base + offsets[k] .. + lengths[k]: out[k] = its checksum. */

@@ -57,6 +57,7 @@ class OpenShard:
     payload_size: int
     device: int
     chunked: ChunkedShard | None = None
+    largest: int | None = None
     sessions: int = 0
 
 
@@ -161,6 +162,7 @@ class Catalog:
                             file=file,
                             engine=engine,
                             chunked=shard.chunked,
+                            largest=shard.largest,
                         )
                     self._idle[key] = shard
                     future.set_result(shard)
@@ -258,6 +260,10 @@ class Catalog:
                 raise
         finally:
             os.close(plain)
+        payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
+        largest = None
+        if chunked is None and parsed.count:
+            largest = self._table.largest_block(base, parsed.count, payload_size, alignment)
         return OpenShard(
             key=key,
             path=path,
@@ -269,7 +275,8 @@ class Catalog:
             checksum_kind=parsed.checksum_kind if verify else 0,
             fingerprint=parsed.fingerprint,
             alignment=alignment,
-            payload_size=int((lengths if chunked is None else chunked.chunks.sizes).sum()),
+            payload_size=payload_size,
+            largest=largest,
             chunked=chunked,
             device=key[0],
         )

@@ -28,6 +28,7 @@ from ffserve.errors import AccessDenied, ChecksumError, ReadError
 from ffserve.failures import CHECKSUM
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
+from ffserve.server.hazards import LeaseTables
 from ffserve.server.job import Job
 from ffserve.server.pages import Pages
 from ffserve.server.reading import Reading
@@ -62,6 +63,8 @@ class Node:
             self._retract,
             self.uses,
         )
+        self.leases = LeaseTables(self.arena, self.directory)
+        self.cache.leases = self.leases
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
@@ -137,9 +140,13 @@ class Node:
             "used": self.arena.used_size,
             "populated": self.pages.populated,
             "held": self.resizing.held_size,
-            "leased": self.scheduler.leased_size,
+            "leased": self.scheduler.leased_size + self.leases.held_size,
             "resizing": self.resizing.under_way,
         }
+
+    def lease_extra(self, bases: Int64s) -> Int64s:
+        """Return for each shard what OPENED says that a lease costs beyond a sample's length."""
+        return np.minimum(self.table.lease_extra(bases, self.arena), 0xFFFFFFFF)
 
     def about(self) -> dict[str, Any]:
         """What WELCOME says."""

@@ -60,7 +60,7 @@ class Connection:
         self._writing = self._busy = False
         self._closed = False
         self.session = Session(
-            server.node, Peer.of(sock), self._send, server.open_dataset, self._outbox
+            server.node, Peer.of(sock), self._send, server.open_dataset, self._outbox, self._cut
         )
         self._loop.add_reader(self._fd, self._readable)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
@@ -136,9 +136,12 @@ class Connection:
     def _send_with_memory(self, frame: bytes) -> None:
         node = self._server.node
         memories = (node.memory, node.directory.entries_memory, node.directory.index_memory)
+        table = self.session.lease_table
         fds: list[int] = []
         try:
             fds.extend(memory.reader_fd() for memory in memories)
+            if table is not None:
+                fds.append(table.take_fd())
             sent = socket.send_fds(self._sock, [frame], fds)
         except (BrokenPipeError, ConnectionResetError):
             # Who was not answered in time has gone away again.
@@ -152,6 +155,9 @@ class Connection:
             for fd in fds:
                 os.close(fd)
         assert sent == len(frame), "the first frame of a connection fits into its buffer"
+
+    def _cut(self, error: FFServeError) -> None:
+        self._loop.call_soon(lambda: None if self._closed else self._broken(error))
 
     def _broken(self, error: FFServeError) -> None:
         log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)

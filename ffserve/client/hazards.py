@@ -1,0 +1,77 @@
+"""Leasing samples of the daemon: without a round trip what is in memory, by asking what is not.
+
+What is read in place is written into a table of this process's own, which the daemon looks at
+before it evicts (engine/hazards.c). The table belongs to the connection: a child that was forked
+leaves it alone, and makes one of its own with its connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ffserve.cache.memory import is_sealed
+from ffserve.engine.hazards import TABLE_SIZE, Lease, Leases, Table
+from ffserve.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from ffserve.client.connection import Connection
+    from ffserve.client.source import Int64s, Leased
+
+
+def map_table(fd: int, size: object, path: str) -> Leases:
+    """Map the table that the daemon at `path` has given, and close its descriptor.
+
+    Raises: ProtocolError when it is none; ReadError when the kernel maps no more.
+    """
+    try:
+        if size != TABLE_SIZE or os.fstat(fd).st_size != TABLE_SIZE or not is_sealed(fd):
+            raise ProtocolError("the daemon's table of leases is none", path=path)
+        return Leases(Table(fd))
+    finally:
+        os.close(fd)
+
+
+class Asked:
+    """Leases that the daemon has been asked for, beside one without asking."""
+
+    __slots__ = ("_connection", "_lease", "_tags")
+
+    def __init__(self, connection: Connection, lease: Lease | None) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._tags: list[int] = []
+
+    def ask(self, dataset: int, indices: Int64s) -> int:
+        """Ask for a lease; return its tag."""
+        tag = self._connection.lease(dataset, indices)
+        self._tags.append(tag)
+        return tag
+
+    def release(self) -> None:
+        """Give all of them back."""
+        if self._lease is not None:
+            self._lease.release()
+        while self._tags:
+            self._connection.release(self._tags.pop())
+
+
+class Leasing:
+    """`with` it: samples are leased on entry and released on leaving."""
+
+    __slots__ = ("_lease", "_leased", "_numbers")
+
+    def __init__(self, lease: Callable[[Int64s], Leased], numbers: Int64s) -> None:
+        self._lease = lease
+        self._numbers = numbers
+        self._leased: Leased | None = None
+
+    def __enter__(self) -> Leased:
+        leased = self._leased = self._lease(self._numbers)
+        return leased
+
+    def __exit__(self, *exc: object) -> None:
+        leased, self._leased = self._leased, None
+        if leased is not None:
+            leased.release()

@@ -1,0 +1,595 @@
+"""Leases without asking: what is read in place stays, whatever the daemon evicts meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemon import DEADLINE_S, Raw, sample, serving, stopped, until, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_cache import Node
+from test_daemon import client, everything_is_given_back
+
+import ffserve
+from ffserve import protocol
+from ffserve.cache.arena import SMALLEST_SLOT, Arena
+from ffserve.cache.directory import Directory
+from ffserve.cache.memory import sealed_file
+from ffserve.client.remote import RemoteSource
+from ffserve.engine import hazards
+from ffserve.engine.hazards import MOST_HAZARDS, TABLE_SIZE, Hazards, Leaser, Leases, Table, restore
+from ffserve.engine.view import ENTRY_DTYPE, View, publish, retract
+from ffserve.errors import FFServeError, ProtocolError, ReadError
+from ffserve.server.hazards import SHARE, LeaseTable, LeaseTables
+
+MIB = 1 << 20
+SIZES = [30_000]
+BUDGET = 1 << 40
+
+
+def shared(size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def new_table() -> Table:
+    fd = sealed_file("test-leases", TABLE_SIZE)
+    try:
+        return Table(fd)
+    finally:
+        os.close(fd)
+
+
+def words(table: Table) -> NDArray[np.uint64]:
+    """budget, claimed and live are words 0, 8 and 16 to 23."""
+    return np.frombuffer(table.memory, np.uint64)
+
+
+def named(table: Table) -> NDArray[np.uint32]:
+    return np.frombuffer(table.memory, np.uint32)[64 : 64 + MOST_HAZARDS]
+
+
+class Shelf:
+    """Slots of one size, more samples than slots, and somebody who evicts: `turn`."""
+
+    def __init__(self, samples: int = 8, slots: int = 4, size: int = 4096) -> None:
+        self.size, self.samples, self.slots = size, samples, slots
+        self.arena = shared(slots * size)
+        self.entries = np.frombuffer(mmap.mmap(-1, samples * ENTRY_DTYPE.itemsize), ENTRY_DTYPE)
+        self.table = new_table()
+        self.table.set_budget(BUDGET)
+        self.view = View(
+            self.arena.ctypes.data, len(self.arena), [(self.entries.ctypes.data, 0, samples)]
+        )
+        self.holds = [-1] * slots
+        self.turns = self.restored = self.evicted = 0
+        for slot in range(slots):
+            self._fill(slot, slot)
+
+    def leaser(self, leases: Leases | None = None, extra: int = 0) -> Leaser:
+        return Leaser(leases or Leases(self.table), self.view, [0], extra)
+
+    def _fill(self, slot: int, number: int) -> None:
+        self.turns += 1
+        self.arena[slot * self.size : (slot + 1) * self.size] = self.turns % 251
+        publish(self.entries.ctypes.data, number, slot * self.size, self.size)
+        self.holds[slot] = number
+
+    def turn(self, hazard: Hazards) -> None:
+        """Evict a slot, unless it is leased, and fill it with the next sample that is nowhere."""
+        slot = self.turns % self.slots
+        number = self.holds[slot]
+        retract(
+            self.entries.ctypes.data,
+            np.array([number]),
+            np.array([1]),
+            np.array([slot * self.size], np.uint64),
+            np.array([self.size], np.uint64),
+        )
+        if number in hazard.read()[0]:
+            self.restored += 1
+            self.turns += 1
+            restore(self.entries.ctypes.data, np.array([number]))
+            return
+        self.evicted += 1
+        absent = [n for n in range(self.samples) if n not in self.holds]
+        self._fill(slot, absent[self.turns % len(absent)])
+
+
+def lease_and_look(shelf: Shelf, leaser: Leaser, stop: Callable[[], bool], seed: int = 0) -> int:
+    """Lease in a loop; what is leased must hold one byte's copies and stay so."""
+    random = np.random.default_rng(seed)
+    leased = 0
+    while not stop():
+        lease = leaser.lease(random.integers(0, shelf.samples, random.integers(1, 6)))
+        views = [shelf.arena[s : s + shelf.size] for s in lease.starts.tolist() if s >= 0]
+        first = [view[0] for view in views]
+        for _ in range(3):
+            for view, value in zip(views, first, strict=True):
+                assert (view == value).all(), "leased bytes have changed"
+        leased += len(views)
+        lease.release()
+    return leased
+
+
+def test_no_leased_sample_is_written_over() -> None:
+    """A process evicts all the time what this one leases."""
+    shelf = Shelf()
+    told = shared(16).view(np.uint64)
+    stop = shared(1)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            hazard = Hazards([shelf.table])
+            while not stop[0]:
+                shelf.turn(hazard)
+                told[:] = shelf.restored, shelf.evicted
+        finally:
+            os._exit(0)
+    try:
+        until_s = time.monotonic() + 1.5
+        leased = lease_and_look(shelf, shelf.leaser(), lambda: time.monotonic() > until_s)
+    finally:
+        stop[0] = 1
+        os.waitpid(pid, 0)
+    restored, evicted = told.tolist()
+    assert leased > 1000 and evicted > 1000
+    assert restored > 100, "the race was never run"
+    assert not words(shelf.table)[16:24].any() and words(shelf.table)[8] == 0
+
+
+def test_threads_lease_at_once_from_one_table() -> None:
+    shelf = Shelf(samples=16, slots=12)
+    leases, stop = Leases(shelf.table), threading.Event()
+    counts, problems = [0] * 3, []
+
+    def work(k: int) -> None:
+        try:
+            counts[k] = lease_and_look(shelf, shelf.leaser(leases), stop.is_set, seed=k)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    hazard = Hazards([shelf.table])
+    deadline = time.monotonic() + DEADLINE_S
+    while (shelf.evicted < 2000 or shelf.restored < 50) and time.monotonic() < deadline:
+        shelf.turn(hazard)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
+    assert min(counts) > 10 and shelf.restored >= 50
+    assert not words(shelf.table)[16:24].any() and words(shelf.table)[8] == 0
+
+
+def test_what_is_not_readable_or_beyond_the_budget_is_not_leased() -> None:
+    shelf = Shelf()
+    leaser = shelf.leaser(extra=904)
+    shelf.table.set_budget(12_000)
+    lease = leaser.lease(np.array([0, 5, 1, 0, 2]))
+    assert lease.starts.tolist() == [0, -1, 4096, -1, -1]
+    assert (lease.left, lease.size) == (3, 8192)
+    assert shelf.table.set_budget(9999) == 10_000
+    assert sorted(Hazards([shelf.table]).read()[0].tolist()) == [0, 1]
+    assert leaser.lease(np.array([2])).left == 1
+    lease.release()
+    lease.release()
+    assert shelf.table.set_budget(0) == 0
+    assert leaser.lease(np.array([0])).left == 1
+    assert not len(Hazards([shelf.table]).read()[0])
+    with pytest.raises(ReadError):
+        leaser.lease(np.array([8]))
+
+
+def test_more_leases_than_a_table_has_panels() -> None:
+    shelf = Shelf()
+    leaser, wanted = shelf.leaser(), np.zeros(1, np.int64)
+    held = [leaser.lease(wanted) for _ in range(hazards.PANELS)]
+    assert not any(lease.left for lease in held)
+    assert leaser.lease(wanted).left == 1
+    assert len(Hazards([shelf.table]).read()[0]) == hazards.PANELS
+    held.pop().release()
+    assert leaser.lease(wanted).left == 0
+    assert shelf.leaser().lease(np.zeros(MOST_HAZARDS + 1, np.int64)).left == 1
+
+
+def test_an_entry_outside_of_the_arena_leases_nothing() -> None:
+    shelf = Shelf()
+    publish(shelf.entries.ctypes.data, 7, shelf.arena.nbytes, 1)
+    with pytest.raises(ReadError):
+        shelf.leaser().lease(np.array([0] * 100 + [7]))
+    assert not words(shelf.table)[16:24].any() and words(shelf.table)[8] == 0
+
+
+# ---- who may hold how much -----------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 300_000) | st.integers(0, 200), min_size=1, max_size=60),
+    alignment=st.sampled_from((1, 512, 4096)),
+    arena_size=st.sampled_from((MIB, 5 * MIB, 700 * MIB)),
+)
+def test_a_lease_is_charged_no_less_than_its_slot(
+    lengths: list[int], alignment: int, arena_size: int
+) -> None:
+    node = Node([lengths], arena_size, alignment)
+    try:
+        [base] = node.bases
+        extra = int(node.table.lease_extra(np.array([base]), node.arena)[0])
+        blocks = node.table.blocks(np.arange(base, base + len(lengths)))
+        assert (node.arena.slot_sizes(blocks.sizes) <= np.array(lengths) + extra).all()
+        assert (node.arena.slot_sizes(blocks.sizes) >= blocks.sizes).all()
+        assert extra >= SMALLEST_SLOT
+    finally:
+        node.directory.close()
+
+
+class Shared:
+    """Tables over an arena whose samples 0 to 255 lie in slots of 4096 bytes."""
+
+    def __init__(self) -> None:
+        self.arena, self.directory = Arena(MIB), Directory(1 << 22)
+        assert self.directory.reserve(256) == 0
+        taken = self.arena.take(0, 200)
+        self.directory.slot_of[: len(taken)] = np.array(taken) + 1
+        self.tables = LeaseTables(self.arena, self.directory)
+        self.errors: list[FFServeError] = []
+        self.total = MIB * SHARE[0] // SHARE[1]
+
+    def table(self) -> LeaseTable:
+        table = self.tables.table(self.errors.append)
+        assert table is not None
+        os.close(table.take_fd())
+        return table
+
+    def hold(self, table: LeaseTable, numbers: Sequence[int]) -> None:
+        """As a client that obeys no budget."""
+        assert len(numbers) <= 64 * 64
+        named(table.memory)[: len(numbers)] = np.array(numbers, np.int64) + 1
+        words(table.memory)[8] = 4096 * len(numbers)
+        words(table.memory)[16] = (1 << -(-len(numbers) // 64)) - 1
+
+
+@pytest.fixture
+def node() -> Iterator[Shared]:
+    node = Shared()
+    yield node
+    node.directory.close()
+
+
+def test_equal_shares_as_far_as_others_have_let_go(node: Shared) -> None:
+    tables, total = node.tables, node.total
+    first, second, third = (node.table() for _ in range(3))
+    assert [t.budget for t in (first, second, third)] == [0, 0, 0]
+    tables.wanted(first)
+    assert first.budget == first.allowed == total
+    node.hold(first, range(total // 4096 - 10))
+    tables.wanted(second)
+    assert first.budget == total // 2 and second.budget == second.allowed == 10 * 4096
+    tables.wanted(third)
+    assert third.budget == 0 and tables.promised_size <= total
+    node.hold(first, [])
+    tables.wanted(third)
+    assert [t.budget for t in (first, second, third)] == [total // 3] * 3
+    tables.drop(second)
+    tables.share_out()
+    assert first.budget == third.budget == total // 2
+    node.arena.resize(2)
+    tables.resized()
+    assert first.budget == third.budget == total // 4 and not node.errors
+    tables.drop(first)
+    tables.drop(third)
+    assert tables.promised_size == 0
+
+
+def test_who_holds_more_than_is_allowed_is_cut_off(node: Shared) -> None:
+    tables = node.tables
+    greedy, modest = node.table(), node.table()
+    tables.wanted(greedy)
+    tables.wanted(modest)
+    node.hold(modest, [3, 3, 7])
+    most = greedy.allowed // 4096
+    node.hold(greedy, range(most))
+    assert sorted(set(tables.slots().tolist())) == sorted(
+        set((node.directory.slot_of[:most] - 1).tolist())
+    )
+    node.hold(greedy, range(most + 1))
+    held = sorted(set(tables.slots().tolist()))
+    assert held == sorted({int(node.directory.slot_of[k]) - 1 for k in (3, 7)})
+    [error] = node.errors
+    assert isinstance(error, ProtocolError) and "leases more" in str(error)
+    assert greedy.budget == 0 and modest.budget == node.total
+    assert tables.held_size == 2 * 4096
+
+
+def test_nonsense_in_a_table(node: Shared) -> None:
+    tables = node.tables
+    wild, quiet = node.table(), node.table()
+    tables.wanted(wild)
+    tables.wanted(quiet)
+    node.hold(wild, [255, 256, 1 << 22, (1 << 32) - 2])
+    assert not len(tables.slots()), "numbers that mean nothing, or nothing in memory"
+    words(wild.memory)[8] = 1 << 63
+    third = node.table()
+    tables.wanted(third)
+    assert tables.promised_size <= node.total, "what a client says that it claims is not believed"
+    named(wild.memory)[:] = 5
+    words(wild.memory)[16:24] = (1 << 64) - 1
+    assert not len(tables.slots())
+    assert len(node.errors) == 1 and wild.budget == 0, "one sample, more often than there are slots"
+
+
+# ---- a real daemon -------------------------------------------------------------------------------
+
+
+def table_of(reader: ffserve.Reader) -> Table:
+    source = reader._source
+    assert isinstance(source, RemoteSource)
+    leases = source.connection.leases
+    assert leases is not None
+    return leases._table
+
+
+def leased_by(reader: ffserve.Reader) -> int:
+    """How many samples this process leases without asking."""
+    return len(Hazards([table_of(reader)]).read()[0])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
+
+
+def warm(reader: ffserve.Reader, indices: Sequence[int]) -> None:
+    """Have samples in memory, and a budget."""
+    with reader.lease(indices):
+        pass
+
+
+def test_a_lease_of_what_is_in_memory_sends_nothing(path: str) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        warm(reader, range(100))
+        asked = daemon.cache()["asked"]
+        for _ in range(10):
+            with reader.lease([5, 6, 5]) as views:
+                assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in (5, 6, 5)]
+                assert not any(v.flags.writeable or v.flags.owndata for v in views)
+                assert leased_by(reader) == 3
+        assert leased_by(reader) == 0
+        assert daemon.cache()["asked"] == asked
+        assert reader.stats()["hits"] == 30
+        with pytest.raises(ValueError, match="mine"), reader.lease([1]):
+            raise ValueError("mine")
+        assert leased_by(reader) == 0
+
+
+LEASING = """
+import sys, time, zlib, numpy as np, ffserve
+path, server, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+truth = [zlib.crc32(s) for s in ffserve.open(path, server="off").read(range(100))]
+r = ffserve.open(path, server=server)
+random = np.random.default_rng(int(sys.argv[4]))
+print("ready", flush=True)
+end, leased, asking = time.monotonic() + seconds, 0, 0
+table = r._source.connection.leases._table
+while time.monotonic() < end or leased < 200:
+    chosen = random.integers(0, 100, 3)
+    with r.lease(chosen) as views:
+        for _ in range(2):
+            for i, view in zip(chosen.tolist(), views):
+                assert zlib.crc32(view) == truth[i], i
+        leased += int(np.frombuffer(table.memory, np.uint64)[16:24].any())
+print(leased, flush=True)
+"""
+
+
+def lease_while_all_is_evicted(path: str, seconds: float, clients: int) -> None:
+    with serving(arena="1MiB") as daemon:
+        with daemon.open(path) as reader:
+            reader.read(range(100))
+            before = daemon.cache()["evicted"]
+            with contextlib.ExitStack() as stack:
+                running = [
+                    stack.enter_context(client(LEASING, path, daemon.socket, seconds, seed))
+                    for seed in range(clients)
+                ]
+                while any(process.poll() is None for process in running):
+                    for first in range(0, 100, 10):
+                        reader.read(range(first, first + 10))
+                for process in running:
+                    assert process.stdout is not None
+                    assert process.returncode == 0
+                    assert int(process.stdout.read()) >= 200
+            assert daemon.cache()["evicted"] > before + 100
+        everything_is_given_back(daemon)
+
+
+def test_leased_samples_match_their_checksums_while_all_is_evicted(path: str) -> None:
+    lease_while_all_is_evicted(path, 2.0, 2)
+
+
+@pytest.mark.soak
+def test_leased_samples_match_their_checksums_for_long(path: str) -> None:
+    lease_while_all_is_evicted(path, 60.0, 6)
+
+
+def test_leased_bytes_stay_while_everything_else_is_evicted(path: str) -> None:
+    with serving(arena="1MiB") as daemon:
+        with daemon.open(path) as reader:
+            warm(reader, range(5))
+            with reader.lease(range(5)) as views:
+                assert leased_by(reader) == 5
+                for start in range(5, 95, 10):
+                    reader.read(range(start, start + 10))
+                assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(5)]
+                assert daemon.status()["arena"]["leased"] >= 5 * SIZES[0]
+            assert daemon.status()["arena"]["leased"] == 0
+        everything_is_given_back(daemon)
+
+
+HOLDING = """
+import sys, threading, zlib, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+with r.lease(range(5)): pass
+lease = r.lease(range(5)); views = lease.__enter__()
+held = r._source.connection.leases._table.memory
+assert any(held[128:192]), "leased by asking"
+sums = [zlib.crc32(v) for v in views]
+print("ready", flush=True)
+sys.stdin.readline()
+assert sums == [zlib.crc32(v) for v in views]
+print("same", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_client_killed_while_it_holds_leaves_nothing_behind(path: str) -> None:
+    with serving(arena="1MiB") as daemon:
+        with client(HOLDING, path, daemon.socket) as holder:
+            assert daemon.status()["arena"]["leased"] >= 5 * SIZES[0]
+            holder.kill()
+        until(lambda: daemon.status()["arena"]["leased"] == 0, "its leases have ended")
+        everything_is_given_back(daemon)
+
+
+def test_a_stopped_client_keeps_its_leases_and_nobody_waits_for_it(path: str) -> None:
+    with serving(arena="1MiB") as daemon, client(HOLDING, path, daemon.socket) as holder:
+        with stopped(holder.pid), daemon.open(path) as reader:
+            for _ in range(2):
+                got = [s.tobytes() for s in reader.read(range(100))]
+                assert got == [sample(i, SIZES) for i in range(100)]
+        assert holder.stdin is not None and holder.stdout is not None
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "same\n"
+
+
+def test_a_child_leaves_its_parents_leases_alone(path: str) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        warm(reader, range(10))
+        lease = reader.lease(range(10))
+        views = lease.__enter__()
+        before = bytes(table_of(reader).memory)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                lease.__exit__(None, None, None)
+                for _ in range(2):
+                    with reader.lease(range(20)) as own:
+                        assert [v.tobytes() for v in own] == [sample(i, SIZES) for i in range(20)]
+                assert leased_by(reader) == 0
+                status = 0
+            finally:
+                os._exit(status)
+        _, ended = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(ended) == 0
+        assert bytes(table_of(reader).memory) == before, "the child wrote into it"
+        assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(10)]
+        lease.__exit__(None, None, None)
+        assert leased_by(reader) == 0
+
+
+def test_what_the_budget_does_not_cover_is_leased_the_other_way_or_copied(path: str) -> None:
+    with serving(arena="1MiB") as daemon, daemon.open(path) as reader:
+        warm(reader, range(20))
+        with reader.lease(range(60)) as views, reader.lease(range(40, 100)) as others:
+            assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(60)]
+            assert [v.tobytes() for v in others] == [sample(i, SIZES) for i in range(40, 100)]
+            assert daemon.status()["arena"]["leased"] <= MIB // 2
+        everything_is_given_back(daemon)
+
+
+def test_the_arena_shrinks_when_the_lease_is_over(path: str) -> None:
+    with serving(arena="8MiB") as daemon, daemon.open(path) as reader:
+        warm(reader, range(100))
+        reader.read(range(100))
+        with reader.lease(range(0, 100, 2)) as views:
+            assert leased_by(reader) == 50
+            source = reader._source
+            assert isinstance(source, RemoteSource)
+            source.connection.resize(2 * MIB)
+            time.sleep(0.1)
+            arena = daemon.status()["arena"]
+            assert arena["resizing"] and arena["held"]
+            assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(0, 100, 2)]
+        until(lambda: not daemon.status()["arena"]["resizing"], "it has shrunk")
+        assert [s.tobytes() for s in reader.read(range(100))] == [
+            sample(i, SIZES) for i in range(100)
+        ]
+
+
+class Hostile(Raw):
+    """A client that has a table of leases and writes what it likes."""
+
+    def __init__(self, path: str) -> None:
+        self.fds: list[int] = []
+        super().__init__(path, leases=True)
+
+    def receive(self) -> protocol.Message:
+        while not self._messages:
+            chunk, fds, _, _ = socket.recv_fds(self.socket, 65536, 16)
+            self.fds += fds
+            if not chunk:
+                raise EOFError
+            self._messages = self._decoder.feed(chunk)
+        return self._messages.pop(0)
+
+    def table(self) -> Table:
+        assert len(self.fds) == 4
+        table = Table(self.fds[3])
+        for fd in self.fds:
+            os.close(fd)
+        return table
+
+
+def test_a_client_that_writes_nonsense_is_cut_off_and_others_go_on(path: str) -> None:
+    expect = [r"closed a session \(pid \d+\): the client leases more of the arena.*", r"  .*"]
+    with serving(arena="1MiB", expect=expect) as daemon, daemon.open(path) as reader:
+        with Hostile(daemon.socket) as hostile:
+            with pytest.raises(OSError):
+                os.ftruncate(hostile.fds[3], 0)
+            with pytest.raises(OSError):
+                os.ftruncate(hostile.fds[3], 1 << 30)
+            table = hostile.table()
+            named(table)[:] = np.arange(MOST_HAZARDS) % 100 + 1
+            words(table)[16:24] = (1 << 64) - 1
+            assert len(reader.read(range(100))) == 100, "nobody looks before it has a budget"
+            dataset = hostile.open(path).dataset
+            hostile.send(protocol.Lease(5, dataset, protocol.pack_indices(np.array([1]))))
+            assert len(reader.read(range(100))) == 100
+            error = hostile.refused()
+            assert isinstance(error, ProtocolError) and "leases more" in str(error)
+        assert [s.tobytes() for s in reader.read(range(100))] == [
+            sample(i, SIZES) for i in range(100)
+        ]
+        everything_is_given_back(daemon)
+
+
+def test_a_daemon_whose_table_is_none_is_refused(path: str) -> None:
+    from ffserve.client.hazards import map_table
+
+    small = sealed_file("test", 4096)
+    with pytest.raises(ProtocolError, match="table of leases"):
+        map_table(small, TABLE_SIZE, "s")
+    loose = os.memfd_create("test")
+    os.ftruncate(loose, TABLE_SIZE)
+    with pytest.raises(ProtocolError, match="table of leases"):
+        map_table(loose, TABLE_SIZE, "s")
+    with pytest.raises(ProtocolError, match="table of leases"):
+        map_table(sealed_file("test", TABLE_SIZE), TABLE_SIZE - 1, "s")
+    for fd in (small, loose):
+        with pytest.raises(OSError):
+            os.fstat(fd)
