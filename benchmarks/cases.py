@@ -159,6 +159,11 @@ def _cold(bench: Bench, data: Data) -> list[Group]:
                 Way("engine64", "read_batch", 64, daemon=False),
             ],
         ),
+        cold(
+            bench, data, DEPTH,
+            [Way("in_flight", "in_flight", 64), Way("batch256", "read_batch", 256)],
+            prefix="cold-extents", extents=True,
+        ),
         stream(bench, data, limit=0.9),
     ]  # fmt: skip
 

@@ -91,11 +91,13 @@ def cold(
     rival_batch: int = 256,
     cpu_limit: float | None = None,
     prefix: str = "cold",
+    extents: bool = False,
 ) -> Group:
     """Nothing in memory: every sample once, in random order.
 
     Args:
         depth: reads in flight of the yardstick.
+        extents: the yardstick reads what the samples need, instead of aligned blocks of their size.
         cpu_limit: microseconds of the daemon's CPU a missed sample, for the first way; None: no
             row about it.
     """
@@ -112,8 +114,8 @@ def cold(
         return Entrant(f"{OURS} {way.name}", lambda: read_cold(bench, data, way), tuple(rows))
 
     return Group(
-        title=f"cold, {data.name}, against {depth} reads in flight",
-        **disk(bench, data, depth),
+        title=f"cold, {data.name}, against {depth} reads in flight{' of extents' * extents}",
+        **disk(bench, data, depth, extents=extents),
         entrants=(
             *(entrant(way, k == 0) for k, way in enumerate(ways)),
             *(rival(bench, peer, data, rival_batch, 1, name, cold=True) for peer in rivals),
@@ -154,13 +156,15 @@ def stream(bench: Bench, data: Data, limit: float | None) -> Group:
     )
 
 
-def disk(bench: Bench, data: Data, depth: int, *, stream: bool = False) -> dict[str, Any]:
+def disk(
+    bench: Bench, data: Data, depth: int, *, stream: bool = False, extents: bool = False
+) -> dict[str, Any]:
     """Return the yardstick of the disk, as parts of a Group."""
     has = yardsticks.has_fio()
-    way = "fio in order" if stream else f"fio at depth {depth}"
+    way = "fio in order" if stream else f"fio at depth {depth}{', extents' * extents}"
     return {
         "against": way if has else f"{yardsticks.RAW_THREADS} Python threads of preadv (no fio)",
-        "yardstick": lambda: bench.fio(data, depth, stream=stream),
+        "yardstick": lambda: bench.fio(data, depth, stream=stream, extents=extents),
         "judged": has,
     }
 

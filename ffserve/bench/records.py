@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
+from ffserve.engine.direct import open_direct
 from ffserve.errors import UsageError
 from ffserve.formats import by_name
 
@@ -61,6 +62,18 @@ class Data:
         """Return the samples' lengths, int64[count]."""
         with ffserve.open(self.paths, server="off") as reader:
             return reader.sizes(range(self.count))
+
+    def extent(self) -> tuple[int, int]:
+        """Return what direct I/O has to read for a sample, the median of the first file's, and the
+        device's logical block, where such reads begin and end; in bytes."""
+        fd, block = open_direct(self.paths[0])
+        os.close(fd)
+        with ffserve.open(self.paths, server="off") as reader:
+            offsets, lengths, _ = reader.tables(0)
+        begins = offsets.astype(np.int64)
+        ends = begins + lengths.astype(np.int64)
+        sizes = -(-ends // block) - begins // block
+        return int(np.median(sizes)) * block, block
 
     def samples(self) -> Iterator[NDArray[np.uint8]]:
         """Yield every sample; each is valid until the next."""

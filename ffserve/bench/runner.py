@@ -330,10 +330,11 @@ class Bench:
                 raise ContestantFailed(words[-1] if words else f"{who} said nothing")
         return Result(tuple(map(json.loads, lines)), counting.found)
 
-    def fio(self, data: Data, depth: int, *, stream: bool = False) -> Result:
+    def fio(self, data: Data, depth: int, *, stream: bool = False, extents: bool = False) -> Result:
         """Run the disk's yardstick, or its stand-in where fio is not installed."""
         if yardsticks.has_fio():
-            return Result((yardsticks.fio(data, depth, self.seconds, stream=stream),))
+            figures = yardsticks.fio(data, depth, self.seconds, stream=stream, extents=extents)
+            return Result((figures,))
         who = "ffserve.bench.yardsticks:raw_reads"
         return self.run(who, data, batch=yardsticks.RAW_THREADS)
 

@@ -85,20 +85,28 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def fio(data: Data, depth: int, seconds: float, *, stream: bool = False) -> dict[str, Any]:
+def fio(
+    data: Data, depth: int, seconds: float, *, stream: bool = False, extents: bool = False
+) -> dict[str, Any]:
     """Read random places of a data set's files with fio: io_uring, O_DIRECT, at a depth.
 
     Args:
         data: reads have its mean sample's size, in whole blocks.
         depth: reads in flight.
         stream: read from the first byte to the last instead, STREAM_BLOCK at a time.
+        extents: read what direct I/O has to read for such a sample, which begins anywhere in the
+            file: some logical blocks of the device. What counts is the samples' own bytes.
     Returns: figures as a contestant's.
     Raises:  FFServeError when fio fails.
     """
     step = STREAM_BLOCK if stream else _whole_blocks(data.mean)
+    counted, aligned = step, step
+    if extents:
+        counted, (step, aligned) = data.mean, data.extent()
     names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in data.paths)
     command = [
         "fio", "--name=bench", f"--filename={names}", f"--bs={step}", f"--iodepth={depth}",
+        f"--blockalign={aligned}",
         f"--rw={'read' if stream else 'randread'}", "--ioengine=io_uring", "--direct=1",
         "--readonly", "--norandommap", "--randrepeat=0", "--thread=1", "--registerfiles=1",
         "--nonvectored=1", "--time_based", f"--runtime={max(1, round(seconds * 1000))}ms",
@@ -114,4 +122,4 @@ def fio(data: Data, depth: int, seconds: float, *, stream: bool = False) -> dict
     except (ValueError, KeyError, IndexError):
         words = (done.stderr or done.stdout).strip().splitlines()
         raise FFServeError(f"fio failed: {words[-1] if words else 'it said nothing'}") from None
-    return {"samples": count, "size": count * step, "seconds": took_s, "cpu": used_s}
+    return {"samples": count, "size": count * counted, "seconds": took_s, "cpu": used_s}

@@ -27,6 +27,7 @@
 #define IORING_SETUP_DEFER_TASKRUN (1U << 13)
 #endif
 
+#define FIRST_READS 8
 #define FILE_TABLE 4096 /* ids beyond it use their plain descriptor */
 
 typedef struct {
@@ -182,6 +183,11 @@ static void feed(ffs_engine *e, uring *u)
            ffs_take(e, u->spare[u->spare_count - 1])) {
         issue(e, u, u->spare[--u->spare_count]);
         u->flying++;
+        /* An idle device begins with the first reads of a batch while the others are prepared: the
+         * kernel hands over what one call submits in pieces of 32 or when it has all of it. */
+        unsigned ready = io_uring_sq_ready(&u->ring);
+        if (ready >= FIRST_READS && ready >= u->flying - ready)
+            io_uring_submit(&u->ring); /* what it did not take goes with the next */
     }
 }
 
