@@ -246,7 +246,9 @@ WAYS = ("preadv", "preadv-random", "mmap-random", "ffrecord")
 """mmap without advice reads 8 MiB at a touch on some machines, and is left out."""
 
 
-def against_pages(folder: Path, ways: list[str], job_counts: list[int]) -> list[dict[str, Any]]:
+def against_pages(
+    folder: Path, ways: list[str], job_counts: list[int], chosen: list[str] | None
+) -> list[dict[str, Any]]:
     """Jobs that announce nothing and compute nothing, by the daemon and through the page cache.
 
     Both in a cgroup of the same size: what daemon and jobs of ours took at most, tables included.
@@ -255,6 +257,8 @@ def against_pages(folder: Path, ways: list[str], job_counts: list[int]) -> list[
     rows = []
     print(f"{'':40s}{'an epoch takes':>16s}{'reads of the data':>18s}")
     for share, title in ((1.05, "everything fits"), (0.25, "a quarter fits")):
+        if chosen and title not in chosen:
+            continue
         for job_count in job_counts:
             peak: int | None = None
             for way in ["ffserve", *ways]:
@@ -329,7 +333,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="for the data")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
-    parser.add_argument("--cell", action="append", help="of 'cells', such as 'two jobs'")
+    parser.add_argument("--cell", action="append", help="such as 'two jobs', 'a quarter fits'")
     parser.add_argument("--way", action="append", choices=WAYS, help="of 'pages'; those there are")
     parser.add_argument("--jobs", type=int, action="append", help="of 'pages': 1 and 2")
     options = parser.parse_args()
@@ -347,7 +351,7 @@ def main() -> None:
                 found[part] = announcing(folder)
             elif part == "pages":
                 ways = options.way or [way for way in WAYS if way != "ffrecord" or _original()]
-                found[part] = against_pages(folder, ways, options.jobs or [1, 2])
+                found[part] = against_pages(folder, ways, options.jobs or [1, 2], options.cell)
             elif part == "rivals":
                 both = tuple(node.data(folder, SAMPLES, SIZE, name) for name in ("", "-other"))
                 found[part] = rivals((both[0], both[1]))

@@ -11,6 +11,7 @@ from ffserve.config import format_size
 
 SHARDS_SHOWN = 8
 JOBS_SHOWN = 12
+AT_WORK_S = 10
 
 
 @click.command()
@@ -84,7 +85,8 @@ def _print(facts: dict[str, Any]) -> None:
     jobs = [job for job in jobs if job["paths"]]
     if jobs:
         click.echo()
-        latest = sorted(jobs, key=lambda job: job["idle_s"])
+        # Those that are at work keep their rows from one look to the next.
+        latest = sorted(jobs, key=lambda job: job["idle_s"] // AT_WORK_S)
         print_table(
             ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
             [
@@ -151,8 +153,8 @@ def _print_walks(facts: dict[str, Any]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for a reader: ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    """Return seconds for a reader: ``0.3 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if 0 < seconds < 9.95 else f"{seconds:.0f} s"
