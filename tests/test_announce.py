@@ -304,6 +304,21 @@ def test_a_nonsensical_order_is_refused_and_its_job_served(
         until(lambda: [w["kind"] for w in daemon.status()["walks"]] == ["silent"], "it is silent")
 
 
+def test_who_is_in_the_middle_of_an_order_is_served(daemon: Daemon, path: str) -> None:
+    """And whoever else is: they take turns, of which one goes away."""
+    with Raw(daemon.socket) as raw, Raw(daemon.socket, job="another") as other:
+        for each in (raw, other):
+            each.open(path)
+            each.send(order(5, [1, 2], 6), get(6, 1, [3]))
+        for each in (raw, other):
+            assert each.receive() == protocol.Ready(6, 1, [])
+        other.send(order(5, [3], 6, 2))
+        other.socket.close()
+        raw.send(order(5, [3, 4], 6, 2), order(5, [0, 5], 6, 4), get(7, 1, [3]))
+        assert raw.receive() == protocol.Ready(5, 6, [])
+        assert raw.receive() == protocol.Ready(7, 1, [])
+
+
 @pytest.mark.parametrize(
     "message",
     [

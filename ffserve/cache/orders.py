@@ -166,8 +166,11 @@ class Arriving:
         if stop > self.count:
             raise UsageError(f"the order has more positions than the {self.count} announced")
         if not self._replacement:
-            positions = np.arange(start, stop)
-            self._table[numbers - self._low] = 1 + positions * BUCKETS // self.count
+            low, high = start * BUCKETS // self.count, (stop - 1) * BUCKETS // self.count
+            edges = -(-np.arange(low, high + 2) * self.count // BUCKETS)
+            edges[0], edges[-1] = start, stop
+            buckets = np.arange(low + 1, high + 2, dtype=np.uint8)
+            self._table[numbers - self._low] = np.repeat(buckets, np.diff(edges))
         self.arrived = stop
         at = 0
         while at < len(numbers):

@@ -405,6 +405,11 @@ class Session:
         self._outbox.put(Delivery(tag, self._node.memory.view, starts, lengths, over))
 
     @property
+    def announcing(self) -> bool:
+        """Whether an order has begun to come and has not ended."""
+        return self._announcement is not None
+
+    @property
     def delivering_count(self) -> int:
         """GETs whose samples are on their way through the socket."""
         return len(self._delivering)
