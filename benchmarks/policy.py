@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import node
 from benchmarks.announcing import announcing
 from benchmarks.confine import CannotConfine, Group, confined
@@ -293,36 +295,53 @@ def against_pages(
 # --------------------------------------------------------------------------- the policy's cost
 
 
-def policy_cost(samples: int = 1_000_000, job_count: int = 2, batch: int = 1024) -> float:
-    """Return the microseconds that a used sample takes of what the policy does in the daemon."""
-    jobs = [Job(shuffled(samples, k), pace=1e5, batch=batch) for k in range(job_count)]
-    simulation = Simulation(samples, 0.25, jobs)
-    spent = 0.0
-    policy = simulation.cache.policy
+POLICY = ("victims", "doubt", "keep", "let_pass", "enter", "leave", "idle_victims")
 
-    def timed(inner: Any) -> Any:
+
+def policy_cost(
+    samples: int = 1_000_000, job_count: int = 2, batches: tuple[int, ...] = (64, 256, 1024)
+) -> dict[str, float]:
+    """Return the microseconds a used sample that the policy takes in the daemon, by batch size;
+    and what the jobs' walks take beside it (where they are, and whether they keep to it)."""
+    jobs = [Job(shuffled(samples, k), pace=1e5) for k in range(job_count)]
+    simulation = Simulation(samples, 0.25, jobs)
+    simulation.run(warm_s=0.6 * samples / 1e5, seconds=0.01)
+    spent = {"policy": 0.0, "walks": 0.0}
+
+    def timed(inner: Any, whose: str) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
-            nonlocal spent
             start = time.perf_counter()
             try:
                 return inner(*arguments, **more)
             finally:
-                spent += time.perf_counter() - start
+                spent[whose] += time.perf_counter() - start
 
         return call
 
-    for name in ("victims", "doubt", "keep", "let_pass", "enter", "leave", "idle_victims"):
-        setattr(policy, name, timed(getattr(policy, name)))
-    epoch_s = samples / 1e5
-    simulation.run(warm_s=0.6 * epoch_s, seconds=0.01)
-    spent = 0.0
-    used = sum(job.position for job in jobs)
-    for _ in range(300):
-        for job, walk in zip(jobs, simulation._walks, strict=True):
-            simulation._step(job, walk, simulation.uses.now + batch / 1e5 / job_count)
-    used = sum(job.position for job in jobs) - used
+    for name in POLICY:
+        policy = simulation.cache.policy
+        setattr(policy, name, timed(getattr(policy, name), "policy"))
+    for walk in simulation._walks:
+        for name in ("asked", "reached"):
+            setattr(walk, name, timed(getattr(walk, name), "walks"))
+    costs: dict[str, float] = {}
+    for batch in batches:
+        # The middle of several parts: others may run on the machine.
+        parts: list[tuple[float, float]] = []
+        for _ in range(6):
+            spent["policy"] = spent["walks"] = 0.0
+            used = sum(job.used for job in jobs)
+            for _ in range(50 * 1024 // batch // job_count):
+                for job, walk in zip(jobs, simulation._walks, strict=True):
+                    job.batch = batch
+                    simulation._step(job, walk, simulation.uses.now + batch / 1e5 / job_count)
+            used = sum(job.used for job in jobs) - used
+            parts.append((1e6 * spent["policy"] / used, 1e6 * spent["walks"] / used))
+        costs[f"policy, batches of {batch}"], costs[f"walks, batches of {batch}"] = np.median(
+            parts, axis=0
+        ).tolist()
     simulation.close()
-    return 1e6 * spent / used
+    return costs
 
 
 def main() -> None:
@@ -346,7 +365,8 @@ def main() -> None:
         try:
             if part == "cost":
                 found[part] = policy_cost()
-                print(f"the policy takes {found[part]:.2f} us a used sample")
+                for what, cost in found[part].items():
+                    print(f"{what:32s} {cost:5.2f} us a used sample")
             elif part == "announce":
                 found[part] = announcing(folder)
             elif part == "pages":

@@ -84,9 +84,11 @@ class Order:
     def buckets(self, numbers: Int64s) -> Bytes:
         """Return the bucket in which each sample comes next; 0: it does not."""
         places = numbers - self.low
-        inside = (places >= 0) & (places < len(self.table))
-        if inside.all():
+        if not len(places):
+            return np.zeros(0, np.uint8)
+        if np.minimum.reduce(places) >= 0 and np.maximum.reduce(places) < len(self.table):
             return self.table[places]
+        inside = (places >= 0) & (places < len(self.table))
         found = np.zeros(len(numbers), np.uint8)
         found[inside] = self.table[places[inside]]
         return found

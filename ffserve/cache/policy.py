@@ -50,7 +50,7 @@ SLACK = 2
 UNSORTED_SHARE = 128
 """Residents are looked at when one part in this many is unsure, so that it is done in bulk."""
 MOST_UNSORTED = 4096
-READY_SHARE, MOST_READY = 64, 1024
+READY_SHARE, MOST_READY = 96, 4096
 """Victims are looked for this many at a time, at most one part in so many of the residents."""
 MOST_LOOKED_AT = 4096
 """Residents that one search looks at before it takes what it has."""
@@ -62,6 +62,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
 """Which of these slots can be evicted just now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
+_ALL = slice(None)
 
 
 class Stack:
@@ -108,7 +109,7 @@ class Stack:
 class Shelf:
     """The stacks of one group and size class."""
 
-    __slots__ = ("entries", "group", "size_class", "stacks")
+    __slots__ = ("entries", "group", "ready_s", "size_class", "stacks")
 
     def __init__(self, group: int, size_class: int) -> None:
         self.group = group
@@ -116,6 +117,8 @@ class Shelf:
         self.stacks: dict[int, Stack] = {}
         self.entries = 0
         """On all stacks; those that moved on since included."""
+        self.ready_s = 0.0
+        """When the first of those on READY is wanted, as was believed when they came there."""
 
     def push(self, key: int, slots: Int64s) -> None:
         """Put slots on the stack of a key."""
@@ -157,6 +160,8 @@ class Policy:
         self._shelves: list[dict[int, Shelf]] = [{} for _ in range(len(arena.class_sizes) + 1)]
         self._large = len(arena.class_sizes)
         self._widths: dict[int, float] = {}
+        self._static: dict[int, bool] = {}
+        """By which rule each group gave its last victims."""
         self.used: dict[int, int] = {}
         """Bytes of slots that each group has."""
         self.follow_arena()
@@ -172,14 +177,14 @@ class Policy:
     def enter(self, slots: Int64s, group: int) -> None:
         """Slots that are being filled for a group."""
         self._group[slots] = group
-        self.used[group] = self.used.get(group, 0) + int(self._arena.sizes(slots).sum())
+        self.used[group] = self.used.get(group, 0) + int(np.add.reduce(self._arena.sizes(slots)))
 
     def leave(self, slots: Int64s) -> None:
         """Slots that hold nothing any more."""
         self._key[slots] = NONE
-        groups, sizes = self._group[slots], self._arena.sizes(slots)
-        for group in np.unique(groups).tolist():
-            self.used[group] -= int(sizes[groups == group].sum())
+        sizes = self._arena.sizes(slots)
+        for group, rows in self._by_group(slots):
+            self.used[group] -= int(np.add.reduce(sizes[rows]))
             if not self.used[group]:
                 del self.used[group]
 
@@ -189,9 +194,9 @@ class Policy:
 
     def let_pass(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled at another's cost."""
-        group = self._group_of(slots)
-        static = group is None or group.static(self._uses.now)
-        self._put(slots, size_class, PASSING if static else UNSURE)
+        for group, rows in self._by_group(slots):
+            key = PASSING if self._static.get(group, True) else UNSURE
+            self._put(slots[rows], size_class, key)
 
     def abandon(self, slots: Int64s, size_class: int) -> None:
         """Slots of shards that nobody has open."""
@@ -200,25 +205,34 @@ class Policy:
     def doubt(self, slots: Int64s, classes: Int64s) -> None:
         """What was believed of these residents has changed."""
         known = self._key[slots]
-        timed = ((known >= 0) & (known <= FAR)) | (known == READY)
-        if timed.any():
-            slots, classes = slots[timed], classes[timed]
-            for size_class in np.unique(classes).tolist():
-                self._put(slots[classes == size_class], size_class, UNSURE)
-
-    def _group_of(self, slots: Int64s) -> Group | None:
-        return self._uses.groups.get(int(self._group[slots[0]])) if len(slots) else None
+        timed = (known >= 0) & (known != UNSURE) & (known != PASSING) & (known != IDLE)
+        rows = timed.nonzero()[0]
+        if not len(rows):
+            return
+        slots, classes = slots[rows], classes[rows]
+        first = int(classes[0])
+        if np.count_nonzero(classes != first) == 0:
+            self._put(slots, first, UNSURE)
+            return
+        for size_class in np.unique(classes).tolist():
+            self._put(slots[classes == size_class], size_class, UNSURE)
 
     def _put(self, slots: Int64s, size_class: int, key: int) -> None:
         if not len(slots):
             return
         self._key[slots] = key
+        for group, rows in self._by_group(slots):
+            self._push(self._shelf(group, size_class), key, slots[rows])
+
+    def _by_group(self, slots: Int64s) -> list[tuple[int, Int64s | slice]]:
+        """Return each group with its rows; mostly there is one."""
         groups = self._group[slots]
-        if (groups == groups[0]).all():
-            self._push(self._shelf(int(groups[0]), size_class), key, slots)
-            return
-        for group in np.unique(groups).tolist():
-            self._push(self._shelf(group, size_class), key, slots[groups == group])
+        if not len(groups):
+            return []
+        first = int(groups[0])
+        if np.count_nonzero(groups != first) == 0:
+            return [(first, _ALL)]
+        return [(g, np.flatnonzero(groups == g)) for g in np.unique(groups).tolist()]
 
     def _push(self, shelf: Shelf, key: int, slots: Int64s) -> None:
         stack = shelf.stacks.get(key)
@@ -239,14 +253,15 @@ class Policy:
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
         found, missing = [_NO_SLOTS], count
-        for shelf in list(self._shelves[size_class].values()):
+        there = [shelf for shelf in self._shelves[size_class].values() if IDLE in shelf.stacks]
+        for shelf in there:
             while IDLE in shelf.stacks and missing:
                 slots = self._pop(shelf, IDLE, missing)
                 good = usable(slots)
                 found.append(self._taken(slots[good]))
                 missing -= len(found[-1])
                 self._put(slots[~good], size_class, UNSURE)
-        return np.concatenate(found)
+        return np.concatenate(found) if there else _NO_SLOTS
 
     def victims(
         self, size_class: int, count: int, usable: Usable, taker: int, latest: float | None
@@ -256,11 +271,15 @@ class Policy:
 
         Args: latest: take only what will be wanted after this time; None: what is farthest.
         """
-        self._merge()
+        if self._uses.merged:
+            self._merge()
+        sources = self._sources(size_class, taker)
+        if sources == [taker]:
+            return self._take(taker, size_class, count, usable, latest), 0
         found, others = [_NO_SLOTS], 0
         own = _NO_SLOTS
         missing = count
-        for number in self._sources(size_class, taker):
+        for number in sources:
             slots = self._take(number, size_class, missing, usable, latest)
             missing -= len(slots)
             if number == taker:
@@ -283,6 +302,7 @@ class Policy:
             ]
             self._group[self._group == old] = new
             self._widths.pop(old, None)
+            self._static.pop(old, None)
             if old in self.used:
                 self.used[new] = self.used.get(new, 0) + self.used.pop(old)
             for size_class, key, slots in moved:
@@ -337,10 +357,38 @@ class Policy:
         shelf = self._shelves[size_class].get(number)
         if shelf is None or not shelf.entries:
             return _NO_SLOTS
+        ready = self._take_ready(shelf, count, usable, latest)
+        if len(ready) == count:
+            return ready
         group = self._uses.groups.get(number)
-        if group is None or group.static(self._uses.now):
-            return self._take_static(shelf, count, usable)
-        return self._take_farthest(group, shelf, count, usable, latest)
+        static = self._static[number] = group is None or group.static(self._uses.now)
+        if static:
+            rest = self._take_static(shelf, count - len(ready), usable)
+        else:
+            assert group is not None
+            rest = self._take_farthest(group, shelf, count - len(ready), usable, latest)
+        return np.concatenate((ready, rest))
+
+    def _take_ready(self, shelf: Shelf, count: int, usable: Usable, latest: float | None) -> Int64s:
+        """Take what was looked for before."""
+        if latest is not None and shelf.ready_s <= latest:
+            return _NO_SLOTS
+        found: list[Int64s] = []
+        missing = count
+        while missing and READY in shelf.stacks:
+            # Each stands there once: it is filled only when it is empty.
+            slots = shelf.pop(READY, missing)
+            slots = slots[(self._key[slots] == READY) & self._belong(shelf, slots)]
+            good = usable(slots)
+            if np.count_nonzero(good) < len(slots):
+                self._put(slots[~good], shelf.size_class, UNSURE)
+                slots = slots[good]
+            self._key[slots] = NONE
+            found.append(slots)
+            missing -= len(slots)
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else _NO_SLOTS
 
     def _take_static(self, shelf: Shelf, count: int, usable: Usable) -> Int64s:
         """What passes, oldest first; then what is kept, newest first."""
@@ -374,10 +422,9 @@ class Policy:
         # Some more than are needed, for the next: looking at many costs little more than at few.
         # What silent jobs have seen changes faster than that.
         more = min(MOST_READY, shelf.entries // READY_SHARE) if group.announced else 0
-        missing = max(count, more)
-        if len(shelf.stacks.get(READY, ())) >= count:
-            missing = count
+        missing = count if READY in shelf.stacks else max(count, more)
         found, looked = [_NO_SLOTS], 0
+        nearest = FAR
         spared: list[tuple[Int64s, Int64s]] = []
         while missing > 0 and looked < MOST_LOOKED_AT + 8 * count:
             slots, keys = self._pop_farthest(shelf, missing, latest, width)
@@ -385,15 +432,21 @@ class Policy:
                 break
             looked += len(slots)
             slots, keys = self._look_again(group, shelf, slots, keys)
+            # At once, since what is left on the stacks may name them a second time.
+            self._key[slots] = NONE
             good = usable(slots)
-            found.append(self._taken(slots[good]))
-            missing -= len(found[-1])
-            if not good.all():
+            if np.count_nonzero(good) < len(slots):
                 spared.append((slots[~good], keys[~good]))
+                slots, keys = slots[good], keys[good]
+            found.append(slots)
+            missing -= len(slots)
+            nearest = min(nearest, int(np.minimum.reduce(keys, initial=FAR)))
         for slots, keys in spared:
             self._sort_in(shelf, slots, keys)
         chosen = np.concatenate(found)
-        self._put(chosen[count:][::-1], shelf.size_class, READY)
+        if len(chosen) > count:
+            self._put(chosen[count:][::-1], shelf.size_class, READY)
+            shelf.ready_s = np.inf if nearest == FAR else nearest * width
         return chosen[:count]
 
     def _pop_farthest(
@@ -403,8 +456,10 @@ class Policy:
         once, and their keys."""
         parts, keys = [], []
         for key in sorted(shelf.stacks, reverse=True):
-            if key == UNSURE or (latest is not None and key <= FAR and key * width <= latest):
+            if key in (UNSURE, READY):
                 continue
+            if latest is not None and key < FAR and key * width <= latest:
+                break
             part = shelf.pop(key, count)
             parts.append(part)
             keys.append(np.full(len(part), key))
@@ -451,7 +506,10 @@ class Policy:
 
     def _sort_in(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> None:
         self._key[slots] = keys
-        rising = np.argsort(keys, kind="stable")
+        # Of 16 bits numpy's stable sort is a counting sort; what is cut off are far runs of their
+        # own.
+        near = np.minimum(keys - np.minimum.reduce(keys, initial=FAR), 0xFFFF).astype(np.uint16)
+        rising = np.argsort(near, kind="stable")
         slots, keys = slots[rising], keys[rising]
         edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
         for start, stop in pairwise((0, *edges.tolist(), len(keys))):
@@ -469,20 +527,23 @@ class Policy:
     def _right(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> tuple[Int64s, Int64s]:
         """Leave out slots that were moved, evicted, or given to another group or class since they
         were put on these stacks, and all but one of those that are there twice."""
+        right = (self._key[slots] == keys) & self._belong(shelf, slots)
+        if np.count_nonzero(right) < len(right):
+            # A stale entry beside a right one has another key.
+            slots, keys = slots[right], keys[right]
+        rising = np.sort(slots)
+        if np.count_nonzero(rising[1:] == rising[:-1]):
+            _, rows = np.unique(slots, return_index=True)
+            rows.sort()
+            slots, keys = slots[rows], keys[rows]
+        return slots, keys
+
+    def _belong(self, shelf: Shelf, slots: Int64s) -> NDArray[np.bool_]:
+        """Whether slots are still of this group and size class."""
         classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
-        right = (self._key[slots] == keys) & (self._group[slots] == shelf.group)
-        right &= classes == (shelf.size_class if shelf.size_class < self._large else LARGE)
-        if len(slots) > 1:
-            rising = np.argsort(slots, kind="stable")
-            ordered = slots[rising]
-            again = rising[1:][ordered[1:] == ordered[:-1]]
-            if len(again):
-                # A stale entry beside a right one has another key: look at the right ones alone.
-                slots, keys = slots[right], keys[right]
-                _, rows = np.unique(slots, return_index=True)
-                rows.sort()
-                return slots[rows], keys[rows]
-        return (slots, keys) if right.all() else (slots[right], keys[right])
+        size_class = shelf.size_class if shelf.size_class < self._large else LARGE
+        belong: NDArray[np.bool_] = (self._group[slots] == shelf.group) & (classes == size_class)
+        return belong
 
     # ---- keys -----------------------------------------------------------------------------
 

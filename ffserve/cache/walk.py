@@ -238,10 +238,13 @@ class Walk:
                 return _NONE
             self._near //= 2
             self._far //= 2
-        here = buckets[near & (buckets >= order.bucket(self.front))]
-        if not len(here):
+        rows = np.flatnonzero(near & (buckets >= order.bucket(self.front)))
+        if not len(rows):
             return _NONE
-        self.front = max(self.front, self._place(order, int(here.max()), numbers))
+        here = buckets[rows]
+        last = int(here.max())
+        # Requests follow the order mostly, so that the last of them comes last in it.
+        self._found(order, last, int(numbers[rows[here == last][-1]]))
         self.lead = max(self.lead, float(self.front - self.position))
         if not self._told:
             # Nobody reports: what is asked for has been got to, with some disorder.
@@ -249,11 +252,12 @@ class Walk:
             return self._advance(min(self.front, order.edge(int(here.min()))) - lag, now)
         return _NONE
 
-    def _place(self, order: Order, bucket: int, numbers: Int64s) -> int:
-        """Return the position behind the last of these samples within a bucket."""
-        start = order.edge(bucket)
-        places = np.flatnonzero(np.isin(order.numbers(start, order.edge(bucket + 1)), numbers))
-        return start + int(places[-1]) + 1 if len(places) else start
+    def _found(self, order: Order, bucket: int, number: int) -> None:
+        """A sample that stands in this bucket was asked for: move the front behind it."""
+        start = max(order.edge(bucket), self.front)
+        places = np.flatnonzero(order.numbers(start, order.edge(bucket + 1)) == number)
+        if len(places):
+            self.front = start + int(places[-1]) + 1
 
     def visited(self, numbers: Int64s, now: float) -> None:
         """A silent job used samples, whether it had to ask for them or not."""
