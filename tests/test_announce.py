@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import ffserve
 from ffserve import protocol
+from ffserve.cache.narrow import Narrow
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import BUCKETS, PIECE, Arriving, Order
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
@@ -53,6 +54,36 @@ def arrive(
 # ---- as data -----------------------------------------------------------------------------------
 
 
+@given(
+    span=st.integers(1, 1 << 32),
+    count=st.integers(0, 50),
+    start=st.integers(0, 50),
+    stop=st.integers(0, 50),
+    seed=st.integers(0, 99),
+)
+def test_numbers_in_half_bytes_come_back(
+    span: int, count: int, start: int, stop: int, seed: int
+) -> None:
+    numbers = np.random.default_rng(seed).integers(0, span, count)
+    numbers[-1:] = span - 1
+    narrow = Narrow(numbers, span)
+    start, stop = min(start, count), min(stop, count)
+    assert (
+        narrow.part(start, max(start, stop)).tolist() == numbers[start : max(start, stop)].tolist()
+    )
+    assert narrow.same(Narrow(numbers.astype(np.uint32), span))
+    assert not count or not narrow.same(Narrow((numbers + 1) % span, span)) or span == 1
+    digits = max(2, -(-(span - 1).bit_length() // 4))
+    assert narrow.nbytes == count * (digits // 2) + digits % 2 * -(-count // 2)
+
+
+def test_four_jobs_with_orders_of_their_own_take_forty_bytes_a_sample() -> None:
+    """Of data sets below 2^28 samples, the current and the next epoch of each; 4 bytes are the
+    sample's entry."""
+    assert 4 + 4 * 2 * (1 + Narrow(np.zeros(1000, np.uint32), 1 << 28).nbytes / 1000) <= 40
+    assert 4 + 4 * 2 * (1 + Narrow(np.zeros(1000, np.uint32), 1 << 24).nbytes / 1000) <= 36
+
+
 @pytest.mark.parametrize("count", (1, 3, 249, 250, 251, 1000, PIECE, PIECE + 1, 3 * PIECE - 1))
 def test_an_order_says_who_stands_where(count: int) -> None:
     numbers = np.random.default_rng(count).permutation(count) + 100
@@ -76,7 +107,8 @@ def test_what_is_passed_is_forgotten() -> None:
     order = arrive(numbers)
     before = order.size
     order.passed(2 * PIECE + 5)
-    assert before - order.size == 2 * PIECE * 4
+    # Numbers below 2^18: five half bytes each.
+    assert before - order.size == 2 * PIECE * 5 // 2
     assert not order.buckets(numbers[: 2 * PIECE + 5]).any()
     assert order.buckets(numbers[2 * PIECE + 5 :]).all()
     assert np.array_equal(
@@ -359,7 +391,7 @@ def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, pa
     assert job.stdout is not None
     try:
         assert job.stdout.readline() == b"announced\n"
-        assert [walk["order_size"] for walk in walks(daemon)] == [5 * COUNT]
+        assert [walk["order_size"] for walk in walks(daemon)] == [5 * COUNT // 2]
     finally:
         job.kill()
         job.wait()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ffserve.cli import cli
-from ffserve.errors import UsageError
 
 
 def run(*arguments: str) -> str:
@@ -51,14 +53,29 @@ def test_what_is_no_speed_is_refused() -> None:
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run("--cache", "0.5", "--plot", str(tmp_path / "p.png"))
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    from matplotlib.image import imread
+
+    run("--cache", "0.5", "--cache", "0.2", "--plot", str(tmp_path / "p.png"))
+    picture = imread(tmp_path / "p.png")
+    assert min(picture.shape[:2]) > 300
+    # matplotlib's first colour is that of the curve.
+    blue = np.abs(picture[..., :3] - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.02
+    assert blue.sum() > 100
+    run("--cache", "0.5", "--plot", str(tmp_path / "p.svg"))
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    from ffserve.cli import simulate
+def test_what_cannot_be_drawn_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plot: Path) -> str:
+        done = CliRunner().invoke(cli, ["simulate", "--samples", "5000000", "--plot", str(plot)])
+        assert done.exit_code == 2 and not plot.exists()
+        return done.output
 
-    with pytest.raises(UsageError, match="matplotlib"):
-        simulate._draw("x.png", [])
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert "hits.png" in refused(tmp_path / "p.xyz")
+        assert "no directory" in refused(tmp_path / "nowhere" / "p.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "ffserve[plot]" in refused(tmp_path / "p.png")

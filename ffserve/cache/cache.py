@@ -115,6 +115,10 @@ class CacheCounters:
     blocks_read: int = 0
     evicted: int = 0
     failed: int = 0
+    read_ahead: int = 0
+    """Of the blocks read: before anybody asked."""
+    wasted: int = 0
+    """Of these: evicted before anybody used them."""
 
 
 class Cache:
@@ -258,6 +262,9 @@ class Cache:
         self._next_load = number % MOST_LOADS + 1
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group)
+        if fetch.latest is not None:
+            self.policy.came_ahead(slots)
+            self.counters.read_ahead += len(slots)
         fetch.pins.append(slots)
         fetch.pinned_size += held
         load = Load(number, blocks, slots, offsets, sizes, classes, passing)
@@ -444,10 +451,10 @@ class Cache:
         for size_class in np.unique(classes).tolist():
             self.policy.abandon(idle[classes == size_class], size_class)
 
-    def absent(self, numbers: Int64s) -> NDArray[np.bool_]:
-        """Return for each sample whether it is neither there nor on its way."""
-        absent: NDArray[np.bool_] = self._slot_of[numbers] == 0
-        return absent
+    def used(self, numbers: Int64s) -> None:
+        """These samples were just asked for, be they there or on their way."""
+        slots = self._slot_of[numbers].astype(np.int64) - 1
+        self.policy.asked(slots[slots >= 0])
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""
@@ -600,6 +607,7 @@ class Cache:
                 run = self._slot_of[first : first + count]
                 run[run == slot + 1] = 0
         self.state[chosen] = FREE
+        self.counters.wasted += self.policy.unused(chosen)
         self.policy.leave(chosen)
         self.counters.evicted += len(chosen)
         return kept

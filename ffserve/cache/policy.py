@@ -159,6 +159,8 @@ class Policy:
         self._group = np.zeros(arena.slot_limit, np.int32)
         self._shelves: list[dict[int, Shelf]] = [{} for _ in range(len(arena.class_sizes) + 1)]
         self._large = len(arena.class_sizes)
+        self._ahead = np.zeros(arena.slot_limit, np.bool_)
+        """Filled before anybody asked, and not used since."""
         self._widths: dict[int, float] = {}
         self._static: dict[int, bool] = {}
         """By which rule each group gave its last victims."""
@@ -179,8 +181,21 @@ class Policy:
         self._group[slots] = group
         self.used[group] = self.used.get(group, 0) + int(np.add.reduce(self._arena.sizes(slots)))
 
+    def came_ahead(self, slots: Int64s) -> None:
+        """Slots that are being filled though nobody asked for them."""
+        self._ahead[slots] = True
+
+    def asked(self, slots: Int64s) -> None:
+        """Slots of samples that somebody asked for."""
+        self._ahead[slots] = False
+
+    def unused(self, slots: Int64s) -> int:
+        """Return how many of these came ahead and were not used."""
+        return int(np.count_nonzero(self._ahead[slots]))
+
     def leave(self, slots: Int64s) -> None:
         """Slots that hold nothing any more."""
+        self._ahead[slots] = False
         self._key[slots] = NONE
         sizes = self._arena.sizes(slots)
         for group, rows in self._by_group(slots):
@@ -203,7 +218,8 @@ class Policy:
         self._put(slots[self._key[slots] != IDLE], size_class, IDLE)
 
     def doubt(self, slots: Int64s, classes: Int64s) -> None:
-        """What was believed of these residents has changed."""
+        """These residents were just used: what was believed of them has changed."""
+        self._ahead[slots] = False
         known = self._key[slots]
         timed = (known >= 0) & (known != UNSURE) & (known != PASSING) & (known != IDLE)
         rows = timed.nonzero()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -59,13 +60,19 @@ def simulate(
       ffserve simulate --jobs 4 --cache 0.1 --same-seed
     """
     paces = _paces(speeds, job_count)
+    if plot is not None:
+        _check_plot(plot)
     samples = max(samples, int(SMALLEST / min(shares or SHARES)) + 1)
     rows = [
         _row(samples, share, paces, same_seed=same_seed, announces=not silent, disk=disk)
         for share in shares or SHARES
     ]
     if plot is not None:
-        _draw(plot, rows)
+        jobs = f"{job_count} jobs" if job_count > 1 else "one job"
+        jobs += f", speeds {speeds}" if speeds else ""
+        jobs += ", one order" if same_seed else ""
+        jobs += ", silent" if silent else ""
+        _draw(plot, rows, f"{jobs}, {samples} samples")
     if as_json:
         print_json({"jobs": job_count, "samples": samples, "rows": rows})
         return 0
@@ -130,18 +137,37 @@ def _row(
     }
 
 
-def _draw(path: str, rows: list[dict[str, Any]]) -> None:
+def _check_plot(path: str) -> None:
+    """Refuse what could not be drawn, before minutes of simulating.
+
+    Raises: UsageError.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a plot needs matplotlib", hint="pip install 'ffserve[plot]'") from None
+    kinds = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise UsageError(
+            f"--plot cannot tell from {path!r} what kind of picture to write",
+            hint="a name such as hits.png, hits.svg or hits.pdf",
+        )
+    if not Path(path).parent.is_dir():
+        raise UsageError(f"--plot {path!r}: there is no directory {str(Path(path).parent)!r}")
+
+
+def _draw(path: str, rows: list[dict[str, Any]], title: str) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(xlim=(0, 100), ylim=(0, 100), title=title)
+    rows = sorted(rows, key=lambda row: float(row["cache"]))
     shares = [100 * row["cache"] for row in rows]
     axes.plot(shares, [100 * row["hit_rate"] for row in rows], "o-", label="ffserve")
     axes.plot(shares, [100 * row["belady"] for row in rows], "k:", label="best possible")
-    axes.plot(shares, shares, color="0.7", label="each job for itself")
+    axes.plot([0, 100], [0, 100], color="0.7", label="each job for itself")
     axes.set_xlabel("cache, % of the data set")
     axes.set_ylabel("samples found in memory, %")
-    axes.legend()
+    axes.grid(color="0.92")
+    axes.legend(loc="lower right")
     figure.savefig(path, bbox_inches="tight")

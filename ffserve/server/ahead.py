@@ -48,8 +48,6 @@ class _Piece:
     epoch: int
     end: int
     begun: float
-    read: int = 0
-    """Samples that had to be read for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,19 +62,10 @@ class _Walker:
     pieces: deque[_Piece] = field(default_factory=deque)
 
 
-@dataclass(slots=True)
-class AheadCounters:
-    """Since the start: samples read ahead, and those of them that nobody came to use."""
-
-    read: int = 0
-    wasted: int = 0
-
-
 class ReadAhead:
     """See the module's text."""
 
     def __init__(self, cache: Cache) -> None:
-        self.counters = AheadCounters()
         self._cache = cache
         self._walkers: dict[Walk, _Walker] = {}
         self._by_fetch: dict[Fetch, _Piece] = {}
@@ -154,7 +143,6 @@ class ReadAhead:
         numbers = order.numbers(walker.position, walker.position + room)
         fetch = Fetch(numbers, now + ahead / walk.rate(now))
         left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
-        absent = int(np.count_nonzero(self._cache.absent(numbers)))
         load = self._cache.advance(fetch, len(numbers), left)
         if fetch.cursor == 0:
             walker.not_before = now + RETRY_S
@@ -165,9 +153,6 @@ class ReadAhead:
         walker.sample_size += (fetch.pinned_size / fetch.cursor - walker.sample_size) / 8
         piece = _Piece(walk, fetch, walker.epoch, walker.position, now)
         walker.pieces.append(piece)
-        if load is not None:
-            piece.read = min(absent, fetch.cursor)
-            self.counters.read += piece.read
         if fetch.waiting:
             self._by_fetch[fetch] = piece
         return load
@@ -205,19 +190,17 @@ class ReadAhead:
         """A walk announced something else, or nothing more, or ended."""
         walker = self._walkers.pop(walk, None)
         if walker is not None:
-            self._waste(walker)
+            self._drop_pins(walker)
 
     def make_room(self) -> None:
         """Somebody waits: give up everything that was pinned here."""
         for walker in self._walkers.values():
-            self._waste(walker)
+            self._drop_pins(walker)
             walker.not_before = 0.0
 
-    def _waste(self, walker: _Walker) -> None:
+    def _drop_pins(self, walker: _Walker) -> None:
         while walker.pieces:
-            piece = walker.pieces.popleft()
-            self.counters.wasted += piece.read
-            self._give_up(walker, piece)
+            self._give_up(walker, walker.pieces.popleft())
 
     def _give_up(self, walker: _Walker, piece: _Piece) -> None:
         walker.pinned_size -= piece.fetch.pinned_size

@@ -184,8 +184,8 @@ class Node:
                 "read_size": self.reading.read_size,
                 "checksum_failures": self.checksum_failures,
                 "blocked": self.scheduler.blocked_count,
-                "read_ahead": self.scheduler.ahead.counters.read,
-                "wasted": self.scheduler.ahead.counters.wasted,
+                "read_ahead": counters.read_ahead,
+                "wasted": counters.wasted,
             },
             "shards": [
                 {

@@ -337,6 +337,7 @@ class Session:
         assert self.job is not None
         self._count(numbers)
         if len(numbers):
+            self._node.cache.used(numbers)
             self._node.cache.doubt(dataset.walk.asked(numbers, now))
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
         dataset.requests += 1

@@ -1,0 +1,127 @@
+"""What is read ahead, and what of it was for nothing, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ffserve.cache.arena import Arena
+from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.directory import Directory
+from ffserve.cache.next_use import NextUse
+from ffserve.cache.shards import ShardTable
+from ffserve.server.ahead import ReadAhead
+
+COUNT, ARENA = 4096, 16 << 20
+
+
+class Node:
+    """A cache, what reads ahead for it, and one job with an order; every read succeeds at once."""
+
+    def __init__(self, size: int, order: NDArray[np.int64]) -> None:
+        self.uses = NextUse()
+        self.directory = Directory(1 << 22)
+        self.table = ShardTable(self.directory)
+        self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.uses)
+        self.ahead = ReadAhead(self.cache)
+        self.base = self.directory.reserve(COUNT)
+        offsets = np.arange(COUNT, dtype=np.uint64) * size
+        self.directory.offsets[self.base : self.base + COUNT] = offsets
+        self.directory.set_lengths(self.base, np.full(COUNT, size, np.uint64))
+        self.table.add(
+            self.base, COUNT, payload_size=COUNT * size, alignment=1, checksum_kind=0, file=0,
+            engine=0,
+        )  # fmt: skip
+        self.table.sessions[:] = 1
+        self.order = order + self.base
+        self.walk = self.uses.join("job", np.array([self.base]), np.array([COUNT]))
+        arriving = self.uses.arriving(self.walk, len(order), replacement=False)
+        arriving.add(self.order)
+        self.uses.announced(self.walk, 0, arriving.finish(), None, self)
+
+    def read_ahead(self) -> NDArray[np.int64]:
+        """Let all be read ahead that is to be; return the blocks' first samples."""
+        firsts = [np.zeros(0, np.int64)]
+        while (found := self.ahead.next_load(1.0)) is not None:
+            firsts.append(found[0].blocks.firsts)
+            for fetch in self.cache.loaded(found[0], {}):
+                assert self.ahead.loaded(fetch, 1.0)
+        return np.concatenate(firsts)
+
+    def ask(self, numbers: NDArray[np.int64]) -> None:
+        """The job asks for samples, as a session does for it."""
+        self.cache.used(numbers)
+        self.cache.doubt(self.walk.asked(numbers, 1.0))
+        fetch = Fetch(numbers)
+        while fetch.cursor < len(numbers):
+            load = self.cache.advance(fetch, len(numbers), ARENA)
+            if load is not None:
+                self.cache.loaded(load, {})
+        self.cache.release(fetch.pins)
+
+    def use(self, position: int) -> None:
+        """The job reports where it is."""
+        self.cache.doubt(self.walk.reached(0, position, 1.0))
+        self.ahead.passed(self.walk)
+
+    def evict_all(self) -> None:
+        """Nothing stays in memory."""
+        self.ahead.forget(self.walk)
+        assert self.cache.drop(self.base, COUNT)
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """Return the first sample of the block of each sample, in the order."""
+        return self.table.blocks(self.order).firsts
+
+
+@pytest.fixture(params=(300, 1000, 8192), ids=lambda size: f"{size} bytes")
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """Samples of which eight, four or one lie in a block; their order goes back and forth."""
+    made = Node(request.param, np.arange(COUNT).reshape(-1, 2)[:, ::-1].ravel())
+    yield made
+    made.directory.close()
+
+
+def test_samples_of_one_block_are_one_read(node: Node) -> None:
+    firsts = node.read_ahead()
+    assert len(np.unique(firsts)) == len(firsts) > 1
+    assert node.cache.counters.read_ahead == node.cache.counters.blocks_read == len(firsts)
+    covered = np.isin(node.blocks, firsts)
+    assert covered[: int(covered.sum())].all(), "what comes first in the order"
+
+
+def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
+    firsts = node.read_ahead()
+    assert node.cache.counters.wasted == 0
+    node.use(17)
+    used = np.unique(node.blocks[:17])
+    node.evict_all()
+    assert node.cache.counters.wasted == len(np.setdiff1d(firsts, used)) > 0
+
+
+def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
+    firsts = node.read_ahead()
+    node.ahead.make_room()
+    assert node.cache.counters.wasted == 0, "it is still there"
+    everything = int(np.isin(node.blocks, firsts).sum())
+    node.use(everything)
+    node.evict_all()
+    assert node.cache.counters.wasted == 0
+
+
+def test_what_another_asks_for_is_used(node: Node) -> None:
+    firsts = node.read_ahead()
+    node.ask(firsts[:2])
+    node.evict_all()
+    assert node.cache.counters.wasted == len(firsts) - 2
+
+
+def test_what_was_asked_for_is_neither_read_ahead_nor_wasted(node: Node) -> None:
+    node.ask(node.order[:64])
+    assert node.cache.counters.read_ahead == 0
+    node.evict_all()
+    assert node.cache.counters.wasted == 0 and node.cache.counters.evicted > 0
