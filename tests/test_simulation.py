@@ -310,6 +310,9 @@ class World:
         ends = (offsets + sizes)[order]
         assert (ends[:-1] <= offsets[order][1:]).all(), "slots overlap"
         assert arena.used_size == int(sizes.sum()), "a slot is lost"
+        rows = cache.shards.rows(cache._first[taken])
+        used = np.bincount(rows, sizes, minlength=len(cache.shards.bases))
+        assert cache.usage().tolist() == used.tolist(), "a shard's slots are counted wrongly"
         assert (offsets + sizes <= self.pages.size).all(), "a slot is in what was given back"
         # Loading slots are exactly those of the loads on their way.
         loading = sorted(s for load in self.loads.values() for s in load.slots.tolist())

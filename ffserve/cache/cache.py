@@ -39,6 +39,9 @@ MOST_LOADS = (1 << 31) - 1
 STEAL_WINDOW = 256
 """Slabs looked at together when one has to be emptied."""
 
+MOST_LOOKED_AT = 65_536
+"""Slots, or samples, that are looked at together: 1 to 6 ms."""
+
 RETIRE_WINDOW = 16
 """Slabs that are emptied at once when the arena shrinks: 5 ms at 4 KiB a slot."""
 
@@ -167,9 +170,13 @@ class Cache:
         """The slots for which `_leased` is set."""
         self._loading: dict[int, Load] = {}
         self._next_load = 1
-        self._hand = self._retiring_hand = 0
-        self._idle_slabs = False
-        """Whether there may be slabs in which nobody wants anything."""
+        self._hand = self._retiring_hand = self._idle_hand = 0
+        self._idle_slabs = 0
+        """Slabs still to be looked at for those in which nobody wants anything."""
+        self._idle_found: list[int] = []
+        """Slabs in which nobody wanted anything when they were looked at."""
+        self._idle_runs: list[tuple[int, int]] = []
+        """Samples of idle shards that the policy has not been told of: first, end."""
         self.idle_changed = False
         """Set by the owner of the shards when a shard lost its last session."""
 
@@ -262,6 +269,7 @@ class Cache:
         self._next_load = number % MOST_LOADS + 1
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group)
+        self.shards.count_slots(blocks.firsts, sizes)
         if fetch.latest is not None:
             self.policy.came_ahead(slots)
             self.counters.read_ahead += len(slots)
@@ -325,7 +333,7 @@ class Cache:
         if self.pins[slot] == 0:
             freed = np.array([slot], np.int64)
             self.state[slot] = FREE
-            self.policy.leave(freed)
+            self._leave(freed)
             self.arena.free(freed)
 
     def release(self, pins: list[Int64s]) -> None:
@@ -395,9 +403,10 @@ class Cache:
             free = self.arena.take(size_class, len(rows))
             if len(free) < len(rows):
                 free += self._from_idle(size_class, len(rows) - len(free))
-            while len(free) < len(rows) and self._idle_slabs:
+            while len(free) < len(rows) and (self._idle_slabs or self._idle_found):
                 self.state[free] = LOADING
-                self._steal_idle()
+                if not self._steal_idle():
+                    break
                 free += self.arena.take(size_class, len(rows) - len(free))
             fresh = len(free)
             if len(free) < len(rows):
@@ -423,8 +432,18 @@ class Cache:
     def _from_idle(self, size_class: int, count: int) -> list[int]:
         if self.idle_changed:
             self.idle_changed = False
-            self._idle_slabs = True
+            self._idle_slabs = self.arena.open_count
+            bases, counts = self.shards.bases, self.shards.counts
+            self._idle_runs = [
+                (int(bases[row]), int(bases[row] + counts[row])) for row in self.shards.idle()
+            ]
+        evicted = self._evict_idle(size_class, count)
+        if len(evicted) < count and self._idle_runs:
             self._find_idle()
+            evicted += self._evict_idle(size_class, count - len(evicted))
+        return evicted
+
+    def _evict_idle(self, size_class: int, count: int) -> list[int]:
         self._look_at_leases()
         victims = self.policy.idle_victims(size_class, count, self._usable_idle)
         kept = self._evict(victims)
@@ -445,11 +464,26 @@ class Cache:
         return victims[~kept].tolist(), others
 
     def _find_idle(self) -> None:
-        resident = np.flatnonzero(self.state[: self.arena.slot_count] == RESIDENT)
-        idle = resident[~self._wanted(resident)]
-        classes = self._classes(idle)
-        for size_class in np.unique(classes).tolist():
-            self.policy.abandon(idle[classes == size_class], size_class)
+        """Tell the policy of some more that nobody has open."""
+        looked = 0
+        while self._idle_runs and looked < MOST_LOOKED_AT:
+            first, end = self._idle_runs.pop()
+            stop = min(end, first + MOST_LOOKED_AT - looked)
+            if stop < end:
+                self._idle_runs.append((stop, end))
+            looked += stop - first
+            # It may have been opened again, or dropped, since it was found idle.
+            slots = self._slots_of(first, stop)
+            idle = slots[self.state[slots] == RESIDENT]
+            idle = idle[~self._wanted(idle)]
+            classes = self._classes(idle)
+            for size_class in np.unique(classes).tolist():
+                self.policy.abandon(idle[classes == size_class], size_class)
+
+    def _slots_of(self, first: int, end: int) -> Int64s:
+        """Return the slots that hold samples [first, end), each once."""
+        held = self._slot_of[first:end]
+        return np.unique(held[held > 0]).astype(np.int64) - 1
 
     def used(self, numbers: Int64s) -> None:
         """These samples were just asked for, be they there or on their way."""
@@ -483,23 +517,40 @@ class Cache:
         emptied = [self._empty(slab) for slab in range(start, start + need)]
         return unwanted if all(emptied) else None
 
-    def _steal_idle(self) -> None:
-        """Empty a slab in which nobody wants anything, whatever its size class, or find that
-        there is none.
+    def _steal_idle(self) -> bool:
+        """Empty a slab in which nobody wants anything, whatever its size class; False when there is
+        none among those that are looked at this time.
 
         Else a job with samples of one size would go on evicting its own, beside memory full of
         samples of another size that a job left behind.
         """
+        if not self.shards.idle():
+            self._idle_slabs = 0
+            self._idle_found.clear()
+            return False
         heads, total = self.arena.heads(), self.arena.open_count
-        for low in (min(self._hand, total - 1), *range(0, total, STEAL_WINDOW)):
-            busy, wanted, _ = self._census(heads, low, min(low + STEAL_WINDOW, total))
-            free = self.arena.free_slabs(low, low + len(busy))
-            found = first_run(~busy & ~wanted & ~free, 1)
-            if found is not None:
-                self._hand = low
-                self._empty(low + found)
-                return
-        self._idle_slabs = False
+        if not self._idle_found:
+            low = self._idle_hand if self._idle_hand < total else 0
+            self._idle_hand = high = min(low + self._window(), total)
+            self._idle_slabs = max(0, self._idle_slabs - (high - low))
+            self._idle_found = self._idle_in(heads, low, high)
+        while self._idle_found:
+            slab = self._idle_found.pop()
+            if slab < total and self._idle_in(heads, slab, slab + 1):
+                self._empty(slab)
+                return True
+        return False
+
+    def _idle_in(self, heads: Int64s, low: int, high: int) -> list[int]:
+        """Return the slabs of [low, high) that hold something, but nothing that anybody wants."""
+        busy, wanted, _ = self._census(heads, low, high)
+        idle = ~busy & ~wanted & ~self.arena.free_slabs(low, high)
+        found: list[int] = (low + np.flatnonzero(idle)).tolist()
+        return found
+
+    def _window(self) -> int:
+        """Return how many slabs are looked at together."""
+        return min(STEAL_WINDOW, max(1, MOST_LOOKED_AT // self.arena.slots_per_slab))
 
     def _empty(self, slab: int) -> bool:
         """Evict all residents; whether none was leased meanwhile."""
@@ -539,7 +590,7 @@ class Cache:
         """
         heads = self.arena.heads()
         total = self.arena.open_count
-        window = max(STEAL_WINDOW, 4 * need)
+        window = max(self._window(), 4 * need)
         starts = [min(self._hand, max(0, total - window)), *range(0, total, window)]
         spans = [(start, min(start + window, total)) for start in starts]
         if need > 1 and window < total:
@@ -608,7 +659,7 @@ class Cache:
                 run[run == slot + 1] = 0
         self.state[chosen] = FREE
         self.counters.wasted += self.policy.unused(chosen)
-        self.policy.leave(chosen)
+        self._leave(chosen)
         self.counters.evicted += len(chosen)
         return kept
 
@@ -621,12 +672,16 @@ class Cache:
             numbers.append(first + np.flatnonzero(run == slot + 1))
         self.leases.restore(np.concatenate(numbers))
 
+    def _leave(self, slots: Int64s) -> None:
+        self.policy.leave(slots)
+        self.shards.count_slots(self._first[slots], -self.arena.sizes(slots))
+
     def drop(self, base: int, count: int) -> bool:
         """Evict everything of a shard. False when one of its slots is pinned, leased or being
         read."""
-        firsts = self._first[: self.arena.slot_count]
-        taken = self.state[: self.arena.slot_count] != FREE
-        inside = np.flatnonzero(taken & (firsts >= base) & (firsts < base + count))
+        inside = self._slots_of(base, base + count)
+        if int(self.arena.sizes(inside).sum()) != self.shards.used[self.shards.row(base)]:
+            return False  # What failed is still pinned.
         if (self.pins[inside] > 0).any() or (self.state[inside] != RESIDENT).any():
             return False
         self._look_at_leases()
@@ -641,10 +696,7 @@ class Cache:
 
     def usage(self) -> Int64s:
         """Return the bytes of slots in use by each row of the shard table."""
-        taken = np.flatnonzero(self.state[: self.arena.slot_count] != FREE)
-        rows = self.shards.rows(self._first[taken])
-        weights = self.arena.sizes(taken).astype(np.float64)
-        return np.bincount(rows, weights, minlength=len(self.shards.bases)).astype(np.int64)
+        return self.shards.used
 
 
 def _groups(classes: Int64s) -> list[tuple[int, Int64s]]:

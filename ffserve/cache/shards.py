@@ -75,7 +75,8 @@ class ChunkRuns:
 class ShardTable:
     """Open shards, in rising order of their first sample's number.
 
-    `files`, `engines`: what the reading side calls them; `sessions`: who has them open.
+    `files`, `engines`: what the reading side calls them; `sessions`: who has them open; `used`:
+    bytes of slots that hold samples of theirs.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -98,6 +99,7 @@ class ShardTable:
         self.largest = np.zeros(0, np.int64)
         """Bytes of each shard's largest block."""
         self.sessions = np.zeros(0, np.int64)
+        self.used = np.zeros(0, np.int64)
         self._singly: set[int] = set()
         self.has_chunks = False
         """Whether the records of any shard lie in chunks."""
@@ -154,6 +156,7 @@ class ShardTable:
         self.files = np.insert(self.files, row, file)
         self.engines = np.insert(self.engines, row, engine)
         self.sessions = np.insert(self.sessions, row, 0)
+        self.used = np.insert(self.used, row, 0)
         self._follow()
 
     def largest_block(self, base: int, count: int, payload_size: int, alignment: int) -> int:
@@ -195,6 +198,7 @@ class ShardTable:
             "chunked",
             "largest",
             "sessions",
+            "used",
         ):
             setattr(self, name, np.delete(getattr(self, name), row))
         del self._runs[row]
@@ -216,6 +220,19 @@ class ShardTable:
     def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each sample's shard."""
         return np.searchsorted(self.bases, numbers, side="right") - 1
+
+    def count_slots(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """Slots with these samples are taken or, with sizes below 0, given back."""
+        rows = self.rows(numbers)
+        if len(rows) and (rows[0] == rows).all():
+            self.used[rows[0]] += int(sizes.sum())
+        else:
+            np.add.at(self.used, rows, sizes)
+
+    def idle(self) -> list[int]:
+        """Return the rows of the shards that have slots and no session."""
+        rows: list[int] = np.flatnonzero((self.sessions == 0) & (self.used > 0)).tolist()
+        return rows
 
     def decoder(self, row: int) -> ChunkedShard:
         """Return the shard of a row whose records lie in chunks."""
