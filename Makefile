@@ -1,7 +1,7 @@
 # make demo    set up everything on this machine and run the main job, in about a minute
 # make test    set up everything, then lint, types and all tests
 # make check   lint and types        make bench   figures of this machine
-# make soak    long tests            make fuzz    damaged files and frames, for longer
+# make soak    long tests (9 min)    make fuzz    damaged files and frames, random lives (6 min)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop the originals (pyrecordio, TensorFlow, …) from the package index read what we wrote,
 #              and we them; Grain and Hugging Face datasets over our files
@@ -35,10 +35,10 @@ interop: setup
 	@$(pytest) -q -m interop --timeout 0
 
 soak: setup
-	@$(pytest) -q -m soak --timeout 0
+	@$(pytest) -q -m soak --timeout 600
 
 fuzz: setup
-	@$(pytest) -q -m fuzz --timeout 0
+	@$(pytest) -q -m fuzz --timeout 600
 
 asan: setup
 	@bash tests/sanitize.sh address

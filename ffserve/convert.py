@@ -33,6 +33,7 @@ from ffserve import formats
 from ffserve.client import folder_index, parallel
 from ffserve.client.source import Batch
 from ffserve.client.sources import Grouped, Source, find_sources
+from ffserve.client.staging import naming
 from ffserve.client.writer import Writer, create, flat
 from ffserve.dataset import PathLike
 from ffserve.engine.frames import crc32c
@@ -192,6 +193,11 @@ def _plan(sources: list[Source], options: list[Any]) -> str:
 
 def _prepare(directory: str, plan: str, names: set[str]) -> None:
     """Make the directory, or make sure that it is one of the same conversion."""
+    with naming(directory):
+        _claim(directory, plan, names)
+
+
+def _claim(directory: str, plan: str, names: set[str]) -> None:
     place = os.path.join(directory, PLAN_NAME)
     if os.path.lexists(directory) and not os.path.isdir(directory):
         raise UsageError("several shards need a directory, and this is none", path=directory)

@@ -84,7 +84,11 @@ def _expand_one(path: str, suffixes: Sequence[str]) -> tuple[str, ...]:
         )
         if not files:
             wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
-            raise ReadError(f"the directory holds no {wanted}", path=absolute)
+            raise ReadError(
+                f"the directory holds no {wanted}",
+                path=absolute,
+                hint="`ffserve pack` makes record files of other files",
+            )
         return files
     if os.path.exists(absolute):
         return (absolute,)

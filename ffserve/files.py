@@ -22,14 +22,15 @@ _HINTS = {
     errno.ESTALE: "the network file system lost the file; open it again",
     errno.EIO: "the device failed; see the kernel's log",
 }
+_DENIED = "`namei -l` shows who may read it, and who may pass the directories above it"
 
 
-def os_error(error: OSError, path: str) -> FFServeError:
-    """Return ours for the operating system's, naming the file."""
+def os_error(error: OSError, path: str, *, hint: str | None = None) -> FFServeError:
+    """Return ours for the operating system's, naming the file; with the usual hint or another."""
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
-        return AccessDenied(reason, path=path)
-    return ReadError(reason, path=path, hint=_HINTS.get(error.errno or 0))
+        return AccessDenied(reason, path=path, hint=hint or _DENIED)
+    return ReadError(reason, path=path, hint=hint or _HINTS.get(error.errno or 0))
 
 
 def wrap_os_error(call: Callable[[str], T], path: str) -> T:

@@ -109,6 +109,22 @@ def test_a_configuration_with_an_unknown_key_is_usage(tmp_path: Path) -> None:
 
 def test_no_daemon_is_3(tmp_path: Path) -> None:
     assert "no daemon answers" in error_of("status", "--socket", tmp_path / "none", code=3)
+    assert "at most 107 bytes" in error_of("status", "--socket", tmp_path / ("x" * 120), code=3)
+
+
+def test_a_place_where_nothing_can_be_made_is_named(
+    folder: Path, packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "out"
+    for command in (
+        ("pack", folder, "-o", f"{below}.ffr"),
+        ("pack", folder, "-o", below, "--shards", "2"),
+        ("convert", packed, below, "--format", "ffrecord", "--shards", "2"),
+        ("convert", packed, f"{below}.ffr"),
+    ):
+        assert f"{below}" in error_of(*command, code=1)
+        assert "Errno" not in error_of(*command, code=1)
 
 
 def test_debug_shows_the_place() -> None:

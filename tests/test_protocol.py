@@ -222,7 +222,7 @@ def test_mutated_frames_raise_nothing_but_protocol_errors(
 
 @pytest.mark.fuzz
 @given(message=messages, data=st.data())
-@settings(max_examples=100_000, deadline=None)
+@settings(max_examples=25_000, deadline=None)
 def test_many_mutated_frames(message: Message, data: st.DataObject) -> None:
     mutate_and_decode(message, data)
 

@@ -38,7 +38,7 @@ from ffserve.server.session import Session
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
 SEEDS = 60
-FUZZ_SEEDS = 3000
+FUZZ_SEEDS = 1000
 EIO = -5
 
 

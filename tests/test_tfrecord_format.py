@@ -191,7 +191,7 @@ def test_whatever_is_damaged_the_other_records_are_read(
 
 @pytest.mark.fuzz
 @given(st.data(), st.lists(st.binary(max_size=200), min_size=1, max_size=40))
-@settings(max_examples=50_000, deadline=None)
+@settings(max_examples=15_000, deadline=None)
 def test_whatever_is_damaged_many_times_over(data: st.DataObject, payloads: list[bytes]) -> None:
     damage_and_skip(data, payloads)
 

@@ -29,7 +29,7 @@ from ffserve import protocol
 from ffserve.cache.memory import is_sealed, map_read_only
 from ffserve.client.hazards import map_table
 from ffserve.client.inbox import CHUNK, FRAME_CHUNK, Inbox, Sink
-from ffserve.config import find_socket
+from ffserve.config import MAX_SOCKET_PATH, find_socket
 from ffserve.engine.hazards import Leases
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import Message
@@ -571,7 +571,9 @@ def _connect(path: str) -> socket.socket:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        if isinstance(error, PermissionError):
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            hint = f"a socket's path has at most {MAX_SOCKET_PATH} bytes"
+        elif isinstance(error, PermissionError):
             hint = "become a member of the socket's group (see `ls -l`) and log in again"
         else:
             hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"

@@ -245,7 +245,11 @@ def named(error: OSError, path: str) -> FFServeError:
     if isinstance(error, FFServeError):
         return error
     if isinstance(error, PermissionError):
-        return AccessDenied(f"cannot write: {error.strerror}", path=path)
+        return AccessDenied(
+            f"cannot write: {error.strerror}",
+            path=path,
+            hint="`ls -ld` shows who may write to its directory",
+        )
     hint = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room and write it again; what was written has been removed"

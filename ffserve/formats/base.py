@@ -216,10 +216,14 @@ class Format(Protocol):
         """Read and check a file's metadata.
 
         Args:
+            read_at: the file.
+            size: its size in bytes.
+            path: for errors.
             verify: False leaves out checksums only.
             tolerant: open a file also where it is damaged between its records. Each place that
                 had to be left out is a record of the shard that cannot be read and whose error
                 says where it is, so that whoever reads all learns of every one.
+        Raises:  FormatError, or what is below it, for a file that cannot be used.
         """
         ...
 

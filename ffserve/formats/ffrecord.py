@@ -277,14 +277,10 @@ class FFRecord:
         """Read the header and both tables and check them; no sample is touched.
 
         Offsets may lie behind the end of the file: then it was cut, the samples before the cut
-        are whole, and only reads of the others fail.
+        are whole, and only reads of the others fail. What can crash a reader is checked whatever
+        ``verify`` says; ``tolerant`` makes no difference, since there is nothing between samples.
 
-        Args:
-            read_at: the file.
-            size: its size in bytes.
-            path: for errors.
-            verify: compare the metadata CRC; what can crash a reader is checked in any case.
-            tolerant: makes no difference, since there is nothing between the samples.
+        Args:    as ``Format.open``.
         Raises:  TruncatedError when the file ends inside its tables (or N is absurd);
                  ChecksumError when the metadata CRC does not match; FormatError for offsets out
                  of order, a negative N, and the zeros that a writer leaves who died.

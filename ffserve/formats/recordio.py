@@ -550,12 +550,8 @@ class RecordIO:
     ) -> RecordIOShard:
         """Scan the headers of a file.
 
-        Args:
-            read_at: the file.
-            size: its size in bytes.
-            path: for errors.
-            verify: hold payloads against their checksums when they are decoded.
-            tolerant: leave out what cannot be, and hold all payloads against their checksums now.
+        Args:    as ``Format.open``; ``verify`` holds payloads against their checksums when they
+                 are decoded, ``tolerant`` all of them now.
         Raises:  TruncatedError when the last chunk is not whole; FormatError for what is no chunk,
                  and for a header that claims what cannot be.
         Cost:    reads the headers, up to 4 KiB at each; the frames' headers in the go dialect;

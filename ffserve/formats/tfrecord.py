@@ -280,14 +280,9 @@ class TFRecord:
     ) -> TFRecordShard:
         """Walk over a file's frames; payloads are not looked at.
 
-        Args:
-            read_at: the file.
-            size: its size in bytes.
-            path: for errors.
-            verify: hold the lengths' checksums against them.
-            tolerant: go on behind what cannot be used, which becomes a record that cannot be
-                read. Without ``verify`` nothing could tell it from an empty one behind a damaged
-                header, so there it is left out unseen.
+        Args:    as ``Format.open``; ``verify`` holds the lengths' checksums against them. What
+                 ``tolerant`` leaves out behind a damaged header is left out unseen without
+                 ``verify``, since nothing could tell it from an empty record.
         Raises:  ChecksumError where a header is damaged; TruncatedError for a record longer than
                  the rest of the file, and for 1 to 15 bytes that are left at its end;
                  InOrderOnlyError, a UsageError, for a compressed file.

@@ -25,7 +25,7 @@ from ffserve.config import (
     usable_memory,
 )
 from ffserve.errors import UsageError
-from ffserve.files import raise_file_limit, wrap_os_error
+from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.server import systemd
 from ffserve.server.node import Node
 from ffserve.server.server import Server
@@ -152,9 +152,10 @@ def _lock(path: str) -> int:
     """Become the one daemon of this socket; the kernel drops the lock however we end."""
     lock_path = path + ".lock"
     while True:
-        fd = wrap_os_error(
-            lambda p: os.open(p, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), lock_path
-        )
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise os_error(error, lock_path, hint="name another place with --socket") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
