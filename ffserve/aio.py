@@ -22,8 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Seque
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
-from ffserve.client import choice
-from ffserve.client import connection as connections
+from ffserve.client import choice, connections
 from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
     READ_AHEAD_COUNT,

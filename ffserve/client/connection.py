@@ -1,23 +1,18 @@
-"""One connection to the daemon, shared by all threads and readers of a process.
+"""One connection to the daemon, to be shared by threads and readers.
 
 Requests are tagged; any number may be on their way. Of the threads that wait for an answer one at
 a time reads the socket and hands the others theirs, so no thread of our own is needed. A
-connection that broke stays broken: whoever needs the daemon asks `connect` for a new one. After a
-fork the child drops the parent's connection without a word and makes its own.
+connection that broke stays broken. Which connections a process has: `connections`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing.util
 import os
 import socket
 import struct
 import threading
 import time
-import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -381,8 +376,8 @@ class Connection:
             self._unneeded += unneeded
 
     def leave(self) -> None:
-        """A reader needs the connection no more; the last one closes it."""
-        disconnect(self)
+        """A reader needs the connection no more; where several share it, the last one closes it."""
+        self.close()
 
     # ---- the socket -----------------------------------------------------------------------
 
@@ -555,6 +550,14 @@ class Connection:
         self._break(ServerUnavailable("this connection was closed", path=self.path))
         self.abandon()
 
+    def after_fork(self) -> None:
+        """This process is a child: drop the parent's connection without a word."""
+        # A thread that stayed in the parent may have held them.
+        self._send_lock = threading.Lock()
+        self._announcing = threading.Lock()
+        self._state = threading.Condition()
+        self.abandon()
+
     def abandon(self) -> None:
         """Close the descriptors and nothing else."""
         self._broken = self._broken or ServerUnavailable("closed", path=self.path)
@@ -581,111 +584,6 @@ def _connect(path: str) -> socket.socket:
             f"no daemon answers: {error.strerror or error}", path=path, hint=hint
         ) from error
     return sock
-
-
-# ---- one connection a process and socket ------------------------------------------------------
-
-_lock = threading.Lock()
-_connections: dict[tuple[str, str], Connection] = {}
-"""By socket and job."""
-_job: str | None = None
-_job_inherited = False
-
-
-def job_name() -> str:
-    """Return the name of the training run: made once, inherited by workers however started."""
-    global _job
-    if _job is None:
-        _job = uuid.uuid4().hex
-    return _job
-
-
-def join_job(name: str) -> None:
-    """Belong to a job that another process began, unless this process has one already."""
-    global _job, _job_inherited
-    if _job is None:
-        _job, _job_inherited = name, True
-
-
-def lead_job() -> None:
-    """Be a training process, not the worker of one: who announces is that.
-
-    Training processes that one parent made (ranks, a sweep's runs) have inherited its job. The
-    orders that they announce would then be taken for those of one job, each in the other's place:
-    so each begins a job of its own. Connections that it has already stay in the inherited one.
-    """
-    global _job, _job_inherited
-    if _job_inherited:
-        _job, _job_inherited = None, False
-
-
-def connect(path: str) -> Connection:
-    """Return this process's connection to the daemon in its job, made anew if it broke."""
-    global _leaving
-    with _lock:
-        if _leaving is None:
-            # Worker processes of multiprocessing end without atexit; they run finalizers.
-            _leaving = multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-        key = path, job_name()
-        connection = _connections.get(key)
-        if connection is None or not connection.alive:
-            connection = _connections[key] = Connection(*key)
-        connection.readers += 1
-        return connection
-
-
-def disconnect(connection: Connection) -> None:
-    """A reader needs the connection no more; the last one closes it."""
-    with _lock:
-        connection.readers -= 1
-        if connection.readers > 0:
-            return
-        key = connection.path, connection.job
-        if _connections.get(key) is connection:
-            del _connections[key]
-    connection.close()
-
-
-_fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def after_fork(listener: Any) -> None:
-    """Have `listener.after_fork()` called in every child, after the connections were dropped."""
-    _fork_listeners.add(listener)
-
-
-_leaving: multiprocessing.util.Finalize | None = None
-
-
-def _in_child() -> None:
-    global _lock, _leaving, _job_inherited
-    _leaving = None
-    _job_inherited = _job is not None
-    _lock = threading.Lock()
-    for connection in _connections.values():
-        # A thread that stayed in the parent may have held them.
-        connection._send_lock = threading.Lock()
-        connection._announcing = threading.Lock()
-        connection._state = threading.Condition()
-        connection.abandon()
-    _connections.clear()
-    for listener in list(_fork_listeners):
-        listener.after_fork()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-def _at_exit() -> None:
-    """Say goodbye for readers that nobody closed: the daemon gets their last counters."""
-    with _lock:
-        left = list(_connections.values())
-        _connections.clear()
-    for connection in left:
-        connection.close()
-
-
-atexit.register(_at_exit)
 
 
 def status(path: str | None = None) -> dict[str, Any]:

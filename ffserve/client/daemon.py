@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ffserve import protocol
-from ffserve.client import connection as connections
+from ffserve.client import connections
 from ffserve.client.connection import Connection
 from ffserve.client.inline import InlineSource
 from ffserve.client.remote import RemoteSource

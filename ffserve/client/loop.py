@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ffserve import protocol
-from ffserve.client import connection as connections
+from ffserve.client import connections
 from ffserve.client.connection import ANSWER_TIMEOUT_S, Connection
 from ffserve.client.source import Int64s
 from ffserve.engine.ring import Batch, Engine

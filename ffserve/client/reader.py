@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client import choice
-from ffserve.client import connection as connections
+from ffserve.client import choice, connections
 from ffserve.client.announced import Announced, check_count, check_order
 from ffserve.client.base import (
     READ_AHEAD_COUNT,

@@ -28,7 +28,7 @@ import torch.utils.data
 from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler
 
-from ffserve.client.connection import lead_job
+from ffserve.client.connections import lead_job
 from ffserve.client.source import placing
 from ffserve.errors import FFServeError, UsageError
 from ffserve.torch.announcer import Announcer
