@@ -11,7 +11,7 @@ from recordio_files import WAYS, read_at, written
 
 from ffserve.engine.chunks import END, FAULT, Walk
 from ffserve.errors import FFServeError
-from ffserve.formats.recordio import _Scan
+from ffserve.formats.recordio_scan import Scan
 
 NAMES = ("begins", "ends", "firsts", "sizes", "checksums", "compressors")
 
@@ -32,7 +32,7 @@ def tables(walk: Walk) -> dict[str, list[int]]:
 
 def outcome(body: bytes, *, in_c: bool) -> Any:
     """The tables, up to the end or to what is wrong, and that."""
-    scan = _Scan(read_at(body), len(body), "some.recordio")
+    scan = Scan(read_at(body), len(body), "some.recordio")
     problem: Any = None
     try:
         if in_c:

@@ -1,6 +1,6 @@
 /* RecordIO: a walk from chunk to chunk, and the records inside a decoded one. Pure functions of
  * bytes in memory. The walk takes sound chunks only and says nothing about others: what is wrong
- * with one is found out in Python (formats/recordio.py), which also knows the layouts' names. */
+ * with one is found out in Python (formats/recordio_scan.py), which also knows the layouts' names. */
 #include <string.h>
 
 #include "core.h"
