@@ -41,10 +41,10 @@ from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
 from ffserve.client.loop import Home, LoopConnection, home, in_thread, pool, undisturbed
 from ffserve.client.remote import Awaited, RemotePending, RemoteSource, Steps
 from ffserve.client.source import Batch, Bytes, Int64s, Source
-from ffserve.config import find_socket
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.engine.ring import probe
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.places import find_socket
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Sizes, places and the daemon's settings.
+"""Sizes as people write them, and the daemon's settings.
 
 Every setting is one field of :class:`ServerConfig`; its metadata carries the key in the TOML
 file, the flag of ``ffserve serve`` and the sentence that documents both, so the command line,
@@ -14,14 +14,14 @@ import difflib
 import math
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast
 
-from ffserve.errors import AccessDenied, UsageError
+from ffserve.errors import UsageError
+from ffserve.memory import usable_memory
+from ffserve.places import MAX_SOCKET_PATH, default_socket_path
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,13 +29,10 @@ else:
     import tomli as tomllib
 
 CONFIG_PATH = "/etc/ffserve/ffserve.toml"
-SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 
 MIN_ARENA_SIZE = 1 << 20
 MIN_DEFAULT_ARENA_SIZE = 64 << 20
 HUGE_PAGE_SIZE = 2 << 20
-MAX_SOCKET_PATH = 107
-"""Bytes of a path in ``struct sockaddr_un``, without the closing zero."""
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
@@ -94,12 +91,6 @@ def format_size(size: int | float) -> str:
 # --------------------------------------------------------------------------- memory
 
 
-def usable_memory() -> int:
-    """Return the bytes of memory this process may use: MemTotal or the cgroup's limit."""
-    limits = [_mem_total(), *_cgroup_limits()]
-    return min(limits)
-
-
 def default_arena_size() -> int:
     """Return the arena's size when none is configured.
 
@@ -114,185 +105,6 @@ def default_max_arena_size() -> int:
     """Return what the arena can grow to when nothing is configured: the memory this process may
     use, in whole huge pages."""
     return usable_memory() // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
-
-
-def free_memory(
-    meminfo: Path = Path("/proc/meminfo"),
-    proc_cgroup: Path = Path("/proc/self/cgroup"),
-    mount: Path = Path("/sys/fs/cgroup"),
-) -> int:
-    """Return the bytes that can be taken without pushing out what programs have: MemAvailable, or
-    what the cgroup leaves, what is cached of files counting as free."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    free = [int(match[1]) * 1024] if match else []
-    for directory, limit in _cgroups(proc_cgroup, mount):
-        usage = _read_limit(directory / "memory.current")
-        prefix = ""
-        if usage is None:
-            usage, prefix = _read_limit(directory / "memory.usage_in_bytes"), "total_"
-        try:
-            text = (directory / "memory.stat").read_text()
-        except OSError:
-            text = ""
-        cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", text, re.MULTILINE)
-        free.append(max(limit - (usage or 0) + sum(map(int, cached)), 0))
-    return min(free, default=_mem_total())
-
-
-def _mem_total() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_limits(
-    proc_cgroup: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> list[int]:
-    return [limit for _, limit in _cgroups(proc_cgroup, mount)]
-
-
-def _cgroups(proc_cgroup: Path, mount: Path) -> list[tuple[Path, int]]:
-    """Collect the memory limits of this process's cgroup and of all groups above it, and where
-    they stand.
-
-    Inside a container without a cgroup namespace the path in /proc names a group of the host
-    that is not visible here; the mount's own root is then the container's group, which the walk
-    upward reaches in any case.
-    """
-    try:
-        lines = proc_cgroup.read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, name = mount, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = mount / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for directory in (group, *group.parents):
-            limit = _read_limit(directory / name)
-            if limit is not None:
-                limits.append((directory, limit))
-            if directory == top:
-                break
-    return limits
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    # cgroup v2 writes "max" for no limit, v1 a number near 2^63.
-    return int(text) if text.isdigit() and 0 < int(text) < 1 << 60 else None
-
-
-# --------------------------------------------------------------------------- places
-
-
-def default_socket_path() -> str:
-    """Return where a daemon listens that was told nothing.
-
-    ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (which
-    finds its directory in systemd's ``$RUNTIME_DIRECTORY``); else the user's own
-    ``$XDG_RUNTIME_DIR/ffserve/ffserve.sock``, and where there is no such directory
-    ``/tmp/ffserve-UID/ffserve.sock``.
-
-    Raises:  AccessDenied: ``/tmp/ffserve-UID`` exists and is not this user's alone.
-    """
-    told = os.environ.get("FFSERVE_SOCKET")
-    if told:
-        return told
-    for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
-        if os.path.basename(directory) == "ffserve":
-            return os.path.join(directory, "ffserve.sock")
-    return SYSTEM_SOCKET if _is_root() else _user_socket_path()
-
-
-def find_socket(explicit: str | None = None) -> str:
-    """Return the socket a client should try; it need not exist.
-
-    ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` where
-    it exists or for root; else the user's own (see :func:`default_socket_path`).
-
-    Raises:  AccessDenied: ``/tmp/ffserve-UID`` would be used and is not this user's alone.
-    """
-    told = explicit or os.environ.get("FFSERVE_SOCKET")
-    if told:
-        return told
-    if _is_root() or os.path.exists(SYSTEM_SOCKET):
-        return SYSTEM_SOCKET
-    return _user_socket_path()
-
-
-def prepare_socket_directory(socket: str) -> None:
-    """Create the directory of ``socket`` if it is missing, so that a daemon can bind there.
-
-    A directory that is made here is 0755 under ``/run`` (the socket's own mode decides who may
-    connect) and 0700 elsewhere.
-
-    Raises:  AccessDenied: it cannot be made, or the user's private one is someone else's.
-    """
-    directory = os.path.dirname(os.path.abspath(socket))
-    if directory == _private_directory():
-        _check_private(directory)
-    try:
-        os.makedirs(directory, mode=0o755 if directory.startswith("/run/") else 0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise AccessDenied(
-            f"the socket's directory cannot be made: {error.strerror}",
-            path=directory,
-            hint="name another place with --socket",
-        ) from error
-    if directory == _private_directory():
-        _check_private(directory)
-
-
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def _user_socket_path() -> str:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and _is_own(runtime):
-        return os.path.join(runtime, "ffserve", "ffserve.sock")
-    directory = _private_directory()
-    _check_private(directory)
-    return os.path.join(directory, "ffserve.sock")
-
-
-def _private_directory() -> str:
-    return f"/tmp/ffserve-{os.geteuid()}"
-
-
-def _is_own(directory: str) -> bool:
-    # After su or sudo the variable may still name the directory of another user.
-    try:
-        return os.stat(directory).st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def _check_private(directory: str) -> None:
-    """Refuse a directory in /tmp that somebody else made first to catch our clients."""
-    try:
-        found = os.lstat(directory)
-    except FileNotFoundError:
-        return
-    if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.geteuid()
-        or stat.S_IMODE(found.st_mode) & 0o077
-    ):
-        raise AccessDenied(
-            "is not a directory of mode 0700 that belongs to you",
-            path=directory,
-            hint="remove it, or set XDG_RUNTIME_DIR or FFSERVE_SOCKET",
-        )
 
 
 # --------------------------------------------------------------------------- settings

@@ -14,19 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve import config
+from ffserve import memory, places
 from ffserve.cli.serve import serve
 from ffserve.config import (
     ServerConfig,
     default_arena_size,
-    default_socket_path,
-    find_socket,
     format_size,
     load_config,
     parse_size,
-    prepare_socket_directory,
 )
 from ffserve.errors import AccessDenied, UsageError
+from ffserve.places import default_socket_path, find_socket, prepare_socket_directory
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,7 +94,7 @@ def test_a_formatted_size_reads_back_within_its_digits(size: int) -> None:
 def test_the_default_arena_is_a_quarter_of_what_may_be_used() -> None:
     size = default_arena_size()
     assert size % (2 << 20) == 0
-    assert size == max(64 << 20, config.usable_memory() // 4 // (2 << 20) * (2 << 20))
+    assert size == max(64 << 20, memory.usable_memory() // 4 // (2 << 20) * (2 << 20))
 
 
 def test_a_limit_of_any_group_above_counts(tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_a_limit_of_any_group_above_counts(tmp_path: Path) -> None:
     (tmp_path / "a" / "memory.max").write_text("1073741824\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/a/b\n")
-    assert config._cgroup_limits(proc, tmp_path) == [1 << 30]
+    assert memory._cgroup_limits(proc, tmp_path) == [1 << 30]
 
 
 def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
@@ -116,11 +114,11 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu:/docker/x\n4:memory:/docker/x\n0::/\n")
-    assert config._cgroup_limits(proc, tmp_path) == [512 << 20]
+    assert memory._cgroup_limits(proc, tmp_path) == [512 << 20]
 
 
 def test_no_cgroups_at_all_are_no_limit(tmp_path: Path) -> None:
-    assert config._cgroup_limits(tmp_path / "none", tmp_path) == []
+    assert memory._cgroup_limits(tmp_path / "none", tmp_path) == []
 
 
 # ---------------------------------------------------------------- places
@@ -132,9 +130,9 @@ def as_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("FFSERVE_SOCKET", "XDG_RUNTIME_DIR", "RUNTIME_DIRECTORY"):
         monkeypatch.delenv(name, raising=False)
     uid = os.geteuid()
-    monkeypatch.setattr(config, "SYSTEM_SOCKET", str(tmp_path / "run" / "ffserve.sock"))
-    monkeypatch.setattr(config, "_private_directory", lambda: str(tmp_path / f"ffserve-{uid}"))
-    monkeypatch.setattr(config, "_is_root", lambda: False)
+    monkeypatch.setattr(places, "SYSTEM_SOCKET", str(tmp_path / "run" / "ffserve.sock"))
+    monkeypatch.setattr(places, "_private_directory", lambda: str(tmp_path / f"ffserve-{uid}"))
+    monkeypatch.setattr(places, "_is_root", lambda: False)
     return tmp_path
 
 
@@ -156,10 +154,10 @@ def test_a_client_finds_the_service_before_its_own(
     as_user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(as_user))
-    Path(config.SYSTEM_SOCKET).parent.mkdir()
-    Path(config.SYSTEM_SOCKET).touch()
-    assert find_socket() == config.SYSTEM_SOCKET
-    assert default_socket_path() != config.SYSTEM_SOCKET
+    Path(places.SYSTEM_SOCKET).parent.mkdir()
+    Path(places.SYSTEM_SOCKET).touch()
+    assert find_socket() == places.SYSTEM_SOCKET
+    assert default_socket_path() != places.SYSTEM_SOCKET
 
 
 def test_root_and_the_service_use_the_systems_place(
@@ -168,8 +166,8 @@ def test_root_and_the_service_use_the_systems_place(
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/other:/run/ffserve")
     assert default_socket_path() == "/run/ffserve/ffserve.sock"
     monkeypatch.delenv("RUNTIME_DIRECTORY")
-    monkeypatch.setattr(config, "_is_root", lambda: True)
-    assert default_socket_path() == find_socket() == config.SYSTEM_SOCKET
+    monkeypatch.setattr(places, "_is_root", lambda: True)
+    assert default_socket_path() == find_socket() == places.SYSTEM_SOCKET
 
 
 def test_the_last_place_is_made_private(as_user: Path) -> None:
@@ -182,7 +180,7 @@ def test_the_last_place_is_made_private(as_user: Path) -> None:
 
 @pytest.mark.parametrize("trap", ["open to all", "link", "file"])
 def test_a_place_that_others_prepared_is_refused(as_user: Path, trap: str) -> None:
-    place = Path(config._private_directory())
+    place = Path(places._private_directory())
     if trap == "open to all":
         place.mkdir()
         place.chmod(0o777)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from daemon import Daemon, Raw, run_python, serving, until, write
 
 import ffserve
-from ffserve import config, protocol
+from ffserve import memory, protocol
 from ffserve.cli import cli
 from ffserve.client.connection import Connection
 from ffserve.errors import ReadError, UsageError
@@ -206,7 +206,7 @@ def test_sizes_on_the_wire_that_are_none(daemon: Daemon) -> None:
 
 
 def test_more_than_is_free_is_refused() -> None:
-    whole = config.usable_memory() // (4 * MIB) * 4 * MIB
+    whole = memory.usable_memory() // (4 * MIB) * 4 * MIB
     with serving(arena="16MiB", options=("--max-arena", str(2 * whole))) as daemon:
         connection = Connection(daemon.socket, "resize")
         try:
@@ -260,10 +260,10 @@ def test_memory_that_is_free(tmp_path: Path) -> None:
     group = tmp_path / "a"
     group.mkdir()
     files = (tmp_path / "meminfo", tmp_path / "cgroup", tmp_path)
-    assert config.free_memory(*files) == 90 << 10
+    assert memory.free_memory(*files) == 90 << 10
     (group / "memory.max").write_text("50000\n")
     (group / "memory.current").write_text("40000\n")
     (group / "memory.stat").write_text("file 9000\ninactive_file 2000\nactive_file 1000\n")
-    assert config.free_memory(*files) == 13_000
+    assert memory.free_memory(*files) == 13_000
     (group / "memory.current").write_text("60000\n")
-    assert config.free_memory(*files) == 0
+    assert memory.free_memory(*files) == 0

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ffserve.cli.terminal import print_json
-from ffserve.config import find_socket, format_size, parse_size
+from ffserve.config import format_size, parse_size
+from ffserve.places import find_socket
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0

@@ -24,9 +24,9 @@ from ffserve import protocol
 from ffserve.cache.memory import is_sealed, map_read_only
 from ffserve.client.hazards import map_table
 from ffserve.client.inbox import CHUNK, FRAME_CHUNK, Inbox, Sink
-from ffserve.config import MAX_SOCKET_PATH, find_socket
 from ffserve.engine.hazards import Leases
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
+from ffserve.places import MAX_SOCKET_PATH, find_socket
 from ffserve.protocol import Message
 
 M = TypeVar("M")

@@ -38,9 +38,9 @@ from ffserve.client.hazards import Leasing
 from ffserve.client.local import LocalSource
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
-from ffserve.config import find_socket
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.places import find_socket
 
 if TYPE_CHECKING:
     from ffserve.client.source import Source

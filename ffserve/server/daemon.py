@@ -21,11 +21,11 @@ import uvloop
 from ffserve.config import (
     ServerConfig,
     format_size,
-    prepare_socket_directory,
-    usable_memory,
 )
 from ffserve.errors import UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
+from ffserve.memory import usable_memory
+from ffserve.places import prepare_socket_directory
 from ffserve.server import systemd
 from ffserve.server.node import Node
 from ffserve.server.server import Server

@@ -1,0 +1,115 @@
+"""Where the daemon's socket is, for the daemon and for its clients."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ffserve.errors import AccessDenied
+
+SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
+MAX_SOCKET_PATH = 107
+"""Bytes of a path in ``struct sockaddr_un``, without the closing zero."""
+
+
+def default_socket_path() -> str:
+    """Return where a daemon listens that was told nothing.
+
+    ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (which
+    finds its directory in systemd's ``$RUNTIME_DIRECTORY``); else the user's own
+    ``$XDG_RUNTIME_DIR/ffserve/ffserve.sock``, and where there is no such directory
+    ``/tmp/ffserve-UID/ffserve.sock``.
+
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` exists and is not this user's alone.
+    """
+    told = os.environ.get("FFSERVE_SOCKET")
+    if told:
+        return told
+    for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
+        if os.path.basename(directory) == "ffserve":
+            return os.path.join(directory, "ffserve.sock")
+    return SYSTEM_SOCKET if _is_root() else _user_socket_path()
+
+
+def find_socket(explicit: str | None = None) -> str:
+    """Return the socket a client should try; it need not exist.
+
+    ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` where
+    it exists or for root; else the user's own (see :func:`default_socket_path`).
+
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` would be used and is not this user's alone.
+    """
+    told = explicit or os.environ.get("FFSERVE_SOCKET")
+    if told:
+        return told
+    if _is_root() or os.path.exists(SYSTEM_SOCKET):
+        return SYSTEM_SOCKET
+    return _user_socket_path()
+
+
+def prepare_socket_directory(socket: str) -> None:
+    """Create the directory of ``socket`` if it is missing, so that a daemon can bind there.
+
+    A directory that is made here is 0755 under ``/run`` (the socket's own mode decides who may
+    connect) and 0700 elsewhere.
+
+    Raises:  AccessDenied: it cannot be made, or the user's private one is someone else's.
+    """
+    directory = os.path.dirname(os.path.abspath(socket))
+    if directory == _private_directory():
+        _check_private(directory)
+    try:
+        os.makedirs(directory, mode=0o755 if directory.startswith("/run/") else 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise AccessDenied(
+            f"the socket's directory cannot be made: {error.strerror}",
+            path=directory,
+            hint="name another place with --socket",
+        ) from error
+    if directory == _private_directory():
+        _check_private(directory)
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _user_socket_path() -> str:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and _is_own(runtime):
+        return os.path.join(runtime, "ffserve", "ffserve.sock")
+    directory = _private_directory()
+    _check_private(directory)
+    return os.path.join(directory, "ffserve.sock")
+
+
+def _private_directory() -> str:
+    return f"/tmp/ffserve-{os.geteuid()}"
+
+
+def _is_own(directory: str) -> bool:
+    # After su or sudo the variable may still name the directory of another user.
+    try:
+        return os.stat(directory).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _check_private(directory: str) -> None:
+    """Refuse a directory in /tmp that somebody else made first to catch our clients."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.geteuid()
+        or stat.S_IMODE(found.st_mode) & 0o077
+    ):
+        raise AccessDenied(
+            "is not a directory of mode 0700 that belongs to you",
+            path=directory,
+            hint="remove it, or set XDG_RUNTIME_DIR or FFSERVE_SOCKET",
+        )
