@@ -18,7 +18,7 @@ import pytest
 
 import ffserve
 from ffserve.cli import COMMANDS
-from ffserve.cli.examine import BATCH_COUNT, BATCH_SIZE, _batches
+from ffserve.cli.recordfiles import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
@@ -250,12 +250,12 @@ def test_verify_names_every_damaged_sample_and_goes_on(
 
 def test_batches_are_bounded_and_complete() -> None:
     sizes = np.array([BATCH_SIZE * 3, 1, 1, BATCH_SIZE, 0, *[10] * (BATCH_COUNT * 2)])
-    batches = list(_batches(sizes))
+    batches = list(batches_of(sizes))
     assert [index for batch in batches for index in batch] == list(range(len(sizes)))
     for batch in batches:
         assert len(batch) == 1 or sizes[batch.start : batch.stop].sum() <= BATCH_SIZE
         assert len(batch) <= BATCH_COUNT
-    assert list(_batches(np.zeros(0, np.int64))) == []
+    assert list(batches_of(np.zeros(0, np.int64))) == []
 
 
 # ---------------------------------------------------------------- cat

@@ -35,7 +35,6 @@ from ffserve import protocol
 from ffserve.client import connection
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes
-from ffserve.config import usable_memory
 from ffserve.errors import (
     AccessDenied,
     ChecksumError,
@@ -44,6 +43,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
+from ffserve.memory import usable_memory
 
 AS_NOBODY = """
 import os, sys, ffserve

@@ -34,9 +34,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("bench", "Measure this machine, ffserve, and what else is installed."),
     "simulate": ("simulate", "Try a cache size without buying it."),
     "pack": ("pack", "Pack a directory or files into record files."),
-    "inspect": ("examine", "Show what is in record files."),
-    "verify": ("examine", "Read everything and check every checksum."),
-    "cat": ("examine", "Write samples to standard output."),
+    "inspect": ("inspect", "Show what is in record files."),
+    "verify": ("verify", "Read everything and check every checksum."),
+    "cat": ("cat", "Write samples to standard output."),
     "convert": ("convert", "Convert record files, tar files, arrays and directories."),
     "index": ("index", "Keep what a walk over files without tables (TFRecord) finds."),
 }

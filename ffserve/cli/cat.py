@@ -1,0 +1,144 @@
+"""``ffserve cat``: samples, byte for byte, without a daemon."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cli.recordfiles import batches_of, format_option
+from ffserve.errors import SampleIndexError, UsageError
+
+if TYPE_CHECKING:
+    import ffserve
+    from ffserve.client.folder_index import Folder
+    from ffserve.client.stream import StreamReader
+
+
+def _is_text(sample: NDArray[np.uint8]) -> bool:
+    try:
+        text = sample.tobytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return all(char.isprintable() or char in "\t\n\r" for char in text)
+
+
+def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
+    out = sys.stdout.buffer
+    for sample in samples:
+        if sys.stdout.isatty() and not force and not _is_text(sample):
+            raise UsageError(
+                "this sample is binary and standard output is a terminal",
+                hint="redirect it to a file, or add --force",
+            )
+        out.write(sample.data)
+    out.flush()
+
+
+def _as_indices(word: str, count: int) -> range | None:
+    """Return the samples that ``7`` or ``3:9`` means; None when it must be a name."""
+    if word.isascii() and word.isdecimal():
+        return range(int(word), int(word) + 1)
+    first, colon, stop = word.partition(":")
+    parts = (first or "0", stop or str(count))
+    if colon and all(part.isascii() and part.isdecimal() for part in parts):
+        return range(int(parts[0]), int(parts[1]))
+    return None
+
+
+@click.command()
+@click.argument("file")
+@click.argument("which", nargs=-1, required=True, metavar="INDEX|NAME...")
+@click.option("--force", is_flag=True, help="Write binary to a terminal.")
+@click.option(
+    "--server", default="off", show_default=True, metavar="off|auto|require|SOCKET",
+    help="Read through the daemon.",
+)  # fmt: skip
+@format_option
+def cat(
+    file: str, which: tuple[str, ...], force: bool, server: str, format_name: str | None
+) -> int:
+    """Write samples to standard output, byte for byte, one after the other.
+
+    Each is an index, a run of them such as 3:9, or, in a file made by 'ffserve pack DIR', a name.
+
+    \b
+      ffserve cat train.ffr 0 > first.jpg
+      ffserve cat photos.ffr cats/tom.jpg > tom.jpg
+    """
+    import ffserve
+    from ffserve.client.stream import StreamReader
+
+    with ffserve.open(file, format=format_name, server=server) as reader:
+        if isinstance(reader, StreamReader):
+            _cat_stream(reader, which, file, force=force)
+            return 0
+        asked = [(word, _as_indices(word, len(reader))) for word in which]
+        folders = _folders(reader) if any(indices is None for _, indices in asked) else []
+        # All of them, before anything is written.
+        wanted = [
+            [_named(folders, word, file)] if indices is None else indices for word, indices in asked
+        ]
+        for indices in wanted:
+            if len(indices) == 1:
+                _write(reader.read(indices), force=force)
+                continue
+            for batch in batches_of(reader.estimates(indices)):
+                _write(reader.read(indices[batch.start : batch.stop]), force=force)
+    return 0
+
+
+def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
+    """Write samples of a compressed file, read from its beginning to the last that is wanted."""
+    asked = [_as_indices(word, 0) for word in which]
+    if any(indices is None or not indices for indices in asked):
+        raise UsageError(
+            "a compressed file has neither names nor an end that is known: give indices, or runs "
+            "with both ends",
+            path=file,
+        )
+    wanted = [index for indices in asked if indices for index in indices]
+    missing, found = set(wanted), {}
+    for index, sample in enumerate(reader):
+        if index in missing:
+            found[index] = sample
+            missing.remove(index)
+        if not missing:
+            break
+    if missing:
+        raise SampleIndexError(
+            f"sample index {min(missing)} is outside the file of {index + 1} samples", path=file
+        )
+    _write([found[index] for index in wanted], force=force)
+
+
+def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
+    """Return each shard's first sample and names, for the shards that have names."""
+    from ffserve.client import folder_index
+
+    folders = []
+    for shard in reader.shards:
+        if shard.count:
+            [last] = reader.read([shard.first + shard.count - 1])
+            if folder_index.is_index(last[:16].tobytes()):
+                folders.append((shard.first, folder_index.decode(last.data, shard.count - 1)))
+    return folders
+
+
+def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
+    """Return the sample that a name means."""
+    for first, folder in folders:
+        node: Any = folder
+        for part in PurePath(name).parts:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, int):
+            return first + node
+    raise UsageError(
+        f"no file is called {name!r}" if folders else f"{name!r} is no index, and it has no names",
+        path=file,
+        hint="'ffserve inspect' shows how many samples and names there are",
+    )

@@ -1,0 +1,225 @@
+"""``ffserve inspect``: what is in record files, without a daemon."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cli import EXIT_BAD_DATA, report
+from ffserve.cli.recordfiles import files_of, format_option, json_option
+from ffserve.cli.terminal import counted, histogram, print_facts, print_json
+from ffserve.config import format_size
+from ffserve.errors import FFServeError, UsageError
+from ffserve.formats.base import ChunkedShard
+
+if TYPE_CHECKING:
+    from ffserve.formats import Shard
+
+CHECKSUMS = {0: "none", 1: "CRC-32 of every sample", 2: "CRC-32C of every sample"}
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of one file, and how many names the index sample of a packed folder holds."""
+
+    shard: Shard
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    names: int | None
+
+
+def _load(path: str, format_name: str | None) -> _Tables:
+    """Read and check the tables of a file."""
+    from ffserve.files import os_error, wrap_os_error
+    from ffserve.shardfile import open_shard
+
+    fd = wrap_os_error(lambda name: os.open(name, os.O_RDONLY | os.O_CLOEXEC), path)
+    try:
+        shard = open_shard(fd, path, format_name)
+        offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
+        shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
+        names = None
+        if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
+            names = _count_names(fd, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
+    except OSError as error:
+        if isinstance(error, FFServeError):
+            raise
+        raise os_error(error, path) from error
+    finally:
+        os.close(fd)
+    return _Tables(shard, offsets, lengths, names)
+
+
+def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
+    """Return how many files the last sample names; None when it is a sample like the others."""
+    from ffserve.client import folder_index
+
+    if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
+        return None
+    names, folders = 0, [folder_index.decode(os.pread(fd, size, offset), count)]
+    for folder in folders:
+        for node in folder.values():
+            if isinstance(node, int):
+                names += 1
+            else:
+                folders.append(node)
+    return names
+
+
+def _describe(path: str, format_name: str | None) -> dict[str, Any]:
+    """Return what is in one file."""
+    from ffserve.client import stream
+
+    if format_name in (None, "tfrecord") and stream.is_compressed(path):
+        return _describe_stream(path)
+    tables = _load(path, format_name)
+    shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
+    if isinstance(shard, ChunkedShard):
+        return _describe_chunks(path, shard)
+    cut = np.flatnonzero(offsets + lengths > shard.size)
+    facts: dict[str, Any] = {
+        "path": path,
+        "format": shard.format,
+        "samples": shard.count,
+        "size_bytes": shard.size,
+        "checksums": CHECKSUMS[shard.checksum_kind],
+        "fingerprint": f"{shard.fingerprint:016x}",
+        **_size_facts(lengths),
+        "named_files": tables.names,
+        "cut_samples": cut.tolist(),
+    }
+    return facts
+
+
+def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
+    """Return what the headers of a file of chunks say; the samples' sizes stand inside."""
+    about = shard.about()
+    return {
+        "path": path,
+        "format": shard.format,
+        "samples": shard.count,
+        "size_bytes": shard.size,
+        "checksums": CHECKSUMS[shard.checksum_kind].replace("sample", "chunk"),
+        "fingerprint": f"{shard.fingerprint:016x}",
+        "sample_size_bytes": None,
+        "histogram": {},
+        "named_files": None,
+        "cut_samples": [],
+        **about,
+    }
+
+
+def _describe_stream(path: str) -> dict[str, Any]:
+    """Return what is in a compressed file, which has to be read for that."""
+    from ffserve.client.stream import StreamReader
+
+    with StreamReader((path,), verify=False) as reader:
+        parts = [np.diff(batch.offsets) for batch in reader.batches()]
+    lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return {
+        "path": path,
+        "format": "tfrecord, compressed",
+        "samples": len(lengths),
+        "size_bytes": os.path.getsize(path),
+        "checksums": CHECKSUMS[2],
+        "fingerprint": None,
+        **_size_facts(lengths),
+        "named_files": None,
+        "cut_samples": [],
+    }
+
+
+def _size_facts(lengths: NDArray[Any]) -> dict[str, Any]:
+    """Return what there is to say about the samples' sizes."""
+    if not len(lengths):
+        return {"sample_size_bytes": None, "histogram": {}}
+    # Sample sizes by powers of two: bin k holds sizes from 2^(k-1) up to 2^k - 1.
+    bins = np.frexp(lengths.astype(np.float64))[1]
+    counts = np.bincount(bins)
+    return {
+        "sample_size_bytes": {
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "max": int(lengths.max()),
+        },
+        "histogram": {
+            int(1 << k >> 1): int(counts[k]) for k in range(int(bins.min()), len(counts))
+        },
+    }
+
+
+def _print_description(facts: dict[str, Any]) -> None:
+    click.echo(click.style(facts["path"], bold=True))
+    lines = [
+        ("format", facts["format"]),
+        ("samples", f"{facts['samples']:,}"),
+        ("file size", format_size(facts["size_bytes"])),
+        ("checksums", facts["checksums"]),
+    ]
+    if "chunks" in facts:
+        decoded, largest = facts["decoded_size_bytes"], facts["largest_chunk_size_bytes"]
+        lines += [
+            ("dialect", facts["dialect"]),
+            ("compression", facts["compression"]),
+            ("chunks", f"{facts['chunks']:,}, the largest {format_size(largest)}"),
+            ("decoded size", format_size(decoded)),
+        ]
+    sizes = facts["sample_size_bytes"]
+    if sizes:
+        shown = "   ".join(f"{name} {format_size(sizes[name])}" for name in sizes)
+        lines.append(("sample sizes", shown))
+        bounds = list(facts["histogram"])
+        bars = histogram(list(facts["histogram"].values()))
+        last = format_size(2 * bounds[-1] if bounds[-1] else 1)
+        lines.append(("", f"{format_size(bounds[0])} {bars} {last}"))
+    if facts["named_files"] is not None:
+        lines.append(("names", f"{facts['named_files']:,} files (PackedFolder)"))
+    cut = facts["cut_samples"]
+    if cut:
+        some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")
+        lines.append(
+            ("damage", f"behind the end of the file: {counted(len(cut), 'sample')}, {some}")
+        )
+    print_facts(lines)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+@format_option
+@json_option
+def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> int:
+    """Show what is in record files: samples, their sizes, checksums, names.
+
+    Only metadata are read, and checked. FILES are files, directories or patterns. The exit code
+    is 1 when a file is not a sound record file.
+
+    \b
+      ffserve inspect train.ffr
+      ffserve inspect --json /data/shards | jq '.[].samples'
+    """
+    described: list[dict[str, Any]] = []
+    bad = False
+    for path in files_of(files, format_name):
+        try:
+            facts = _describe(path, format_name)
+        except UsageError:
+            raise
+        except FFServeError as error:
+            bad = True
+            described.append({"path": path, "error": error.code, "message": str(error)})
+            if not as_json:
+                report(error)
+            continue
+        bad = bad or bool(facts["cut_samples"])
+        described.append(facts)
+        if not as_json:
+            _print_description(facts)
+    if as_json:
+        print_json(described)
+    return EXIT_BAD_DATA if bad else 0

@@ -1,0 +1,148 @@
+"""``ffserve verify``: every sample of record files held against its checksum, without a daemon."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ffserve.cli import EXIT_BAD_DATA
+from ffserve.cli.recordfiles import files_of, format_option, json_option
+from ffserve.cli.terminal import Progress, counted, print_json, progress
+from ffserve.config import format_size
+from ffserve.errors import FFServeError, UsageError
+
+if TYPE_CHECKING:
+    from ffserve.client.stream import StreamReader
+
+
+class _Findings:
+    """What verify found so far, over all threads."""
+
+    def __init__(self, shown: Progress, *, quiet: bool) -> None:
+        self.samples = 0
+        self.size = 0
+        self.damaged: list[dict[str, Any]] = []
+        self.unreadable: list[dict[str, Any]] = []
+        self.stopped = False
+        self._shown = shown
+        self._quiet = quiet
+        self._lock = threading.Lock()
+
+    def count(self, samples: int, size: int) -> None:
+        with self._lock:
+            self.samples += samples
+            self.size += size
+        self._shown.advance(size)
+
+    def sample(self, path: str, index: int, error: FFServeError) -> None:
+        entry = {"path": path, "index": index, "error": error.code, "message": error.message}
+        with self._lock:
+            self.damaged.append(entry)
+            self._line(f"{path}: sample {index}: {error.message}")
+
+    def file(self, path: str, error: FFServeError) -> None:
+        entry = {"path": path, "error": error.code, "message": error.message}
+        with self._lock:
+            self.unreadable.append(entry)
+            where = f"byte {error.offset}: " if error.offset is not None else ""
+            self._line(f"{path}: {where}{error.message}")
+
+    def _line(self, text: str) -> None:
+        if not self._quiet:
+            self._shown.line(text)
+
+
+def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
+    from ffserve.client import stream
+    from ffserve.client.reader import Reader
+    from ffserve.files import os_error
+
+    try:
+        if format_name in (None, "tfrecord") and stream.is_compressed(path):
+            _verify_stream(stream.StreamReader((path,), tolerant=True), path, findings)
+            return
+        # Tolerant, so that a file damaged between its samples is still read to its end.
+        with Reader((path,), format_name, "off", True, tolerant=True) as reader:
+            for first, batch, failed in reader.scan():
+                for position, error in failed.items():
+                    findings.sample(path, first + position, error)
+                findings.count(len(batch), batch.buffer.nbytes)
+                if findings.stopped:
+                    return
+    except UsageError:
+        raise
+    except FFServeError as error:
+        findings.file(path, error)
+    except OSError as error:
+        findings.file(path, os_error(error, path))
+
+
+def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None:
+    with reader:
+        for batch in reader.batches():
+            if findings.stopped:
+                return
+            findings.count(len(batch), batch.buffer.nbytes)
+        for error in reader.damaged:
+            findings.sample(path, error.index or 0, error)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), default=min(4, os.cpu_count() or 1),
+    show_default=True, help="Files at once.",
+)  # fmt: skip
+@format_option
+@json_option
+def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: bool) -> int:
+    """Read everything and check every checksum.
+
+    FILES are files, directories or patterns. A line is written for each damaged sample and for
+    each file that cannot be opened; the others are still read. The exit code is 1 if there was
+    any.
+
+    \b
+      ffserve verify /data/shards && echo sound
+      ffserve verify --json train.ffr | jq '.damaged[].index'
+    """
+    paths = files_of(files, format_name)
+    total = sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    with progress("verifying", total, as_bytes=True) as shown:
+        findings = _Findings(shown, quiet=as_json)
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = [pool.submit(_verify_file, path, format_name, findings) for path in paths]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                findings.stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    bad = bool(findings.damaged or findings.unreadable)
+    if as_json:
+        print_json(
+            {
+                "files": len(paths),
+                "samples": findings.samples,
+                "size_bytes": findings.size,
+                "damaged": sorted(findings.damaged, key=lambda e: (e["path"], e["index"])),
+                "unreadable": sorted(findings.unreadable, key=lambda e: str(e["path"])),
+            }
+        )
+    else:
+        click.echo(
+            f"{counted(len(paths), 'file')}, {counted(findings.samples, 'sample')}, "
+            f"{format_size(findings.size)}: "
+            + (
+                f"{counted(len(findings.damaged), 'damaged sample')}, "
+                f"{counted(len(findings.unreadable), 'unreadable file')}"
+                if bad
+                else "all sound"
+            )
+        )
+    return EXIT_BAD_DATA if bad else 0
