@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.utils.data
 
+from ffserve.client.source import Int64s
 from ffserve.torch.dataset import ReaderRegistry
 from ffserve.torch.plan import Plan, Ticket
 
@@ -27,6 +29,39 @@ class Bundle(NamedTuple):
     """What a worker is asked for in one message."""
 
     tickets: list[Ticket]
+
+    @property
+    def heads(self) -> list[tuple[int, int, int]]:
+        """Of each ticket its numbers and how many samples it asks for."""
+        return [(batches, samples, len(asked)) for batches, samples, asked, _ in self.tickets]
+
+    @property
+    def order(self) -> Int64s | list[Any] | None:
+        """What all tickets ask for together; None if it is not lists."""
+        if self.tickets[0].drawn:
+            return np.concatenate([ticket.indices for ticket in self.tickets])
+        if any(type(ticket.indices) is not list for ticket in self.tickets):
+            return None
+        return [index for ticket in self.tickets for index in ticket.indices]
+
+    def __reduce__(self) -> Any:
+        first = self.tickets[0]
+        if not first.drawn:
+            return Bundle, (self.tickets,)
+        count = len(first.indices)
+        order = np.concatenate([ticket.indices for ticket in self.tickets])
+        return _bundle, (first.batches, first.samples - count, count, order.tobytes())
+
+
+def _bundle(batches: int, samples: int, count: int, order: bytes) -> Bundle:
+    """Make a bundle of drawn tickets again: of the first one's number, of the samples before it, of
+    the size of all but the last one, and of all indices."""
+    indices = np.frombuffer(order, np.int64)
+    tickets = []
+    for number, start in enumerate(range(0, len(indices), count), batches):
+        part = indices[start : start + count]
+        tickets.append(Ticket(number, samples + start + len(part), part, True))
+    return Bundle(tickets)
 
 
 class Bundles(torch.utils.data.Sampler[Bundle]):

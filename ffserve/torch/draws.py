@@ -56,7 +56,7 @@ class Draw(ABC):
 
     @abstractmethod
     def indices(self, order: Int64s | None) -> Iterable[Any]:
-        """Return what hands out the indices of the order just drawn."""
+        """Return what hands out the indices of the order just drawn; `Drawn` where that is all."""
 
     def forecast(self, epoch: int, base_seed: bool) -> Forecast:
         """Return what draws the next iteration's order, as far as that can be known.
@@ -96,6 +96,8 @@ class FixedDraw(Draw):
             return None
 
     def indices(self, order: Int64s | None) -> Iterable[Any]:
+        if type(self._source) is SequentialSampler:
+            return Drawn(range(len(self._source)))
         source: Iterable[Any] = self._source
         return source
 
@@ -121,7 +123,9 @@ class EpochDraw(Draw):
         return self._sampler.order()
 
     def indices(self, order: Int64s | None) -> Iterable[Any]:
-        return self._sampler
+        if type(self._sampler).__iter__ is not EpochSampler.__iter__:
+            return self._sampler
+        return Drawn(self._sampler.rest())
 
     def forecast(self, epoch: int, base_seed: bool) -> Forecast:
         return partial(self._sampler.order, epoch)
@@ -144,7 +148,7 @@ class DistributedDraw(Draw):
         return self._order(self._sampler.epoch)
 
     def indices(self, order: Int64s | None) -> Iterable[Any]:
-        return self._sampler if order is None else _Drawn(order)
+        return self._sampler if order is None else Drawn(order)
 
     def forecast(self, epoch: int, base_seed: bool) -> Forecast:
         return partial(self._order, epoch)
@@ -222,7 +226,7 @@ class RandomDraw(Draw):
 
     def indices(self, order: Int64s | None) -> Iterable[Any]:
         assert order is not None
-        return _Drawn(order, self._draw_end)
+        return Drawn(order, self._draw_end)
 
     def forecast(self, epoch: int, base_seed: bool) -> Forecast:
         after, sampler, end, order = self._after, self._sampler, self._end, self._order
@@ -258,16 +262,40 @@ class RandomDraw(Draw):
             self._end(self._sampler, self._generator)
 
 
-class _Drawn:
-    """Hands out an order that was drawn, as the plain integers that torch's samplers hand out."""
+class Drawn:
+    """Hands out an order that was drawn.
 
-    def __init__(self, order: Int64s, end: Callable[[], None] | None = None) -> None:
+    Iterated over it gives the plain integers that torch's samplers hand out.
+
+    Args: order: indices. end: called when they are exhausted.
+    """
+
+    def __init__(self, order: Int64s | range, end: Callable[[], None] | None = None) -> None:
         self._order = order
         self._end = end
 
     def __iter__(self) -> Iterator[int]:
         for start in range(0, len(self._order), _CHUNK):
-            yield from self._order[start : start + _CHUNK].tolist()
+            yield from self._part(start, start + _CHUNK).tolist()
+        self._finish()
+
+    def batches(self, size: int, drop_last: bool) -> Iterator[Int64s]:
+        """Yield the batches that torch's BatchSampler would make of it, as arrays."""
+        count = len(self._order)
+        whole = count // size * size
+        for start in range(0, whole, size):
+            yield self._part(start, start + size)
+        self._finish()
+        if whole < count and not drop_last:
+            yield self._part(whole, count)
+
+    def _part(self, start: int, stop: int) -> Int64s:
+        part = self._order[start:stop]
+        if isinstance(part, range):
+            return np.arange(part.start, part.stop, part.step, dtype=np.int64)
+        return part
+
+    def _finish(self) -> None:
         if self._end is not None:
             self._end()
 

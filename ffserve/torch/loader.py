@@ -21,7 +21,8 @@ import operator
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch.utils.data
@@ -35,7 +36,9 @@ from ffserve.torch.announcer import Announcer
 from ffserve.torch.bundles import Bundle, Bundles, batches_a_message
 from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
 from ffserve.torch.parcels import Packer
+from ffserve.torch.placed import Rows
 from ffserve.torch.plan import Plan, Run, Ticket
+from ffserve.torch.raw import RawBatches, changes_nothing, reader_of
 from ffserve.torch.segments import Receiver, Senders, memory_limit
 from ffserve.torch.threads import Begun, Threads
 
@@ -295,6 +298,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return inner, receiver
 
 
+_NOWHERE = slice(0)
+
+
 class TicketDataset(torch.utils.data.Dataset[Any]):
     """A dataset of batches: ``[bundle]`` reads, processes and collates some.
 
@@ -338,36 +344,76 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
                 self._collate = self._packer.collate
         if self._packer is None:
             return self._worker_answers(bundle.tickets, worker.id)
-        self._packer.begin()
-        with placing(self._packer.place):
-            answers = self._worker_answers(bundle.tickets, worker.id)
-        return self._packer.pack(answers)
+        return self._packed(bundle, self._packer, worker.id)
 
-    def _worker_answers(self, tickets: list[Ticket], worker: int) -> list[tuple[Any, ...]]:
-        if len(tickets) == 1:
-            return [self._worker_answer(tickets[0])]
+    def _packed(self, bundle: Bundle, packer: Packer, worker: int) -> Any:
+        """Answer in a worker, through shared memory."""
+        packer.begin()
+        reader = reader_of(self._dataset) if self._batched and self._by_list else None
+        order = None if reader is None else bundle.order
+        read: Sequence[Any] | None = None
+        if reader is not None and order is not None:
+            raw = changes_nothing(self._dataset, self._collate)
+            # What cannot be read at once is read batch by batch, to tell whose error it is.
+            with suppress(FFServeError):
+                read = packer.read(reader, order, raw=raw)
+            if raw and isinstance(read, Rows) and not read.seen:
+                parcel = packer.pack_raw(read, bundle.heads)
+                if parcel is not None:
+                    return parcel
+                read = None
+        if read is None:
+            packer.begin()
+        with placing(packer.place):
+            answers = self._worker_answers(bundle.tickets, worker, read, packer.settle)
+        del read
+        return packer.pack(answers)
+
+    def _worker_answers(
+        self,
+        tickets: list[Ticket],
+        worker: int,
+        read: Sequence[Any] | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> list[tuple[Any, ...]]:
+        """Answer tickets. One alone may raise; of several, each has its own answer or error."""
         where = f"in DataLoader worker process {worker}"
-        return [self._any_answer(ticket, where) for ticket in tickets]
+        answers = []
+        first = 0
+        for ticket in tickets:
+            last = first + len(ticket.indices) if read is not None else 0
+            try:
+                answers.append(self._worker_answer(ticket, read, slice(first, last)))
+            except Exception:
+                if len(tickets) == 1:
+                    raise
+                answers.append((ExceptionWrapper(where=where),))  # type: ignore[no-untyped-call]
+            settle()
+            first = last
+        return answers
 
-    def _answer(self, ticket: Ticket) -> tuple[Any, ...]:
-        return ticket.batches, ticket.samples, self._collate(self._samples(ticket.indices))
-
-    def _worker_answer(self, ticket: Ticket) -> tuple[Any, ...]:
+    def _worker_answer(
+        self, ticket: Ticket, read: Sequence[Any] | None, place: slice
+    ) -> tuple[Any, ...]:
         """Answer a ticket; an error of ffserve is an answer, too."""
         try:
-            return self._answer(ticket)
+            return self._answer(ticket, read, place)
         except FFServeError as error:
             failure = Failure.of(error)
             if failure is None:
                 raise
             return tuple(failure)
 
-    def _any_answer(self, ticket: Ticket, where: str) -> tuple[Any, ...]:
-        """Answer a ticket; any error is an answer, wrapped as torch would wrap it."""
-        try:
-            return self._worker_answer(ticket)
-        except Exception:
-            return (ExceptionWrapper(where=where),)  # type: ignore[no-untyped-call]
+    def _answer(
+        self, ticket: Ticket, read: Sequence[Any] | None = None, place: slice = _NOWHERE
+    ) -> tuple[Any, ...]:
+        """Make a batch; of what was read, if that stands in a place."""
+        wanted = ticket.wanted
+        if read is None:
+            samples = self._samples(wanted)
+        else:
+            samples = self._dataset.process(wanted, list(read[place]))
+        return ticket.batches, ticket.samples, self._collate(samples)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -433,16 +479,18 @@ class _Batches(Iterator[Any]):
         self._receiver = receiver
         self._plan = plan
         self._run = run
-        self._answers: deque[Any] = deque()
+        self._answers: deque[Any] | RawBatches = deque()
 
     def __next__(self) -> Any:
         if not self._answers:
             try:
-                self._answers.extend(next(self._messages))
+                message = next(self._messages)
+                self._answers = message if isinstance(message, RawBatches) else deque(message)
+                del message
             except StopIteration:
                 self._plan.exhausted(self._run)
                 raise
-        answer = self._answers.popleft()
+        answer: Any = self._answers.popleft()
         if len(answer) == 1:
             answer[0].reraise()
         if len(answer) == 2:  # a tuple, or the list that torch's pinning makes of it

@@ -17,13 +17,9 @@ Three roads, by content:
 
 from __future__ import annotations
 
-import bisect
 import io
-import operator
-import os
 import pickle
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,29 +27,32 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from ffserve.client.source import Int64s
-from ffserve.torch.segments import TAKEN, Bytes, Segment, Sender, give_back, receiver
+from ffserve.client.fileio import FileReader
+from ffserve.client.source import Bytes, Int64s, placing
+from ffserve.torch.pickling import Pickler, is_plain
+from ffserve.torch.placed import ALIGNMENT, Alive, Placed, Rows, address_of, cut, laid, places
+from ffserve.torch.raw import Head, RawBatches, open_raw, sizes_to_send
+from ffserve.torch.segments import TAKEN, Sender, receiver
 
 SMALL_SIZE = 16 << 10
 """Answers of fewer bytes cross within the message."""
-ALIGNMENT = 64
+TABLE_SIZE = 16 << 10
+"""Tensors of fewer bytes are copied sooner than looked at, whether they lie side by side."""
 PAUSE = 64
 """Messages after which it is tried again whether samples cross as they were read."""
 
 
 class Parcel:
-    """Answers on their way. It unpickles as the list of them.
+    """Answers on their way. It unpickles as what `open` makes of `where`."""
 
-    Args: where: the arguments of `_open` (a segment) or of `_unpack` (a buffer of its own).
-    """
+    __slots__ = ("open", "where")
 
-    __slots__ = ("where",)
-
-    def __init__(self, *where: Any) -> None:
+    def __init__(self, open: Callable[..., Any], *where: Any) -> None:
+        self.open = open
         self.where = where
 
     def __reduce__(self) -> Any:
-        return (_open if len(self.where) > 3 else _unpack), self.where
+        return self.open, self.where
 
 
 def _open(
@@ -76,21 +75,6 @@ def _unpack(buffer: Any, start: int, stop: int) -> list[Any]:
     return answers
 
 
-def cut(memory: Bytes, edges: Int64s) -> list[Bytes]:
-    """Return views of the memory; edges, int64[2, n], are where they begin and end."""
-    firsts, lasts = edges
-    count = len(firsts)
-    if count > 1:
-        steps, size = np.diff(firsts), int(lasts[0] - firsts[0])
-        step = int(steps[0])
-        if step >= size and (steps == step).all() and (lasts - firsts == size).all():
-            # Rows of a table are cheaper to make than slices.
-            first = int(firsts[0])
-            table = np.ndarray((count, size), np.uint8, memory, first, (step, 1))
-            return list(table)
-    return [memory[a:b] for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-
-
 class Packer:
     """Packs answers in a worker.
 
@@ -108,12 +92,58 @@ class Packer:
         self._sender = sender
         self._expected = 0
         self._placed: Placed | None = None
+        self._tables: list[tuple[torch.Tensor, Alive]] = []
         self._pause = 0
         """Messages for which samples are not placed, since the last ones did not cross as such."""
 
     def begin(self) -> None:
         """Begin a message; what was left of one that failed is dropped."""
         self._placed = None
+        self._tables.clear()
+
+    def read(self, reader: FileReader, order: Any, *, raw: bool) -> Sequence[Bytes]:
+        """Read all samples of a message at once, side by side where one request gives them.
+
+        Args:    raw: they will cross as they are.
+        Returns: Rows, or a list of arrays.
+        Raises:  what the reader raises.
+        """
+        rows: Rows | None = None
+
+        def place(sizes: Int64s) -> Any:
+            nonlocal rows
+            if rows is not None or not len(sizes):
+                return None
+            size = int(((sizes + (ALIGNMENT - 1)) & -ALIGNMENT).sum())
+            placed = None if self._pause and not raw else self._room(size)
+            edges = None if placed is None else placed.lay(sizes)
+            if placed is not None and edges is not None and placed.memory is not None:
+                rows = Rows(edges, placed.memory, placed)
+            else:
+                edges, end = laid(0, sizes)
+                rows = Rows(edges, np.empty(max(end, 1), np.uint8), None)
+            return rows, places(edges, address_of(rows.memory))
+
+        with placing(place):
+            return reader.read(order)
+
+    def pack_raw(self, rows: Rows, heads: Sequence[Head]) -> Parcel | None:
+        """Return a parcel of samples of which nobody has got any; they are of no use here any more.
+
+        Args:    rows: what `read` returned.
+        Returns: None if somebody has got the memory nevertheless: read them again.
+        """
+        placed, self._placed = self._placed, None
+        sizes = sizes_to_send(rows.edges)
+        memory = rows.let_go()
+        if placed is None or rows.placed is None:
+            return Parcel(RawBatches, bytearray(memory), sizes, heads)
+        del memory
+        if not placed.let_go():
+            return None
+        placed.segment.flag.set(TAKEN)
+        gone = self._sender.gone()
+        return Parcel(open_raw, self._key, self._worker, placed.segment.number, gone, sizes, heads)
 
     def place(self, sizes: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]] | None:
         """Give room for samples of the message that is being made; see `client.source.Place`."""
@@ -131,13 +161,49 @@ class Packer:
     def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         first = tensors[0]
         if is_plain(first) and not first.requires_grad:
-            size = first.numel() * first.itemsize * len(tensors)
+            size = first.numel() * first.itemsize
+            table = None if size < TABLE_SIZE else self._table(tensors, size)
+            if table is not None:
+                return table
+            size *= len(tensors)
             placed = self._room(size + ALIGNMENT)
             buffer = None if placed is None else placed.add(size)
             if buffer is not None and size:
                 out = torch.frombuffer(buffer, dtype=first.dtype).view(len(tensors), *first.shape)
                 return torch.stack(list(tensors), 0, out=out)
         return default_collate_fn_map[torch.Tensor](tensors, collate_fn_map=collate_fn_map)
+
+    def _table(self, tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor | None:
+        """Return tensors that lie side by side, as they were read, as the batch that they are."""
+        first, count = tensors[0], len(tensors)
+        if (
+            self._placed is None
+            or set(map(type, tensors)) != {torch.Tensor}
+            or {(t.dtype, t.shape, t.requires_grad, t.is_contiguous()) for t in tensors}
+            != {(first.dtype, first.shape, False, True)}
+        ):
+            return None
+        begin = first.data_ptr()
+        wanted = range(begin, begin + count * size, size)
+        if first.dtype.is_complex or any(t.is_neg() for t in tensors):
+            return None
+        if any(t.data_ptr() != at for t, at in zip(tensors, wanted, strict=True)):
+            return None
+        claimed = self._placed.claim_table(begin, count, size)
+        if claimed is None:
+            return None
+        memory, alive = claimed
+        table = torch.frombuffer(memory, dtype=first.dtype).view(count, *first.shape)
+        self._tables.append((table, alive))
+        return table
+
+    def settle(self) -> None:
+        """A batch was made: if somebody keeps samples that it lies on, it becomes a copy."""
+        for table, alive in self._tables:
+            if alive() is not None:
+                copy = table.clone()
+                table.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
+        self._tables.clear()
 
     def _room(self, size: int) -> Placed | None:
         if self._placed is None:
@@ -175,117 +241,13 @@ class Packer:
         segment.flag.set(TAKEN)
         layout.write(np.frombuffer(segment.lend(), np.uint8), whole=not in_place)
         gone = self._sender.gone()
-        return Parcel(self._key, self._worker, segment.number, gone, start, stop)
+        return Parcel(_open, self._key, self._worker, segment.number, gone, start, stop)
 
     def _beside(self, layout: _Layout, start: int, stop: int) -> Parcel:
         """No segment, or nothing that would pay for one: all of it through the queue."""
         copied = bytearray(stop)
         layout.write(np.frombuffer(copied, np.uint8), whole=True)
-        return Parcel(copied, start, stop)
-
-
-class Placed:
-    """What lies already in the segment of the message that is being made.
-
-    Each piece of memory crosses once: the training process gets arrays that share nothing.
-    """
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.used = 0
-        lent = segment.lend()
-        # Whoever holds an array of it last: then it is free, unless it is on its way.
-        weakref.finalize(lent, give_back, segment, os.getpid()).atexit = False
-        self._alive = weakref.ref(lent)
-        self._memory: Bytes | None = np.frombuffer(lent, np.uint8)
-        self._address = address_of(self._memory)
-        self._groups: list[_Group] = []
-
-    def add_samples(self, sizes: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]] | None:
-        """Return an array for each sample, and their addresses; None if they do not fit."""
-        ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT)
-        end = self.used + int(ends[-1]) if len(sizes) else self.used
-        if end > self.segment.room or self._memory is None:
-            return None
-        edges = np.empty((2, len(sizes)), np.int64)
-        edges[0, :1] = self.used
-        edges[0, 1:] = ends[:-1] + self.used
-        edges[1] = edges[0] + sizes
-        samples = cut(self._memory, edges)
-        self._groups.append(_Group(self.used, end, edges, tuple(samples)))
-        self.used = end
-        return samples, (edges[0] + self._address).view(np.uint64)
-
-    def add(self, size: int) -> Bytes | None:
-        """Return an array of this size, or None if it does not fit."""
-        end = self.used + -(-size // ALIGNMENT) * ALIGNMENT
-        if end > self.segment.room or self._memory is None:
-            return None
-        first, self.used = self.used, end
-        edges = np.array([[first], [first + size]], np.int64)
-        self._groups.append(_Group(first, end, edges, ()))
-        return self._memory[first : first + size]
-
-    def claim_samples(self, rows: list[Bytes]) -> Int64s | None:
-        """Return where these samples lie, int64[2, n], if they are just what one read gave."""
-        first = address_of(rows[0]) - self._address
-        group = self._group(first)
-        if group is None or group.claimed or len(group.samples) != len(rows):
-            return None
-        if not all(map(operator.is_, group.samples, rows)):
-            return None
-        group.claimed.update(range(len(rows)))
-        return group.edges
-
-    def claim(self, piece: Bytes) -> int | None:
-        """Return where this memory begins, if it lies here and crosses for the first time."""
-        first = address_of(piece) - self._address
-        group = self._group(first) if piece.nbytes else None
-        if group is None:
-            return None
-        number = int(np.searchsorted(group.edges[0], first, side="right")) - 1
-        if number in group.claimed or first + piece.nbytes > group.edges[1, number]:
-            return None
-        group.claimed.add(number)
-        return first
-
-    def _group(self, first: int) -> _Group | None:
-        if not 0 <= first < self.used:
-            return None
-        return self._groups[bisect.bisect_right(self._groups, first, key=_first_of) - 1]
-
-    def let_go(self) -> bool:
-        """Drop what is held here; return whether nobody else holds any of it."""
-        self._memory = None
-        for group in self._groups:
-            group.samples = ()
-        return self._alive() is None
-
-    def is_idle(self) -> bool:
-        """Whether samples were placed, and none of them crossed."""
-        read = [group for group in self._groups if group.is_read]
-        return bool(read) and not any(group.claimed for group in read)
-
-
-class _Group:
-    """What one read put side by side, or one array of another origin.
-
-    Args: first, last: of all of it. edges: int64[2, n], where each begins and ends.
-    """
-
-    __slots__ = ("claimed", "edges", "first", "is_read", "last", "samples")
-
-    def __init__(self, first: int, last: int, edges: Int64s, samples: tuple[Bytes, ...]) -> None:
-        self.first = first
-        self.last = last
-        self.edges = edges
-        self.samples = samples
-        self.is_read = bool(samples)
-        self.claimed: set[int] = set()
-
-
-def _first_of(group: _Group) -> int:
-    return group.first
+        return Parcel(_unpack, copied, start, stop)
 
 
 class _Layout:
@@ -306,7 +268,7 @@ class _Layout:
             return
         stream = io.BytesIO()
         buffers: list[Bytes] = []
-        _Pickler(stream, buffers).dump(batch)
+        Pickler(stream, buffers).dump(batch)
         spans = [self._place(buffer) for buffer in buffers]
         text = self._append(np.frombuffer(stream.getbuffer(), np.uint8), stream.tell())
         self._table.append((head, text, *spans))
@@ -369,115 +331,3 @@ def is_rows(batch: Any) -> bool:
 
 
 _UINT8 = np.dtype(np.uint8)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether bytes, type, shape and strides are all there is to a tensor."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def address_of(array: Bytes) -> int:
-    """Return where an array's memory begins."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-class _TorchsWay(Exception):
-    """Something that only torch knows how to hand over."""
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles with the bytes of arrays and tensors out of band."""
-
-    def __init__(self, stream: io.BytesIO, buffers: list[Bytes]) -> None:
-        def keep(buffer: pickle.PickleBuffer) -> None:
-            buffers.append(np.frombuffer(buffer.raw(), np.uint8))
-
-        super().__init__(stream, protocol=5, buffer_callback=keep)
-        self._storages: dict[int, tuple[_Storage, int]] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            return self._reduce(obj)
-        if type(obj) is np.ndarray and not obj.flags.writeable and not obj.dtype.hasobject:
-            return obj.copy("K").__reduce_ex__(5)  # arrives writable, as from any other pickle
-        if isinstance(obj, _TORCHS):
-            raise _TorchsWay
-        return NotImplemented
-
-    def _reduce(self, tensor: torch.Tensor) -> Any:
-        if tensor.requires_grad or not is_plain(tensor):
-            raise _TorchsWay
-        storage, begin = self._storage(tensor)
-        where = tensor.data_ptr() - begin if tensor.numel() else 0
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        return _tensor, (storage, tensor.dtype, where // tensor.itemsize, shape, strides)
-
-    def _storage(self, tensor: torch.Tensor) -> tuple[_Storage, int]:
-        """Return the bytes that a tensor needs, and the address where they begin.
-
-        That is its whole storage, unless the tensor is less than half of it.
-        """
-        whole = tensor.untyped_storage()
-        known = self._storages.get(whole.data_ptr())
-        if known is not None:
-            return known
-        begin, size = whole.data_ptr(), whole.nbytes()
-        extent = 0
-        if tensor.numel():
-            last = sum(
-                (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            extent = (last + 1) * tensor.itemsize
-        if 2 * extent >= size:
-            found = _Storage(_bytes_of(whole, 0, size)), begin
-            self._storages[begin] = found
-            return found
-        offset = int(tensor.storage_offset()) * tensor.itemsize if extent else 0
-        return _Storage(_bytes_of(whole, offset, extent)), begin + offset
-
-
-_TORCHS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
-
-
-class _Storage:
-    """The bytes of a storage; becomes one again in the training process."""
-
-    __slots__ = ("_bytes",)
-
-    def __init__(self, bytes_: Bytes) -> None:
-        self._bytes = bytes_
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _storage, (pickle.PickleBuffer(self._bytes.data),)
-
-
-def _bytes_of(storage: torch.UntypedStorage, offset: int, size: int) -> Bytes:
-    if not size:
-        return np.empty(0, np.uint8)
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
-    array: NDArray[np.uint8] = flat.numpy()
-    return array
-
-
-def _storage(buffer: Any) -> torch.UntypedStorage:
-    if not len(buffer):
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-
-
-def _tensor(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)

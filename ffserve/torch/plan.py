@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from ffserve.errors import UsageError
 from ffserve.torch.announcer import PATIENCE_S, Announced, Announcement, Announcer
-from ffserve.torch.draws import Draw, draw_of, draw_of_batches
+from ffserve.torch.draws import Draw, Drawn, draw_of, draw_of_batches
 from ffserve.torch.listeners import Int64s
 from ffserve.torch.sampler import EpochSampler
 
@@ -21,11 +21,20 @@ _POSITION = ("batches", "epoch", "generator")
 
 
 class Ticket(NamedTuple):
-    """One batch to be made: what to ask the dataset for, and where the epoch stands behind it."""
+    """One batch to be made: what to ask the dataset for, and where the epoch stands behind it.
+
+    drawn: indices are int64[n], in place of a list of plain integers.
+    """
 
     batches: int
     samples: int
     indices: Any
+    drawn: bool = False
+
+    @property
+    def wanted(self) -> Any:
+        """What the sampler handed out."""
+        return self.indices.tolist() if self.drawn else self.indices
 
 
 class Run:
@@ -140,15 +149,16 @@ class Plan(torch.utils.data.Sampler[Ticket]):
 
     def __iter__(self) -> Iterator[Ticket]:
         # All of it runs at the first next(): torch's multi-process iterator calls iter() twice.
-        source, order = self._source, None
+        source, order, drawn = self._source, None, False
         if self._draw is not None:
             if self._draw.hands_out or self._announcer.listens():
                 order = self._draw.draw()
             indices = self._draw.indices(order)
             if self._cut is None:
                 source = indices
-            elif indices is not self._order:
-                source = BatchSampler(indices, self._cut.batch_size, self._cut.drop_last)
+            elif isinstance(indices, Drawn):
+                source = indices.batches(self._cut.batch_size, self._cut.drop_last)
+                drawn = True
         items = iter(source)
         batches, samples = self._skipped_batches, self._start_sample
         for item in islice(items, batches):
@@ -157,7 +167,7 @@ class Plan(torch.utils.data.Sampler[Ticket]):
         for item in items:
             batches += 1
             samples += len(item) if self._batched else 1
-            yield Ticket(batches, samples, item)
+            yield Ticket(batches, samples, item, drawn)
 
     def _announce(self, order: Int64s | None, position: int) -> None:
         draw = self._draw

@@ -89,17 +89,25 @@ class EpochSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # All of it runs at the first next(): torch's multi-process iterator calls iter() twice.
-        if not self._followed:
-            self._begin()
-        followed, self._followed = self._followed, False
-        self._restored = None
-        order, start, run = self.order(), self._position, self._run
-        for chunk_start in range(start, len(order), _CHUNK):
-            chunk = order[chunk_start : chunk_start + _CHUNK].tolist()
-            for drawn, index in enumerate(chunk, chunk_start + 1):
+        followed = self._followed
+        rest = self.rest()
+        start, run = self._position, self._run
+        for chunk_start in range(0, len(rest), _CHUNK):
+            chunk = rest[chunk_start : chunk_start + _CHUNK].tolist()
+            for drawn, index in enumerate(chunk, start + chunk_start + 1):
                 if not followed:
                     self.handed_out(run, drawn)
                 yield index
+
+    def rest(self) -> NDArray[np.int64]:
+        """Begin the iteration that ``follow`` announced; return all that it hands out, for who
+        reports it: ``order()`` from the position on. Not to be written to.
+        """
+        if not self._followed:
+            self._begin()
+        self._followed = False
+        self._restored = None
+        return self.order()[self._position :]
 
     @property
     def restored(self) -> bool:
