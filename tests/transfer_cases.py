@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections import namedtuple
 from typing import Any
 
@@ -142,3 +143,29 @@ class Failing(Made):
         if index == self.options.get("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().make(index)
+
+
+class Keeping(Dataset):
+    """Tensors over samples that it keeps, and overwrites when it is called again."""
+
+    def __init__(self, fnames: Any) -> None:
+        super().__init__(fnames)
+        self.last: list[Any] = []
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        for sample in self.last:
+            sample[:] = 255
+        self.last = data
+        return [torch.from_numpy(d) for d in data]
+
+
+class Waiting:
+    """A worker_init_fn: one worker waits until a file is there."""
+
+    def __init__(self, path: str, worker: int) -> None:
+        self.path = path
+        self.worker = worker
+
+    def __call__(self, worker: int) -> None:
+        while worker == self.worker and not os.path.exists(self.path):
+            time.sleep(0.01)

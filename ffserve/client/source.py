@@ -193,7 +193,9 @@ def check_out(out: Bytes, total: int) -> Bytes:
     Raises: UsageError when it cannot be used.
     """
     if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1:
-        raise UsageError("out must be a one-dimensional uint8 array")
+        raise UsageError(
+            "out must be a one-dimensional uint8 array", hint="of a torch tensor: tensor.numpy()"
+        )
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise UsageError("out must be contiguous and writable")
     if out.nbytes < total:

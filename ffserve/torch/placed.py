@@ -91,8 +91,8 @@ class Placed:
             return None
         if (edges[1] - edges[0] != size).any():
             return None
-        group.claimed.update(range(count))
-        group.samples = ()
+        # One piece from now on, which `claim` finds.
+        self._groups[self._groups.index(group)] = _Group(np.array([[first], [end]], np.int64))
         return self.memory[first:end], group.alive
 
     def claim_samples(self, rows: list[Bytes]) -> Int64s | None:
