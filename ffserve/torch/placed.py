@@ -56,12 +56,15 @@ class Placed:
         """Return where they are to be read to."""
         return places(edges, self._address)
 
-    def show(self, edges: Int64s) -> list[Bytes]:
-        """Return arrays of samples that lie side by side; they are a group of their own."""
+    def show(self, edges: Int64s, size: int | None = None) -> list[Bytes]:
+        """Return arrays of samples that lie side by side; they are a group of their own.
+
+        Args: size: as for `cut`.
+        """
         assert self.memory is not None
         if not edges.size:
             return []
-        group = _Group(edges, self.memory)
+        group = _Group(edges, self.memory, size)
         bisect.insort(self._groups, group, key=_first_of)
         return list(group.samples)
 
@@ -144,7 +147,7 @@ class _Group:
 
     __slots__ = ("alive", "claimed", "edges", "first", "is_read", "samples")
 
-    def __init__(self, edges: Int64s, memory: Bytes | None = None) -> None:
+    def __init__(self, edges: Int64s, memory: Bytes | None = None, size: int | None = None) -> None:
         self.first = int(edges[0, 0])
         self.edges = edges
         self.samples: tuple[Bytes, ...] = ()
@@ -153,7 +156,7 @@ class _Group:
         if memory is not None:
             # Through a buffer, so that views have this very array as their base.
             own = np.frombuffer(memory[self.first : int(edges[1, -1])].data, np.uint8)
-            self.samples = tuple(cut(own, edges - self.first))
+            self.samples = tuple(cut(own, edges - self.first, size))
             self.alive: Alive = weakref.ref(own)
 
 
@@ -167,10 +170,12 @@ class Rows(Sequence[Bytes]):
     Args: edges: int64[2, n], where they lie in memory. placed: whose memory it is, if anybody's.
     """
 
-    __slots__ = ("edges", "memory", "placed", "seen")
+    __slots__ = ("edges", "memory", "placed", "seen", "size")
 
     def __init__(self, edges: Int64s, memory: Bytes, placed: Placed | None) -> None:
         self.edges = edges
+        self.size = one_size(edges)
+        """Of each, if they are all of one."""
         self.memory = memory
         self.placed = placed
         self.seen = False
@@ -189,7 +194,9 @@ class Rows(Sequence[Bytes]):
         edges = self.edges[:, index]
         if not isinstance(index, slice):
             return self.memory[edges[0] : edges[1]]
-        return cut(self.memory, edges) if self.placed is None else self.placed.show(edges)
+        if self.placed is None:
+            return cut(self.memory, edges, self.size)
+        return self.placed.show(edges, self.size)
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -209,19 +216,31 @@ def laid(first: int, sizes: Int64s) -> tuple[Int64s, int]:
     return edges, end
 
 
-def cut(memory: Bytes, edges: Int64s) -> list[Bytes]:
-    """Return views of the memory; edges, int64[2, n], are where they begin and end."""
+def cut(memory: Bytes, edges: Int64s, size: int | None = None) -> list[Bytes]:
+    """Return views of the memory; edges, int64[2, n], are where they begin and end.
+
+    Args: size: of each, if they are known to be `laid` and of one size.
+    """
     firsts, lasts = edges
     count = len(firsts)
+    step = 0
     if count > 1:
-        steps, size = np.diff(firsts), int(lasts[0] - firsts[0])
-        step = int(steps[0])
-        if step >= size and (steps == step).all() and (lasts - firsts == size).all():
-            # Rows of a table are cheaper to make than slices.
-            first = int(firsts[0])
-            table = np.ndarray((count, size), np.uint8, memory, first, (step, 1))
-            return list(table)
+        step = int(firsts[1] - firsts[0])
+        if size is None:
+            size = int(lasts[0] - firsts[0])
+            if (lasts - firsts != size).any() or (np.diff(firsts) != step).any() or step < size:
+                size = None
+    if size is not None and count:
+        # Rows of a table are cheaper to make than slices.
+        return [*np.ndarray((count, size), np.uint8, memory, int(firsts[0]), (step, 1))]
     return [memory[a:b] for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+
+
+def one_size(edges: Int64s) -> int | None:
+    """Return the size of samples that are all of one size."""
+    sizes = edges[1] - edges[0]
+    size = int(sizes[0])
+    return size if (sizes == size).all() else None
 
 
 def places(edges: Int64s, address: int) -> NDArray[np.uint64]:

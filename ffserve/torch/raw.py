@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ffserve.client.fileio import FileReader
-from ffserve.client.source import Bytes, Int64s
+from ffserve.client.source import Bytes
 from ffserve.torch.dataset import Dataset
 from ffserve.torch.placed import ALIGNMENT, laid
 from ffserve.torch.segments import receiver
@@ -63,13 +63,6 @@ _SHAPE = 0x04 | 0x08 | 0x20 | 0x80 | 0x100 | 0x200
 _PATTERNS: dict[int, Any] = {0: lambda a: a, 2: lambda a, b, c: c}
 
 
-def sizes_to_send(edges: Int64s) -> int | bytes:
-    """Return the sizes of samples, one number if they are of one size."""
-    sizes = edges[1] - edges[0]
-    size = int(sizes[0])
-    return size if (sizes == size).all() else sizes.tobytes()
-
-
 def open_raw(
     key: int,
     worker: int,
@@ -93,10 +86,9 @@ class RawBatches:
         self._heads = deque(heads)
         self._at = 0
         self._size = sizes if isinstance(sizes, int) else -1
-        self._spans: list[slice] = []
+        self._edges: list[list[int]] = []
         if isinstance(sizes, bytes):
-            edges, _end = laid(0, np.frombuffer(sizes, np.int64))
-            self._spans = list(map(slice, *edges.tolist()))
+            self._edges = laid(0, np.frombuffer(sizes, np.int64))[0].tolist()
 
     def __len__(self) -> int:
         return len(self._heads)
@@ -110,7 +102,8 @@ class RawBatches:
             self._memory = None
         first, self._at = self._at, self._at + count
         if self._size < 0:
-            return batches, samples, [memory[span] for span in self._spans[first : self._at]]
+            begins, ends = (edges[first : self._at] for edges in self._edges)
+            return batches, samples, [memory[a:b] for a, b in zip(begins, ends, strict=True)]
         step = -(-self._size // ALIGNMENT) * ALIGNMENT
         table = np.ndarray((count, self._size), np.uint8, memory, first * step, (step, 1))
         return batches, samples, [*table]
