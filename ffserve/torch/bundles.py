@@ -18,9 +18,9 @@ from ffserve.client.source import Int64s
 from ffserve.torch.dataset import ReaderRegistry
 from ffserve.torch.plan import Plan, Ticket
 
-BUNDLE_SIZE = 4 << 20
+BUNDLE_SIZE = 8 << 20
 """Small batches share a message up to so many bytes of samples, and BUNDLE_COUNT batches."""
-BUNDLE_COUNT = 16
+BUNDLE_COUNT = 32
 TURNS = 4
 """Messages that every worker has to make in an epoch at least, or some would have nothing to do."""
 

@@ -355,7 +355,7 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         if reader is not None and order is not None:
             raw = changes_nothing(self._dataset, self._collate)
             # What cannot be read at once is read batch by batch, to tell whose error it is.
-            with suppress(FFServeError):
+            with suppress(Exception):
                 read = packer.read(reader, order, raw=raw)
             if raw and isinstance(read, Rows) and not read.seen:
                 parcel = packer.pack_raw(read, bundle.heads)
