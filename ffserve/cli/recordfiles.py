@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     pass
 
 BATCH_SIZE = 32 << 20
-"""Bytes that one read of verify or cat asks for, unless a single sample is larger."""
+"""Bytes that one read of cat asks for, unless a single sample is larger."""
 BATCH_COUNT = 4096
 
 format_option = click.option(
