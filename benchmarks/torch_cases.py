@@ -64,7 +64,7 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 def _loader(case: Case, dataset: Any, **options: Any) -> Any:
     # As many batches a message as the loader itself would choose for a dataset that it knows. The
-    # workers stay: an epoch of these data takes a tenth of a second, starting two of them a third.
+    # workers stay: an epoch of these data takes a tenth of a second, starting them half that.
     bundle = max(1, min(BUNDLE_COUNT, BUNDLE_SIZE // (case["batch"] * case["step"])))
     return ffserve.torch.DataLoader(
         dataset,

@@ -5,8 +5,9 @@ What crosses torch's queue is a `Parcel`: where the answers lie. The answers the
 and the arrays that come out are views of it. Each answer is a pickle of its own, so nothing is
 shared between batches.
 
-Three roads, by content:
+Four roads, by content:
 
+- raw samples that neither `process` nor collation looks at go as they were read (raw.py);
 - a list of one-dimensional uint8 arrays (raw samples) is laid end to end and cut apart again,
   without a pickle for each;
 - whatever else pickles, torch tensors among it: dense ones in memory are taken apart into bytes,
