@@ -74,6 +74,9 @@ def test_nothing_is_done_for_what_is_outside(chosen: list[int]) -> None:
         lambda: tables.c.resident(numbers),
         lambda: tables.c.pin(numbers),
         lambda: tables.c.unpin(numbers),
+        lambda: tables.c.contents(numbers),
+        lambda: tables.c.usable(numbers),
+        lambda: tables.c.vacate(numbers),
         lambda: tables.c.cut(np.vstack([numbers] * ROWS), numbers.copy(), LARGE),
         lambda: tables.c.enter(blocks, numbers[-1:], 1),
         lambda: tables.c.enter(np.vstack([numbers[-1:]] * ROWS), np.array([11]), 1),
@@ -123,6 +126,13 @@ def test_pins_and_what_is_read() -> None:
     held, loading = tables.c.pin(np.array([3, 10]))
     assert (held, loading.tolist()) == (350 + 1050, [10])
     assert tables.c.resident(np.array([3, 21, 30, 3])).tolist() == [3, 3]
+    assert tables.c.usable(np.array([3, 10, 5, 11])).tolist() == [False, False, True, False]
+    assert tables.c.contents(np.array([10, 11])).tolist() == [
+        [20, 12],
+        [3, 1],
+        [10000, 11000],
+        [1050, 1150],
+    ]
     tables.states[10] = FAILED
     assert tables.c.unpin(np.array([10])) == 0
     assert tables.c.unpin(np.array([3, 10])) == 1
@@ -132,6 +142,11 @@ def test_pins_and_what_is_read() -> None:
         tables.c.enter(np.array([[19], [2], [0], [0], [0], [0]]), np.array([9]), 8)
     with pytest.raises(AssertionError, match="not even in part"):
         tables.c.cut(np.array([[20], [1], [0], [0], [1], [0]]), np.array([0]), 9)
+    tables.slot_of[21] = 0  # it failed
+    tables.slot_of[22] = 5  # and is read again by itself
+    tables.c.vacate(np.array([10]))
+    assert tables.slot_of[[12, 20, 21, 22]].tolist() == [12, 0, 0, 5]
+    assert tables.states[10:].tolist() == [FREE, LOADING]
 
 
 def test_one_slot_is_not_given_to_two_blocks() -> None:

@@ -367,7 +367,7 @@ class Cache:
         return True
 
     def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
-        usable: NDArray[np.bool_] = (self.state[slots] == RESIDENT) & (self.pins[slots] == 0)
+        usable = self._slots.usable(slots)
         if len(self._marked):
             usable &= ~self._leased[slots]
         if self.arena.open_count < self.arena.slab_count:
@@ -400,36 +400,37 @@ class Cache:
                     if slots[row] >= 0:
                         self.state[slots[row]] = LOADING
                 continue
-            free = self.arena.take(size_class, len(rows))
-            if len(free) < len(rows):
-                free += self._from_idle(size_class, len(rows) - len(free))
-            while len(free) < len(rows) and (self._idle_slabs or self._idle_found):
+            wanted = len(rows)
+            free = np.array(self.arena.take(size_class, wanted), np.int64)
+            if len(free) < wanted:
+                free = _joined(free, self._from_idle(size_class, wanted - len(free)))
+            while len(free) < wanted and (self._idle_slabs or self._idle_found):
                 self.state[free] = LOADING
                 if not self._steal_idle():
                     break
-                free += self.arena.take(size_class, len(rows) - len(free))
+                free = _joined(free, self.arena.take(size_class, wanted - len(free)))
             fresh = len(free)
-            if len(free) < len(rows):
-                missing = len(rows) - len(free)
+            if len(free) < wanted:
+                missing = wanted - len(free)
                 victims, others = self._from_policy(size_class, missing, group, latest)
-                free += victims
+                free = _joined(free, victims)
                 fresh += others
-            while len(free) < len(rows) and latest is None:
+            while len(free) < wanted and latest is None:
                 self.state[free] = LOADING
                 unwanted = self._steal(1)
                 if unwanted is None:
                     break
-                stolen = self.arena.take(size_class, len(rows) - len(free))
+                stolen = self.arena.take(size_class, wanted - len(free))
                 assert stolen, "an emptied slab has room"
                 if unwanted and fresh == len(free):
                     fresh += len(stolen)
-                free += stolen
+                free = _joined(free, stolen)
             self.state[free] = LOADING
             slots[rows[: len(free)]] = free
             passing[rows[fresh : len(free)]] = True
         return slots, passing
 
-    def _from_idle(self, size_class: int, count: int) -> list[int]:
+    def _from_idle(self, size_class: int, count: int) -> Int64s:
         if self.idle_changed:
             self.idle_changed = False
             self._idle_slabs = self.arena.open_count
@@ -440,28 +441,29 @@ class Cache:
         evicted = self._evict_idle(size_class, count)
         if len(evicted) < count and self._idle_runs:
             self._find_idle()
-            evicted += self._evict_idle(size_class, count - len(evicted))
+            evicted = _joined(evicted, self._evict_idle(size_class, count - len(evicted)))
         return evicted
 
-    def _evict_idle(self, size_class: int, count: int) -> list[int]:
+    def _evict_idle(self, size_class: int, count: int) -> Int64s:
         self._look_at_leases()
         victims = self.policy.idle_victims(size_class, count, self._usable_idle)
         kept = self._evict(victims)
         if kept.any():
             self.policy.abandon(victims[kept], size_class)
-        evicted: list[int] = victims[~kept].tolist()
-        return evicted
+            victims = victims[~kept]
+        return victims
 
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
-    ) -> tuple[list[int], int]:
+    ) -> tuple[Int64s, int]:
         self._look_at_leases()
         victims, others = self.policy.victims(size_class, count, self._usable, group, latest)
         kept = self._evict(victims)
         if kept.any():
             self.policy.keep(victims[kept], size_class)
             others -= int(np.count_nonzero(kept[:others]))
-        return victims[~kept].tolist(), others
+            victims = victims[~kept]
+        return victims, others
 
     def _find_idle(self) -> None:
         """Tell the policy of some more that nobody has open."""
@@ -642,22 +644,13 @@ class Cache:
         if not len(slots):
             return kept
         chosen = slots
-        firsts, counts = self._first[chosen], self._count[chosen].astype(np.int64)
-        self._retract(firsts, counts, self.arena.offsets(chosen), self.arena.sizes(chosen))
+        self._retract(*self._slots.contents(slots))
         if self._look_at_leases():
             kept = self._leased[chosen]
             if kept.any():
                 self._restore(chosen[kept])
-                chosen, firsts, counts = chosen[~kept], firsts[~kept], counts[~kept]
-        if np.count_nonzero(counts != 1) == 0:
-            self._slot_of[firsts] = 0
-        else:
-            for slot, first, count in zip(
-                chosen.tolist(), firsts.tolist(), counts.tolist(), strict=True
-            ):
-                run = self._slot_of[first : first + count]
-                run[run == slot + 1] = 0
-        self.state[chosen] = FREE
+                chosen = chosen[~kept]
+        self._slots.vacate(chosen)
         self.counters.wasted += self.policy.unused(chosen)
         self._leave(chosen)
         self.counters.evicted += len(chosen)
@@ -697,6 +690,12 @@ class Cache:
     def usage(self) -> Int64s:
         """Return the bytes of slots in use by each row of the shard table."""
         return self.shards.used
+
+
+def _joined(some: Int64s, more: Int64s | list[int]) -> Int64s:
+    if not len(more):
+        return some
+    return np.concatenate((some, more)) if len(some) else np.asarray(more, np.int64)
 
 
 def _groups(classes: Int64s) -> list[tuple[int, Int64s]]:

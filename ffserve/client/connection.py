@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -248,6 +249,20 @@ class Connection:
     def wait_ready(self, tag: int) -> protocol.Ready:
         """Wait for the answer to `get` or `lease`."""
         return self._expect(tag, protocol.Ready)
+
+    def answered(self, tag: int, timeout_s: float) -> bool:
+        """Wait for so long at most; return whether there may be an answer for `wait_ready`."""
+        waiter = self._waiters[tag]
+        with self._state:
+            if waiter.answer is None and self._broken is None and self._receiving:
+                self._state.wait(timeout_s)
+            if waiter.answer is not None or self._broken is not None:
+                return True
+            if self._receiving:
+                return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def give_up(self, tag: int) -> None:
         """Nobody will wait for this GET."""

@@ -40,6 +40,9 @@ GET_SIZE = 8 << 20
 daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
 """The daemon works on the next while this side copies the last."""
+EARLY_SIZE, EARLY_S = 1 << 20, 0.001
+"""A GET of so many bytes is copied as it comes, with a look at what is there each millisecond: the
+copy takes a good part of the time that reading does. Of a smaller one it is not worth the looks."""
 _MOST_EMPTY_ROUNDS = 1000
 
 
@@ -69,10 +72,14 @@ class Unsized:
 
 @dataclass(slots=True)
 class Awaited:
-    """The answer to this tag is needed."""
+    """The answer to this tag is needed.
+
+    early: positions that may be copied before it comes; what of them was not is left there.
+    """
 
     tag: int
     kind: type[Message] = protocol.Ready
+    early: Int64s | None = None
 
 
 @dataclass(slots=True)
@@ -237,6 +244,7 @@ class RemoteSource:
             step = next(steps)
             while True:
                 if isinstance(step, Awaited):
+                    self._copy_early(pending, step)
                     step = steps.send(self.connection.wait_ready(step.tag))
                 else:
                     if step.pause_s:
@@ -249,6 +257,14 @@ class RemoteSource:
             for tag in self.give_up(pending):
                 self.connection.give_up(tag)
             raise
+
+    def _copy_early(self, pending: Pending, awaited: Awaited) -> None:
+        """Copy what has come until the answer does. What is readable in the directory can be
+        taken at any time; the answer only says that all of it is, and what failed."""
+        while awaited.early is not None and len(awaited.early):
+            if self.connection.answered(awaited.tag, EARLY_S):
+                return
+            awaited.early = self.copy(pending, awaited.early)
 
     def steps(self, pending: Pending) -> Steps:
         """What `finish` does, one step after the other, without doing it.
@@ -362,17 +378,22 @@ class RemoteSource:
         while pending.todo or pending.asked:
             self._ask(pending)
             tag, positions = pending.asked[0]
-            ready = yield Awaited(tag)
+            size = int(pending.target.offsets[-1]) * len(positions) // len(pending.indices)
+            awaited = Awaited(tag, early=positions if size >= EARLY_SIZE else None)
+            ready = yield awaited
             assert isinstance(ready, protocol.Ready)
             pending.asked.popleft()
             done, rest = self._answered(ready, positions, errors)
+            left = positions if awaited.early is None else awaited.early
+            early = len(left) < len(positions)
+            if early:
+                done, rest = done[np.isin(done, left)], rest[np.isin(rest, left)]
             pause_s = 0.001 if empty_rounds > 10 else 0.0
             vanished = yield Copy(done, pause_s)
             assert isinstance(vanished, np.ndarray)
             self.connection.acknowledge(tag)
-            empty_rounds = (
-                empty_rounds + 1 if len(vanished) == len(done) and not ready.errors else 0
-            )
+            got_on = early or bool(ready.errors) or len(vanished) < len(done)
+            empty_rounds = 0 if got_on else empty_rounds + 1
             if empty_rounds > _MOST_EMPTY_ROUNDS:
                 raise ReadError(
                     "the daemon's arena is too busy: samples are evicted before they are copied",

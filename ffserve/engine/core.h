@@ -286,6 +286,14 @@ int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t
  * there are, or FFS_ERANGE. */
 int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t *slots);
 
+/* What n slots hold, to tables[4 * n]: first samples, numbers of samples, offsets and sizes of the
+ * slots, n of each. 0, or FFS_ERANGE. */
+int ffs_slots_contents(const ffs_slots *s, const int64_t *slots, int64_t n, int64_t *tables);
+/* usable[k]: slots[k] is RESIDENT and has no pin. 0, or FFS_ERANGE. */
+int ffs_slots_usable(const ffs_slots *s, const int64_t *slots, int64_t n, uint8_t *usable);
+/* n slots hold nothing any more and are FREE; their samples are in no slot. 0, or FFS_ERANGE. */
+int ffs_slots_vacate(const ffs_slots *s, const int64_t *slots, int64_t n);
+
 /* Mark n places of `seen` (size bytes, each 0 or 1). found[2]: how many places, each counted once,
  * were not marked before, and how many were. 0, or FFS_ERANGE: nothing was marked. */
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,

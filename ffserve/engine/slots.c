@@ -159,6 +159,44 @@ int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n
     return count;
 }
 
+int ffs_slots_contents(const ffs_slots *s, const int64_t *slots, int64_t n, int64_t *tables)
+{
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        tables[k] = s->firsts[slots[k]];
+        tables[n + k] = s->counts[slots[k]];
+        tables[2 * n + k] = s->offsets[slots[k]];
+        tables[3 * n + k] = s->sizes[slots[k]];
+    }
+    return 0;
+}
+
+int ffs_slots_usable(const ffs_slots *s, const int64_t *slots, int64_t n, uint8_t *usable)
+{
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++)
+        usable[k] = s->states[slots[k]] == FFS_SLOT_RESIDENT && !s->pins[slots[k]];
+    return 0;
+}
+
+int ffs_slots_vacate(const ffs_slots *s, const int64_t *slots, int64_t n)
+{
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t first = s->firsts[slots[k]], count = s->counts[slots[k]];
+        if (first < 0 || count < 0 || count > s->sample_count - first)
+            return FFS_ERANGE;
+        for (int64_t i = first; i < first + count; i++)
+            if (s->slot_of[i] == slots[k] + 1)
+                s->slot_of[i] = 0;
+        s->states[slots[k]] = FFS_SLOT_FREE;
+    }
+    return 0;
+}
+
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
              int64_t *found)
 {

@@ -142,6 +142,30 @@ class Slots:
         assert count >= 0, "samples are those of open shards"
         return slots[:count]
 
+    def contents(self, slots: Int64s) -> Int64s:
+        """Return int64[4, n]: first sample and number of samples in each slot, its offset, its
+        size."""
+        tables = np.empty((4, len(slots)), np.int64)
+        rc = lib.ffs_slots_contents(
+            self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, tables)
+        )
+        assert rc == 0
+        return tables
+
+    def usable(self, slots: Int64s) -> NDArray[np.bool_]:
+        """Return for each slot whether it is resident and has no pin."""
+        usable = np.empty(len(slots), np.bool_)
+        rc = lib.ffs_slots_usable(
+            self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_U8S, usable)
+        )
+        assert rc == 0
+        return usable
+
+    def vacate(self, slots: Int64s) -> None:
+        """Say that slots hold nothing any more and are free."""
+        rc = lib.ffs_slots_vacate(self._c, _from_buffer(_I64S, slots), len(slots))
+        assert rc == 0
+
 
 def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
     """Mark seen[numbers - low]; return how many were not marked before, and how many were, a place

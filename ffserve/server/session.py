@@ -349,7 +349,8 @@ class Session:
     def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
         """Return the samples' numbers; None: one is outside, and the client was told so."""
         layout = dataset.layout
-        if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < layout.count):
+        # As unsigned numbers negative ones are too large as well: one look at each.
+        if len(indices) and int(indices.view(np.uint64).max()) >= layout.count:
             bad = int(indices[(indices < 0) | (indices >= layout.count)][0])
             self.fail(
                 tag,
