@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contestants import make_many, many_samples
-from benchmarks.node import daemon, data
+from benchmarks.node import daemon, data, wait_for
+from ffserve.client.connection import status
 
 JOBS = 4
 HOT, COLD, SIZE = 256, 12_000, 31_000
@@ -144,6 +145,8 @@ def announcing(folder: Path, samples: int = 10_000_000) -> list[dict[str, Any]]:
             seen = [json.loads(_heard(each)) for each in witnesses]
             for process in (*witnesses, *jobs):
                 process.communicate()
+            wait_for(lambda: not status(socket)["walks"], [server])
+            left = _memory(server.pid) - memory
         row: dict[str, Any] = {
             "daemon": tells,
             "returned_s": max(each["returned_s"] for each in said),
@@ -151,6 +154,7 @@ def announcing(folder: Path, samples: int = 10_000_000) -> list[dict[str, Any]]:
             "job_cpu_s": max(each["cpu_s"] for each in said),
             "daemon_cpu_ns_a_position": 1e9 * cpu / (2 * JOBS * samples),
             "daemon_bytes_a_sample": grown / samples,
+            "left_bytes_a_sample": left / samples,
         }
         for name, each in zip(("hot", "cold"), seen, strict=True):
             when, took = np.array(each["begun"]), np.array(each["took"]) * 1e3
@@ -171,7 +175,8 @@ def _show(row: dict[str, Any], samples: int) -> None:
     print(f"  the training loop waits {1e3 * row['returned_s']:.1f} ms; all is known after "
           f"{row['told_s']:.2f} s, {row['job_cpu_s']:.2f} s of CPU a job; the daemon: "
           f"{row['daemon_cpu_ns_a_position']:.1f} ns a position, "
-          f"{row['daemon_bytes_a_sample']:.1f} bytes a sample for all")  # fmt: skip
+          f"{row['daemon_bytes_a_sample']:.1f} bytes a sample for all, "
+          f"{row['left_bytes_a_sample']:.1f} when they have gone")  # fmt: skip
     for name in ("hot", "cold"):
         before, meanwhile = row[f"{name}_alone_ms"], row[f"{name}_meanwhile_ms"]
         print(f"  a {name} batch takes ms (median, p99, worst): before {before}, "

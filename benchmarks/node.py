@@ -100,6 +100,7 @@ def watch(
     arena: int | None,
     warm_s: float,
     seconds: float,
+    warm_used: float = 0.0,
     join_daemon: Join | None = None,
     join_jobs: Join | None = None,
 ) -> dict[str, Any]:
@@ -107,6 +108,7 @@ def watch(
 
     Args:
         specs: of the jobs, see `benchmarks.job`. arena: bytes; None: no daemon.
+        warm_used: samples that every job must have used before anything is counted.
         join_daemon, join_jobs: put the processes into their cgroups.
     Returns: what came to pass in `seconds`, over all jobs, and in "jobs" for each.
     """
@@ -133,6 +135,7 @@ def watch(
 
         board[-1, 0] = job.RUN
         time.sleep(warm_s)
+        wait_for(lambda: (board[:-1, job.USED] >= warm_used).all(), running)
         board[-1, 0] = job.MEASURE
         before = look()
         time.sleep(seconds)

@@ -276,6 +276,7 @@ def against_pages(
                         arena=int(PAGES_SAMPLES * SLOT * share) if way == "ffserve" else None,
                         warm_s=5,
                         seconds=4,
+                        warm_used=PAGES_SAMPLES,
                         join_daemon=group.join,
                         join_jobs=group.join,
                     )  # fmt: skip
