@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,17 @@ class ShardInfo:
 
 
 def expand_paths(
-    paths: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] = ()
+    paths: PathLike | Sequence[PathLike],
+    *,
+    suffixes: Sequence[str] | Callable[[], Sequence[str]] = (),
 ) -> tuple[str, ...]:
     """Return the absolute paths of the files that a user meant, in order.
 
     Args:
         paths: one file, a directory (its files with one of `suffixes`, by name, not recursive), a
             glob pattern (by name), or a sequence of these.
-        suffixes: what counts in a directory; () for everything that is no hidden file.
+        suffixes: what counts in a directory; () for everything that is no hidden file. If a
+            function, it is called when there is one.
 
     Raises:
         ReadError: a file does not exist; a directory or pattern gives no file.
@@ -71,9 +74,13 @@ def expand_paths(
     return tuple(found)
 
 
-def _expand_one(path: str, suffixes: Sequence[str]) -> tuple[str, ...]:
+def _expand_one(
+    path: str, suffixes: Sequence[str] | Callable[[], Sequence[str]]
+) -> tuple[str, ...]:
     absolute = os.path.abspath(path)
     if os.path.isdir(absolute):
+        if callable(suffixes):
+            suffixes = suffixes()
         names = sorted(
             name
             for name in os.listdir(absolute)

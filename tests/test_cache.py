@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import SLOT_ALIGNMENT, SMALLEST_ARENA, SMALLEST_SLOT, Arena
 from ffserve.cache.cache import FREE, RESIDENT, Cache, Failure, Fetch, Load
 from ffserve.cache.directory import Directory
-from ffserve.cache.memory import SharedMemory, map_read_only
+from ffserve.cache.memory import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.errors import FormatError, ReadError, UsageError
@@ -220,15 +220,58 @@ def test_discard_zeroes_what_it_is_told_and_nothing_else(offset: int, size: int)
         memory.close()
 
 
+def regions() -> dict[int, str]:
+    """What the kernel says of this process's mappings, by address."""
+    texts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    return {int(text.split("-")[0], 16): text for text in texts}
+
+
+@pytest.mark.parametrize("offset", [0, 5 * PAGE + 3, 3 * MIB, 4 * MIB])
+def test_huge_pages_are_huge_for_clients_too(offset: int) -> None:
+    """The kernel had put them at any page: not one huge page was ever in use."""
+    memory = SharedMemory("ffserve-test", 8 * MIB)
+    mapped = map_read_only(memory.fd, offset, 8 * MIB - offset)
+    address = int(mapped.ctypes.data)
+    try:
+        assert memory.address % HUGE_PAGE == 0
+        assert (address - offset) % HUGE_PAGE == 0
+        memory.populate(0, 2 * MIB)
+        memory.populate(2 * MIB, 6 * MIB)
+        memory.array[4 * MIB] = 7
+        assert mapped[4 * MIB - offset] == 7 and not mapped[: 4 * MIB - offset].any()
+        huge = [
+            int(re.findall(r"ShmemPmdMapped: *(\d+) kB", regions()[start // PAGE * PAGE])[0])
+            for start in (memory.address, address)
+        ]
+        if huge[0] == 8 * 1024:  # not every kernel has them, and not at any time
+            # What the client looked at: from its first whole one to that of the sample.
+            assert huge[1] >= (8 * MIB - offset) // HUGE_PAGE // 2 * 2048
+    finally:
+        memory.close()
+
+
+def test_no_more_is_mapped_than_the_file_holds() -> None:
+    memory = SharedMemory("ffserve-test", 4 * PAGE)
+    try:
+        for offset, size in [(0, 4 * PAGE + 1), (4 * PAGE, 1), (2**62, 5), (5, 2**62), (-1, 5)]:
+            with pytest.raises(ReadError, match="cannot map"):
+                map_read_only(memory.fd, offset, size)
+        mapped = map_read_only(memory.fd, 4 * PAGE - 1, 1)
+        assert not mapped.flags.writeable
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            mapped.flags.writeable = True
+    finally:
+        memory.close()
+    assert mapped[0] == 0  # an array keeps its mapping
+
+
 def test_samples_stay_out_of_core_files() -> None:
     memory = SharedMemory("ffserve-test", 8 * PAGE)
     mapped = map_read_only(memory.fd, 0, 8 * PAGE)
     try:
-        regions = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
         flags = [
-            region.split("VmFlags:")[1].split()
-            for region in regions
-            if region.startswith((f"{memory.address:x}-", f"{mapped.ctypes.data:x}-"))
+            regions()[address].split("VmFlags:")[1].split()
+            for address in (memory.address, mapped.ctypes.data)
         ]
         assert len(flags) == 2 and all("dd" in flag for flag in flags)
     finally:

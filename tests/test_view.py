@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ffserve.engine import ring
+from ffserve.engine._core import lib
 from ffserve.engine.checksum import CRC_32, checksum
 from ffserve.engine.direct import open_direct
 from ffserve.engine.ring import Engine
@@ -162,6 +165,125 @@ def test_length_beyond_four_gib() -> None:
     offsets, missing, _ = shelf.view.locate(np.array([3]))
     assert offsets[1] == (5 << 32) + 11
     assert missing.size == 0
+
+
+@given(indices=st.lists(st.integers(0, 9), min_size=1, max_size=40), more=st.integers(0, 100))
+def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
+    shelf = Shelf()
+    wanted = np.array(indices, np.int64)
+    total = sum(100 + k for k in indices)
+    for turn in range(2):  # the second time its size is known
+        out = np.full(total + more, 0xAA, np.uint8)
+        apart, into = shelf.view.copy_batch(wanted), shelf.view.copy_batch(wanted, out)
+        if turn == 0 and 3 in indices:
+            assert apart is None and into is None
+            publish(shelf.entries.ctypes.data, 3, 3007, 103)
+            continue
+        assert apart is not None and into is not None
+        for buffer, offsets in (apart, into):
+            assert buffer.tobytes() == b"".join(map(shelf.sample, indices))
+            assert np.diff(offsets).tolist() == [100 + k for k in indices]
+            assert offsets[0] == 0
+        assert apart[0].flags.owndata and apart[1].flags.owndata
+        assert np.shares_memory(into[0], out)
+        assert (out[total:] == 0xAA).all()
+
+
+def test_no_whole_batch() -> None:
+    """What has to be looked at more closely is left to the calls that tell why."""
+    shelf = Shelf()
+    good = np.array([1, 2])
+    indices: Any
+    for indices in (
+        np.array([2, 10]), np.array([-1]), np.array([3]), np.array([1, 2], np.int32),
+        np.array([1.0, 2.0]), np.array([[1, 2]]), np.arange(4)[::2], np.array(1),
+        np.zeros(0, np.int64),
+    ):  # fmt: skip
+        assert shelf.view.copy_batch(indices) is None
+        room = np.full(1000, 0xAA, np.uint8)
+        assert shelf.view.copy_batch(indices, room) is None
+        assert (room == 0xAA).all()
+    small = np.full(202, 0xAA, np.uint8)  # one byte short
+    assert shelf.view.copy_batch(good, small) is None
+    assert (small == 0xAA).all()
+    assert View(0, 0, []).copy_batch(good) is None
+    shelf.entries["place"][2] = (1 << 20) - 50
+    assert shelf.view.copy_batch(good) is None
+    with pytest.raises(ReadError):
+        shelf.view.gather(good, np.array([0, 101, 203]), np.zeros(1000, np.uint8))
+
+
+@pytest.fixture(params=[64, 32, 0])
+def width(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The vectors that samples are copied by."""
+    most: int = request.param
+    if lib.ffs_copy_width(most) != most:
+        lib.ffs_copy_width(64)
+        pytest.skip("the processor has none of that width")
+    yield most
+    lib.ffs_copy_width(64)
+
+
+def gathered(sizes: list[int], places: list[int], into: int = 0) -> None:
+    """Copy samples of these sizes from these places, to `into` bytes behind a multiple of 64."""
+    # No byte more than there is, for the sanitizer to see.
+    arena = np.random.default_rng(9).integers(
+        0, 256, max(p + s for p, s in zip(places, sizes, strict=True)), np.uint8
+    )
+    entries = directory(len(sizes))
+    for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        publish(entries.ctypes.data, k, place, size)
+    view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, len(sizes))])
+    wanted = np.arange(len(sizes))
+    offsets, missing, _ = view.locate(wanted)
+    assert not len(missing)
+    room = np.full(into + 64 + int(offsets[-1]) + 64, 0xAA, np.uint8)
+    start = -room.ctypes.data % 64 + into
+    buffer = room[start : start + int(offsets[-1])]
+    left = view.gather(wanted, offsets, buffer)
+    assert left is not None and not len(left)
+    expected = [arena[p : p + s] for p, s in zip(places, sizes, strict=True)]
+    assert buffer.tobytes() == b"".join(e.tobytes() for e in expected)
+    assert (room[:start] == 0xAA).all() and (room[start + len(buffer) :] == 0xAA).all()
+    apart = [np.empty(size, np.uint8) for size in sizes]
+    dests = np.array([a.ctypes.data for a in apart], np.uint64)
+    left = view.gather(wanted, offsets, None, dests)
+    assert left is not None and not len(left)
+    assert all(a.tobytes() == e.tobytes() for a, e in zip(apart, expected, strict=True))
+
+
+def test_every_size_is_copied_whole(width: int) -> None:
+    """Around each length at which the copy goes about it in another way, one byte after another."""
+    sizes = [*range(130), *range(250, 260), *range(960, 1700), *range(4090, 4200)]
+    sizes += [k * 4096 + d for k in (2, 3, 25) for d in (-65, -64, -1, 0, 1, 63, 64, 255, 256)]
+    places = np.concatenate(([3], 3 + np.cumsum(sizes)[:-1])).tolist()
+    gathered(sizes, places)
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9000)), min_size=1, max_size=12),
+    into=st.integers(0, 63),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_place_to_any_place(width: int, samples: list[tuple[int, int]], into: int) -> None:
+    gathered([size for _, size in samples], [place for place, _ in samples], into)
+
+
+def test_what_comes_next_may_be_anything(width: int) -> None:
+    """The sample behind is only asked for ahead: its entry may be of any kind."""
+    arena, entries = shared(1 << 20), directory(3)
+    arena[:] = np.random.default_rng(2).integers(0, 256, len(arena), np.uint8)
+    publish(entries.ctypes.data, 0, len(arena) - 8192, 8192)
+    view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, 3)])
+    offsets = np.array([0, 8192, 8192, 8192])
+    for place, low in [
+        ((1 << 48) - 1, 0xFFFFFFFF), (len(arena) - 1, 0xFFFFFFFF), (len(arena), 9), (0, 0)
+    ]:  # fmt: skip
+        entries["place"][1:], entries["length_low"][1:] = place, low
+        buffer = np.zeros(8192, np.uint8)
+        left = view.gather(np.arange(3), offsets, buffer)
+        assert left is not None and left.tolist() == [1, 2]
+        assert (buffer == arena[-8192:]).all()
 
 
 def test_retract_spares_what_lies_elsewhere() -> None:

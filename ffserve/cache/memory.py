@@ -5,15 +5,20 @@ stays when its owner is killed). The file gets mode 0600 and is handed out reope
 that a client of another user can neither write through its descriptor nor open it for writing
 again; SHRINK and GROW are sealed, so nobody can make a mapping fault. (F_SEAL_FUTURE_WRITE would
 also lock out the daemon that adopts the memory after a restart.) memfd_create(2), Linux 4.11.
+
+Huge pages of a file become huge pages of a mapping only where both begin at a multiple of their
+size (thp_vma_suitable_order in the kernel's huge_mm.h); elsewhere every 4 KiB of them takes an
+entry of the page table and of the processor's cache of it, and MADV_COLLAPSE refuses. The kernel
+puts a memfd anywhere, so what is as large as a huge page is mapped where we say.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +27,59 @@ from ffserve.errors import ReadError
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-_MAP_NORESERVE = 0x4000
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+HUGE_PAGE = 2 << 20
+"""Bytes; where the kernel's are of another size, the mapping lies well for some of them."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+
+
+class _Mapping:
+    """[offset, offset + size) of a file, mapped shared, out of core files.
+
+    As numpy's array interface; unmapped when the last array over it is gone.
+
+    Args:   offset: a multiple of the page size.
+    Raises: OSError; ValueError when the file does not hold it: to look there would be SIGBUS.
+    """
+
+    def __init__(self, fd: int, offset: int, size: int, *, writable: bool) -> None:
+        held = os.fstat(fd).st_size
+        if not 0 <= offset <= held - size:
+            raise ValueError(f"it has {held}")
+        room = size if size < HUGE_PAGE else size + HUGE_PAGE
+        start = _map(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        # Not at exit: others that end then may still look at it.
+        weakref.finalize(self, _libc.munmap, start, room).atexit = False
+        place = start if room == size else start + (offset - start) % HUGE_PAGE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        _map(place, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+        # A core file (the watchdog of systemd asks for one) would be as large as the arena, hold
+        # everybody's samples and keep the next daemon waiting.
+        _libc.madvise(place, size, mmap.MADV_DONTDUMP)
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (size,), "data": (place, not writable),
+        }  # fmt: skip
+
+
+def _map(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    mapped: int = _libc.mmap(address, size, protection, flags | _MAP_NORESERVE, fd, offset)
+    if mapped == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return mapped
 
 
 class SharedMemory:
@@ -44,10 +95,7 @@ class SharedMemory:
         self.fd = -1
         try:
             self.fd = sealed_file(name, size)
-            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
-            # A core file (the watchdog of systemd asks for one) would be as large as the arena,
-            # hold everybody's samples and keep the next daemon waiting.
-            self._map.madvise(mmap.MADV_DONTDUMP)
+            mapping = _Mapping(self.fd, 0, size, writable=True)
         except (OSError, ValueError) as error:
             if self.fd >= 0:
                 os.close(self.fd)
@@ -55,9 +103,9 @@ class SharedMemory:
                 f"cannot set up {size} bytes of shared memory for {name}: {error}",
                 hint="is an address-space limit (ulimit -v) in force?",
             ) from error
-        self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.array: NDArray[np.uint8] = np.asarray(mapping)
         self.address: int = self.array.ctypes.data
-        self.view = memoryview(self._map).toreadonly()
+        self.view = self.array.data.toreadonly()
 
     def reader_fd(self) -> int:
         """Open the memory anew, read-only. The caller closes the descriptor."""
@@ -85,11 +133,9 @@ class SharedMemory:
             self.array[start:end] = 0
 
     def close(self) -> None:
-        """Unmap and close. Arrays over the memory must be gone, else the mapping stays."""
-        del self.array
+        """Close. The memory stays mapped until the last array over it is gone."""
         self.view.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        del self.array
         os.close(self.fd)
 
 
@@ -130,14 +176,15 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
 
     Raises: ReadError when the mapping is refused.
     """
-    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    lead = offset - start
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    lead = offset % mmap.PAGESIZE
     try:
-        mapping = mmap.mmap(fd, size + lead, prot=mmap.PROT_READ, offset=start)
-        mapping.madvise(mmap.MADV_DONTDUMP)
-    except (OSError, ValueError, OverflowError) as error:
+        mapping = _Mapping(fd, offset - lead, size + lead, writable=False)
+    except (OSError, ValueError) as error:
         raise ReadError(
             f"cannot map {size} bytes of the daemon's memory: {error}",
             hint="is an address-space limit (ulimit -v) in force?",
         ) from error
-    return np.frombuffer(mapping, np.uint8)[lead : lead + size]
+    mapped: NDArray[np.uint8] = np.asarray(mapping)
+    return mapped[lead:]

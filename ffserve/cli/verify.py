@@ -58,11 +58,12 @@ class _Findings:
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
     from ffserve.client import stream
+    from ffserve.client.base import is_compressed
     from ffserve.client.reader import Reader
     from ffserve.files import os_error
 
     try:
-        if format_name in (None, "tfrecord") and stream.is_compressed(path):
+        if format_name in (None, "tfrecord") and is_compressed(path):
             _verify_stream(stream.StreamReader((path,), tolerant=True), path, findings)
             return
         # Tolerant, so that a file damaged between its samples is still read to its end.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from ffserve import formats
 from ffserve.client.source import Int64s, Source
 from ffserve.dataset import as_indices, check_same_content, combined_fingerprint
 from ffserve.errors import FFServeError, UsageError
+from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
 
 RETURN_AFTER_S = 30.0
 """How long a reader that lost its daemon reads by itself before it looks for one again."""
@@ -31,8 +33,8 @@ def batches_ahead(count: int) -> int:
     return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
 
 
-def check_options(format: str | None, server: str, on_error: str) -> tuple[str, ...]:
-    """Return the suffixes of the files to look for in directories.
+def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:
+    """Return what gives the suffixes of the files to look for in directories.
 
     Raises: UsageError for an option of `open` that is none.
     """
@@ -40,7 +42,31 @@ def check_options(format: str | None, server: str, on_error: str) -> tuple[str, 
         raise UsageError(f"on_error is 'raise' or 'skip', not {on_error!r}")
     if not isinstance(server, str) or not server:
         raise UsageError(f"server is 'auto', 'require', 'off' or a socket's path, not {server!r}")
-    return formats.by_name(format).suffixes if format is not None else formats.suffixes()
+    if format is not None:
+        formats.check_name(format)
+    return lambda: formats.suffixes(format)
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is a compressed TFRecord file; what cannot be opened is none.
+
+    Most files are not, which their first bytes tell without importing how others are read.
+    """
+    try:
+        with open(path, "rb", buffering=0, opener=opener) as file:
+            head = file.read(HEAD_SIZE)
+    except OSError:
+        return False
+    if not head.startswith((GZIP_MAGIC, ZLIB_MAGIC)):
+        return False
+    from ffserve.formats.tfstream import compression_of
+
+    return compression_of(head) is not None
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open`: a pipe of that name does not hold us up."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class BaseReader:

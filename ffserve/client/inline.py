@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.client.inbox import MOST_PIECES
 from ffserve.client.remote import Awaited, RemoteSource, failures_of
-from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.errors import FFServeError, ProtocolError, UsageError
 
 GETS_IN_FLIGHT = 4
@@ -190,6 +190,10 @@ class InlineSource(RemoteSource):
         return offsets, lengths.astype(np.uint64), checksums
 
     # ---- reading --------------------------------------------------------------------------
+
+    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
+        """None: every sample has to be sent."""
+        return None
 
     def start(  # type: ignore[override]
         self, indices: Int64s, *, apart: bool, out: Bytes | None = None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
 from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
-from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import ring
 from ffserve.engine.direct import open_direct
@@ -222,6 +222,10 @@ class LocalSource:
         return sizes
 
     # ---- reading --------------------------------------------------------------------------
+
+    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
+        """None: every sample has to be read."""
+        return None
 
     def start(
         self, indices: Int64s, *, apart: bool, out: Bytes | None = None

@@ -31,6 +31,7 @@ from ffserve.client.base import (
     batches_ahead,
     check_options,
     cut,
+    is_compressed,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.daemon import open_source
@@ -93,10 +94,10 @@ def open(
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
-    from ffserve.client import stream
-    from ffserve.formats.tfstream import InOrderOnlyError
+    if format in (None, "tfrecord") and is_compressed(files[0]):
+        from ffserve.client import stream
+        from ffserve.formats.tfstream import InOrderOnlyError
 
-    if format in (None, "tfrecord") and stream.is_compressed(files[0]):
         if server not in ("auto", "off"):
             raise InOrderOnlyError.of(files[0])
         return stream.StreamReader(files, verify=verify, tolerant=tolerant)
@@ -338,8 +339,15 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: as `read`; UsageError for an `out` that cannot be used.
 
-        Cost: as `read`, with one allocation for the whole batch.
+        Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
+        source = self._source
+        if type(indices) is np.ndarray and self._intact is None and source is not None:
+            copied = source.copied(indices, out)
+            if copied is not None:
+                if self._announced:
+                    self._used(indices)
+                return copied
         numbers = self._numbers(indices)
 
         def attempt(source: Source) -> tuple[Batch, dict[int, FFServeError]]:

@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.client import buffers
 from ffserve.client.base import cut
 from ffserve.client.connection import Connection
 from ffserve.client.hazards import Asked
-from ffserve.client.source import Bytes, Int64s, Leased, Pending, Target, check_out
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.hazards import Lease, Leaser
 from ffserve.engine.view import View
@@ -44,6 +45,9 @@ EARLY_SIZE, EARLY_S = 1 << 20, 0.001
 """A GET of so many bytes is copied as it comes, with a look at what is there each millisecond: the
 copy takes a good part of the time that reading does. Of a smaller one it is not worth the looks."""
 _MOST_EMPTY_ROUNDS = 1000
+COUNT_AFTER = 16
+COUNT_AFTER_S = 1.0
+"""Batches that were copied without asking are entered into the counters so many together."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,10 @@ class RemoteSource:
         self._hits = self._misses = self._size = 0
         self._seen: deque[Int64s] = deque()
         self._seen_count = 0
+        self._copied: deque[tuple[Int64s, int]] = deque()
+        """Indices and bytes of batches that are not in the counters yet; threads append to it and
+        take from it without a lock."""
+        self._count_at = time.monotonic() + COUNT_AFTER_S
 
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
         if (
@@ -196,6 +204,40 @@ class RemoteSource:
         return sizes
 
     # ---- reading --------------------------------------------------------------------------
+
+    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
+        """Copy a batch out of the arena if all of it is there.
+
+        The short way for what is asked for most. It counts and notes no more than it must;
+        `_enter_copied` does the rest, some batches at a time.
+        """
+        if out is not None:
+            check_out(out, 0)
+        found = self._view.copy_batch(indices, out, buffers.empty)
+        if found is None:
+            return None
+        buffer, offsets = found
+        self.connection.copied.append((len(indices), len(buffer)))
+        self._copied.append((indices.copy(), len(buffer)))  # the caller's own may change
+        many = len(indices) > GET_COUNT or len(self._copied) >= COUNT_AFTER
+        if many or time.monotonic() > self._count_at:
+            self._enter_copied()
+        return Batch(buffer, offsets)
+
+    def _enter_copied(self) -> None:
+        self._count_at = time.monotonic() + COUNT_AFTER_S
+        hits = total = 0
+        while self._copied:
+            try:
+                indices, size = self._copied.popleft()
+            except IndexError:  # another thread had the last one
+                break
+            hits, total = hits + len(indices), total + size
+            self._note_seen(indices)
+        with self._counting:
+            self._hits += hits
+            self._size += total
+        self.connection.count_hits(0, 0)
 
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> RemotePending:
         """Ask for what is not in memory."""
@@ -299,6 +341,7 @@ class RemoteSource:
                 self._seen_count -= len(self._seen.popleft())
 
     def _tell_seen(self) -> None:
+        self._enter_copied()
         with self._counting:
             seen, self._seen, self._seen_count = list(self._seen), deque(), 0
         if seen:
@@ -538,6 +581,7 @@ class RemoteSource:
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
+        self._enter_copied()
         with self._counting:
             hits, misses, size = self._hits, self._misses, self._size
         return {

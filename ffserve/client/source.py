@@ -227,6 +227,14 @@ class Source(Protocol):
         """Return lengths in bytes, a guess where they are not known; does no I/O."""
         ...
 
+    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
+        """Return a batch that can be copied at once; None when `start` has to be tried. Indices
+        may be outside the data set, and then it is None.
+
+        Raises: UsageError for an `out` that cannot be used.
+        """
+        ...
+
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> Pending:
         """Begin to read; indices are in range."""
         ...

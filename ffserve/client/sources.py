@@ -314,7 +314,7 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
 
     Raises:  UsageError, ReadError, and what opening the files raises.
     """
-    from ffserve.client.stream import is_compressed
+    from ffserve.client.base import is_compressed
 
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     sources: list[Source] = []

@@ -7,13 +7,12 @@ makes files of it that can be read in any order.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ffserve.client.base import READ_AHEAD_COUNT, READ_AHEAD_SIZE, BaseReader
+from ffserve.client.base import READ_AHEAD_COUNT, READ_AHEAD_SIZE, BaseReader, opener
 from ffserve.client.reader import Reader
 from ffserve.client.source import Batch, Int64s
 from ffserve.dataset import ShardInfo
@@ -31,19 +30,6 @@ from ffserve.formats.tfstream import (
 )
 
 READ_SIZE = 256 << 10
-
-
-def is_compressed(path: str) -> bool:
-    """Whether a file is a compressed TFRecord file; what cannot be opened is none."""
-    try:
-        with open(path, "rb", buffering=0, opener=_open) as file:
-            return compression_of(file.read(HEAD_SIZE)) is not None
-    except OSError:
-        return False
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class StreamReader(Reader):
@@ -180,7 +166,7 @@ class StreamReader(Reader):
 def _pieces(path: str) -> Iterator[bytes]:
     """Yield a file's bytes, uncompressed."""
     try:
-        with open(path, "rb", buffering=0, opener=_open) as file:
+        with open(path, "rb", buffering=0, opener=opener) as file:
             head = file.read(HEAD_SIZE)
             inflater = Inflater(path, compression_of(head) or "none")
             yield from inflater.feed(head)

@@ -39,6 +39,7 @@ SOURCES = (
     "threads.c",
     "shared.c",
     "hazards.c",
+    "copy.c",
     "checksum.c",
     "frames.c",
     "chunks.c",

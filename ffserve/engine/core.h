@@ -36,7 +36,7 @@ typedef struct {
 } ffs_view;
 
 /* Look n indices up. offsets[n+1] gets the running sum of lengths (0 for an unknown length);
- * missing[] gets the positions (0..n-1) that are not readable now. Returns how many are missing,
+ * missing[] (or NULL) gets the positions (0..n-1) that are not readable now. Returns how many are missing,
  * or FFS_ERANGE when an index is outside the view (*bad gets its position). *unknown gets how
  * many lengths were unknown. */
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
@@ -44,12 +44,22 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
 
 /* Copy samples out. For each k in positions[0..m) (NULL: 0..n-1): copy sample indices[k] to
  * dests[k] if dests is not NULL, else to buffer + offsets[k], provided that its entry is readable
- * before and after and its length is offsets[k+1]-offsets[k]. left[] gets the positions that
- * were not readable (left may be the same array as positions). Returns their number, or
+ * before and after and its length is offsets[k+1]-offsets[k]. left[] (or NULL) gets the positions
+ * that were not readable (left may be the same array as positions). Returns their number, or
  * FFS_ESTALE when a length differs, FFS_ERANGE when an entry points outside the arena. */
 int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
                    uint8_t *buffer, uint8_t *const *dests,
                    const int64_t *positions, int64_t m, int64_t *left);
+
+/* Both in one, for a batch that can be read whole: 0 copied back to back into buffer; 1 not copied,
+ * since it takes less than least or more than room bytes (offsets[] is filled); FFS_ESTALE when not
+ * every sample could be read, FFS_ERANGE as above. */
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+                   uint8_t *buffer, uint64_t least, uint64_t room);
+
+/* Copy by vectors of at most so many bytes from now on (64, 32; 0: as the C library does): for
+ * tests. Returns what the processor has. */
+int ffs_copy_width(int most);
 
 /* Payload places for reading in place (the samples are pinned by the caller): places[k] = byte
  * offset in the arena, or UINT64_MAX when not readable. Returns how many were not readable. */
@@ -396,4 +406,9 @@ void ffs_engine_close(ffs_engine *e);
 /* After fork, in the child: drop the engine without touching threads that are not there. */
 void ffs_engine_forget(ffs_engine *e);
 /* end cdef */
+
+/* memcpy, in a process where others may write to `from` meanwhile. next, next_size: what will be
+ * copied afterwards, asked for from memory ahead; never read, so it may be anything. */
+void ffs_copy(uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next,
+              uint64_t next_size);
 #endif

@@ -7,38 +7,11 @@
  * along with programming language memory models?", 2012). The copy itself races by design; what it
  * may never do is leave the arena, hence the bounds check on values loaded once.
  */
-#include <string.h>
-
 #include "entries.h"
 
 #define AHEAD 8      /* directory entries prefetched; a power of two */
-#define NEAR 2       /* payloads prefetched */
+#define NEAR 2       /* payloads whose first lines are prefetched */
 #define LINE 64
-
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define UNDER_TSAN 1
-#endif
-#endif
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#endif
-
-#ifdef UNDER_TSAN
-/* The race is the design; the sanitizer intercepts memcpy wherever it is called from. */
-__attribute__((no_sanitize("thread"), noinline))
-static void racy_copy(uint8_t *to, const uint8_t *from, uint64_t size)
-{
-    const volatile uint8_t *v = from;
-    for (uint64_t k = 0; k < size; k++)
-        to[k] = v[k];
-}
-#else
-static inline void racy_copy(uint8_t *to, const uint8_t *from, uint64_t size)
-{
-    memcpy(to, from, size);
-}
-#endif
 
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
                    int64_t *missing, int64_t *unknown, int64_t *bad)
@@ -72,16 +45,29 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
         else
             sum += l.length;
         offsets[k + 1] = (int64_t)sum;
-        missing[lost] = k;
+        if (missing)
+            missing[lost] = k;
         lost += !(l.seq & 1);
     }
     *unknown = blank;
     return lost;
 }
 
+/* What is going to be copied, as far as a prefetch wants to know; size 0: nothing. */
+typedef struct { const uint8_t *payload; uint64_t size; } expected;
+
+static inline expected expect(const ffs_view *view, const ffs_entry *entry)
+{
+    /* Unchecked: the prefetch of a wrong address is dropped. */
+    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED) & UNKNOWN;
+    uint32_t low = __atomic_load_n(&entry->length_low, __ATOMIC_RELAXED);
+    expected e = {view->arena + place, place < view->arena_size ? low : 0};
+    return e;
+}
+
 /* 0 copied, 1 not readable, or FFS_E*. */
 static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t *to,
-                           uint64_t length)
+                           uint64_t length, expected next)
 {
     look l = look_at(entry);
     if (!(l.seq & 1))
@@ -90,21 +76,14 @@ static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t
         return unchanged(entry, l.seq) ? FFS_ESTALE : 1;
     if (l.offset > view->arena_size || length > view->arena_size - l.offset)
         return unchanged(entry, l.seq) ? FFS_ERANGE : 1;
-    racy_copy(to, view->arena + l.offset, length);
+    ffs_copy(to, view->arena + l.offset, length, next.payload, next.size);
     return unchanged(entry, l.seq) ? 0 : 1;
 }
 
-static inline void prefetch_payload(const ffs_view *view, const ffs_entry *entry)
+static inline void prefetch_start(expected e)
 {
-    /* Any address will do: a prefetch of a wrong one is dropped. */
-    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED) & UNKNOWN;
-    if (place >= view->arena_size)
-        return;
-    const uint8_t *payload = view->arena + place;
-    __builtin_prefetch(payload);
-    __builtin_prefetch(payload + LINE);
-    __builtin_prefetch(payload + 2 * LINE);
-    __builtin_prefetch(payload + 3 * LINE);
+    for (int k = 0; e.size && k < 4; k++)
+        __builtin_prefetch(e.payload + k * LINE);
 }
 
 int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
@@ -129,18 +108,39 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
             ring[next & (AHEAD - 1)] = ahead;
         }
         if (k + NEAR >= 0 && k + NEAR < m)
-            prefetch_payload(view, ring[(k + NEAR) & (AHEAD - 1)]);
+            prefetch_start(expect(view, ring[(k + NEAR) & (AHEAD - 1)]));
         if (k < 0)
             continue;
         int64_t position = positions ? positions[k] : k;
         uint8_t *to = dests ? dests[position] : buffer + offsets[position];
-        int rc = copy_one(view, entry, to, (uint64_t)(offsets[position + 1] - offsets[position]));
+        uint64_t length = (uint64_t)(offsets[position + 1] - offsets[position]);
+        expected following = {view->arena, 0};
+        if (k + 1 < m)
+            following = expect(view, ring[(k + 1) & (AHEAD - 1)]);
+        int rc = copy_one(view, entry, to, length, following);
         if (rc < 0)
             return rc;
-        if (rc)
-            left[lost++] = position;
+        if (rc && left)
+            left[lost] = position;
+        lost += rc;
     }
     return lost;
+}
+
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+                   uint8_t *buffer, uint64_t least, uint64_t room)
+{
+    int64_t unknown = 0, bad;
+    int64_t rc = ffs_locate(view, indices, n, offsets, NULL, &unknown, &bad);
+    if (rc < 0)
+        return (int)rc;
+    if (rc || unknown)
+        return FFS_ESTALE;
+    uint64_t total = (uint64_t)offsets[n];
+    if (total < least || total > room)
+        return 1;
+    rc = ffs_gather(view, indices, offsets, buffer, NULL, NULL, n, NULL);
+    return rc > 0 ? FFS_ESTALE : (int)rc;
 }
 
 int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint64_t *places)

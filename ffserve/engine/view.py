@@ -6,7 +6,7 @@ copy that the daemon's eviction overtakes is never taken stands in engine/shared
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,19 @@ ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
 
 _INT64 = np.dtype(np.int64)
+_UINT8 = np.dtype(np.uint8)
 _UINT64 = np.dtype(np.uint64)
+_TOGETHER = (_INT64.itemsize,)
 _I64S = ffi.typeof("int64_t[]")
 _U64S = ffi.typeof("uint64_t[]")
 _U8S = ffi.typeof("uint8_t[]")
 _DESTS = ffi.typeof("uint8_t *[]")
 _from_buffer = ffi.from_buffer
 _NULL = ffi.NULL
+
+
+def _empty(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, _UINT8)
 
 
 class View:
@@ -42,12 +48,13 @@ class View:
             index and without gaps from 0.
     """
 
-    __slots__ = ("_c", "_segments", "sample_count")
+    __slots__ = ("_c", "_last_size", "_segments", "sample_count")
 
     def __init__(
         self, arena_address: int, arena_size: int, segments: Sequence[tuple[int, int, int]]
     ) -> None:
         self.sample_count = 0
+        self._last_size = 0
         self._segments = ffi.new("ffs_segment[]", len(segments))
         for segment, (address, first, count) in zip(self._segments, segments, strict=True):
             if first != self.sample_count or count < 0:
@@ -148,6 +155,41 @@ class View:
         if n and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
             raise SampleIndexError(f"there are {self.sample_count} samples")
         raise ReadError("the shared directory points outside of the arena")
+
+    def copy_batch(
+        self,
+        indices: Int64s,
+        out: NDArray[np.uint8] | None = None,
+        empty: Callable[[int], NDArray[np.uint8]] = _empty,
+    ) -> tuple[NDArray[np.uint8], Int64s] | None:
+        """Copy a batch of which every sample can be read now: ``locate`` and ``gather`` in one.
+
+        Args:
+            indices: any array.
+            out: uint8, contiguous, writable; used instead of a new buffer.
+            empty: makes a new buffer of so many bytes.
+        Returns: (buffer, offsets), the samples back to back. None when it is not as simple as
+            that: ``locate`` and ``gather`` tell why.
+        Cost: one call where a batch takes as much memory as the one before, else two.
+        """
+        if indices.dtype != _INT64 or indices.strides != _TOGETHER:
+            return None
+        n = len(indices)
+        offsets = np.empty(n + 1, _INT64)
+        which, edges = _from_buffer(_I64S, indices), _from_buffer(_I64S, offsets)
+        if out is None:
+            least = room = self._last_size  # a guess: also other threads have batches
+            to = empty(room)
+        else:
+            least, room, to = 0, len(out), out
+        rc = lib.ffs_copy_batch(self._c, which, n, edges, _from_buffer(_U8S, to), least, room)
+        if rc == 1 and out is None:
+            self._last_size = room = edges[n]
+            to = empty(room)
+            rc = lib.ffs_copy_batch(self._c, which, n, edges, _from_buffer(_U8S, to), room, room)
+        if rc:
+            return None
+        return to if out is None else to[: edges[n]], offsets
 
     def places(self, indices: Int64s) -> UInt64s:
         """Byte offset in the arena of each sample, NOWHERE where it cannot be read now.

@@ -26,9 +26,16 @@ __all__ = [
     "Shard",
     "by_name",
     "by_suffix",
+    "check_name",
     "detect",
     "suffixes",
 ]
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError unless a format is called ``name``; imports none."""
+    if name not in NAMES:
+        raise UsageError(f"no format is called {name!r}", hint=f"known: {', '.join(NAMES)}")
 
 
 def by_name(name: str) -> Format:
@@ -36,8 +43,7 @@ def by_name(name: str) -> Format:
 
     Raises:  UsageError when there is none.
     """
-    if name not in NAMES:
-        raise UsageError(f"no format is called {name!r}", hint=f"known: {', '.join(NAMES)}")
+    check_name(name)
     if name not in _loaded:
         _loaded[name] = importlib.import_module(f"{__name__}.{name}").FORMAT
     return _loaded[name]
@@ -52,9 +58,13 @@ def by_suffix(path: str | os.PathLike[str]) -> Format | None:
     return None
 
 
-def suffixes() -> tuple[str, ...]:
-    """Return the suffixes of all formats: what counts as a record file in a directory."""
-    return tuple(suffix for name in NAMES for suffix in by_name(name).suffixes)
+def suffixes(only: str | None = None) -> tuple[str, ...]:
+    """Return the suffixes of all formats, or of one: what counts as a record file in a directory.
+
+    Imports them.
+    """
+    names = NAMES if only is None else (only,)
+    return tuple(suffix for name in names for suffix in by_name(name).suffixes)
 
 
 def detect(head: bytes, path: str, size: int) -> Format:

@@ -28,6 +28,8 @@ CHECKSUM_CRC32 = 1
 CHECKSUM_CRC32C = 2
 """Castagnoli; the three numbers are those of ``engine/core.h``."""
 
+GZIP_MAGIC, ZLIB_MAGIC = b"\x1f\x8b\x08", b"\x78"
+"""How files begin that are compressed as a whole; others do as well."""
 HEAD_SIZE = 4096
 """How much of a file's beginning ``detect`` wants to see; less is allowed."""
 

@@ -21,7 +21,7 @@ from ffserve.engine import frames
 from ffserve.engine.checksum import checksums
 from ffserve.engine.frames import FRAME_SIZE, HEADER_SIZE, header_holds
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
-from ffserve.formats.base import CHECKSUM_CRC32C
+from ffserve.formats.base import CHECKSUM_CRC32C, GZIP_MAGIC, ZLIB_MAGIC
 
 PIECE_SIZE = 1 << 20
 """What an Inflater gives at once, at most."""
@@ -30,7 +30,7 @@ RECORD_LIMIT = 1 << 30
 
 WBITS = {"gzip": 31, "zlib": 15}
 """For zlib: which header and trailer each compression has."""
-_MAGIC = {"gzip": b"\x1f\x8b\x08", "zlib": b"\x78"}
+_MAGIC = {"gzip": GZIP_MAGIC, "zlib": ZLIB_MAGIC}
 
 
 class InOrderOnlyError(UsageError, TypeError):
