@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 
-RUN_SIZE = 1024 * 1024
+RUN_SIZE = 4 * 1024 * 1024
+"""Bytes in one run: twice what a socket takes, so that few calls of sendmsg end early."""
 RUN_COUNT = 512
 """Samples in one run."""
 MOST_PIECES = 1024
