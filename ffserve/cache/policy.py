@@ -12,9 +12,9 @@ Two rules, each the best that is known for its case:
 Residents lie on stacks by key: the time of next use in parts of an epoch (PARTS), or one of
 
     IDLE      nobody has its shard open                  first to go
-    READY     looked at, and the next to go
     PASSING   static: came at another's cost             oldest first
     UNSURE    not looked at since it came, or since its time was due; static: kept, newest first
+    READY     looked at, and the next to go
     FAR       not wanted as far as is known
 
 A key is what was believed when the resident was looked at last. A belief that became too near is
@@ -32,7 +32,6 @@ No clock, no lock. Whether a slot can be evicted just now (nobody pins it) is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -44,7 +43,7 @@ from ffserve.cache.next_use import Group, NextUse
 PARTS = 64
 """Parts of an epoch that keys tell apart."""
 NONE = -1
-FAR, UNSURE, PASSING, READY, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
+FAR, READY, UNSURE, PASSING, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 SLACK = 2
 """Parts by which a victim may be wanted earlier than was believed."""
 UNSORTED_SHARE = 128
@@ -63,6 +62,15 @@ Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
 """Which of these slots can be evicted just now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
+
+
+def _rising(keys: Int64s) -> Int64s:
+    """Return the rows in the order of their keys, equals in theirs."""
+    # Of 16 bits numpy's stable sort is a counting sort; farther ones than that tell it to sort.
+    near = keys - np.minimum.reduce(keys, initial=FAR)
+    if np.maximum.reduce(near, initial=0) < 1 << 16:
+        near = near.astype(np.uint16)
+    return np.argsort(near, kind="stable")
 
 
 class Stack:
@@ -221,11 +229,12 @@ class Policy:
         """These residents were just used: what was believed of them has changed."""
         self._ahead[slots] = False
         known = self._key[slots]
-        timed = (known >= 0) & (known != UNSURE) & (known != PASSING) & (known != IDLE)
-        rows = timed.nonzero()[0]
+        # NONE becomes the largest of all.
+        rows = (known.view(np.uint64) < UNSURE).nonzero()[0]
         if not len(rows):
             return
-        slots, classes = slots[rows], classes[rows]
+        if len(rows) < len(slots):
+            slots, classes = slots[rows], classes[rows]
         first = int(classes[0])
         if np.count_nonzero(classes != first) == 0:
             self._put(slots, first, UNSURE)
@@ -432,9 +441,6 @@ class Policy:
     ) -> Int64s:
         width = self._width(group)
         self._expire(shelf, int(self._uses.now / width))
-        unsorted = len(shelf.stacks.get(UNSURE, ()))
-        if unsorted > min(shelf.entries // UNSORTED_SHARE, MOST_UNSORTED):
-            self._sort_out(group, shelf, max(MOST_LOOKED_AT, 8 * count))
         # Some more than are needed, for the next: looking at many costs little more than at few.
         # What silent jobs have seen changes faster than that.
         more = min(MOST_READY, shelf.entries // READY_SHARE) if group.announced else 0
@@ -442,12 +448,13 @@ class Policy:
         found, looked = [_NO_SLOTS], 0
         nearest = FAR
         spared: list[tuple[Int64s, Int64s]] = []
-        while missing > 0 and looked < MOST_LOOKED_AT + 8 * count:
-            slots, keys = self._pop_farthest(shelf, missing, latest, width)
-            if not len(slots):
-                break
-            looked += len(slots)
-            slots, keys = self._look_again(group, shelf, slots, keys)
+        slots, keys = _NO_SLOTS, _NO_SLOTS
+        unsorted = len(shelf.stacks.get(UNSURE, ()))
+        if unsorted > min(shelf.entries // UNSORTED_SHARE, MOST_UNSORTED):
+            most = max(MOST_LOOKED_AT, 8 * count)
+            least = 0 if latest is None else int(latest / width) + 1
+            slots, keys = self._sort_out(group, shelf, most, missing, least)
+        while True:
             # At once, since what is left on the stacks may name them a second time.
             self._key[slots] = NONE
             good = usable(slots)
@@ -457,6 +464,13 @@ class Policy:
             found.append(slots)
             missing -= len(slots)
             nearest = min(nearest, int(np.minimum.reduce(keys, initial=FAR)))
+            if missing <= 0 or looked >= MOST_LOOKED_AT + 8 * count:
+                break
+            slots, keys = self._pop_farthest(shelf, missing, latest, width)
+            if not len(slots):
+                break
+            looked += len(slots)
+            slots, keys = self._look_again(group, shelf, slots, keys)
         for slots, keys in spared:
             self._sort_in(shelf, slots, keys)
         chosen = np.concatenate(found)
@@ -514,22 +528,52 @@ class Policy:
         for key in [k for k in shelf.stacks if k < due - 1]:
             self._put(self._pop(shelf, key, shelf.entries), shelf.size_class, UNSURE)
 
-    def _sort_out(self, group: Group, shelf: Shelf, count: int) -> None:
-        """Look at residents that nobody looked at."""
+    def _sort_out(
+        self, group: Group, shelf: Shelf, count: int, wanted: int, least: int
+    ) -> tuple[Int64s, Int64s]:
+        """Look at up to `count` residents that nobody looked at.
+
+        Returns: those that belong to the `wanted` farthest of all, with keys of `least` and more.
+            They need not go over a stack.
+        """
         slots = self._pop(shelf, UNSURE, count)
-        if len(slots):
-            self._sort_in(shelf, slots, self._keys(group, slots))
+        keys = self._keys(group, slots)
+        rising = _rising(keys)
+        slots, keys = slots[rising], keys[rising]
+        cut = max(len(keys) - self._farther(shelf, keys, wanted), int(keys.searchsorted(least)))
+        self._spread(shelf, slots[:cut], keys[:cut])
+        return slots[cut:][::-1].copy(), keys[cut:][::-1]
+
+    def _farther(self, shelf: Shelf, rising: Int64s, wanted: int) -> int:
+        """Return how many of these keys are among the `wanted` highest, the stacks' included."""
+        before = 0
+        for key in sorted(shelf.stacks, reverse=True):
+            if key in (UNSURE, READY):
+                continue
+            # Of equals the newest goes first, which are these.
+            found = len(rising) - int(rising.searchsorted(key))
+            if before + found >= wanted:
+                return max(wanted - before, 0)
+            before += len(shelf.stacks[key])
+            if before + found >= wanted:
+                return found
+        return min(len(rising), wanted - before)
 
     def _sort_in(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> None:
-        self._key[slots] = keys
-        # Of 16 bits numpy's stable sort is a counting sort; what is cut off are far runs of their
-        # own.
-        near = np.minimum(keys - np.minimum.reduce(keys, initial=FAR), 0xFFFF).astype(np.uint16)
-        rising = np.argsort(near, kind="stable")
-        slots, keys = slots[rising], keys[rising]
-        edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
-        for start, stop in pairwise((0, *edges.tolist(), len(keys))):
-            self._push(shelf, int(keys[start]), slots[start:stop])
+        rising = _rising(keys)
+        self._spread(shelf, slots[rising], keys[rising])
+
+    def _spread(self, shelf: Shelf, slots: Int64s, rising: Int64s) -> None:
+        """Put slots on the stacks of their keys."""
+        if not len(slots):
+            return
+        self._key[slots] = rising
+        edges = (rising[1:] != rising[:-1]).nonzero()[0] + 1
+        ends = [*edges.tolist(), len(slots)]
+        for key, start, stop in zip(
+            rising[[0, *ends[:-1]]].tolist(), (0, *ends[:-1]), ends, strict=True
+        ):
+            self._push(shelf, key, slots[start:stop])
 
     def _taken(self, slots: Int64s) -> Int64s:
         self._key[slots] = NONE
@@ -595,7 +639,7 @@ class Policy:
         """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once
         or kept for good."""
         keys = self._key[slots]
-        weights = np.where((keys >= PASSING) | (keys == FAR), 0.0, 1.0)
+        weights = np.where((keys >= PASSING) | (keys == READY) | (keys == FAR), 0.0, 1.0)
         timed = np.flatnonzero((keys >= 0) & (keys < FAR))
         groups = self._group[slots[timed]]
         for number in np.unique(groups).tolist():

@@ -34,6 +34,7 @@ LOOKED_AT = 256
 REPEATS = 0.05
 """A silent job that asks for more of its samples again within an epoch draws with replacement."""
 FEW = 64
+NEARBY = 512
 FADE = 0.98
 """What is left of a step or lead with each report."""
 
@@ -255,9 +256,13 @@ class Walk:
     def _found(self, order: Order, bucket: int, number: int) -> None:
         """A sample that stands in this bucket was asked for: move the front behind it."""
         start = max(order.edge(bucket), self.front)
-        places = np.flatnonzero(order.numbers(start, order.edge(bucket + 1)) == number)
-        if len(places):
-            self.front = start + int(places[-1]) + 1
+        edge = order.edge(bucket + 1)
+        # Mostly it stands nearby.
+        for stop in (min(start + NEARBY, edge), edge):
+            places = np.flatnonzero(order.numbers(start, stop) == number)
+            if len(places):
+                self.front = start + int(places[-1]) + 1
+                return
 
     def visited(self, numbers: Int64s, now: float) -> None:
         """A silent job used samples, whether it had to ask for them or not."""
