@@ -157,7 +157,7 @@ class World:
         cache_type: type[Cache] = Cache,
         failure_rate: float = 0.0,
         slowest_s: float = 0.02,
-        most_blocks: int = 256,
+        most_reads: int = 256,
         largest_arena: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -171,7 +171,7 @@ class World:
         self.lease_rate = 0.0
         """How often somebody leases without asking, also what is just being evicted."""
         self.cache.leases = self.leases
-        self.scheduler = Scheduler(self.cache, self._submit, most_blocks=most_blocks)
+        self.scheduler = Scheduler(self.cache, self._submit, most_reads=most_reads)
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.catalog = Shards(self.table, self.cache)
@@ -642,7 +642,7 @@ def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
         cache_type=cache_type,
         failure_rate=chooser.choice((0, 0, 0.02, 0.3)),
         slowest_s=chooser.choice((0.001, 0.02, 0.3)),
-        most_blocks=chooser.choice((4, 64, 512)),
+        most_reads=chooser.choice((4, 64, 512)),
         largest_arena=2 * arena_size,
     )
     world.lease_rate = chooser.choice((0, 0, 0.1, 0.5))
@@ -749,7 +749,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
         MIB,
         [np.full(400, 3000, np.int64), np.full(400, 90, np.int64)],
         failure_rate=0.05,
-        most_blocks=16,
+        most_reads=16,
     )
     honest = Client(world, batches_of(chooser, 800, 300, 20), pace_s=0.01)
     try:
@@ -901,7 +901,7 @@ def test_samples_of_mixed_sizes_are_kept_as_others_are() -> None:
 
 
 def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
-    world = World(5, 8 * MIB, [np.full(40_000, 4000, np.int64)], slowest_s=0.002, most_blocks=256)
+    world = World(5, 8 * MIB, [np.full(40_000, 4000, np.int64)], slowest_s=0.002, most_reads=256)
     try:
         huge = Client(world, [np.arange(k, k + 10_000) for k in range(0, 40_000, 10_000)], pace_s=0)
         tiny = Client(world, [np.array([k * 400]) for k in range(60)], pace_s=0.001, in_flight=1)

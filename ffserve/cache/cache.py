@@ -96,7 +96,11 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks that must be read now, each into its slot. `number`: its own while it is read."""
+    """Blocks that must be read now, each into its slot.
+
+    number: its own while it is read. reads: of the device; who reads it sets that to less where
+    neighbours are read together.
+    """
 
     number: int
     blocks: Blocks
@@ -105,6 +109,7 @@ class Load:
     sizes: Int64s
     classes: Int64s
     passing: NDArray[np.bool_]
+    reads: int
     fetches: list[Fetch] = field(default_factory=list)
 
 
@@ -275,7 +280,7 @@ class Cache:
             self.counters.read_ahead += len(slots)
         fetch.pins.append(slots)
         fetch.pinned_size += held
-        load = Load(number, blocks, slots, offsets, sizes, classes, passing)
+        load = Load(number, blocks, slots, offsets, sizes, classes, passing, len(slots))
         self._loading[number] = load
         self.counters.blocks_read += len(slots)
         return load, cut

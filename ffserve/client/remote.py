@@ -44,6 +44,8 @@ GETS_IN_FLIGHT = 4
 EARLY_SIZE, EARLY_S = 1 << 20, 0.001
 """A GET of so many bytes is copied as it comes, with a look at what is there each millisecond: the
 copy takes a good part of the time that reading does. Of a smaller one it is not worth the looks."""
+EARLY_LOOKS = 100
+"""Looks in a row at which nothing had come; then the answer is waited for, which has an end."""
 _MOST_EMPTY_ROUNDS = 1000
 COUNT_AFTER = 16
 COUNT_AFTER_S = 1.0
@@ -303,10 +305,13 @@ class RemoteSource:
     def _copy_early(self, pending: Pending, awaited: Awaited) -> None:
         """Copy what has come until the answer does. What is readable in the directory can be
         taken at any time; the answer only says that all of it is, and what failed."""
-        while awaited.early is not None and len(awaited.early):
+        looks = EARLY_LOOKS
+        while awaited.early is not None and len(awaited.early) and looks:
             if self.connection.answered(awaited.tag, EARLY_S):
                 return
-            awaited.early = self.copy(pending, awaited.early)
+            left = self.copy(pending, awaited.early)
+            looks = EARLY_LOOKS if len(left) < len(awaited.early) else looks - 1
+            awaited.early = left
 
     def steps(self, pending: Pending) -> Steps:
         """What `finish` does, one step after the other, without doing it.

@@ -69,7 +69,7 @@ class Node:
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
-        self.scheduler = Scheduler(self.cache, self.reading.submit, most_blocks=4 * config.depth)
+        self.scheduler = Scheduler(self.cache, self.reading.submit, most_reads=4 * config.depth)
         self.reading.done = self._loaded
         self.catalog = Catalog(
             self.directory,

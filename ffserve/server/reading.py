@@ -120,13 +120,15 @@ class Reading:
         engines = self._table.engines[load.blocks.shards]
         if len(self._engines) == 1 or np.count_nonzero(engines != engines[0]) == 0:
             part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
-            self._submit_part(part, MERGED_MOST)
+            load.reads = self._submit_part(part, MERGED_MOST)
             return
         numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers))
+        load.reads = 0
         for number in numbers:
             part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
-            self._submit_part(part.take(np.flatnonzero(engines == number)), MERGED_MOST)
+            part = part.take(np.flatnonzero(engines == number))
+            load.reads += self._submit_part(part, MERGED_MOST)
 
     def _submit_chunks(self, load: Load, chunked: NDArray[np.bool_]) -> None:
         """What lies in chunks goes by way of their decoder, the rest as ever."""
@@ -134,9 +136,10 @@ class Reading:
         engines = self._table.engines[load.blocks.shards[plain]]
         numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers) + 1)
+        load.reads = len(packed)
         for number in numbers:
             part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
-            self._submit_part(part.take(plain[engines == number]), MERGED_MOST)
+            load.reads += self._submit_part(part.take(plain[engines == number]), MERGED_MOST)
         self._decoding.submit(
             load.blocks.take(packed),
             load.offsets[packed],
@@ -149,8 +152,9 @@ class Reading:
         if outcome.remaining == 0:
             self.done(load, outcome.failures)
 
-    def _submit_part(self, part: _Part, most: int) -> None:
-        """Read blocks of one device, those of up to `most` bytes together with neighbours."""
+    def _submit_part(self, part: _Part, most: int) -> int:
+        """Read blocks of one device, those of up to `most` bytes together with neighbours; return
+        how many reads that takes."""
         engine, blocks = self._engines[part.engine], part.blocks
         runs = merged(blocks.begins, blocks.ends, blocks.shards, most)
         batch = Batch.of_blocks(
@@ -160,6 +164,7 @@ class Reading:
         self._batches[batch.tag] = part
         self._next_tag += 1
         engine.submit(batch)
+        return len(runs)
 
     def _reap(self, number: int) -> None:
         for batch in self._engines[number].completed():

@@ -84,14 +84,15 @@ class Scheduler:
 
     Args:
         submit: read a load; `loaded` is to be called when it ended.
-        most_blocks: blocks submitted and not yet done before turns wait.
+        most_reads: submitted to the device and not yet done before turns wait; neighbours that
+            are read together count once.
     """
 
-    def __init__(self, cache: Cache, submit: Callable[[Load], None], *, most_blocks: int) -> None:
+    def __init__(self, cache: Cache, submit: Callable[[Load], None], *, most_reads: int) -> None:
         self._cache = cache
         self._submit = submit
-        self._most_blocks = most_blocks
-        self._blocks = 0
+        self._most_reads = most_reads
+        self._reads = 0
         self.ahead = ReadAhead(cache)
         self._turns: deque[str] = deque()
         """Jobs with something to do."""
@@ -119,7 +120,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way."""
-        return not self._by_fetch and self._blocks == 0
+        return not self._by_fetch and self._reads == 0
 
     @property
     def blocked_count(self) -> int:
@@ -154,7 +155,7 @@ class Scheduler:
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
         """A load ended."""
-        self._blocks -= len(load.slots)
+        self._reads -= load.reads
         for fetch in self._cache.loaded(load, failures):
             request = self._by_fetch.get(fetch)
             if request is None:
@@ -203,7 +204,7 @@ class Scheduler:
             self._unblock(now)
         if self._blocked and self._favours(self._blocked[0], now):
             return
-        while self._turns and self._blocks < self._most_blocks:
+        while self._turns and self._reads < self._most_reads:
             owner = self._next_owner()
             if owner.gone or not owner.runnable:
                 continue
@@ -213,19 +214,19 @@ class Scheduler:
 
         if self._turns or self._blocked:
             return
-        while self._blocks < self._most_blocks // 2:
+        while self._reads < self._most_reads // 2:
             load = self.ahead.next_load(now)
             if load is None:
                 break
             self._start(*load)
 
     def _start(self, load: Load, job: str) -> None:
-        self._blocks += len(load.slots)
         if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
             del self.read_sizes[next(iter(self.read_sizes))]
         size = self.read_sizes.get(job, 0) + int(load.blocks.sizes.sum())
         self.read_sizes[job] = size
         self._submit(load)
+        self._reads += load.reads
 
     def _next_owner(self) -> Owner:
         job = self._turns.popleft()
