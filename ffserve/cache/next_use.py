@@ -14,10 +14,16 @@ from numpy.typing import NDArray
 
 from ffserve.cache.orders import Arriving, Order
 from ffserve.cache.walk import Floats, Walk
+from ffserve.engine.slots import Silent
 from ffserve.errors import UsageError
 
 SMALLEST_LIMIT = 1 << 30
 """Bytes that all orders together may always take."""
+
+FEW_JOBS = 4
+"""More jobs than these are not asked anew for each victim: it takes 2 us a job."""
+MOMENTS, LONGEST_MOMENT_S = 64, 0.1
+"""But this many times in what is left of the epoch that ends first, and so often at least."""
 
 Int64s = NDArray[np.int64]
 
@@ -28,6 +34,8 @@ class Group:
     def __init__(self, number: int) -> None:
         self.number = number
         self.walks: list[Walk] = []
+        self._silent: Silent | None = None
+        self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
     def active(self, now: float) -> list[Walk]:
         """Return the walks that get on."""
@@ -51,18 +59,28 @@ class Group:
     def deadlines(self, numbers: Int64s, now: float) -> Floats:
         """Return when each sample will be wanted next; inf: not as far as is known."""
         best = np.full(len(numbers), np.inf)
-        hazard: Floats | None = None
         for walk in self.walks:
             if walk.orders:
                 for order, times in walk.tables(now):
                     np.minimum(best, times[order.buckets(numbers)], out=best)
-            elif walk.active(now):
-                found = walk.hazards(numbers, now)
-                hazard = found if hazard is None else hazard + found
-        if hazard is not None:
+        silent = self._expected(now)
+        if silent is not None:
             with np.errstate(divide="ignore"):
-                np.minimum(best, now + 1 / hazard, out=best)
+                np.minimum(best, now + 1 / silent.chances(numbers), out=best)
         return best
+
+    def _expected(self, now: float) -> Silent | None:
+        """Return what silent jobs want; of many, what was true a moment ago."""
+        many = len(self.walks) > FEW_JOBS
+        if many and self._known_at <= now < self._known_until and len(self.walks) == self._known:
+            return self._silent
+        walks = [walk for walk in self.walks if not walk.orders and walk.active(now)]
+        self._silent = Silent([walk.expected(now) for walk in walks]) if walks else None
+        self._known, self._known_at = len(self.walks), now
+        if many:
+            left_s = min((walk.left_s(now) for walk in walks), default=1.0)
+            self._known_until = now + min(left_s / MOMENTS, LONGEST_MOMENT_S)
+        return self._silent
 
 
 class NextUse:

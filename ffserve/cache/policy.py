@@ -461,12 +461,16 @@ class Policy:
             if np.count_nonzero(good) < len(slots):
                 spared.append((slots[~good], keys[~good]))
                 slots, keys = slots[good], keys[good]
+            if len(slots) > missing:
+                spared.append((slots[missing:], keys[missing:]))
+                slots, keys = slots[:missing], keys[:missing]
             found.append(slots)
             missing -= len(slots)
             nearest = min(nearest, int(np.minimum.reduce(keys, initial=FAR)))
             if missing <= 0 or looked >= MOST_LOOKED_AT + 8 * count:
                 break
-            slots, keys = self._pop_farthest(shelf, missing, latest, width)
+            # As many again each time: where most are pinned, few would be looked at for ever.
+            slots, keys = self._pop_farthest(shelf, max(missing, looked), latest, width)
             if not len(slots):
                 break
             looked += len(slots)

@@ -303,7 +303,8 @@ class Walk:
         """Whether it gets on."""
         if self.last_used is None:
             return False
-        return now - self.last_used < max(ASLEEP_S, 0.1 * self.epoch_s(self.last_used))
+        idle_s = now - self.last_used
+        return idle_s < ASLEEP_S or idle_s < 0.1 * self.epoch_s(self.last_used)
 
     def same_set(self) -> bool:
         """Whether every epoch visits the same samples once, as far as is known."""
@@ -346,17 +347,17 @@ class Walk:
             tables.append((following, after))
         return tables
 
-    def hazards(self, numbers: Int64s, now: float) -> Floats:
-        """Return how likely a silent job is to want each sample in the next second."""
+    def expected(self, now: float) -> tuple[NDArray[np.bool_] | None, int, float, float]:
+        """Return how likely a silent job is to want samples: what it has seen of its own, or None
+        where that tells nothing, the first of these, and the chance a second to want one that it
+        has seen, and one that it has not."""
         pace = self.rate(now)
         if self.seen is None or self.replacement:
-            return np.full(len(numbers), pace / max(self.sample_count, 1))
-        places = numbers - self.low
-        inside = (places >= 0) & (places < self.span)
-        left = max(self.sample_count - self.seen_count, 1) / pace
-        found = np.where(
-            self.seen[np.where(inside, places, 0)],
-            1 / (left + 0.5 * self.sample_count / pace),
-            2 / left,
-        )
-        return np.where(inside, found, 0.0)
+            chance = pace / max(self.sample_count, 1)
+            return None, self.low, chance, chance
+        left_s = self.left_s(now)
+        return self.seen, self.low, 1 / (left_s + 0.5 * self.sample_count / pace), 2 / left_s
+
+    def left_s(self, now: float) -> float:
+        """Return how long a silent job's epoch will still take."""
+        return max(self.sample_count - self.seen_count, 1) / self.rate(now)

@@ -42,10 +42,11 @@ daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
 """The daemon works on the next while this side copies the last."""
 EARLY_SIZE, EARLY_S = 1 << 20, 0.001
-"""A GET of so many bytes is copied as it comes, with a look at what is there each millisecond: the
-copy takes a good part of the time that reading does. Of a smaller one it is not worth the looks."""
-EARLY_LOOKS = 100
-"""Looks in a row at which nothing had come; then the answer is waited for, which has an end."""
+"""A GET of so many bytes is copied as it comes, with a look at what is there after a millisecond
+and then whenever a quarter more time has passed: the copy takes a good part of the time that
+reading does. Of a smaller one it is not worth the looks."""
+EARLY_IDLE_S = 0.25
+"""After so long without a sample the answer is waited for, which has an end."""
 _MOST_EMPTY_ROUNDS = 1000
 COUNT_AFTER = 16
 COUNT_AFTER_S = 1.0
@@ -305,12 +306,13 @@ class RemoteSource:
     def _copy_early(self, pending: Pending, awaited: Awaited) -> None:
         """Copy what has come until the answer does. What is readable in the directory can be
         taken at any time; the answer only says that all of it is, and what failed."""
-        looks = EARLY_LOOKS
-        while awaited.early is not None and len(awaited.early) and looks:
-            if self.connection.answered(awaited.tag, EARLY_S):
+        begun = came = now = time.monotonic()
+        while awaited.early is not None and len(awaited.early) and now - came < EARLY_IDLE_S:
+            if self.connection.answered(awaited.tag, max(EARLY_S, (now - begun) / 4)):
                 return
             left = self.copy(pending, awaited.early)
-            looks = EARLY_LOOKS if len(left) < len(awaited.early) else looks - 1
+            now = time.monotonic()
+            came = now if len(left) < len(awaited.early) else came
             awaited.early = left
 
     def steps(self, pending: Pending) -> Steps:

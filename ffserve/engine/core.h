@@ -309,6 +309,18 @@ int ffs_slots_vacate(const ffs_slots *s, const int64_t *slots, int64_t n);
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
              int64_t *found);
 
+/* A job of which nothing is known but what it has seen in this epoch. */
+typedef struct {
+    const uint8_t *seen;        /* of samples low to low + size, each 0 or 1; NULL: all are alike */
+    int64_t low, size;
+    double again, first;        /* chance a second to want a sample that was seen, that was not */
+} ffs_silent;
+
+/* How likely it is, a second, that some job wants each of n samples: the sum over the jobs. Samples
+ * outside of what a job has count nothing. */
+void ffs_expect(const ffs_silent *jobs, int64_t job_count, const int64_t *numbers, int64_t n,
+                double *chances);
+
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */
 typedef struct {

@@ -215,3 +215,20 @@ int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int
         seen[numbers[k] - low] = 1;
     return 0;
 }
+
+void ffs_expect(const ffs_silent *jobs, int64_t job_count, const int64_t *numbers, int64_t n,
+                double *chances)
+{
+    for (int64_t k = 0; k < n; k++)
+        chances[k] = 0;
+    for (int64_t j = 0; j < job_count; j++) {
+        const ffs_silent *job = &jobs[j];
+        for (int64_t k = 0; k < n; k++) {
+            uint64_t place = (uint64_t)numbers[k] - (uint64_t)job->low;
+            if (!job->seen)
+                chances[k] += job->first;
+            else if (place < (uint64_t)job->size)
+                chances[k] += job->seen[place] ? job->again : job->first;
+        }
+    }
+}

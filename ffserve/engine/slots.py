@@ -5,6 +5,7 @@ Pure functions over the cache's own arrays, one call a batch. They decide nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ FAILED: int = lib.FFS_SLOT_FAILED
 _I64S = ffi.typeof("int64_t[]")
 _I32S = ffi.typeof("int32_t[]")
 _U8S = ffi.typeof("uint8_t[]")
+_DOUBLES = ffi.typeof("double[]")
 _from_buffer = ffi.from_buffer
 
 
@@ -176,3 +178,35 @@ def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
     )
     assert rc == 0, "samples are those of the data set"
     return found[0], found[1]
+
+
+class Silent:
+    """Jobs of which nothing is known but what they have seen in this epoch.
+
+    Args:
+        jobs: for each what it has seen, bool[samples], or None where all samples are alike; the
+            number of the first of these samples; how likely it is, a second, to want one that it
+            has seen, and one that it has not. The arrays are looked at, not copied.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[NDArray[np.bool_] | None, int, float, float]]) -> None:
+        self._c = ffi.new("ffs_silent[]", len(jobs))
+        self._count = len(jobs)
+        self._keep = []
+        for job, (seen, low, again, first) in zip(self._c, jobs, strict=True):
+            job.low, job.again, job.first = low, again, first
+            if seen is not None:
+                job.seen, job.size = pointer, _ = _from_buffer(_U8S, seen), len(seen)
+                self._keep.append(pointer)
+
+    def chances(self, numbers: Int64s) -> NDArray[np.float64]:
+        """Return how likely it is, a second, that some job wants each sample."""
+        chances = np.empty(len(numbers))
+        lib.ffs_expect(
+            self._c,
+            self._count,
+            _from_buffer(_I64S, numbers),
+            len(numbers),
+            _from_buffer(_DOUBLES, chances),
+        )
+        return chances
