@@ -37,7 +37,7 @@ from ffserve.server.session import Session
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
-SEEDS = 60
+SEEDS = 40
 FUZZ_SEEDS = 1000
 EIO = -5
 
