@@ -452,9 +452,9 @@ class Reader(BaseReader):
         ahead: deque[asyncio.Task[Batch]] = deque()
         try:
             async with contextlib.aclosing(self._parts(numbers, count, size)) as parts:
-                async for part in parts:
+                async for part, part_size in parts:
                     ahead.append(asyncio.ensure_future(self._batch(part)))
-                    if len(ahead) >= batches_ahead(count):
+                    if len(ahead) >= batches_ahead(count, part_size):
                         yield await ahead[0]
                         ahead.popleft()
             while ahead:
@@ -557,7 +557,7 @@ class Reader(BaseReader):
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        async for part in self._parts(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
+        async for part, _ in self._parts(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
             got = await self.read(part, errors="return")
             for number, sample in zip(part.tolist(), got, strict=True):
                 if isinstance(sample, FFServeError):

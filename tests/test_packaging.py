@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parent.parent
+ENGINE = ROOT / "ffserve" / "engine"
 HEAVY = {"torch", "uvloop", "click", "rich", "pytest", "asyncio", "setuptools", "cffi"}
 
 
@@ -51,6 +57,14 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_command_is_installed() -> None:
     [command] = entry_points(group="console_scripts", name="ffserve")
     assert command.value == "ffserve.cli:main"
+
+
+def test_a_source_distribution_has_every_file_of_the_core() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        [core] = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
+    for names, suffix in ((core["sources"], "c"), (core["depends"], "h")):
+        there = {f"ffserve/engine/{path.name}" for path in ENGINE.glob(f"*.{suffix}")}
+        assert set(names) == there - {"ffserve/engine/_core.c"}
 
 
 def test_the_version_is_the_same_everywhere() -> None:

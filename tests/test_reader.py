@@ -19,6 +19,7 @@ import pytest
 from daemon import Daemon, damage, sample, until, write
 
 import ffserve
+from ffserve.client.base import batches_ahead
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -224,6 +225,21 @@ class TestReader:
         assert [s for b in reader.batches(order, count=50) for s in listed(b)] == TRUTH[::-1]
         two = [iter(reader), iter(reader)]
         assert [next(it).tobytes() for it in two * 3] == [TRUTH[i // 2] for i in range(6)]
+
+    @pytest.mark.parametrize(
+        ("count", "size", "most"),
+        [
+            (512, 1 << 20, 3),
+            (64, 1 << 18, 8),
+            (1, 1 << 20, 8),
+            (64, 15 << 20, 4),
+            (64, 32 << 20, 3),
+        ],
+    )
+    def test_iteration_keeps_a_bounded_size_on_its_way(
+        self, count: int, size: int, most: int
+    ) -> None:
+        assert batches_ahead(count, size) == most
 
     def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
         before = resident_size()

@@ -9,19 +9,17 @@ from typing import Any
 import click
 
 from ffserve.cli import EXIT_BAD_DATA, report
+from ffserve.cli.recordfiles import format_option, jobs_option, json_option
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.errors import FFServeError, UsageError
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--jobs", type=click.IntRange(1, 256), default=min(4, os.cpu_count() or 1),
-    show_default=True, help="Files at once.",
-)  # fmt: skip
+@jobs_option
 @click.option("--renew", is_flag=True, help="Walk also over files whose index is sound.")
-@click.option("--format", "format_name", metavar="NAME", help="By content when left out.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@format_option
+@json_option
 def index(
     files: tuple[str, ...], jobs: int, renew: bool, format_name: str | None, as_json: bool
 ) -> int:

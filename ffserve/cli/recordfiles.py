@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
-
-if TYPE_CHECKING:
-    pass
 
 BATCH_SIZE = 32 << 20
 """Bytes that one read of cat asks for, unless a single sample is larger."""
@@ -24,6 +20,13 @@ format_option = click.option(
     "format_name",
     metavar="NAME",
     help="ffrecord, recordio, …; by content, then suffix, when left out.",
+)
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=min(4, os.cpu_count() or 1),
+    show_default=True,
+    help="Files at once.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 

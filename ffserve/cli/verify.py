@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ffserve.cli import EXIT_BAD_DATA
-from ffserve.cli.recordfiles import files_of, format_option, json_option
+from ffserve.cli.recordfiles import files_of, format_option, jobs_option, json_option
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError
@@ -94,10 +94,7 @@ def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None
 
 @click.command()
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--jobs", type=click.IntRange(1, 256), default=min(4, os.cpu_count() or 1),
-    show_default=True, help="Files at once.",
-)  # fmt: skip
+@jobs_option
 @format_option
 @json_option
 def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: bool) -> int:

@@ -23,13 +23,16 @@ READ_AHEAD_BATCHES = 3
 READ_AHEAD_SAMPLES = 512
 READ_AHEAD_MOST = 8
 """... of smaller ones up to that many, if they are for fewer samples than this together: four times
-the engine's depth, since half of what was asked for is on its way between the processes."""
+the engine's depth, since half of what was asked for is on its way between the processes..."""
+READ_AHEAD_MEMORY = 64 * 1024 * 1024
+"""... and take less memory than this together."""
 SIZES_AT_ONCE = 65_536
 
 
-def batches_ahead(count: int) -> int:
-    """Return how many batches of up to `count` samples iteration keeps on their way."""
-    wanted = -(-READ_AHEAD_SAMPLES // max(count, 1))
+def batches_ahead(count: int, size: int) -> int:
+    """Return how many batches of up to `count` samples, the last of which has about `size` bytes,
+    iteration keeps on their way."""
+    wanted = min(-(-READ_AHEAD_SAMPLES // max(count, 1)), READ_AHEAD_MEMORY // max(size, 1))
     return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
 
 
@@ -164,13 +167,16 @@ class BaseReader:
         return facts
 
 
-def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[Int64s]:
-    """Cut into parts of at most `count` samples and about `size` bytes, at least one sample."""
+def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
+    """Cut into parts of at most `count` samples and about `size` bytes, at least one sample.
+
+    Yields: the part and its bytes.
+    """
     ends = np.cumsum(sizes)
     at = 0
     while at < len(numbers):
         before = int(ends[at - 1]) if at else 0
         upto = int(np.searchsorted(ends, before + size, side="right"))
         upto = min(max(upto, at + 1), at + count, len(numbers))
-        yield numbers[at:upto]
+        yield numbers[at:upto], int(ends[upto - 1]) - before
         at = upto

@@ -406,7 +406,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[Batch]:
         """Read in order with read-ahead, in batches of at most `count` samples and about `size`
-        bytes, of which the next `batches_ahead(count)` are on their way.
+        bytes, of which the next few (`batches_ahead`) are on their way.
 
         Args: indices: as for `read`; None for all.
         Raises: as `read`, when the batch concerned is due.
@@ -438,9 +438,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
         ahead: deque[tuple[Int64s, Source, Any]] = deque()
         try:
-            for part in self._parts(numbers, count, size):
+            for part, part_size in self._parts(numbers, count, size):
                 ahead.append(self._start(part))
-                if len(ahead) >= batches_ahead(count):
+                if len(ahead) >= batches_ahead(count, part_size):
                     yield self._finish(*ahead.popleft())
             while ahead:
                 yield self._finish(*ahead.popleft())
@@ -449,7 +449,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             for _, source, pending in ahead:
                 self._discard(source, pending)
 
-    def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[Int64s]:
+    def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
         for start in range(0, len(numbers), SIZES_AT_ONCE):
             some = numbers[start : start + SIZES_AT_ONCE]
             yield from cut(some, self._estimates_of(some), count, size)

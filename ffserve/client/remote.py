@@ -272,7 +272,7 @@ class RemoteSource:
             pending.todo.extend(positions[k : k + GET_COUNT] for k in parts)
         else:
             sizes = np.diff(offsets)[positions]
-            pending.todo.extend(cut(positions, sizes, GET_COUNT, GET_SIZE))
+            pending.todo.extend(part for part, _ in cut(positions, sizes, GET_COUNT, GET_SIZE))
 
     def _ask(self, pending: RemotePending) -> None:
         while pending.todo and len(pending.asked) < GETS_IN_FLIGHT:

@@ -18,10 +18,7 @@ import stat
 
 import uvloop
 
-from ffserve.config import (
-    ServerConfig,
-    format_size,
-)
+from ffserve.config import ServerConfig, format_size
 from ffserve.errors import UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.memory import usable_memory
