@@ -59,7 +59,8 @@ class Slots:
         numbers = np.asarray(numbers, np.int64)
         slots = np.array([self.free.pop() for _ in numbers], np.int64)
         self.first[slots] = numbers
-        self.policy.enter(slots, self.uses.group_of(int(numbers[0])) if len(numbers) else 0)
+        group = self.uses.group_of(int(numbers[0])) if len(numbers) else 0
+        self.policy.enter(slots, group, 4096 * len(slots))
         getattr(self.policy, how)(slots, 0)
         return slots.tolist()
 
@@ -130,7 +131,7 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
         fresh = np.array(sorted(some - inside), np.int64)
         match step:
             case "k" | "p" if len(fresh):
-                policy.enter(fresh, 0)
+                policy.enter(fresh, 0, 4096 * len(fresh))
                 (policy.keep if step == "k" else policy.let_pass)(fresh, 0)
                 inside |= some
             case "i":
@@ -218,7 +219,7 @@ def test_what_was_used_is_wanted_an_epoch_later() -> None:
     assert slots.out(1) == [600]
     passed = up.reached(0, 110, 1.1)
     assert 101 in passed.tolist()
-    slots.policy.doubt(np.array(taken[:1]), np.array([0]))
+    slots.policy.doubt(np.array(taken[:1]))
     slots.fill([600])
     assert slots.out(1) == [101]
 

@@ -273,7 +273,7 @@ class Cache:
         number = self._next_load
         self._next_load = number % MOST_LOADS + 1
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
-        self.policy.enter(slots, group)
+        self.policy.enter(slots, group, held)
         self.shards.count_slots(blocks.firsts, sizes)
         if fetch.latest is not None:
             self.policy.came_ahead(slots)
@@ -501,7 +501,7 @@ class Cache:
         """These samples were just used, so that they will be wanted at another time than before."""
         slots = self._slots.resident(numbers)
         if len(slots):
-            self.policy.doubt(slots, self._classes(slots))
+            self.policy.doubt(slots)
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
         slot = self.arena.take_run(size)
@@ -656,8 +656,7 @@ class Cache:
                 self._restore(chosen[kept])
                 chosen = chosen[~kept]
         self._slots.vacate(chosen)
-        self.counters.wasted += self.policy.unused(chosen)
-        self._leave(chosen)
+        self.counters.wasted += self._leave(chosen)
         self.counters.evicted += len(chosen)
         return kept
 
@@ -670,9 +669,9 @@ class Cache:
             numbers.append(first + np.flatnonzero(run == slot + 1))
         self.leases.restore(np.concatenate(numbers))
 
-    def _leave(self, slots: Int64s) -> None:
-        self.policy.leave(slots)
+    def _leave(self, slots: Int64s) -> int:
         self.shards.count_slots(self._first[slots], -self.arena.sizes(slots))
+        return self.policy.leave(slots)
 
     def drop(self, base: int, count: int) -> bool:
         """Evict everything of a shard. False when one of its slots is pinned, leased or being

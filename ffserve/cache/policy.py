@@ -37,12 +37,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import LARGE, Arena
+from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import Group, NextUse
+from ffserve.engine.residents import MIXED, NO_KEY, Residents
 
 PARTS = 64
 """Parts of an epoch that keys tell apart."""
-NONE = -1
+NONE = NO_KEY
 FAR, READY, UNSURE, PASSING, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 SLACK = 2
 """Parts by which a victim may be wanted earlier than was believed."""
@@ -58,6 +59,7 @@ ADVANTAGE = 1.25
 """How much later another group's resident must be wanted to give way."""
 
 Int64s: TypeAlias = NDArray[np.int64]
+Int32s: TypeAlias = NDArray[np.int32]
 Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
 """Which of these slots can be evicted just now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
@@ -101,8 +103,8 @@ class Stack:
         """Whether so many fit without taking more memory."""
         return self._end + count <= len(self._items)
 
-    def pop(self, count: int, *, newest: bool = True) -> Int64s:
-        """Take up to `count` slots from one end."""
+    def pop(self, count: int, *, newest: bool = True) -> Int32s:
+        """Take up to `count` slots from one end; they may be looked at until the next push."""
         if newest:
             start = max(self._end - count, self._start)
             taken = self._items[start : self._end]
@@ -111,7 +113,7 @@ class Stack:
             end = min(self._start + count, self._end)
             taken = self._items[self._start : end]
             self._start = end
-        return taken.astype(np.int64)
+        return taken
 
 
 class Shelf:
@@ -136,8 +138,8 @@ class Shelf:
         stack.push(slots)
         self.entries += len(slots)
 
-    def pop(self, key: int, count: int, *, newest: bool = True) -> Int64s:
-        """Take slots from the stack of a key."""
+    def pop(self, key: int, count: int, *, newest: bool = True) -> Int32s:
+        """Take slots from the stack of a key; they may be looked at until the next push."""
         stack = self.stacks[key]
         slots = stack.pop(count, newest=newest)
         if not len(stack):
@@ -169,6 +171,15 @@ class Policy:
         self._large = len(arena.class_sizes)
         self._ahead = np.zeros(arena.slot_limit, np.bool_)
         """Filled before anybody asked, and not used since."""
+        self._residents = Residents(
+            self._key,
+            self._group,
+            self._ahead,
+            arena.tables()[1],
+            arena.slab_class,
+            arena.slots_per_slab,
+            self._large,
+        )
         self._widths: dict[int, float] = {}
         self._static: dict[int, bool] = {}
         """By which rule each group gave its last victims."""
@@ -184,10 +195,10 @@ class Policy:
 
     # ---- coming and going -----------------------------------------------------------------
 
-    def enter(self, slots: Int64s, group: int) -> None:
-        """Slots that are being filled for a group."""
+    def enter(self, slots: Int64s, group: int, size: int) -> None:
+        """Slots that are being filled for a group, and their bytes."""
         self._group[slots] = group
-        self.used[group] = self.used.get(group, 0) + int(np.add.reduce(self._arena.sizes(slots)))
+        self.used[group] = self.used.get(group, 0) + size
 
     def came_ahead(self, slots: Int64s) -> None:
         """Slots that are being filled though nobody asked for them."""
@@ -197,19 +208,22 @@ class Policy:
         """Slots of samples that somebody asked for."""
         self._ahead[slots] = False
 
-    def unused(self, slots: Int64s) -> int:
-        """Return how many of these came ahead and were not used."""
-        return int(np.count_nonzero(self._ahead[slots]))
-
-    def leave(self, slots: Int64s) -> None:
-        """Slots that hold nothing any more."""
-        self._ahead[slots] = False
-        self._key[slots] = NONE
+    def leave(self, slots: Int64s) -> int:
+        """Slots that hold nothing any more. Returns: how many of these came ahead and were not
+        used."""
+        group, size, unused = self._residents.leave(slots)
+        if group != MIXED:
+            self._give_back(group, size)
+            return unused
         sizes = self._arena.sizes(slots)
         for group, rows in self._by_group(slots):
-            self.used[group] -= int(np.add.reduce(sizes[rows]))
-            if not self.used[group]:
-                del self.used[group]
+            self._give_back(group, int(np.add.reduce(sizes[rows])))
+        return unused
+
+    def _give_back(self, group: int, size: int) -> None:
+        self.used[group] -= size
+        if not self.used[group]:
+            del self.used[group]
 
     def keep(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled while there was room."""
@@ -225,27 +239,26 @@ class Policy:
         """Slots of shards that nobody has open."""
         self._put(slots[self._key[slots] != IDLE], size_class, IDLE)
 
-    def doubt(self, slots: Int64s, classes: Int64s) -> None:
+    def doubt(self, slots: Int64s) -> None:
         """These residents were just used: what was believed of them has changed."""
-        self._ahead[slots] = False
-        known = self._key[slots]
-        # NONE becomes the largest of all.
-        rows = (known.view(np.uint64) < UNSURE).nonzero()[0]
-        if not len(rows):
+        slots, group, size_class = self._residents.doubt(slots, UNSURE)
+        if not len(slots):
             return
-        if len(rows) < len(slots):
-            slots, classes = slots[rows], classes[rows]
-        first = int(classes[0])
-        if np.count_nonzero(classes != first) == 0:
-            self._put(slots, first, UNSURE)
+        if group != MIXED and size_class != MIXED:
+            self._push(self._shelf(group, size_class), UNSURE, slots)
             return
+        classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
         for size_class in np.unique(classes).tolist():
-            self._put(slots[classes == size_class], size_class, UNSURE)
+            rows = classes == size_class
+            self._put(slots[rows], size_class if size_class >= 0 else self._large, UNSURE)
 
     def _put(self, slots: Int64s, size_class: int, key: int) -> None:
         if not len(slots):
             return
-        self._key[slots] = key
+        group = self._residents.put(slots, key)
+        if group != MIXED:
+            self._push(self._shelf(group, size_class), key, slots)
+            return
         for group, rows in self._by_group(slots):
             self._push(self._shelf(group, size_class), key, slots[rows])
 
@@ -263,7 +276,7 @@ class Policy:
         stack = shelf.stacks.get(key)
         if stack is not None and len(stack) >= FEW and not stack.room_for(len(slots)):
             # Before it grows: what moved on (and will never be looked for here) goes.
-            shelf.push(key, self._pop(shelf, key, len(stack)))
+            shelf.push(key, self._pop(shelf, key, len(stack), after=key))
         shelf.push(key, slots)
 
     def _shelf(self, group: int, size_class: int) -> Shelf:
@@ -283,7 +296,7 @@ class Policy:
             while IDLE in shelf.stacks and missing:
                 slots = self._pop(shelf, IDLE, missing)
                 good = usable(slots)
-                found.append(self._taken(slots[good]))
+                found.append(slots[good])
                 missing -= len(found[-1])
                 self._put(slots[~good], size_class, UNSURE)
         return np.concatenate(found) if there else _NO_SLOTS
@@ -401,14 +414,11 @@ class Policy:
         found: list[Int64s] = []
         missing = count
         while missing and READY in shelf.stacks:
-            # Each stands there once: it is filled only when it is empty.
-            slots = shelf.pop(READY, missing)
-            slots = slots[(self._key[slots] == READY) & self._belong(shelf, slots)]
+            slots = self._pop(shelf, READY, missing)
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
                 self._put(slots[~good], shelf.size_class, UNSURE)
                 slots = slots[good]
-            self._key[slots] = NONE
             found.append(slots)
             missing -= len(slots)
         if len(found) == 1:
@@ -423,7 +433,7 @@ class Policy:
             slots = self._pop(shelf, key, missing, newest=key != PASSING)
             looked += len(slots)
             good = usable(slots)
-            found.append(self._taken(slots[good]))
+            found.append(slots[good])
             missing -= len(found[-1])
             if not good.all():
                 spared.append((key, slots[~good]))
@@ -455,8 +465,6 @@ class Policy:
             least = 0 if latest is None else int(latest / width) + 1
             slots, keys = self._sort_out(group, shelf, most, missing, least)
         while True:
-            # At once, since what is left on the stacks may name them a second time.
-            self._key[slots] = NONE
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
                 spared.append((slots[~good], keys[~good]))
@@ -479,7 +487,7 @@ class Policy:
             self._sort_in(shelf, slots, keys)
         chosen = np.concatenate(found)
         if len(chosen) > count:
-            self._put(chosen[count:][::-1], shelf.size_class, READY)
+            self._put(chosen[count:][::-1].copy(), shelf.size_class, READY)
             shelf.ready_s = np.inf if nearest == FAR else nearest * width
         return chosen[:count]
 
@@ -494,18 +502,19 @@ class Policy:
                 continue
             if latest is not None and key < FAR and key * width <= latest:
                 break
-            part = shelf.pop(key, count)
+            looked_at = min(count, len(shelf.stacks[key]))
+            part = self._pop(shelf, key, count)
             parts.append(part)
             keys.append(np.full(len(part), key))
-            count -= len(part)
+            count -= looked_at
             if count <= 0:
                 break
         if parts:
-            return self._right(shelf, np.concatenate(parts), np.concatenate(keys))
+            return np.concatenate(parts), np.concatenate(keys)
         if UNSURE not in shelf.stacks or latest is not None:
             return _NO_SLOTS, _NO_SLOTS
-        slots = shelf.pop(UNSURE, count)
-        return self._right(shelf, slots, np.full(len(slots), UNSURE))
+        slots = self._pop(shelf, UNSURE, count)
+        return slots, np.full(len(slots), UNSURE)
 
     def _look_again(
         self, group: Group, shelf: Shelf, slots: Int64s, keys: Int64s
@@ -579,35 +588,13 @@ class Policy:
         ):
             self._push(shelf, key, slots[start:stop])
 
-    def _taken(self, slots: Int64s) -> Int64s:
-        self._key[slots] = NONE
-        return slots
-
-    def _pop(self, shelf: Shelf, key: int, count: int, *, newest: bool = True) -> Int64s:
-        """Take slots off a stack; return those that still belong there, each once."""
-        slots = shelf.pop(key, count, newest=newest)
-        return self._right(shelf, slots, np.full(len(slots), key))[0]
-
-    def _right(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> tuple[Int64s, Int64s]:
-        """Leave out slots that were moved, evicted, or given to another group or class since they
-        were put on these stacks, and all but one of those that are there twice."""
-        right = (self._key[slots] == keys) & self._belong(shelf, slots)
-        if np.count_nonzero(right) < len(right):
-            # A stale entry beside a right one has another key.
-            slots, keys = slots[right], keys[right]
-        rising = np.sort(slots)
-        if np.count_nonzero(rising[1:] == rising[:-1]):
-            _, rows = np.unique(slots, return_index=True)
-            rows.sort()
-            slots, keys = slots[rows], keys[rows]
-        return slots, keys
-
-    def _belong(self, shelf: Shelf, slots: Int64s) -> NDArray[np.bool_]:
-        """Whether slots are still of this group and size class."""
-        classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
-        size_class = shelf.size_class if shelf.size_class < self._large else LARGE
-        belong: NDArray[np.bool_] = (self._group[slots] == shelf.group) & (classes == size_class)
-        return belong
+    def _pop(
+        self, shelf: Shelf, key: int, count: int, *, newest: bool = True, after: int = NONE
+    ) -> Int64s:
+        """Take slots off a stack; return those that still belong there, each once. They are on no
+        stack then, whatever else of it names them, or stay what they are: on that of `after`."""
+        entries = shelf.pop(key, count, newest=newest)
+        return self._residents.take(entries, key, shelf.group, shelf.size_class, after)
 
     # ---- keys -----------------------------------------------------------------------------
 

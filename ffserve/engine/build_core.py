@@ -45,6 +45,7 @@ SOURCES = (
     "chunks.c",
     "blocks.c",
     "slots.c",
+    "residents.c",
 )
 HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

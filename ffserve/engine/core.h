@@ -304,6 +304,37 @@ int ffs_slots_usable(const ffs_slots *s, const int64_t *slots, int64_t n, uint8_
 /* n slots hold nothing any more and are FREE; their samples are in no slot. 0, or FFS_ERANGE. */
 int ffs_slots_vacate(const ffs_slots *s, const int64_t *slots, int64_t n);
 
+/* ---- the policy's tables: by what key each resident was put on a stack ---------------------- */
+typedef struct {
+    int64_t *keys;
+    int32_t *groups;
+    uint8_t *ahead;             /* 1: filled before anybody asked, and not used since */
+    const int64_t *sizes;
+    int64_t slot_count;
+    const int32_t *classes;     /* size class of each slab of 1 << slab_shift slots; below 0: large */
+    int64_t slab_shift, large;
+} ffs_residents;
+
+#define FFS_NO_KEY -1
+#define FFS_MIXED -1
+
+/* Of n entries of a stack those slots that still belong there, each once, in order: their key,
+ * group and size class are these. Their key becomes `after`. Returns how many there are, or
+ * FFS_ERANGE: nothing was done. */
+int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t n, int64_t key,
+                           int64_t after, int64_t group, int64_t size_class, int64_t *slots);
+/* Give slots a key; *group: theirs, or FFS_MIXED. 0, or FFS_ERANGE: nothing was done. */
+int ffs_residents_put(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
+                      int64_t *group);
+/* n slots were used: they are not ahead any more. moved[]: those, repeats kept, whose key is below
+ * `key` (as unsigned numbers, so that FFS_NO_KEY is not), which becomes theirs; whose[2]: their
+ * group and size class, or FFS_MIXED. Returns how many these are, or FFS_ERANGE: nothing was done. */
+int64_t ffs_residents_doubt(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
+                            int64_t *moved, int64_t *whose);
+/* n slots, each named once, hold nothing any more. found[3]: their group or FFS_MIXED, their bytes,
+ * how many were ahead. 0, or FFS_ERANGE: nothing was done. */
+int ffs_residents_leave(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t *found);
+
 /* Mark n places of `seen` (size bytes, each 0 or 1). found[2]: how many places, each counted once,
  * were not marked before, and how many were. 0, or FFS_ERANGE: nothing was marked. */
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
