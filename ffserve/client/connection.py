@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -78,9 +77,6 @@ class Connection:
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
-        self.copied: deque[tuple[int, int]] = deque()
-        """Samples and bytes that were copied without asking and are not counted yet; appended to
-        by any thread, without a lock."""
         self._unneeded: list[int] = []
         """Data sets that the daemon has still to be told to close."""
         self._told = time.monotonic()
@@ -222,7 +218,6 @@ class Connection:
         if sink is not None:
             self._inbox.sinks[tag] = sink
         with self._state:
-            self._count_copied()
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
             hit_size, self._hit_size = self._hit_size, 0
@@ -293,18 +288,11 @@ class Connection:
     def count_hits(self, count: int, size: int) -> None:
         """Count samples that were copied without asking; now and then tell the daemon."""
         with self._state:
-            self._count_copied()
             self._hits += count
             self._hit_size += size
             due = time.monotonic() - self._told > TELL_INTERVAL_S
         if due:
             self.tell()
-
-    def _count_copied(self) -> None:
-        while self.copied:
-            count, size = self.copied.popleft()
-            self._hits += count
-            self._hit_size += size
 
     def tell(self) -> None:
         """Send the counters and acknowledgements that are due.
@@ -312,7 +300,6 @@ class Connection:
         It never waits: while the daemon takes nothing in, they are kept for a later time.
         """
         with self._state:
-            self._count_copied()
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
             hit_size, self._hit_size = self._hit_size, 0

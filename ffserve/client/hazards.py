@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ffserve.cache.memory import is_sealed
 from ffserve.engine.hazards import TABLE_SIZE, Lease, Leases, Table
@@ -60,15 +60,15 @@ class Asked:
 class Leasing:
     """`with` it: samples are leased on entry and released on leaving."""
 
-    __slots__ = ("_lease", "_leased", "_numbers")
+    __slots__ = ("_indices", "_lease", "_leased")
 
-    def __init__(self, lease: Callable[[Int64s], Leased], numbers: Int64s) -> None:
+    def __init__(self, lease: Callable[[Any], Leased], indices: Any) -> None:
         self._lease = lease
-        self._numbers = numbers
+        self._indices = indices
         self._leased: Leased | None = None
 
     def __enter__(self) -> Leased:
-        leased = self._leased = self._lease(self._numbers)
+        leased = self._leased = self._lease(self._indices)
         return leased
 
     def __exit__(self, *exc: object) -> None:

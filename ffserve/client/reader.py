@@ -361,8 +361,13 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._raise_first(failed, numbers)
         return batch
 
-    def _leased(self, numbers: Int64s) -> Leased:
-        leased = self._retrying(lambda source: source.lease(numbers))
+    def _leased(self, indices: Any) -> Leased:
+        source, numbers, leased = self._source, indices, None
+        if type(indices) is np.ndarray and self._intact is None and source is not None:
+            leased = source.leased(indices)
+        if leased is None:
+            numbers = self._numbers(indices)
+            leased = self._retrying(lambda source: source.lease(numbers))
         try:
             self._used(numbers)
         except BaseException:
@@ -385,7 +390,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             process to hold (its share of three eighths of the arena). What is not, or is more than
             that, costs a round trip, or is copied. Leased samples cannot be evicted: leave soon.
         """
-        return Leasing(self._leased, self._numbers(indices))
+        return Leasing(self._leased, indices)
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Bytes: ...

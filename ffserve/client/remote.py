@@ -11,6 +11,7 @@ for such waits for all of them first, and takes its memory then; a length once k
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -96,6 +97,8 @@ class Copy:
     positions: Int64s | None
     pause_s: float = 0.0
 
+
+_NO_COPIES: dict[int, Bytes] = {}
 
 Steps: TypeAlias = Generator[Awaited | Copy, protocol.Ready | Int64s, dict[int, FFServeError]]
 
@@ -220,27 +223,32 @@ class RemoteSource:
         if found is None:
             return None
         buffer, offsets = found
-        self.connection.copied.append((len(indices), len(buffer)))
-        self._copied.append((indices.copy(), len(buffer)))  # the caller's own may change
-        many = len(indices) > GET_COUNT or len(self._copied) >= COUNT_AFTER
+        self._took(indices, len(buffer))
+        return Batch(buffer, offsets)
+
+    def _took(self, indices: Int64s, size: int) -> None:
+        """Note a batch that was all in memory, to be entered into the counters later."""
+        copied = self._copied
+        copied.append((indices.copy(), size))  # the caller's own may change
+        many = len(copied) >= COUNT_AFTER or len(indices) > GET_COUNT
         if many or time.monotonic() > self._count_at:
             self._enter_copied()
-        return Batch(buffer, offsets)
 
     def _enter_copied(self) -> None:
         self._count_at = time.monotonic() + COUNT_AFTER_S
-        hits = total = 0
-        while self._copied:
-            try:
-                indices, size = self._copied.popleft()
-            except IndexError:  # another thread had the last one
-                break
-            hits, total = hits + len(indices), total + size
-            self._note_seen(indices)
+        copied = []
+        with contextlib.suppress(IndexError):  # other threads may be at it, too
+            while self._copied:
+                copied.append(self._copied.popleft())
+        if not copied:
+            return
+        some = [indices for indices, _ in copied]
+        hits, total = sum(map(len, some)), sum(size for _, size in copied)
+        self._note_seen(*some)
         with self._counting:
             self._hits += hits
             self._size += total
-        self.connection.count_hits(0, 0)
+        self.connection.count_hits(hits, total)
 
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> RemotePending:
         """Ask for what is not in memory."""
@@ -339,11 +347,11 @@ class RemoteSource:
             return {}
         return (yield from self._wait(pending))
 
-    def _note_seen(self, indices: Int64s) -> None:
+    def _note_seen(self, *hits: Int64s) -> None:
         """Keep the latest hits for the next GET; who never sends one need not report any."""
         with self._counting:
-            self._seen.append(indices)
-            self._seen_count += len(indices)
+            self._seen.extend(hits)
+            self._seen_count += sum(map(len, hits))
             while self._seen_count > protocol.MAX_GET_COUNT:
                 self._seen_count -= len(self._seen.popleft())
 
@@ -495,6 +503,14 @@ class RemoteSource:
 
     # ---- leases ---------------------------------------------------------------------------
 
+    def leased(self, indices: Int64s) -> Leased | None:
+        """Lease a batch if all of it can be leased without asking; the short way, as `copied`."""
+        lease = None if self._leaser is None else self._leaser.lease_all(indices)
+        if lease is None:
+            return None
+        self._took(indices, lease.size)
+        return Leased(self._arena, lease.starts, lease.sizes, _NO_COPIES, lease)
+
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of the arena that stay what they are until they are released.
 
@@ -609,6 +625,7 @@ class RemoteSource:
             return
         self._closed = True
         if self.connection.alive:
+            self._enter_copied()
             self.connection.close_dataset(self.dataset)
         self.connection.leave()
 

@@ -25,7 +25,10 @@ MOST_HAZARDS: int = PANELS * PANEL
 _I64S = ffi.typeof("int64_t[]")
 _U32S = ffi.typeof("uint32_t[]")
 _NOTE = ffi.typeof("ffs_lease_note *")
+_INT64 = np.dtype(np.int64)
+_TOGETHER = (_INT64.itemsize,)
 _from_buffer = ffi.from_buffer
+_new = ffi.new
 
 
 class Table:
@@ -116,14 +119,32 @@ class Leaser:
         Raises: ReadError when the directory points outside of the arena.
         Cost: one call, no lock; about 10 ns a sample.
         """
-        n = len(indices)
-        out = np.empty(2 * n, np.int64)
-        c = _from_buffer(_I64S, out)
-        note = ffi.new(_NOTE)
-        left = lib.ffs_lease(self._c, self._view_c, _from_buffer(_I64S, indices), n, c, c + n, note)
-        if left < 0:
+        lease = self._lease(indices)
+        if lease.left < 0:
             raise ReadError("the shared directory points outside of the arena")
-        return Lease(self._leases, note, out[:n], out[n:], left)
+        return lease
+
+    def lease_all(self, indices: NDArray[Any]) -> Lease | None:
+        """Lease all of a batch; None when it is not as simple as that, `lease` tells why.
+
+        Args: indices: any array.
+        """
+        if indices.dtype != _INT64 or indices.strides != _TOGETHER:
+            return None
+        lease = self._lease(indices)
+        if lease.left:
+            lease.release()
+            return None
+        return lease
+
+    def _lease(self, indices: Int64s) -> Lease:
+        n = len(indices)
+        out = np.empty((2, n), _INT64)
+        c = _from_buffer(_I64S, out)
+        note = _new(_NOTE)
+        which = _from_buffer(_I64S, indices)
+        left = lib.ffs_lease(self._c, self._view_c, which, n, c, c + n, note)
+        return Lease(self._leases, note, out[0], out[1], left)
 
 
 # ---- the daemon's side ---------------------------------------------------------------------------
