@@ -13,7 +13,7 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.directory import Directory
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.shards import ShardTable
-from ffserve.server.ahead import ReadAhead
+from ffserve.server.ahead import QUANTUM, ReadAhead
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -55,6 +55,10 @@ class Node:
         """The job asks for samples, as a session does for it."""
         self.cache.used(numbers)
         self.cache.doubt(self.walk.asked(numbers, 1.0))
+        self.bring(numbers)
+
+    def bring(self, numbers: NDArray[np.int64]) -> None:
+        """Have samples in memory."""
         fetch = Fetch(numbers)
         while fetch.cursor < len(numbers):
             load = self.cache.advance(fetch, len(numbers), ARENA)
@@ -125,3 +129,15 @@ def test_what_was_asked_for_is_neither_read_ahead_nor_wasted(node: Node) -> None
     assert node.cache.counters.read_ahead == 0
     node.evict_all()
     assert node.cache.counters.wasted == 0 and node.cache.counters.evicted > 0
+
+
+def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None:
+    """Each piece costs the same, however long; what has to be read is in short ones, as ever."""
+    node = Node(1000, np.arange(COUNT))
+    node.bring(node.order[:2048])
+    node.use(1024)
+    assert np.array_equal(node.read_ahead(), np.unique(node.blocks[2048:3072]))
+    lengths = [len(piece.fetch.numbers) for piece in node.ahead._walkers[node.walk].pieces]
+    assert lengths[0] == lengths[-1] == QUANTUM < max(lengths)
+    assert sum(lengths) == 2048, "two steps ahead"
+    node.directory.close()

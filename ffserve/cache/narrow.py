@@ -47,8 +47,11 @@ class Narrow:
             found |= self._planes[k, start:stop].astype(np.int64) << 8 * k
         if self._halves is not None:
             pairs = self._halves[start // 2 : (stop + 1) // 2]
-            above = np.stack((pairs & 15, pairs >> 4), axis=1).ravel()[start % 2 :]
-            found |= above[: stop - start].astype(np.int64) << 8 * len(self._planes)
+            above = np.empty(2 * len(pairs), np.int64)
+            above[0::2] = pairs & 15
+            above[1::2] = pairs >> 4
+            above <<= 8 * len(self._planes)
+            found |= above[start % 2 :][: stop - start]
         return found
 
     def same(self, other: Narrow) -> bool:

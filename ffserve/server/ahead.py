@@ -20,6 +20,9 @@ from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.walk import Walk
 
 QUANTUM = 128
+LONGEST_PIECE = 1024
+"""Samples that are read, or found to be in memory, at once; one that finds all of it there makes
+the next one twice as long, since following an order costs the more the shorter the pieces are."""
 WALK_SHARE = 100
 """What is read ahead for one walk takes at most one part in this many of the arena, but two
 batches at least."""
@@ -59,6 +62,7 @@ class _Walker:
     pinned_size: int = 0
     sample_size: float = SAMPLE_SIZE
     not_before: float = 0.0
+    most: int = QUANTUM
     pieces: deque[_Piece] = field(default_factory=deque)
 
 
@@ -102,17 +106,17 @@ class ReadAhead:
                 continue
             self._catch_up(walk, walker)
             ahead = self._distance(walk, walker)
-            if ahead is None or self._room(walk, ahead, now) <= 0:
+            if ahead is None or self._room(walk, walker, ahead, now) <= 0:
                 continue
             due = ahead / walk.rate(now)
             if due < soonest:
                 best, soonest = walk, due
         return best
 
-    def _room(self, walk: Walk, ahead: int, now: float) -> int:
+    def _room(self, walk: Walk, walker: _Walker, ahead: int, now: float) -> int:
         """Return how many positions to read now: a piece, or none if that is too early."""
         window = self.window(walk, now)
-        piece = min(max(window // PIECES, SMALLEST_PIECE), QUANTUM)
+        piece = min(max(window // PIECES, SMALLEST_PIECE), walker.most)
         room = int(walk.lead) + window - ahead
         return min(piece, room) if room > piece // 2 else 0
 
@@ -139,7 +143,7 @@ class ReadAhead:
         order = walk.orders[walker.epoch]
         ahead = self._distance(walk, walker)
         assert ahead is not None
-        room = self._room(walk, ahead, now)
+        room = self._room(walk, walker, ahead, now)
         numbers = order.numbers(walker.position, walker.position + room)
         fetch = Fetch(numbers, now + ahead / walk.rate(now))
         left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
@@ -147,6 +151,8 @@ class ReadAhead:
         if fetch.cursor == 0:
             walker.not_before = now + RETRY_S
             return None
+        there = load is None and not fetch.waiting
+        walker.most = min(2 * walker.most, LONGEST_PIECE) if there else QUANTUM
         walker.position += fetch.cursor
         walker.pinned_size += fetch.pinned_size
         self._pinned_size += fetch.pinned_size
