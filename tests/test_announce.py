@@ -71,6 +71,10 @@ def test_numbers_in_half_bytes_come_back(
     assert (
         narrow.part(start, max(start, stop)).tolist() == numbers[start : max(start, stop)].tolist()
     )
+    assert narrow.part(start, count, 100).tolist() == (100 + numbers[start:]).tolist()
+    for outside in ((-1, count), (0, count + 1), (count + 1, count + 1), (1, 0)):
+        with pytest.raises(AssertionError):
+            narrow.part(*outside)
     assert narrow.same(Narrow(numbers.astype(np.uint32), span))
     assert not count or not narrow.same(Narrow((numbers + 1) % span, span)) or span == 1
     digits = max(2, -(-(span - 1).bit_length() // 4))
@@ -99,7 +103,13 @@ def test_an_order_says_who_stands_where(count: int) -> None:
         assert buckets[position] == bucket
         assert order.edge(bucket) <= position < order.edge(bucket + 1)
     assert order.edge(BUCKETS + 1) == count
-    assert order.buckets(np.array([0, 99, 100 + count])).tolist() == [0, 0, 0]
+    outside = np.array([0, 99, 100 + count, -1, -(1 << 63), (1 << 63) - 1])
+    assert order.buckets(outside).tolist() == [0] * 6
+    times, best = np.arange(BUCKETS + 1.0), np.full(count + 6, 200.0)
+    order.soonest(times, np.concatenate((outside, numbers)), best)
+    assert best.tolist() == [0.0] * 6 + np.minimum(buckets, 200).tolist()
+    with pytest.raises(AssertionError):
+        order.soonest(times[: buckets[-1]], numbers, best[6:])
 
 
 def test_what_is_passed_is_forgotten() -> None:

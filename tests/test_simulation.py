@@ -834,7 +834,7 @@ class LosesSlots(Cache):
 class LooksAtLeasesOnce(Cache):
     """Does not look again at what clients lease, once the samples are unreadable."""
 
-    def _evict(self, slots: Int64s) -> NDArray[np.bool_]:
+    def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
         leases, self.leases = self.leases, NoLeases()
         try:
             return super()._evict(slots)

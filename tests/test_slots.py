@@ -194,6 +194,7 @@ class Files:
         self.entries["length_low"] = np.arange(SAMPLES)
         self.offsets = (1000 + np.arange(SAMPLES) * 50).astype(np.uint64)
         self.checksums = np.arange(SAMPLES, dtype=np.uint32) + 7
+        self.used = np.zeros(2, np.int64)
         self.c = Shards(
             self.entries.ctypes.data, self.offsets.ctypes.data, self.checksums.ctypes.data, SAMPLES
         )
@@ -204,6 +205,7 @@ class Files:
             np.array([2, 0]),
             np.array([3, 4], np.int32),
             np.array([1, 2], np.int32),
+            self.used,
             singly,
         )
 
@@ -221,6 +223,18 @@ def test_blocks() -> None:
     for outside in (4, 25, 35, SAMPLES, -1):
         with pytest.raises(AssertionError):
             files.c.blocks(np.array([outside]), 1 << 20)
+
+
+def test_bytes_are_counted_by_shard() -> None:
+    files = Files(singly=set())
+    files.c.count(np.array([5, 30, 24, 34]), np.array([1, 10, 2, 20]), 1)
+    assert files.used.tolist() == [3, 30]
+    files.c.count(np.array([30, 5]), np.array([10, 1]), -1)
+    assert files.used.tolist() == [2, 20]
+    for outside in (4, 25, 35, -1, 1 << 62):
+        with pytest.raises(AssertionError):
+            files.c.count(np.array([outside]), np.array([1]), 1)
+    assert files.used.tolist() == [2, 20]
 
 
 def test_a_batch_of_blocks() -> None:

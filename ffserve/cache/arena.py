@@ -125,7 +125,7 @@ class Arena:
 
     def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
-        return np.searchsorted(self.class_sizes, sizes)
+        return self.class_sizes.searchsorted(sizes)
 
     def slot_sizes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the size of the slot that each size gets."""

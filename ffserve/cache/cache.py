@@ -51,6 +51,10 @@ Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 take the old bytes for good any more."""
 
 
+_NO_SLOTS: Int64s = np.zeros(0, np.int64)
+_ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a sample could not be read.
@@ -198,12 +202,12 @@ class Cache:
             return None
         handled, absent, touched, positions = self._slots.split(part, size)
         load = None
-        held, loading = self._slots.pin(touched)
+        held, loading = self._slots.pin(touched) if len(touched) else (0, touched)
         if len(absent):
             # What the request finds in memory must not be evicted for what it does not.
             part = part[:handled]
             load, cut = self._admit(fetch, part, absent, size)
-            kept = int(np.count_nonzero(positions < cut))
+            kept = int(positions.searchsorted(cut))
             if kept < len(touched):
                 self.release([touched[kept:]])
                 touched = touched[:kept]
@@ -223,7 +227,7 @@ class Cache:
         fetch.cursor += handled
         if fetch.latest is None:
             self.counters.asked += handled
-            self.counters.resident += handled - int(np.count_nonzero(absent < handled))
+            self.counters.resident += handled - int(absent.searchsorted(handled))
         return load
 
     def _again(self, pinned: Int64s) -> tuple[int, Int64s]:
@@ -241,7 +245,8 @@ class Cache:
     ) -> tuple[Load | None, int]:
         """Find room for what is absent; return the load and how much of the part is dealt with."""
         # In order of first use, so that a cut leaves a prefix that is whole.
-        table = self.shards.blocks(part[absent]).table
+        numbers = part if len(absent) == len(part) else part[absent]
+        table = self.shards.blocks(numbers).table
         table, where, left_out = self._slots.cut(table, absent.copy(), size)
         blocks, cut = Blocks(table), len(part) if left_out < 0 else left_out
         if not len(where):
@@ -274,7 +279,7 @@ class Cache:
         self._next_load = number % MOST_LOADS + 1
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group, held)
-        self.shards.count_slots(blocks.firsts, sizes)
+        self.shards.c.count(blocks.firsts, sizes, 1)
         if fetch.latest is not None:
             self.policy.came_ahead(slots)
             self.counters.read_ahead += len(slots)
@@ -303,9 +308,12 @@ class Cache:
                 alive = self.state[chosen] == RESIDENT
                 chosen, passing = chosen[alive], passing[alive]
             at_a_cost = np.count_nonzero(passing)
-            if at_a_cost:
+            if at_a_cost == len(passing):
+                self.policy.let_pass(chosen, size_class)
+            elif not at_a_cost:
+                self.policy.keep(chosen, size_class)
+            else:
                 self.policy.let_pass(chosen[passing], size_class)
-            if at_a_cost < len(passing):
                 self.policy.keep(chosen[~passing], size_class)
         ready = []
         for fetch in load.fetches:
@@ -338,7 +346,8 @@ class Cache:
         if self.pins[slot] == 0:
             freed = np.array([slot], np.int64)
             self.state[slot] = FREE
-            self._leave(freed)
+            self.shards.c.count(self._first[freed], self.arena.sizes(freed), -1)
+            self.policy.leave(freed)
             self.arena.free(freed)
 
     def release(self, pins: list[Int64s]) -> None:
@@ -400,12 +409,12 @@ class Cache:
         passing = np.zeros(len(sizes), np.bool_)
         for size_class, rows in _groups(classes):
             if size_class == self._large:
-                for row in rows.tolist():
+                for row in np.arange(len(sizes))[rows].tolist():
                     slots[row], passing[row] = self._allocate_large(int(sizes[row]), latest)
                     if slots[row] >= 0:
                         self.state[slots[row]] = LOADING
                 continue
-            wanted = len(rows)
+            wanted = len(sizes[rows])
             free = np.array(self.arena.take(size_class, wanted), np.int64)
             if len(free) < wanted:
                 free = _joined(free, self._from_idle(size_class, wanted - len(free)))
@@ -431,8 +440,12 @@ class Cache:
                     fresh += len(stolen)
                 free = _joined(free, stolen)
             self.state[free] = LOADING
-            slots[rows[: len(free)]] = free
-            passing[rows[fresh : len(free)]] = True
+            if len(free) == len(sizes):
+                passing[fresh:] = True
+                return free, passing
+            filled = np.arange(len(sizes))[rows][: len(free)]
+            slots[filled] = free
+            passing[filled[fresh:]] = True
         return slots, passing
 
     def _from_idle(self, size_class: int, count: int) -> Int64s:
@@ -450,10 +463,12 @@ class Cache:
         return evicted
 
     def _evict_idle(self, size_class: int, count: int) -> Int64s:
+        if not self.policy.has_idle(size_class):
+            return _NO_SLOTS
         self._look_at_leases()
         victims = self.policy.idle_victims(size_class, count, self._usable_idle)
         kept = self._evict(victims)
-        if kept.any():
+        if kept is not None:
             self.policy.abandon(victims[kept], size_class)
             victims = victims[~kept]
         return victims
@@ -464,7 +479,7 @@ class Cache:
         self._look_at_leases()
         victims, others = self.policy.victims(size_class, count, self._usable, group, latest)
         kept = self._evict(victims)
-        if kept.any():
+        if kept is not None:
             self.policy.keep(victims[kept], size_class)
             others -= int(np.count_nonzero(kept[:others]))
             victims = victims[~kept]
@@ -564,8 +579,8 @@ class Cache:
         low, high = self.arena.members(slab)
         victims = low + np.flatnonzero(self.state[low:high] == RESIDENT)
         kept = self._evict(victims)
-        self.arena.free(victims[~kept])
-        return not kept.any()
+        self.arena.free(victims if kept is None else victims[~kept])
+        return kept is None
 
     def resize(self, slabs: int) -> None:
         """Hand out so many slabs; see `retire` for what is beyond them."""
@@ -640,24 +655,26 @@ class Cache:
             np.bincount(slabs, kept, minlength=high - first).astype(np.float64)[chosen],
         )
 
-    def _evict(self, slots: Int64s) -> NDArray[np.bool_]:
+    def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
         """Make what the slots hold unreadable and forget it. The slots stay taken.
 
-        Returns: for each whether it was kept instead, since a client leased it meanwhile.
+        Returns: None, or for each whether it was kept, since a client leased some meanwhile.
         """
-        kept = np.zeros(len(slots), np.bool_)
         if not len(slots):
-            return kept
-        chosen = slots
-        self._retract(*self._slots.contents(slots))
+            return None
+        kept = None
+        firsts, counts, offsets, sizes = self._slots.contents(slots)
+        self._retract(firsts, counts, offsets, sizes)
         if self._look_at_leases():
-            kept = self._leased[chosen]
-            if kept.any():
-                self._restore(chosen[kept])
-                chosen = chosen[~kept]
-        self._slots.vacate(chosen)
-        self.counters.wasted += self._leave(chosen)
-        self.counters.evicted += len(chosen)
+            leased = self._leased[slots]
+            if leased.any():
+                kept = leased
+                self._restore(slots[kept])
+                slots, firsts, sizes = slots[~kept], firsts[~kept], sizes[~kept]
+        self._slots.vacate(slots)
+        self.shards.c.count(firsts, sizes, -1)
+        self.counters.wasted += self.policy.leave(slots)
+        self.counters.evicted += len(slots)
         return kept
 
     def _restore(self, slots: Int64s) -> None:
@@ -668,10 +685,6 @@ class Cache:
             run = self._slot_of[first : first + int(self._count[slot])]
             numbers.append(first + np.flatnonzero(run == slot + 1))
         self.leases.restore(np.concatenate(numbers))
-
-    def _leave(self, slots: Int64s) -> int:
-        self.shards.count_slots(self._first[slots], -self.arena.sizes(slots))
-        return self.policy.leave(slots)
 
     def drop(self, base: int, count: int) -> bool:
         """Evict everything of a shard. False when one of its slots is pinned, leased or being
@@ -685,8 +698,8 @@ class Cache:
         if self._leased[inside].any():
             return False
         kept = self._evict(inside)
-        self.arena.free(inside[~kept])
-        if kept.any():
+        self.arena.free(inside if kept is None else inside[~kept])
+        if kept is not None:
             return False
         self.uses.drop(base)
         return True
@@ -702,8 +715,8 @@ def _joined(some: Int64s, more: Int64s | list[int]) -> Int64s:
     return np.concatenate((some, more)) if len(some) else np.asarray(more, np.int64)
 
 
-def _groups(classes: Int64s) -> list[tuple[int, Int64s]]:
+def _groups(classes: Int64s) -> list[tuple[int, Int64s | slice]]:
     """Return each size class with the rows that have it; mostly there is one."""
     if np.count_nonzero(classes != classes[0]) == 0:
-        return [(int(classes[0]), np.arange(len(classes)))]
+        return [(int(classes[0]), _ALL)]
     return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]

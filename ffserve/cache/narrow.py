@@ -6,6 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine.orders import unpack
+
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
@@ -40,19 +42,9 @@ class Narrow:
         """Bytes that they take."""
         return self._planes.nbytes + (0 if self._halves is None else self._halves.nbytes)
 
-    def part(self, start: int, stop: int) -> Int64s:
-        """Return the numbers at places [start, stop), which lie within them."""
-        found = self._planes[0, start:stop].astype(np.int64)
-        for k in range(1, len(self._planes)):
-            found |= self._planes[k, start:stop].astype(np.int64) << 8 * k
-        if self._halves is not None:
-            pairs = self._halves[start // 2 : (stop + 1) // 2]
-            above = np.empty(2 * len(pairs), np.int64)
-            above[0::2] = pairs & 15
-            above[1::2] = pairs >> 4
-            above <<= 8 * len(self._planes)
-            found |= above[start % 2 :][: stop - start]
-        return found
+    def part(self, start: int, stop: int, low: int = 0) -> Int64s:
+        """Return `low` and the numbers at places [start, stop), which lie within them."""
+        return unpack(self._planes, self._halves, start, stop, low)
 
     def same(self, other: Narrow) -> bool:
         """Whether both, of one span, are equal."""

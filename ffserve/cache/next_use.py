@@ -62,7 +62,7 @@ class Group:
         for walk in self.walks:
             if walk.orders:
                 for order, times in walk.tables(now):
-                    np.minimum(best, times[order.buckets(numbers)], out=best)
+                    order.soonest(times, numbers, best)
         silent = self._expected(now)
         if silent is not None:
             with np.errstate(divide="ignore"):
@@ -162,7 +162,7 @@ class NextUse:
 
     def group_of(self, number: int) -> int:
         """Return the group of a sample; 0: of none."""
-        row = int(np.searchsorted(self._bases, number, side="right")) - 1
+        row = int(self._bases.searchsorted(number, "right")) - 1
         return int(self._group_of_base[row]) if row >= 0 else 0
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.narrow import Narrow
+from ffserve.engine.orders import Table
 from ffserve.errors import SampleIndexError, UsageError
 
 BUCKETS = 250
@@ -29,6 +30,7 @@ _FEW = 1 << 20
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float64]
 
 
 class Order:
@@ -52,6 +54,7 @@ class Order:
         self.count = count
         self.low = low
         self.table = table
+        self._c = Table(table, low)
         self.following = following
         self._pieces = pieces
         self._passed = 0
@@ -73,27 +76,25 @@ class Order:
     def numbers(self, start: int, stop: int) -> Int64s:
         """Return the sample numbers at positions [start, stop), without those forgotten."""
         start, stop = max(start, self._passed), min(stop, self.count)
+        if start >= stop:
+            return np.zeros(0, np.int64)
         parts = []
         for k in range(start // PIECE, -(-stop // PIECE)):
             piece = self._pieces[k]
             if piece is not None:
-                part = piece.part(max(start - k * PIECE, 0), min(stop - k * PIECE, len(piece)))
-                parts.append(part + self.low)
+                first, end = max(start - k * PIECE, 0), min(stop - k * PIECE, len(piece))
+                parts.append(piece.part(first, end, self.low))
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def buckets(self, numbers: Int64s) -> Bytes:
         """Return the bucket in which each sample comes next; 0: it does not."""
-        places = numbers - self.low
-        if not len(places):
-            return np.zeros(0, np.uint8)
-        if np.minimum.reduce(places) >= 0 and np.maximum.reduce(places) < len(self.table):
-            return self.table[places]
-        inside = (places >= 0) & (places < len(self.table))
-        found = np.zeros(len(numbers), np.uint8)
-        found[inside] = self.table[places[inside]]
-        return found
+        return self._c.buckets(numbers)
+
+    def soonest(self, times: Floats, numbers: Int64s, best: Floats) -> None:
+        """Make of each of `best` the less of it and the time of the sample's bucket."""
+        self._c.soonest(times, numbers, best)
 
     def passed(self, position: int) -> Int64s:
         """The job is at `position`: forget what lies before it, and return that."""

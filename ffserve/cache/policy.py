@@ -288,6 +288,10 @@ class Policy:
 
     # ---- victims --------------------------------------------------------------------------
 
+    def has_idle(self, size_class: int) -> bool:
+        """Whether there may be slots that nobody wants."""
+        return any(IDLE in shelf.stacks for shelf in self._shelves[size_class].values())
+
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
         found, missing = [_NO_SLOTS], count

@@ -114,6 +114,7 @@ class ShardTable:
             self.shifts,
             self.files,
             self.checksum_kinds,
+            self.used,
             self._singly,
         )
 
@@ -220,14 +221,6 @@ class ShardTable:
     def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each sample's shard."""
         return np.searchsorted(self.bases, numbers, side="right") - 1
-
-    def count_slots(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Slots with these samples are taken or, with sizes below 0, given back."""
-        rows = self.rows(numbers)
-        if len(rows) and (rows[0] == rows).all():
-            self.used[rows[0]] += int(sizes.sum())
-        else:
-            np.add.at(self.used, rows, sizes)
 
     def idle(self) -> list[int]:
         """Return the rows of the shards that have slots and no session."""

@@ -90,6 +90,19 @@ int ffs_blocks(const ffs_shards *s, const int64_t *numbers, int64_t n, int64_t l
     return 0;
 }
 
+int ffs_shards_count(const ffs_shards *s, const int64_t *numbers, const int64_t *sizes, int64_t n,
+                     int64_t sign)
+{
+    int64_t shard = -1;
+    for (int64_t k = 0; k < n; k++) {
+        shard = shard_of(s, numbers[k], shard);
+        if (shard < 0 || numbers[k] - s->bases[shard] >= s->counts[shard])
+            return FFS_ERANGE;
+        s->used[shard] += sign * sizes[k];
+    }
+    return 0;
+}
+
 static int64_t minus(int64_t a, int64_t b)
 {
     return (int64_t)((uint64_t)a - (uint64_t)b);

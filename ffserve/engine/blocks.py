@@ -48,18 +48,27 @@ class Shards:
         shifts: Int64s,
         files: Int32s,
         kinds: Int32s,
+        used: Int64s,
         singly: Collection[int],
     ) -> None:
         """Take over the tables of shards, one element each, bases rising.
 
         Args:
             counts: samples. alignments: powers of two. shifts: 1 << shift samples make a block.
+            used: bytes of slots, which `count` changes.
             singly: first samples of blocks that are not shared.
         """
         c, alone = self.c, np.array(sorted(singly), np.int64)
         c.shard_count, c.singly_count = len(bases), len(alone)
-        wide = ("bases", bases), ("counts", counts), ("alignments", alignments), ("shifts", shifts)
-        kept = {name: _from_buffer(_I64S, array) for name, array in (*wide, ("singly", alone))}
+        wide = {
+            "bases": bases,
+            "counts": counts,
+            "alignments": alignments,
+            "shifts": shifts,
+            "used": used,
+            "singly": alone,
+        }
+        kept = {name: _from_buffer(_I64S, array) for name, array in wide.items()}
         kept |= {
             name: _from_buffer(_I32S, array) for name, array in (("files", files), ("kinds", kinds))
         }
@@ -76,6 +85,13 @@ class Shards:
         )
         assert rc == 0, "samples are those of open shards"
         return table
+
+    def count(self, numbers: Int64s, sizes: Int64s, sign: int) -> None:
+        """Slots with these samples, of `sizes` bytes, are taken (1) or given back (-1)."""
+        rc = lib.ffs_shards_count(
+            self.c, _from_buffer(_I64S, numbers), _from_buffer(_I64S, sizes), len(numbers), sign
+        )
+        assert rc == 0, "samples are those of open shards"
 
 
 def merge(begins: Int64s, ends: Int64s, files: Int64s, most: int, gap: int, size: int) -> Int64s:

@@ -46,6 +46,7 @@ SOURCES = (
     "blocks.c",
     "slots.c",
     "residents.c",
+    "orders.c",
 )
 HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

@@ -228,6 +228,7 @@ typedef struct {
     int64_t shard_count;
     const int64_t *singly;      /* first samples, rising, of blocks that are not shared */
     int64_t singly_count;
+    int64_t *used;              /* bytes of slots that hold samples of each shard */
 } ffs_shards;
 
 /* A table of blocks has FFS_BLOCK_ROWS rows of int64, one column a block: number of its first
@@ -239,6 +240,11 @@ typedef struct {
  * `largest`. 0, or FFS_ERANGE when a sample is of no shard. */
 int ffs_blocks(const ffs_shards *shards, const int64_t *numbers, int64_t n, int64_t largest,
                int64_t *blocks);
+
+/* Slots that hold these samples, n of sizes[] bytes, are taken (sign 1) or given back (-1). 0, or
+ * FFS_ERANGE when a sample is of no shard: those before it are counted. */
+int ffs_shards_count(const ffs_shards *shards, const int64_t *numbers, const int64_t *sizes,
+                     int64_t n, int64_t sign);
 
 /* Which neighbouring extents are read together: those of up to `most` bytes in one file, at most
  * `gap` bytes apart, that begin within the same `size` bytes from the start of their read. firsts
@@ -351,6 +357,23 @@ typedef struct {
  * outside of what a job has count nothing. */
 void ffs_expect(const ffs_silent *jobs, int64_t job_count, const int64_t *numbers, int64_t n,
                 double *chances);
+
+/* ---- what jobs announced --------------------------------------------------------------- */
+/* numbers[]: low + the numbers at places [start, stop) of `count`, whose bytes stand in `whole` (1 to
+ * 4) planes, lowest first, and 4 bits above them two in a byte in halves, unless that is NULL. 0, or
+ * FFS_ERANGE. */
+int ffs_unpack(const uint8_t *planes, int64_t whole, const uint8_t *halves, int64_t count,
+               int64_t start, int64_t stop, int64_t low, int64_t *numbers);
+
+/* In which part of an epoch each of the samples low to low + size comes. */
+typedef struct { const uint8_t *buckets; int64_t size, low; } ffs_table;
+
+/* The parts of n samples; 0 for those outside. */
+void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets);
+/* best[k] becomes the less of it and times[part of numbers[k]]. 0, or FFS_ERANGE when there is no
+ * time for a part. */
+int ffs_soonest(const ffs_table *t, const double *times, int64_t time_count,
+                const int64_t *numbers, int64_t n, double *best);
 
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */

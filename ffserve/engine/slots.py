@@ -65,6 +65,7 @@ class Slots:
             setattr(c, name, pointer)
             self._keep.append(pointer)
         c.sample_count, c.slot_count = len(slot_of), len(states)
+        self._found = ffi.new("int64_t *")
 
     def split(self, numbers: Int64s, most: int) -> tuple[int, Int64s, Int64s, Int64s]:
         """Look samples up.
@@ -91,8 +92,7 @@ class Slots:
                 sample that wants it; the one at 0 is served however large. Both are overwritten.
         Returns: what is left of both; the position of the first sample left out, -1 if none was.
         """
-        n = len(where)
-        end = ffi.new("int64_t *")
+        n, end = len(where), self._found
         kept = lib.ffs_slots_cut(
             self._c, _from_buffer(_I64S, blocks), _from_buffer(_I64S, where), n, most, end
         )
@@ -103,8 +103,7 @@ class Slots:
 
     def pin(self, slots: Int64s) -> tuple[int, Int64s]:
         """Pin slots, once each; return the bytes of all, and those of them that are being read."""
-        loading = np.empty(len(slots), np.int64)
-        size = ffi.new("int64_t *")
+        loading, size = np.empty(len(slots), np.int64), self._found
         count = lib.ffs_slots_pin(
             self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, loading), size
         )
