@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,11 @@ from daemon import Daemon, serving
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every process that the tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Hundreds of processes are started here; to compile the sources anew takes each a quarter of its
+# start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,12 @@
-"""The command line as its users meet it: a process, its output, its exit code."""
+"""The command line as its users meet it: its output, its exit code.
+
+Most commands run within the test's process, since starting one takes longer than what they do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -17,6 +22,7 @@ import numpy as np
 import pytest
 
 import ffserve
+from ffserve import cli
 from ffserve.cli import COMMANDS
 from ffserve.cli.recordfiles import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
@@ -25,20 +31,39 @@ ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)
 
 
-def run(
-    *arguments: str | Path, code: int = 0, input: bytes = b""
-) -> subprocess.CompletedProcess[bytes]:
+SERVING = ("serve", "demo", "bench")
+"""Commands that are a process of their own also here."""
+
+
+def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[bytes]:
     """Run ``ffserve`` with arguments, expecting an exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ffserve", *map(str, arguments)],
-        capture_output=True,
-        input=input,
-        env=ENVIRONMENT,
-        timeout=60,
-    )
+    words = list(map(str, arguments))
+    done = (spawned if words[0] in SERVING else called)(words)
     assert done.returncode == code, (done.stdout[-2000:], done.stderr[-2000:])
     assert b"Traceback" not in done.stderr
     return done
+
+
+def spawned(words: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "ffserve", *words],
+        stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=60,
+    )  # fmt: skip
+
+
+def called(words: list[str]) -> subprocess.CompletedProcess[bytes]:
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setenv("COLUMNS", ENVIRONMENT["COLUMNS"])
+        patch.delenv("FFSERVE_SOCKET", raising=False)
+        code = cli.run(words)
+    out.flush()
+    err.flush()
+    return subprocess.CompletedProcess(words, code, out.buffer.getvalue(), err.buffer.getvalue())
 
 
 def text_of(*arguments: str | Path, code: int = 0) -> str:
@@ -86,8 +111,8 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def test_help_names_every_command_and_each_has_an_example() -> None:
-    overview = text_of("--help")
-    assert overview == text_of("-h")
+    overview = spawned(["--help"]).stdout.decode()
+    assert overview == text_of("--help") == text_of("-h")
     for name in COMMANDS:
         assert f"\n  {name} " in overview
         own = text_of(name, "--help")
@@ -123,8 +148,8 @@ def test_a_place_where_nothing_can_be_made_is_named(
         ("convert", packed, below, "--format", "ffrecord", "--shards", "2"),
         ("convert", packed, f"{below}.ffr"),
     ):
-        assert f"{below}" in error_of(*command, code=1)
-        assert "Errno" not in error_of(*command, code=1)
+        error = error_of(*command, code=1)
+        assert f"{below}" in error and "Errno" not in error
 
 
 def test_debug_shows_the_place() -> None:
