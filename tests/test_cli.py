@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from daemon import damage
 
 import ffserve
 from ffserve import cli
@@ -101,9 +102,7 @@ def damaged(tmp_path: Path) -> Path:
     with ffserve.create(path) as writer:
         for number in range(10):
             writer.write(bytes([number]) * 1000)
-    content = bytearray(path.read_bytes())
-    content[12 + 12 * 10 + 3 * 1000 + 7] ^= 1
-    path.write_bytes(content)
+    damage(path, 3)
     return path
 
 

@@ -127,11 +127,11 @@ def _resize(daemon: Daemon, size: int) -> None:
 
 
 def test_for_a_while(tmp_path: Path) -> None:
-    run(tmp_path, 0, 4.0, deadly=False)
+    run(tmp_path, 0, 3.0, deadly=False)
 
 
 def test_through_the_socket(tmp_path: Path) -> None:
-    run(tmp_path, 1, 3.0, "--payload", "inline", deadly=False)
+    run(tmp_path, 1, 2.0, "--payload", "inline", deadly=False)
 
 
 @pytest.mark.soak

@@ -145,26 +145,21 @@ def truth(path: str) -> list[tuple[int, str]]:
 Truth = list[tuple[int, str]]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth, count: int) -> None:
+def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth) -> None:
     with jobs(1, path, "off") as [alone]:
         expected, source, _ = alone.end()
     assert source.startswith("engine ")
     assert sorted(expected) == truth
-    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket) as running:
-        for k, job in enumerate(running):
+    with serving(arena="4MiB") as daemon, jobs(3, path, daemon.socket) as running:
+        for job in running:
             got, source, err = job.end()
             assert (source, err) == (f"daemon {daemon.socket}", "")
             assert sorted(got) == truth
-            if k == 0:
-                assert len(got) == len(expected)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth, count: int) -> None:
+def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth) -> None:
     # The first job has to be at it still when the last one has begun.
-    pause = 0.04 * count
-    with serving(arena="4MiB") as daemon, jobs(count, path, daemon.socket, pause=pause) as running:
+    with serving(arena="4MiB") as daemon, jobs(3, path, daemon.socket, pause=0.1) as running:
         for job in running:
             job.begun()
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL

@@ -37,8 +37,10 @@ from ffserve.server.session import Session
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
-SEEDS = 40
-FUZZ_SEEDS = 1000
+LONG = (7, 16, 30)
+"""Seeds whose lives take as long as all others of the default run together."""
+SEEDS = [seed for seed in range(40) if seed not in LONG]
+FUZZ_SEEDS = [*LONG, *range(40, 1040)]
 EIO = -5
 
 
@@ -689,13 +691,13 @@ def simulate(seed: int, cache_type: type[Cache] = Cache) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_invariants_hold_through_random_lives(seed: int) -> None:
     simulate(seed)
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(SEEDS, SEEDS + FUZZ_SEEDS))
+@pytest.mark.parametrize("seed", FUZZ_SEEDS)
 def test_invariants_hold_through_many_random_lives(seed: int) -> None:
     simulate(seed)
 
@@ -849,7 +851,7 @@ class LooksAtLeasesOnce(Cache):
 )
 def test_the_simulation_catches_a_broken_cache(broken: type[Cache]) -> None:
     caught = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         try:
             simulate(seed, broken)
         except (AssertionError, KeyError, IndexError, ValueError):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch_cases as cases
+from daemon import damage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,13 +150,7 @@ def test_workers_read_after_the_parent_did(
 def test_a_damaged_sample_is_named_from_a_worker(
     file: str, samples: list[bytes], num_workers: int
 ) -> None:
-    with FileReader(file) as reader:
-        place = int(reader.get_offsets(0)[9])
-    with open(file, "r+b") as damaged:
-        damaged.seek(place)
-        first = damaged.read(1)[0]
-        damaged.seek(place)
-        damaged.write(bytes([first ^ 1]))
+    damage(file, 9)
     loader = DataLoader(
         cases.Raw(file), batch_size=4, num_workers=num_workers, collate_fn=cases.keep_list
     )

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transfer_cases as cases
-from daemon import serving
+from daemon import damage, serving
 
 import ffserve
-from ffserve.client.fileio import FileReader
 from ffserve.torch import DataLoader, Dataset, EpochSampler, Subset
 from ffserve.torch.raw import RawBatches, changes_nothing, reader_of
 from ffserve.torch.segments import SMALLEST_SIZE
@@ -131,13 +130,7 @@ def test_a_damaged_sample_fails_its_batch_only(
     tmp_path: Path, samples: list[np.ndarray], bundle: int
 ) -> None:
     path = written(tmp_path / "a.ffr", samples)
-    with FileReader(path) as reader:
-        place = int(reader.get_offsets(0)[16])
-    with open(path, "r+b") as damaged:
-        damaged.seek(place)
-        first = damaged.read(1)[0]
-        damaged.seek(place)
-        damaged.write(bytes([first ^ 1]))
+    damage(path, 16)
     iterator = iter(raw_loader(path, bundle=bundle))
     got: list[np.ndarray] = [array for _ in range(2) for array in next(iterator)]
     with pytest.raises(ffserve.ChecksumError) as caught:
