@@ -593,7 +593,7 @@ def test_stealing_in_a_large_arena_takes_little_time() -> None:
 def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[Request], Owner]:
     loads: list[Load] = []
     finished: list[Request] = []
-    scheduler = Scheduler(node.cache, loads.append, most_reads=64)
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
     return scheduler, loads, finished, Owner(finished.append)
 
 

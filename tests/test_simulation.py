@@ -181,6 +181,8 @@ class World:
         self.slowest_s = slowest_s
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.loads: dict[int, Load] = {}
+        self.unheard: list[tuple[Load, dict[int, Failure]]] = []
+        """Loads that have ended, of which the scheduler was not told yet."""
         self.clients: list[Client] = []
         self.slot_bytes: dict[int, int] = {}
         """What the directory says to clients: sample → place in the arena, readable ones only."""
@@ -228,7 +230,7 @@ class World:
         self._serial += 1
         heapq.heappush(self.events, (time, self._serial, what))
 
-    def _submit(self, load: Load) -> None:
+    def _submit(self, load: Load, promise: Promise | None) -> None:
         assert len(np.unique(load.slots)) == len(load.slots)
         assert (load.sizes >= load.blocks.sizes).all(), "a slot is too small for its block"
         assert (load.offsets + load.sizes <= self.arena.size).all()
@@ -239,10 +241,11 @@ class World:
         if self.random.random() < 0.02:
             delay *= 50
         self.disk_delay_s = max(self.disk_delay_s, delay)
-        self.at(self.now + delay, lambda: self._landed(load))
+        if promise is not None:
+            promise.left += 1
+        self.at(self.now + delay, lambda: self._landed(load, promise))
 
-    def _landed(self, load: Load) -> None:
-        del self.loads[id(load)]
+    def _landed(self, load: Load, promise: Promise | None) -> None:
         failures = {}
         rows = zip(
             load.slots.tolist(),
@@ -259,7 +262,18 @@ class World:
                 elif number not in self.slot_bytes:
                     # As ffs_publish: what is readable elsewhere stays there.
                     self.slot_bytes[number] = offset
-        self.scheduler.loaded(load, failures, self.now)
+        self.unheard.append((load, failures))
+        if promise is not None:
+            promise.ended(failed=bool(failures))
+        # The loop hears of it later than the client does, who may be quicker to say something.
+        self.at(self.now + self.random.choice((0, 0, 0.001, 0.03)), self.hear)
+
+    def hear(self) -> None:
+        """As the daemon's loop does: take in what has ended."""
+        unheard, self.unheard = self.unheard, []
+        for load, failures in unheard:
+            del self.loads[id(load)]
+            self.scheduler.loaded(load, failures, self.now)
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         if self.random.random() < self.lease_rate:
@@ -334,9 +348,14 @@ class World:
             if state[slot] == LOADING:
                 assert len(mine) == count
         assert not held, "samples point at free slots"
-        # What clients can read is what is resident, at the slot's place.
+        # What clients can read is what is resident, at the slot's place, or was just read into one.
         places = {}
-        resident = numbers[state[self.directory.slot_of[numbers] - 1] == RESIDENT]
+        there = state == RESIDENT
+        for load, _ in self.unheard:
+            there[load.slots] = True
+        resident = numbers[there[self.directory.slot_of[numbers] - 1]]
+        failed = {number for _, failures in self.unheard for number in failures}
+        resident = np.array([n for n in resident.tolist() if n not in failed], np.int64)
         slots = self.directory.slot_of[resident].astype(np.int64) - 1
         for number, place in zip(resident.tolist(), arena.offsets(slots).tolist(), strict=True):
             places[number] = place
@@ -410,6 +429,28 @@ class World:
 
 
 @dataclass(eq=False)
+class Promise:
+    """As engine.answers.Answer: goes to the client without the session."""
+
+    client: Client
+    ready: protocol.Ready
+    left: int = 1
+    failed: bool = False
+    sent: bool = False
+
+    def ended(self, *, failed: bool) -> None:
+        self.failed |= failed
+        self.left -= 1
+        if self.left == 0 and not self.failed and not self.client.dead:
+            self.sent = True
+            self.client.promised += 1
+            self.client._got(self.ready)
+
+    def settle(self) -> None:
+        self.left -= 1
+
+
+@dataclass(eq=False)
 class Client:
     """A client and its session.
 
@@ -438,6 +479,8 @@ class Client:
     readable: int = 0
     hits: int = 0
     errors: int = 0
+    promised: int = 0
+    """Answers that came without the session's doing."""
     waited_s: list[float] = field(default_factory=list)
     dead: bool = False
     done: bool = False
@@ -450,7 +493,13 @@ class Client:
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._to_daemon = protocol.Decoder(protocol.FROM_CLIENT)
         session: Any = Session
-        self.session = session(self.world, Peer(1, 1, frozenset()), self._got, self._open)
+        self.session = session(
+            self.world,
+            Peer(1, 1, frozenset()),
+            self._got,
+            self._open,
+            promise=partial(Promise, self),
+        )
         self.owner: Owner = self.session._owner
         self._tell(protocol.Hello({"versions": [1], "job": self.job}))
         self._tell(
@@ -464,6 +513,8 @@ class Client:
         return self.tag
 
     def _tell(self, message: Message) -> None:
+        if self.session.promised:
+            self.world.hear()
         for received in self._to_daemon.feed(protocol.encode(message)):
             self.session.receive(received, self.world.now)
 
@@ -909,7 +960,7 @@ def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
         tiny = Client(world, [np.array([k * 400]) for k in range(60)], pace_s=0.001, in_flight=1)
         world.run(check=False)
         assert huge.done and tiny.done
-        assert len(tiny.waited_s) > 20
+        assert len(tiny.waited_s) > 20 and tiny.promised > 20
         assert sorted(tiny.waited_s)[len(tiny.waited_s) // 2] < 0.05
         assert max(tiny.waited_s) < 1.5
     finally:

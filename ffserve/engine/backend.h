@@ -42,6 +42,7 @@ typedef struct ffs_job {
     uint32_t pieces;            /* of the next one that are left, if some were taken already */
     _Atomic uint32_t remaining; /* reads that have not ended */
     bool submitted, notify;
+    ffs_answer *answer;         /* waits for it, or NULL */
     pthread_cond_t ended;
 } ffs_job;
 
@@ -100,6 +101,7 @@ struct ffs_engine {
     uint32_t idle, waiters, started;
     int start_error, broken;
     bool notify, joined;
+    bool told;                  /* done_fd was written and not read */
     pthread_t *threads; void **states;
 
     int wake_fd, done_fd;
@@ -122,6 +124,8 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
 void ffs_settle(ffs_engine *e, ffs_op *op);
 /* Wake those whose batches have ended since the last call. */
 void ffs_flush(ffs_engine *e);
+/* A batch with an answer has ended; under the engine's lock, before its owner can hear of it. */
+void ffs_send_answer(ffs_job *job);
 /* Threads backend: block until there may be work; false to stop. */
 bool ffs_await_work(ffs_engine *e);
 /* I/O thread backends: true if it may block now; ffs_wake() is then sure to write wake_fd. */

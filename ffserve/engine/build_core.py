@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SOURCES = (
     "core.c",
+    "answers.c",
     "life.c",
     "op.c",
     "uring.c",

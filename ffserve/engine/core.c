@@ -291,8 +291,10 @@ void ffs_flush(ffs_engine *e)
         next = job->next;
         job->next = NULL;
         job->submitted = false;
+        if (job->answer)
+            ffs_send_answer(job);
         if (job->notify) {
-            tell |= !e->done_head;
+            tell |= !e->told;
             if (e->done_head)
                 e->done_tail->next = job;
             else
@@ -306,6 +308,7 @@ void ffs_flush(ffs_engine *e)
         uint64_t one = 1;
         ssize_t written = write(e->done_fd, &one, sizeof one);
         (void)written;
+        e->told = true;
     }
     pthread_mutex_unlock(&e->lock);
 }
@@ -373,11 +376,13 @@ ffs_batch *ffs_engine_pop(ffs_engine *e)
         e->done_head = job->next;
         job->next = NULL;
     }
-    if (!e->done_head) {
+    if (!e->done_head)
+        e->done_tail = NULL;
+    if (!e->done_head && e->told) {
         uint64_t count;
         ssize_t got = read(e->done_fd, &count, sizeof count);
-        (void)got; /* EAGAIN: nothing had been told */
-        e->done_tail = NULL;
+        (void)got; /* it was written under the lock, so it is there */
+        e->told = false;
     }
     pthread_mutex_unlock(&e->lock);
     return job ? &job->face : NULL;

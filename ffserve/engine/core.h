@@ -414,6 +414,28 @@ typedef struct {
     uint64_t bytes;       /* out: bytes read from files, over-read included */
 } ffs_batch;              /* the library's own fields follow behind these */
 
+/* ---- answers that the I/O thread sends (answers.c) ----------------------------------------
+ * A client's socket. The descriptor stays the caller's, who holds the line before he closes it. */
+typedef struct ffs_line ffs_line;
+ffs_line *ffs_line_new(int fd);               /* NULL: no memory */
+void ffs_line_hold(ffs_line *line, int held); /* while held nothing is sent; 0: not any more */
+void ffs_line_free(ffs_line *line);
+
+/* A frame to be sent when `left` batches have ended and no record of theirs has failed. It and its
+ * line must outlive these batches. */
+typedef struct {
+    ffs_line *line;
+    uint32_t left;        /* 1 more than the batches until ffs_answer_settle */
+    uint32_t failed, sent;
+    uint32_t size;        /* of the frame */
+    uint8_t frame[24];
+} ffs_answer;
+
+/* Before it is submitted: the answer waits for this batch; NULL: for something that never ends. */
+void ffs_batch_answer(ffs_batch *b, ffs_answer *a);
+/* It waits for no further batch. */
+uint32_t ffs_answer_settle(ffs_answer *a);
+
 #define FFS_ENGINE_URING 1
 #define FFS_ENGINE_AIO 2
 #define FFS_ENGINE_THREADS 3

@@ -15,6 +15,7 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
+from ffserve.engine.answers import Answer
 from ffserve.engine.ring import Batch, Engine, refused
 from ffserve.extents import merged
 from ffserve.server.decoding import Decoding
@@ -110,17 +111,22 @@ class Reading:
         """Forget a file of which no read is queued or in flight."""
         self._engines[engine].remove_file(file)
 
-    def submit(self, load: Load) -> None:
-        """Read the blocks of a load; `done` is called when all have ended."""
+    def submit(self, load: Load, answer: Answer | None = None) -> None:
+        """Read the blocks of a load; `done` is called when all have ended.
+
+        Args: answer: waits for the load; where a part of it is decoded here, it does not go out.
+        """
         if self._table.has_chunks:
             chunked = self._table.chunked[load.blocks.shards]
             if chunked.any():
+                if answer is not None:
+                    answer.withhold()
                 self._submit_chunks(load, chunked)
                 return
         engines = self._table.engines[load.blocks.shards]
         if len(self._engines) == 1 or np.count_nonzero(engines != engines[0]) == 0:
             part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
-            load.reads = self._submit_part(part, MERGED_MOST)
+            load.reads = self._submit_part(part, MERGED_MOST, answer)
             return
         numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers))
@@ -128,7 +134,7 @@ class Reading:
         for number in numbers:
             part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
             part = part.take(np.flatnonzero(engines == number))
-            load.reads += self._submit_part(part, MERGED_MOST)
+            load.reads += self._submit_part(part, MERGED_MOST, answer)
 
     def _submit_chunks(self, load: Load, chunked: NDArray[np.bool_]) -> None:
         """What lies in chunks goes by way of their decoder, the rest as ever."""
@@ -152,7 +158,7 @@ class Reading:
         if outcome.remaining == 0:
             self.done(load, outcome.failures)
 
-    def _submit_part(self, part: _Part, most: int) -> int:
+    def _submit_part(self, part: _Part, most: int, answer: Answer | None = None) -> int:
         """Read blocks of one device, those of up to `most` bytes together with neighbours; return
         how many reads that takes."""
         engine, blocks = self._engines[part.engine], part.blocks
@@ -160,11 +166,18 @@ class Reading:
         batch = Batch.of_blocks(
             self._table.c, blocks.table, part.slots, part.slot_sizes, self._memory.address, runs
         )
+        if answer is not None:
+            answer.awaits(batch)
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1
         engine.submit(batch)
         return len(runs)
+
+    def reap(self) -> None:
+        """Report what has ended by now, without waiting to be told."""
+        for number in range(len(self._engines)):
+            self._reap(number)
 
     def _reap(self, number: int) -> None:
         for batch in self._engines[number].completed():

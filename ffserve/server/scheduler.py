@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.failures import ARENA_BUSY
@@ -44,6 +45,19 @@ MOST_COUNTED = 1024
 _FEW_PINS = 1024
 
 
+class Promise(Protocol):
+    """An answer that goes out by itself when all that was submitted with it has been read well."""
+
+    def settle(self) -> None:
+        """Nothing further is submitted with it. Before this is called it does not go out."""
+        ...
+
+    @property
+    def sent(self) -> bool:
+        """Whether it went out; certain when the loads have ended."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One GET or LEASE. `context` is the asker's own."""
@@ -58,6 +72,8 @@ class Request:
     """Whether it is to be answered in part, having pinned its share of the arena."""
     count: int = 0
     """How many of the samples were dealt with, once it is finished."""
+    promise: Promise | None = None
+    """Answers for all of it, if it waits for nothing but loads of its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,12 +99,15 @@ class Scheduler:
     """Turns over the cache.
 
     Args:
-        submit: read a load; `loaded` is to be called when it ended.
+        submit: read a load; `loaded` is to be called when it ended. The second argument is a
+            request's promise, which waits for the load, or None.
         most_reads: submitted to the device and not yet done before turns wait; neighbours that
             are read together count once.
     """
 
-    def __init__(self, cache: Cache, submit: Callable[[Load], None], *, most_reads: int) -> None:
+    def __init__(
+        self, cache: Cache, submit: Callable[[Load, Any], None], *, most_reads: int
+    ) -> None:
         self._cache = cache
         self._submit = submit
         self._most_reads = most_reads
@@ -220,12 +239,12 @@ class Scheduler:
                 break
             self._start(*load)
 
-    def _start(self, load: Load, job: str) -> None:
+    def _start(self, load: Load, job: str, promise: Promise | None = None) -> None:
         if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
             del self.read_sizes[next(iter(self.read_sizes))]
         size = self.read_sizes.get(job, 0) + int(load.blocks.sizes.sum())
         self.read_sizes[job] = size
-        self._submit(load)
+        self._submit(load, promise)
         self._reads += load.reads
 
     def _next_owner(self) -> Owner:
@@ -251,15 +270,24 @@ class Scheduler:
     def _turn(self, request: Request, now: float) -> bool:
         """Advance a request; True when it needs no further turn for now."""
         fetch = request.fetch
-        before = fetch.cursor
+        before, waiting = fetch.cursor, fetch.waiting
         load = self._cache.advance(fetch, QUANTUM, max(self._share - fetch.pinned_size, 1))
         if load is not None:
-            self._start(load, request.owner.job)
+            waiting += 1
+            self._start(load, request.owner.job, request.promise)
+        if fetch.waiting > waiting:
+            request.promise = None  # another began to read a part of it
         # Remembered, since the arena may grow before what is on its way has come.
         request.enough = fetch.pinned_size >= self._share
         if fetch.cursor == len(fetch.numbers) or request.enough:
             if fetch.waiting == 0:
                 self._finish(request, now)
+            elif (
+                request.promise is not None
+                and fetch.cursor == len(fetch.numbers)
+                and not fetch.failures
+            ):
+                request.promise.settle()
             return True
         if fetch.cursor > before:
             return False

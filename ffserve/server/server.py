@@ -16,6 +16,7 @@ import time
 from collections import deque
 
 from ffserve import protocol
+from ffserve.engine.answers import WHOLE_SIZE, Answer, Line
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -61,8 +62,15 @@ class Connection:
         self._outbox = Outbox(self._write)
         self._writing = self._busy = False
         self._closed = False
+        self._line = Line(self._fd)
         self.session = Session(
-            server.node, Peer.of(sock), self._send, server.open_dataset, self._outbox, self._cut
+            server.node,
+            Peer.of(sock),
+            self._send,
+            server.open_dataset,
+            self._outbox,
+            self._cut,
+            self._promise,
         )
         self._loop.add_reader(self._fd, self._readable)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
@@ -81,6 +89,9 @@ class Connection:
         if not chunk:
             self.close()
             return
+        if self.session.promised:
+            # The client may know more than we do: this may be what it says to the answer.
+            self._server.node.reading.reap()
         try:
             for message in self._decoder.feed(chunk):
                 self.session.receive(message, time.monotonic())
@@ -100,6 +111,9 @@ class Connection:
         if not self._closed:
             self._loop.add_reader(self._fd, self._readable)
 
+    def _promise(self, ready: protocol.Ready) -> Answer:
+        return Answer(self._line, protocol.encode(ready))
+
     def _send(self, message: Message) -> None:
         if self._closed:
             return
@@ -109,6 +123,8 @@ class Connection:
                 self._send_with_memory(frame)
                 return
             widen(self._sock)
+        if len(frame) > WHOLE_SIZE:
+            self._line.hold(True)
         self._outbox.put(frame)
         if self._outbox.frames_size > MOST_UNSENT:
             log.warning("cut off a client (pid %d) that does not read", self.session.peer.pid)
@@ -134,6 +150,7 @@ class Connection:
             self._loop.call_soon(self.close)
         finally:
             self._busy = False
+        self._line.hold(self._closed or bool(self._outbox))
         if bool(self._outbox) != self._writing:
             self._writing = not self._writing
             if self._writing:
@@ -179,6 +196,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._line.hold(True)
         self._hello_timer.cancel()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)

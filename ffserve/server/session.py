@@ -33,7 +33,7 @@ from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.delivery import Delivery, Outbox
 from ffserve.server.job import Job
-from ffserve.server.scheduler import Owner, Request
+from ffserve.server.scheduler import Owner, Promise, Request
 
 if TYPE_CHECKING:
     from ffserve.server.catalog import OpenShard
@@ -85,6 +85,7 @@ class Session:
         opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
         outbox: where samples go that leave through the socket; None: they cannot.
         cut: ends the session, soon but not at once; None: the client gets no table of leases.
+        promise: makes of a READY one that goes out by itself; None: all go through `send`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Session:
         opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
         outbox: Outbox | None = None,
         cut: Callable[[FFServeError], None] | None = None,
+        promise: Callable[[protocol.Ready], Promise] | None = None,
     ) -> None:
         self.state = NEW
         self.peer = peer
@@ -104,6 +106,9 @@ class Session:
         self._opener = opener
         self._outbox = outbox
         self._cut = cut
+        self._promise = promise
+        self._promised = 0
+        """The tag that a promise was made for last."""
         self.inline = False
         """Whether samples go through the socket."""
         self._delivering: set[int] = set()
@@ -340,6 +345,11 @@ class Session:
             self._node.cache.used(numbers)
             self._node.cache.doubt(dataset.walk.asked(numbers, now))
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
+        if self._promise is not None and not (owner.waiting or lease or self.inline):
+            # A client with several on their way does not wait for this one: by way of the loop it
+            # is woken once for many.
+            request.promise = self._promise(protocol.Ready(tag, len(numbers), []))
+            self._promised = tag
         dataset.requests += 1
         if len(indices) == 0:
             self._finished(request)
@@ -412,6 +422,11 @@ class Session:
         return self._announcement is not None
 
     @property
+    def promised(self) -> bool:
+        """Whether an answer may have gone out of which this session has not heard."""
+        return self._promised in self._owner.waiting
+
+    @property
     def delivering_count(self) -> int:
         """GETs whose samples are on their way through the socket."""
         return len(self._delivering)
@@ -422,7 +437,7 @@ class Session:
             errors = self._errors(request)
         if self.inline and request.count:
             self._deliver(request, errors)
-        else:
+        elif request.promise is None or not request.promise.sent:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset, _, asked = _context(request)
         assert self.job is not None
