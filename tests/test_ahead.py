@@ -12,6 +12,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.directory import Directory
 from ffserve.cache.next_use import NextUse
+from ffserve.cache.orders import Order
 from ffserve.cache.shards import ShardTable
 from ffserve.server.ahead import QUANTUM, ReadAhead
 
@@ -38,9 +39,13 @@ class Node:
         self.table.sessions[:] = 1
         self.order = order + self.base
         self.walk = self.uses.join("job", np.array([self.base]), np.array([COUNT]))
-        arriving = self.uses.arriving(self.walk, len(order), replacement=False)
+        self.uses.announced(self.walk, 0, self.announced(), None, self)
+
+    def announced(self) -> Order:
+        """Return the order as it arrives from the job."""
+        arriving = self.uses.arriving(self.walk, len(self.order), replacement=False)
         arriving.add(self.order)
-        self.uses.announced(self.walk, 0, arriving.finish(), None, self)
+        return arriving.finish()
 
     def read_ahead(self) -> NDArray[np.int64]:
         """Let all be read ahead that is to be; return the blocks' first samples."""
@@ -75,6 +80,12 @@ class Node:
         """Nothing stays in memory."""
         self.ahead.forget(self.walk)
         assert self.cache.drop(self.base, COUNT)
+
+    @property
+    def pinned(self) -> int:
+        """How many samples are pinned because they were read ahead."""
+        walker = self.ahead._walkers.get(self.walk)
+        return 0 if walker is None else sum(len(p.fetch.numbers) for p in walker.pieces)
 
     @property
     def blocks(self) -> NDArray[np.int64]:
@@ -140,4 +151,20 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     lengths = [len(piece.fetch.numbers) for piece in node.ahead._walkers[node.walk].pieces]
     assert lengths[0] == lengths[-1] == QUANTUM < max(lengths)
     assert sum(lengths) == 2048, "two steps ahead"
+    node.directory.close()
+
+
+def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None:
+    """Until something of it goes: then what is wanted next is read and pinned as ever."""
+    node = Node(1000, np.arange(COUNT))
+    node.bring(node.order)
+    node.read_ahead()
+    for position in range(64, COUNT, 64):
+        node.use(position)
+        assert len(node.read_ahead()) == 0
+    assert node.pinned == 0 < node.walk.position
+    assert node.cache.drop(node.base, COUNT)
+    node.uses.announced(node.walk, 1, node.announced(), None, node)
+    node.use(COUNT)
+    assert len(node.read_ahead()) > 0 and node.pinned > 0
     node.directory.close()

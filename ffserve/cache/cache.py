@@ -507,6 +507,10 @@ class Cache:
         held = self._slot_of[first:end]
         return np.unique(held[held > 0]).astype(np.int64) - 1
 
+    def holds(self, first: int, end: int) -> bool:
+        """Whether each of the samples [first, end) is there or on its way."""
+        return int(self._slot_of[first:end].min()) > 0
+
     def used(self, numbers: Int64s) -> None:
         """These samples were just asked for, be they there or on their way."""
         slots = self._slot_of[numbers].astype(np.int64) - 1

@@ -38,6 +38,9 @@ PIECES = 4
 SMALLEST_PIECE = 8
 RETRY_S = 0.02
 """After no room was found."""
+LOOK = 65_536
+"""Samples of a data set that are looked at together, whether they are in memory. When all of it is,
+nobody has to follow its orders until something is evicted."""
 SAMPLE_SIZE = 64 * 1024
 """Of a walk of which nothing was read yet."""
 
@@ -63,6 +66,10 @@ class _Walker:
     sample_size: float = SAMPLE_SIZE
     not_before: float = 0.0
     most: int = QUANTUM
+    there: int = 0
+    """So many of the data set's samples, from the first one on, were in memory,"""
+    evicted: int = -1
+    """when this was the cache's count of evictions."""
     pieces: deque[_Piece] = field(default_factory=deque)
 
 
@@ -102,7 +109,7 @@ class ReadAhead:
             walker = self._walkers.get(walk)
             if walker is None:
                 walker = self._walkers[walk] = _Walker(walk.epoch, walk.front)
-            if walker.not_before > now:
+            if walker.not_before > now or self._holds_all(walk, walker):
                 continue
             self._catch_up(walk, walker)
             ahead = self._distance(walk, walker)
@@ -112,6 +119,18 @@ class ReadAhead:
             if due < soonest:
                 best, soonest = walk, due
         return best
+
+    def _holds_all(self, walk: Walk, walker: _Walker) -> bool:
+        """Whether all that a walk can ask for is known to be in memory."""
+        if walker.evicted != self._cache.counters.evicted:
+            walker.evicted, walker.there = self._cache.counters.evicted, 0
+        return walker.there >= walk.span
+
+    def _look(self, walk: Walk, walker: _Walker) -> None:
+        """Look at some more samples of a data set, of which a piece was in memory."""
+        upto = min(walker.there + LOOK, walk.span)
+        if self._cache.holds(walk.low + walker.there, walk.low + upto):
+            walker.there = upto
 
     def _room(self, walk: Walk, walker: _Walker, ahead: int, now: float) -> int:
         """Return how many positions to read now: a piece, or none if that is too early."""
@@ -153,6 +172,8 @@ class ReadAhead:
             return None
         there = load is None and not fetch.waiting
         walker.most = min(2 * walker.most, LONGEST_PIECE) if there else QUANTUM
+        if there:
+            self._look(walk, walker)
         walker.position += fetch.cursor
         walker.pinned_size += fetch.pinned_size
         self._pinned_size += fetch.pinned_size
