@@ -6,8 +6,10 @@ here opens a shard: the tables come from `formats`, the bytes from an engine.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.errors import FormatError, ReadError, SampleIndexError, UsageError
+from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
 
 PathLike = str | os.PathLike[str]
@@ -57,8 +59,8 @@ def expand_paths(
             function, it is called when there is one.
 
     Raises:
-        ReadError: a file does not exist; a directory or pattern gives no file.
-        UsageError: an empty sequence, or something that is no path.
+        MissingFile: a file does not exist; a directory or pattern gives no file.
+        UsageError: an empty sequence or path, or something that is no path.
     """
     if isinstance(paths, (str, os.PathLike)):
         return _expand_one(os.fspath(paths), suffixes)
@@ -77,6 +79,8 @@ def expand_paths(
 def _expand_one(
     path: str, suffixes: Sequence[str] | Callable[[], Sequence[str]]
 ) -> tuple[str, ...]:
+    if not path:
+        raise UsageError("an empty path", hint="is a variable of the shell not set?")
     absolute = os.path.abspath(path)
     if os.path.isdir(absolute):
         if callable(suffixes):
@@ -91,20 +95,20 @@ def _expand_one(
         )
         if not files:
             wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
-            raise ReadError(
+            raise MissingFile(
                 f"the directory holds no {wanted}",
                 path=absolute,
                 hint="`ffserve pack` makes record files of other files",
             )
         return files
-    if os.path.exists(absolute):
+    if os.path.lexists(absolute):  # Whoever opens it says what is wrong with a link.
         return (absolute,)
     if glob.has_magic(path):
         matches = tuple(sorted(m for m in glob.glob(absolute) if os.path.isfile(m)))
         if not matches:
-            raise ReadError("no file matches this pattern", path=absolute)
+            raise MissingFile("no file matches this pattern", path=absolute)
         return matches
-    raise ReadError(
+    raise MissingFile(
         "no such file or directory", path=absolute, hint="is the path right on this machine?"
     )
 
@@ -201,6 +205,11 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
     if isinstance(indices, np.ndarray):
         array = indices
     elif isinstance(indices, range):
+        # Before there is an array of them, which may be of any length.
+        for end in (min, max) if indices else ():
+            worst = end(indices[0], indices[-1])
+            if not 0 <= worst < count:
+                raise outside(worst, count)
         array = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
     else:
         try:
@@ -214,11 +223,17 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
             return np.zeros(0, np.int64)
         try:
             array = np.array(values)
+            if array.dtype.kind == "f":  # as numpy makes of signed and unsigned ones together
+                with contextlib.suppress(TypeError):
+                    values = [operator.index(value) for value in values]
+                    array = np.array(values, object)
         except (ValueError, OverflowError, TypeError):
             raise UsageError("sample indices must be integers") from None
         if array.dtype == object and all(isinstance(value, int) for value in values):
-            worst = next(v for v in values if not 0 <= v < count)
-            raise _outside(worst, count)
+            for value in values:
+                if not 0 <= value < count:
+                    raise outside(value, count)
+            array = array.astype(np.int64)
     if array.ndim != 1:
         if array.size == 0 and array.ndim <= 1:
             return np.zeros(0, np.int64)
@@ -228,16 +243,17 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
     if array.dtype.kind not in "iu":
         raise UsageError(f"sample indices must be integers, not {array.dtype}")
     if array.dtype == np.uint64 and int(array.max()) >= count:
-        raise _outside(int(array.max()), count)
+        raise outside(int(array.max()), count)
     chosen = np.ascontiguousarray(array, dtype=np.int64)
     # As unsigned numbers negative ones are too large as well: one look at each.
     if int(chosen.view(np.uint64).max()) >= count:
         low = int(chosen.min())
-        raise _outside(low if low < 0 else int(chosen.max()), count)
+        raise outside(low if low < 0 else int(chosen.max()), count)
     return chosen
 
 
-def _outside(index: int, count: int) -> SampleIndexError:
+def outside(index: int, count: int) -> SampleIndexError:
+    """Return the error for an index that a dataset does not have."""
     return SampleIndexError(
         f"sample index {index} is outside the dataset of {count} samples",
         index=index,

@@ -129,6 +129,13 @@ class ReadError(FFServeError, OSError):
     retryable = True
 
 
+class MissingFile(ReadError, FileNotFoundError):
+    """There is no such file, or none in a directory or of a pattern."""
+
+    code = "missing"
+    retryable = False
+
+
 class UsageError(FFServeError, ValueError):
     """The call itself is wrong: an option, a type or a value that cannot be meant."""
 
@@ -147,6 +154,7 @@ BY_CODE: dict[str, type[FFServeError]] = {
         ServerUnavailable,
         ProtocolError,
         ReadError,
+        MissingFile,
         UsageError,
     )
 }

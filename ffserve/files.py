@@ -6,10 +6,11 @@ import contextlib
 import errno
 import os
 import resource
+import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.formats.base import ReadAt
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ def os_error(error: OSError, path: str, *, hint: str | None = None) -> FFServeEr
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
         return AccessDenied(reason, path=path, hint=hint or _DENIED)
-    return ReadError(reason, path=path, hint=hint or _HINTS.get(error.errno or 0))
+    kind = MissingFile if isinstance(error, FileNotFoundError) else ReadError
+    return kind(reason, path=path, hint=hint or _HINTS.get(error.errno or 0))
 
 
 def wrap_os_error(call: Callable[[str], T], path: str) -> T:
@@ -39,6 +41,21 @@ def wrap_os_error(call: Callable[[str], T], path: str) -> T:
         return call(path)
     except OSError as error:
         raise os_error(error, path) from error
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading through the page cache; return its descriptor.
+
+    A pipe of that name does not hold us up.
+
+    Raises: MissingFile, AccessDenied, ReadError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    fd = wrap_os_error(lambda p: os.open(p, flags), path)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise ReadError("this is no regular file", path=path)
 
 
 def read_at_of(fd: int, path: str) -> ReadAt:

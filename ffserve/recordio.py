@@ -31,7 +31,7 @@ from ffserve.client.appender import Appender
 from ffserve.client.reader import Reader
 from ffserve.client.writer import Writer, flat
 from ffserve.errors import SampleIndexError, UsageError
-from ffserve.files import read_at_of, wrap_os_error
+from ffserve.files import open_regular, read_at_of
 from ffserve.formats.recordio import FORMAT
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def index(path: str | os.PathLike[str]) -> Index:
     Cost:   one scan of the headers.
     """
     name = os.fspath(path)
-    fd = wrap_os_error(lambda p: os.open(p, os.O_RDONLY | os.O_CLOEXEC), name)
+    fd = open_regular(name)
     try:
         shard = FORMAT.open(read_at_of(fd, name), os.fstat(fd).st_size, name)
     finally:

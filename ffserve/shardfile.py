@@ -6,7 +6,7 @@ import os
 
 from ffserve import formats, sidecar
 from ffserve.errors import ReadError
-from ffserve.files import read_at_of, wrap_os_error
+from ffserve.files import open_regular, read_at_of
 from ffserve.formats.base import HEAD_SIZE, ReadAt, WalkedFormat, WalkedShard
 
 
@@ -59,7 +59,7 @@ def index_file(
              sidecar can be written nowhere.
     Cost:    one walk over the file, unless there is a sound sidecar.
     """
-    fd = wrap_os_error(lambda name: os.open(name, os.O_RDONLY | os.O_CLOEXEC), path)
+    fd = open_regular(path)
     try:
         chosen, read_at, size = _tell(fd, path, format_name)
         if not isinstance(chosen, WalkedFormat):

@@ -307,7 +307,7 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
         (("--only", "nothing"), 2, "--list"),
         (("--size", "4KiB"), 2, "1 MiB"),
         (("--size", "much"), 2, "much"),
-        (("/no/such/file.ffr",), 1, "/no/such/file.ffr"),
+        (("/no/such/file.ffr",), 2, "/no/such/file.ffr"),
         (("--dir", "/no/such/directory"), 1, "/no/such/directory"),
     ],
 )

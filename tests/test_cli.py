@@ -45,10 +45,11 @@ def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[by
     return done
 
 
-def spawned(words: list[str]) -> subprocess.CompletedProcess[bytes]:
+def spawned(words: list[str], **environment: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "ffserve", *words],
-        stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=60,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+        env={**ENVIRONMENT, **environment},
     )  # fmt: skip
 
 
@@ -207,7 +208,7 @@ def test_pack_into_shards_reports_in_json(folder: Path, tmp_path: Path) -> None:
 
 def test_pack_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (folder / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "dangling" in error_of("pack", folder, "-o", tmp_path / "x.ffr", code=1)
+    assert "dangling" in error_of("pack", folder, "-o", tmp_path / "x.ffr", code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
 
 
@@ -241,6 +242,49 @@ def test_inspect_goes_on_behind_a_foreign_file(packed: Path, tmp_path: Path) -> 
     assert b"packed.ffr" in done.stdout
     described = json.loads(run("inspect", "--json", tmp_path, code=1).stdout)
     assert [facts.get("error") for facts in described] != [None, None]
+
+
+def test_files_that_are_not_there_are_usage(packed: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    for path in (tmp_path / "missing.ffr", tmp_path / "*.tfrecord", nothing, ""):
+        for command in ("inspect", "verify", "index"):
+            run(command, path, code=2)
+        run("cat", path, "0", code=2)
+    run("convert", tmp_path / "missing.tar", tmp_path / "out.ffr", code=2)
+    run("pack", tmp_path / "missing", "-o", tmp_path / "out.ffr", code=2)
+    run("inspect", packed, tmp_path / "missing.ffr", code=2)
+    assert "all sound" not in text_of("verify", packed, tmp_path / "missing.ffr", code=2)
+
+
+def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.ffr")
+    for command in ("inspect", "verify", "index"):
+        done = run(command, tmp_path / "pipe.ffr", code=1)
+        assert b"no regular file" in done.stdout + done.stderr
+
+
+def test_names_that_are_no_text(packed: Path) -> None:
+    name = os.fsencode(packed.with_name("x.ffr")).replace(b"x.ffr", b"\xff.ffr")
+    os.rename(packed, name)
+    path = os.fsdecode(name)
+    for command in ("inspect", "verify"):
+        done = spawned([command, path], PYTHONIOENCODING="utf-8:strict")
+        assert done.returncode == 0, done.stderr
+        assert command == "verify" or name in done.stdout
+    os.truncate(name, 20)
+    done = spawned(["verify", path], PYTHONIOENCODING="utf-8:strict")
+    assert done.returncode == 1 and name in done.stdout
+    done = spawned(["verify", "--json", path], PYTHONIOENCODING="utf-8:strict")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["unreadable"][0]["path"] == path
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    (tmp_path / "loop.ffr").symlink_to("loop.ffr")
+    for command in ("inspect", "verify", "index"):
+        done = run(command, tmp_path / "loop.ffr", code=1)
+        assert b"levels of symbolic links" in done.stdout + done.stderr
 
 
 def test_inspect_sees_a_file_that_was_cut(damaged: Path) -> None:
@@ -296,7 +340,9 @@ def test_cat_of_a_damaged_sample_is_bad_data(damaged: Path) -> None:
     assert str(damaged) in error and "sample 3" in error
 
 
-@pytest.mark.parametrize("which", ["10", "5:11", "no/such/name", "-1"])
+@pytest.mark.parametrize(
+    "which", ["10", "5:11", "no/such/name", "-1", "9" * 30, f"0:{10**30}", f"{10**18}:"]
+)
 def test_cat_of_what_is_not_there_is_usage(damaged: Path, which: str) -> None:
     done = run("cat", damaged, "--", which, code=2)
     assert done.stdout == b""

@@ -11,6 +11,8 @@ import pytest
 from daemon import sample, write
 from test_cli import error_of, run, text_of
 
+import ffserve
+
 GOLDEN = Path(__file__).parent / "golden" / "tfrecord"
 SAMPLES = [sample(i) for i in range(40)]
 
@@ -54,7 +56,7 @@ def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
 
 
 def test_index_of_nothing(tmp_path: Path) -> None:
-    assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=1)
+    assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=2)
 
 
 @pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
@@ -67,9 +69,19 @@ def test_compressed_files(name: str, tmp_path: Path) -> None:
     assert "49 samples" in text_of("verify", path)
     expected = run("cat", GOLDEN / "mixed.tfrecord", "4", "2", "2", "7:9").stdout
     assert len(expected) > 70_000 and run("cat", path, "4", "2", "2", "7:9").stdout == expected
-    assert "outside the file of 49 samples" in error_of("cat", path, "49", code=2)
+    assert "outside the dataset of 49 samples" in error_of("cat", path, "49", code=2)
     assert "neither names nor an end" in error_of("cat", path, "name", code=2)
     (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
     found = json.loads(text_of("verify", "--json", tmp_path / name, code=1))
     assert [entry["error"] for entry in found["damaged"]] == ["truncated"]
     assert "convert" in error_of("index", path, code=2)
+
+
+def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "none.tfrecord", [])
+    assert "outside the dataset of 0 samples" in error_of("cat", path, "0", code=2)
+    with ffserve.create(tmp_path / "none.tfrecord.gz", compression="gzip"):
+        pass
+    for which in ("0", f"0:{10**30}"):
+        error = error_of("cat", tmp_path / "none.tfrecord.gz", which, code=2)
+        assert "sample index 0 is outside the dataset of 0 samples" in error

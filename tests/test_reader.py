@@ -61,6 +61,11 @@ def reader(files: list[str], server: str) -> Iterator[ffserve.Reader]:
         yield opened
 
 
+def entered(reader: ffserve.Reader) -> Callable[[Any], Any]:
+    """Lease, which looks at the indices on entry."""
+    return lambda indices: reader.lease(indices).__enter__()
+
+
 def listed(samples: Any) -> list[bytes]:
     return [one.tobytes() for one in samples]
 
@@ -100,6 +105,7 @@ class TestReader:
             np.arange(100)[::-3],
             np.array([1, 2], np.uint64),
             [np.int64(4), np.uint8(5), 6],
+            [np.uint64(4), 5],
             [],
             (),
             range(0),
@@ -124,9 +130,23 @@ class TestReader:
     def test_generator(self, reader: ffserve.Reader) -> None:
         assert listed(reader.read(i * i for i in range(10))) == wanted(i * i for i in range(10))
 
-    @pytest.mark.parametrize("indices", [[-1], [COUNT], [0, 2**70], [-(2**70)], [3, -200, 4]])
+    @pytest.mark.parametrize(
+        "indices",
+        [
+            [-1],
+            [COUNT],
+            [0, 2**70],
+            [-(2**70)],
+            [3, -200, 4],
+            [np.uint64(2**63), 1],
+            range(-1, 3),
+            range(3, COUNT + 1),
+            range(10**18, 10**30),
+        ],
+    )
     def test_indices_outside(self, reader: ffserve.Reader, indices: Any) -> None:
-        for ask in (reader.read, reader.read_batch, reader.lease, reader.sizes, reader.__getitem__):
+        asks = (reader.read, reader.read_batch, entered(reader), reader.sizes, reader.__getitem__)
+        for ask in asks:
             with pytest.raises(SampleIndexError, match="outside the dataset of 200") as caught:
                 ask(indices)
             assert caught.value.index in indices
@@ -157,7 +177,7 @@ class TestReader:
         ids=repr,
     )
     def test_indices_that_are_none(self, reader: ffserve.Reader, indices: Any) -> None:
-        for ask in (reader.read, reader.read_batch, reader.lease):
+        for ask in (reader.read, reader.read_batch, entered(reader)):
             with pytest.raises(UsageError):
                 ask(indices)
 
@@ -296,7 +316,7 @@ class TestReader:
         calls: list[Callable[[], Any]] = [
             lambda: reader.read([0]),
             lambda: reader.read_batch([]),
-            lambda: reader.lease([0]),
+            lambda: entered(reader)([0]),
             lambda: reader[0],
             reader.sizes,
             reader.stats,
@@ -548,7 +568,7 @@ class TestReader:
         damage(paths[1], 6)
         with ffserve.open(paths, server=server) as reader:
             offset = int(reader.tables(1)[0][5])
-            for ask in (reader.read, reader.read_batch, lambda i: reader.lease(i).__enter__()):
+            for ask in (reader.read, reader.read_batch, entered(reader)):
                 with pytest.raises(ChecksumError) as caught:
                     ask([1, 26, 25, 2])
                 assert (caught.value.path, caught.value.index) == (paths[1], 26)

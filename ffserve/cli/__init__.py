@@ -3,22 +3,29 @@
 This file knows which commands there are and what an error costs; each command is a file of its
 own, imported when it is called, so that ``ffserve --help`` imports nothing but click.
 
-Exit codes: 0 fine, 1 the data are bad or could not be read, 2 usage, 3 the daemon is not there,
-130 interrupted.
+Exit codes: 0 fine, 1 the data are bad or could not be read, 2 usage (a file that is not there is
+one of it), 3 the daemon is not there, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import click
 
-from ffserve.errors import FFServeError, SampleIndexError, ServerUnavailable, UsageError
+from ffserve.errors import (
+    FFServeError,
+    MissingFile,
+    SampleIndexError,
+    ServerUnavailable,
+    UsageError,
+)
 
 EXIT_BAD_DATA = 1
 EXIT_USAGE = 2
@@ -86,8 +93,16 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code that an error stands for."""
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
-    if isinstance(error, (UsageError, SampleIndexError)):
+    if isinstance(error, (UsageError, SampleIndexError, MissingFile)):
         return EXIT_USAGE
+    return EXIT_BAD_DATA
+
+
+def exit_code_of_all(codes: Iterable[str]) -> int:
+    """Return the exit code of a command that went on behind errors with these codes."""
+    found = set(codes)
+    if found <= {MissingFile.code}:
+        return EXIT_USAGE if found else 0
     return EXIT_BAD_DATA
 
 
@@ -136,6 +151,9 @@ def cli(debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # file names go out as they came in
     sys.exit(run(arguments))
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli.recordfiles import batches_of, format_option
-from ffserve.errors import SampleIndexError, UsageError
+from ffserve.dataset import outside
+from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
     import ffserve
@@ -39,15 +40,24 @@ def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
     out.flush()
 
 
-def _as_indices(word: str, count: int) -> range | None:
-    """Return the samples that ``7`` or ``3:9`` means; None when it must be a name."""
-    if word.isascii() and word.isdecimal():
-        return range(int(word), int(word) + 1)
+def _as_indices(word: str, count: int | None) -> range | None:
+    """Return the samples that ``7`` or ``3:9`` means; None when it must be a name.
+
+    Args: count: samples that there are; None: that is not known.
+    Raises: SampleIndexError for what lies behind them.
+    """
     first, colon, stop = word.partition(":")
-    parts = (first or "0", stop or str(count))
-    if colon and all(part.isascii() and part.isdecimal() for part in parts):
-        return range(int(parts[0]), int(parts[1]))
-    return None
+    if not colon:
+        stop = first
+    else:
+        first = first or "0"
+        stop = stop or ("" if count is None else str(count))
+    if not all(part.isascii() and part.isdecimal() for part in (first, stop)):
+        return None
+    found = range(int(first), int(stop) + (not colon))
+    if count is not None and max(found.start, found.stop) > count:
+        raise outside(max(found.start, count), count)
+    return found
 
 
 @click.command()
@@ -94,26 +104,28 @@ def cat(
 
 def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
     """Write samples of a compressed file, read from its beginning to the last that is wanted."""
-    asked = [_as_indices(word, 0) for word in which]
-    if any(indices is None or not indices for indices in asked):
+    asked = [_as_indices(word, None) for word in which]
+    wanted = [indices for indices in asked if indices]
+    if len(wanted) < len(asked):
         raise UsageError(
             "a compressed file has neither names nor an end that is known: give indices, or runs "
             "with both ends",
             path=file,
         )
-    wanted = [index for indices in asked if indices for index in indices]
-    missing, found = set(wanted), {}
-    for index, sample in enumerate(reader):
-        if index in missing:
-            found[index] = sample
-            missing.remove(index)
-        if not missing:
+    end = max(indices.stop for indices in wanted)
+    found: dict[int, NDArray[np.uint8]] = {}
+    count = 0
+    for sample in reader:
+        if any(count in indices for indices in wanted):
+            found[count] = sample
+        count += 1
+        if count == end:
             break
-    if missing:
-        raise SampleIndexError(
-            f"sample index {min(missing)} is outside the file of {index + 1} samples", path=file
-        )
-    _write([found[index] for index in wanted], force=force)
+    if count < end:
+        raise outside(
+            min(max(indices.start, count) for indices in wanted if indices.stop > count), count
+        ).located(path=file)
+    _write([found[index] for indices in wanted for index in indices], force=force)
 
 
 def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:

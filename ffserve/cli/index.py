@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ffserve.cli import EXIT_BAD_DATA, report
+from ffserve.cli import exit_code_of_all, report
 from ffserve.cli.recordfiles import format_option, jobs_option, json_option
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.errors import FFServeError, UsageError
@@ -33,6 +33,7 @@ def index(
     \b
       ffserve index /data/tfrecords
     """
+    from ffserve.cli.pack import total_size
     from ffserve.dataset import expand_paths
     from ffserve.formats import suffixes
     from ffserve.shardfile import index_file
@@ -53,8 +54,10 @@ def index(
         return {"path": path, "samples": found[0].count, "index": found[1]}
 
     paths = expand_paths(files, suffixes=suffixes())
-    total = sum(os.path.getsize(path) for path in paths)
-    with progress("indexing", total, as_bytes=True) as shown, ThreadPoolExecutor(jobs) as pool:
+    with (
+        progress("indexing", total_size(paths), as_bytes=True) as shown,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         facts = list(pool.map(walk, paths))
     bad = [fact for fact in facts if "error" in fact]
     if as_json:
@@ -67,4 +70,4 @@ def index(
         words += [f"{counted(plain, 'file')} without need of an index"] * bool(plain)
         words += [f"{counted(len(bad), 'unreadable file')}"] * bool(bad)
         click.echo("; ".join(words))
-    return EXIT_BAD_DATA if bad else 0
+    return exit_code_of_all(fact["error"] for fact in bad)

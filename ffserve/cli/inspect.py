@@ -10,7 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli import EXIT_BAD_DATA, report
+from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
 from ffserve.cli.recordfiles import files_of, format_option, json_option
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
@@ -35,10 +35,10 @@ class _Tables:
 
 def _load(path: str, format_name: str | None) -> _Tables:
     """Read and check the tables of a file."""
-    from ffserve.files import os_error, wrap_os_error
+    from ffserve.files import open_regular, os_error
     from ffserve.shardfile import open_shard
 
-    fd = wrap_os_error(lambda name: os.open(name, os.O_RDONLY | os.O_CLOEXEC), path)
+    fd = open_regular(path)
     try:
         shard = open_shard(fd, path, format_name)
         offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
@@ -197,29 +197,28 @@ def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> i
     """Show what is in record files: samples, their sizes, checksums, names.
 
     Only metadata are read, and checked. FILES are files, directories or patterns. The exit code
-    is 1 when a file is not a sound record file.
+    is 1 when a file is not a sound record file, 2 when no more is wrong than that one is not there.
 
     \b
       ffserve inspect train.ffr
       ffserve inspect --json /data/shards | jq '.[].samples'
     """
     described: list[dict[str, Any]] = []
-    bad = False
     for path in files_of(files, format_name):
         try:
             facts = _describe(path, format_name)
         except UsageError:
             raise
         except FFServeError as error:
-            bad = True
             described.append({"path": path, "error": error.code, "message": str(error)})
             if not as_json:
                 report(error)
             continue
-        bad = bad or bool(facts["cut_samples"])
         described.append(facts)
         if not as_json:
             _print_description(facts)
     if as_json:
         print_json(described)
-    return EXIT_BAD_DATA if bad else 0
+    if any(facts.get("cut_samples") for facts in described):
+        return EXIT_BAD_DATA
+    return exit_code_of_all(facts["error"] for facts in described if "error" in facts)

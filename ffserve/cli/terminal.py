@@ -83,7 +83,9 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
 
 def print_json(facts: Any) -> None:
     """Write facts as JSON, one document, keys in the order given."""
-    click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    text = json.dumps(facts, indent=2, ensure_ascii=False)
+    # Bytes of file names that are no UTF-8 are lone surrogates here: JSON writes them so, too.
+    click.echo(text.encode("utf-8", "backslashreplace").decode())
 
 
 def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> None:

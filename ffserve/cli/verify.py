@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ffserve.cli import EXIT_BAD_DATA
+from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all
 from ffserve.cli.recordfiles import files_of, format_option, jobs_option, json_option
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
@@ -102,7 +102,7 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
 
     FILES are files, directories or patterns. A line is written for each damaged sample and for
     each file that cannot be opened; the others are still read. The exit code is 1 if there was
-    any.
+    any, 2 if no more is wrong than that a file is not there.
 
     \b
       ffserve verify /data/shards && echo sound
@@ -143,4 +143,6 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
                 else "all sound"
             )
         )
-    return EXIT_BAD_DATA if bad else 0
+    if findings.damaged:
+        return EXIT_BAD_DATA
+    return exit_code_of_all(entry["error"] for entry in findings.unreadable)

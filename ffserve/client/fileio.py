@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ffserve.client.writer import create
 from ffserve.dataset import expand_paths
-from ffserve.errors import ReadError, SampleIndexError, UsageError
+from ffserve.errors import MissingFile, SampleIndexError, UsageError
 from ffserve.formats import by_name, suffixes
 
 
@@ -34,7 +34,7 @@ class FileTypeError(UsageError, TypeError, AssertionError):
     """Neither a path nor a list of paths."""
 
 
-class FileMissingError(ReadError, FileNotFoundError, AssertionError):
+class FileMissingError(MissingFile, AssertionError):
     """There is no such file."""
 
 

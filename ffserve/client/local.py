@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from ffserve.engine import ring
 from ffserve.engine.direct import open_direct
 from ffserve.engine.ring import Engine
 from ffserve.engine.view import NOWHERE
-from ffserve.errors import FFServeError, ReadError, ServerUnavailable
+from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.extents import MERGED_SIZE, merged
 from ffserve.failures import read_failure
-from ffserve.files import raise_file_limit, wrap_os_error
+from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
 SIZES_AT_ONCE = 65_536
@@ -510,12 +509,8 @@ def open_shard(
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
     """
-    plain = wrap_os_error(
-        lambda p: os.open(p, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY), path
-    )
+    plain = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(plain).st_mode):
-            raise ReadError("this is no regular file", path=path)
         shard = shardfile.open_shard(plain, path, format, verify=verify, tolerant=tolerant)
         chunked = isinstance(shard, ChunkedShard)
         if isinstance(shard, ChunkedShard):

@@ -25,7 +25,8 @@ from ffserve.client.fileio import FileNameError, FileReader
 from ffserve.client.folder_index import Folder
 from ffserve.client.staging import staged_directory
 from ffserve.client.writer import create
-from ffserve.errors import AccessDenied, FFServeError, FormatError, ReadError, UsageError
+from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.files import os_error
 
 BLOCK_SIZE = 8 << 20
 """Files are read in pieces of this size; no file is ever in memory whole."""
@@ -395,11 +396,9 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except FFServeError:
         raise
-    except PermissionError as error:
-        raise AccessDenied(f"cannot read: {error.strerror}", path=path) from error
     except OSError as error:
         hint = "a link that leads nowhere?" if os.path.islink(path) else None
-        raise ReadError(f"cannot read: {error.strerror}", path=path, hint=hint) from error
+        raise os_error(error, path, hint=hint) from error
 
 
 def _checked_out(out: str | os.PathLike[str]) -> str:

@@ -23,7 +23,7 @@ from ffserve.client.packed import files_below, index_samples
 from ffserve.client.source import Batch
 from ffserve.dataset import PathLike, expand_paths
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.files import wrap_os_error
+from ffserve.files import os_error, wrap_os_error
 
 BATCH_COUNT = 16_384
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -219,7 +219,7 @@ class Tar:
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
-            raise ReadError(f"cannot read: {error.strerror or error}", path=path) from error
+            raise os_error(error, path) from error
 
 
 def _clean(name: str, path: str) -> str:
@@ -247,7 +247,7 @@ class Rows:
         except (ValueError, EOFError) as error:
             raise FormatError(f"this is no array that can be read: {error}", path=path) from None
         except OSError as error:
-            raise ReadError(f"cannot read: {error.strerror or error}", path=path) from error
+            raise os_error(error, path) from error
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise UsageError("an array of rows is needed", path=path)
         return array
