@@ -105,11 +105,6 @@ def test_an_order_says_who_stands_where(count: int) -> None:
     assert order.edge(BUCKETS + 1) == count
     outside = np.array([0, 99, 100 + count, -1, -(1 << 63), (1 << 63) - 1])
     assert order.buckets(outside).tolist() == [0] * 6
-    times, best = np.arange(BUCKETS + 1.0), np.full(count + 6, 200.0)
-    order.soonest(times, np.concatenate((outside, numbers)), best)
-    assert best.tolist() == [0.0] * 6 + np.minimum(buckets, 200).tolist()
-    with pytest.raises(AssertionError):
-        order.soonest(times[: buckets[-1]], numbers, best[6:])
 
 
 def test_what_is_passed_is_forgotten() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ffserve.engine.orders import Future, Silent, Table
 from ffserve.engine.residents import MIXED, NO_KEY, Residents
 
 SLOTS, PER_SLAB, LARGE = 32, 8, 9
@@ -74,6 +75,7 @@ def test_slots_get_a_key(slots: list[int]) -> None:
     tables = Tables()
     keys = tables.keys.copy()
     assert tables.c.put(np.array(slots, np.int64), 77) == tables.of(slots)[0]
+    assert tables.c.group(np.array(slots, np.int64)) == tables.of(slots)[0]
     keys[slots] = 77
     assert (tables.keys == keys).all()
 
@@ -111,6 +113,7 @@ def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
     for call in (
         lambda: tables.c.take(entries, 5, 1, 0),
         lambda: tables.c.take(entries[:1], NO_KEY, 1, 0),
+        lambda: tables.c.group(slots),
         lambda: tables.c.put(slots, 5),
         lambda: tables.c.doubt(slots, UNSURE),
         lambda: tables.c.leave(slots),
@@ -125,3 +128,59 @@ def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         tables.c.put(np.arange(8)[::2], 5)
     assert (tables.keys == Tables().keys).all()
+
+
+# ---- when what is in them will be wanted -----------------------------------------------------
+
+
+@given(
+    st.lists(SLOT, max_size=30),
+    st.lists(st.integers(0, 19), max_size=10),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_slot_is_wanted_when_the_soonest_of_its_samples_is(
+    slots: list[int], before: list[int], announced: bool, silent: bool
+) -> None:
+    """Slot k holds samples 2k and on, k % 3 of them and one."""
+    chance = np.random.default_rng(len(slots))
+    seen = np.zeros(20, np.bool_)
+    seen[before] = True
+    buckets = chance.integers(0, 256, (2, 40)).astype(np.uint8)
+    times = np.sort(chance.random((2, 256)) * 100)
+    times[:, 0] = np.inf
+    jobs = Silent([(seen, 5, 0.25, 1.0), (None, 0, 0.0, 0.0), (seen, 30, 16.0, 32.0)])
+    future = Future(
+        [(Table(buckets[0], 10), times[0]), (Table(buckets[1], 0), times[1])] * announced,
+        jobs if silent else None,
+        50.0,
+    )
+    firsts, counts = np.arange(SLOTS) * 2, (np.arange(SLOTS) % 3 + 1).astype(np.int32)
+
+    def wanted(k: int) -> float:
+        of_silent = (0.0 if not 5 <= k < 25 else 0.25 if k - 5 in before else 1.0) + (
+            0.0 if not 30 <= k < 50 else 16.0 if k - 30 in before else 32.0
+        )
+        return min(
+            times[0][buckets[0][k - 10]] if announced and 10 <= k < 50 else np.inf,
+            times[1][buckets[1][k]] if announced and k < 40 else np.inf,
+            50.0 + 1 / of_silent if silent and of_silent else np.inf,
+        )
+
+    expected = [min(wanted(2 * k + i) for i in range(k % 3 + 1)) for k in slots]
+    found = future.keys(firsts, counts, np.array(slots, np.int64), 0.5, 120)
+    assert found.tolist() == [min(int(time / 0.5), 120) if time < 1e9 else 120 for time in expected]
+
+
+def test_a_time_or_a_slot_that_there_is_not_is_refused() -> None:
+    table, times = Table(np.array([3], np.uint8), 0), np.zeros(256)
+    firsts, counts, slots = np.zeros(2, np.int64), np.ones(2, np.int32), np.array([0, 1])
+    assert Future([(table, times)], None, 0.0).keys(firsts, counts, slots, 1.0, 9).tolist() == [
+        0,
+        0,
+    ]
+    with pytest.raises(AssertionError):
+        Future([(table, times[1:])], None, 0.0).keys(firsts, counts, slots, 1.0, 9)
+    for outside in (-1, 2):
+        with pytest.raises(AssertionError):
+            Future([], None, 0.0).keys(firsts, counts, np.array([0, outside]), 1.0, 9)

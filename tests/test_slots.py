@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ffserve.engine.blocks import ROWS, Shards, merge
 from ffserve.engine.ring import Batch
-from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Silent, Slots, mark
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots, mark
 from ffserve.errors import UsageError
 
 SAMPLES, SLOTS = 40, 12
@@ -72,6 +72,7 @@ def test_nothing_is_done_for_what_is_outside(chosen: list[int]) -> None:
     for call in (
         lambda: tables.c.split(numbers, LARGE),
         lambda: tables.c.resident(numbers),
+        lambda: tables.c.taken(numbers),
         lambda: tables.c.pin(numbers),
         lambda: tables.c.unpin(numbers),
         lambda: tables.c.contents(numbers),
@@ -126,6 +127,7 @@ def test_pins_and_what_is_read() -> None:
     held, loading = tables.c.pin(np.array([3, 10]))
     assert (held, loading.tolist()) == (350 + 1050, [10])
     assert tables.c.resident(np.array([3, 21, 30, 3])).tolist() == [3, 3]
+    assert tables.c.taken(np.array([3, 21, 30, 3])).tolist() == [3, 10, 3]
     assert tables.c.usable(np.array([3, 10, 5, 11])).tolist() == [False, False, True, False]
     assert tables.c.contents(np.array([10, 11])).tolist() == [
         [20, 12],
@@ -169,21 +171,6 @@ def test_mark(numbers: list[int], before: list[int]) -> None:
     assert (fresh, again) == (len(places - set(before)), len(places & set(before)))
     assert set(np.flatnonzero(seen).tolist()) == places | set(before)
     assert set(seen.view(np.uint8).tolist()) <= {0, 1}
-
-
-@given(st.lists(st.integers(0, 60), max_size=30), st.lists(st.integers(0, 19), max_size=10))
-def test_what_silent_jobs_want(numbers: list[int], before: list[int]) -> None:
-    seen = np.zeros(20, np.bool_)
-    seen[before] = True
-    jobs = Silent([(seen, 5, 0.25, 1.0), (None, 0, 8.0, 8.0), (seen, 30, 16.0, 32.0)])
-    expected = [
-        8.0
-        + (0.0 if not 5 <= k < 25 else 0.25 if k - 5 in before else 1.0)
-        + (0.0 if not 30 <= k < 50 else 16.0 if k - 30 in before else 32.0)
-        for k in numbers
-    ]
-    assert jobs.chances(np.array(numbers, np.int64)).tolist() == expected
-    assert Silent([]).chances(np.array(numbers, np.int64)).tolist() == [0.0] * len(numbers)
 
 
 class Files:

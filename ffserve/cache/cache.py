@@ -415,7 +415,7 @@ class Cache:
                         self.state[slots[row]] = LOADING
                 continue
             wanted = len(sizes[rows])
-            free = np.array(self.arena.take(size_class, wanted), np.int64)
+            free = _joined(_NO_SLOTS, self.arena.take(size_class, wanted))
             if len(free) < wanted:
                 free = _joined(free, self._from_idle(size_class, wanted - len(free)))
             while len(free) < wanted and (self._idle_slabs or self._idle_found):
@@ -439,10 +439,10 @@ class Cache:
                 if unwanted and fresh == len(free):
                     fresh += len(stolen)
                 free = _joined(free, stolen)
-            self.state[free] = LOADING
             if len(free) == len(sizes):
                 passing[fresh:] = True
                 return free, passing
+            self.state[free] = LOADING
             filled = np.arange(len(sizes))[rows][: len(free)]
             slots[filled] = free
             passing[filled[fresh:]] = True
@@ -513,14 +513,12 @@ class Cache:
 
     def used(self, numbers: Int64s) -> None:
         """These samples were just asked for, be they there or on their way."""
-        slots = self._slot_of[numbers].astype(np.int64) - 1
-        self.policy.asked(slots[slots >= 0])
+        self.policy.asked(self._slots.taken(numbers))
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""
-        slots = self._slots.resident(numbers)
-        if len(slots):
-            self.policy.doubt(slots)
+        if len(numbers):
+            self.policy.doubt(self._slots.resident(numbers))
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
         slot = self.arena.take_run(size)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.orders import Arriving, Order
-from ffserve.cache.walk import Floats, Walk
-from ffserve.engine.slots import Silent
+from ffserve.cache.walk import Walk
+from ffserve.engine.orders import Future, Silent
 from ffserve.errors import UsageError
 
 SMALLEST_LIMIT = 1 << 30
@@ -56,18 +56,15 @@ class Group:
         """Return how long the fastest walk's epoch takes."""
         return min((walk.epoch_s(now) for walk in self.active(now)), default=np.inf)
 
-    def deadlines(self, numbers: Int64s, now: float) -> Floats:
-        """Return when each sample will be wanted next; inf: not as far as is known."""
-        best = np.full(len(numbers), np.inf)
-        for walk in self.walks:
-            if walk.orders:
-                for order, times in walk.tables(now):
-                    order.soonest(times, numbers, best)
-        silent = self._expected(now)
-        if silent is not None:
-            with np.errstate(divide="ignore"):
-                np.minimum(best, now + 1 / silent.chances(numbers), out=best)
-        return best
+    def future(self, now: float) -> Future:
+        """Return what is known of when samples will be wanted next."""
+        announced = [
+            (order.c, times)
+            for walk in self.walks
+            if walk.orders
+            for order, times in walk.tables(now)
+        ]
+        return Future(announced, self._expected(now), now)
 
     def _expected(self, now: float) -> Silent | None:
         """Return what silent jobs want; of many, what was true a moment ago."""

@@ -30,7 +30,6 @@ _FEW = 1 << 20
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float64]
 
 
 class Order:
@@ -54,7 +53,7 @@ class Order:
         self.count = count
         self.low = low
         self.table = table
-        self._c = Table(table, low)
+        self.c = Table(table, low)
         self.following = following
         self._pieces = pieces
         self._passed = 0
@@ -90,11 +89,7 @@ class Order:
 
     def buckets(self, numbers: Int64s) -> Bytes:
         """Return the bucket in which each sample comes next; 0: it does not."""
-        return self._c.buckets(numbers)
-
-    def soonest(self, times: Floats, numbers: Int64s, best: Floats) -> None:
-        """Make of each of `best` the less of it and the time of the sample's bucket."""
-        self._c.soonest(times, numbers, best)
+        return self.c.buckets(numbers)
 
     def passed(self, position: int) -> Int64s:
         """The job is at `position`: forget what lies before it, and return that."""

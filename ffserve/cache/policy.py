@@ -87,21 +87,24 @@ class Stack:
     def __len__(self) -> int:
         return self._end - self._start
 
-    def push(self, slots: Int64s) -> None:
-        """Put slots on top."""
+    def add(self, slots: Int64s | Int32s) -> bool:
+        """Put slots on top, unless it takes more memory; whether that was done."""
         end = self._end + len(slots)
         if end > len(self._items):
-            held = self._items[self._start : self._end]
-            items = np.empty(max(16, 2 * (len(held) + len(slots))), np.int32)
-            items[: len(held)] = held
-            self._items, self._start, self._end = items, 0, len(held)
-            end = self._end + len(slots)
+            return False
         self._items[self._end : end] = slots
         self._end = end
+        return True
 
-    def room_for(self, count: int) -> bool:
-        """Whether so many fit without taking more memory."""
-        return self._end + count <= len(self._items)
+    def push(self, slots: Int64s | Int32s) -> None:
+        """Put slots on top."""
+        if self.add(slots):
+            return
+        held = self._items[self._start : self._end]
+        items = np.empty(max(16, 2 * (len(held) + len(slots))), np.int32)
+        items[: len(held)] = held
+        self._items, self._start, self._end = items, 0, len(held)
+        self.add(slots)
 
     def pop(self, count: int, *, newest: bool = True) -> Int32s:
         """Take up to `count` slots from one end; they may be looked at until the next push."""
@@ -130,7 +133,7 @@ class Shelf:
         self.ready_s = 0.0
         """When the first of those on READY is wanted, as was believed when they came there."""
 
-    def push(self, key: int, slots: Int64s) -> None:
+    def push(self, key: int, slots: Int64s | Int32s) -> None:
         """Put slots on the stack of a key."""
         stack = self.stacks.get(key)
         if stack is None:
@@ -264,19 +267,21 @@ class Policy:
 
     def _by_group(self, slots: Int64s) -> list[tuple[int, Int64s | slice]]:
         """Return each group with its rows; mostly there is one."""
+        group = self._residents.group(slots)
+        if group != MIXED:
+            return [(group, _ALL)]
         groups = self._group[slots]
-        if not len(groups):
-            return []
-        first = int(groups[0])
-        if np.count_nonzero(groups != first) == 0:
-            return [(first, _ALL)]
         return [(g, np.flatnonzero(groups == g)) for g in np.unique(groups).tolist()]
 
-    def _push(self, shelf: Shelf, key: int, slots: Int64s) -> None:
+    def _push(self, shelf: Shelf, key: int, slots: Int64s | Int32s) -> None:
         stack = shelf.stacks.get(key)
-        if stack is not None and len(stack) >= FEW and not stack.room_for(len(slots)):
-            # Before it grows: what moved on (and will never be looked for here) goes.
-            shelf.push(key, self._pop(shelf, key, len(stack), after=key))
+        if stack is not None:
+            if stack.add(slots):
+                shelf.entries += len(slots)
+                return
+            if len(stack) >= FEW:
+                # Before it grows: what moved on (and will never be looked for here) goes.
+                shelf.push(key, self._pop(shelf, key, len(stack), after=key))
         shelf.push(key, slots)
 
     def _shelf(self, group: int, size_class: int) -> Shelf:
@@ -315,13 +320,12 @@ class Policy:
         """
         if self._uses.merged:
             self._merge()
-        sources = self._sources(size_class, taker)
-        if sources == [taker]:
+        if self._shelves[size_class].keys() == {taker}:
             return self._take(taker, size_class, count, usable, latest), 0
         found, others = [_NO_SLOTS], 0
         own = _NO_SLOTS
         missing = count
-        for number in sources:
+        for number in self._sources(size_class, taker):
             slots = self._take(number, size_class, missing, usable, latest)
             missing -= len(slots)
             if number == taker:
@@ -586,11 +590,12 @@ class Policy:
             return
         self._key[slots] = rising
         edges = (rising[1:] != rising[:-1]).nonzero()[0] + 1
-        ends = [*edges.tolist(), len(slots)]
+        starts = [0, *edges.tolist()]
+        entries = slots.astype(np.int32)
         for key, start, stop in zip(
-            rising[[0, *ends[:-1]]].tolist(), (0, *ends[:-1]), ends, strict=True
+            rising[starts].tolist(), starts, [*starts[1:], len(slots)], strict=True
         ):
-            self._push(shelf, key, slots[start:stop])
+            self._push(shelf, key, entries[start:stop])
 
     def _pop(
         self, shelf: Shelf, key: int, count: int, *, newest: bool = True, after: int = NONE
@@ -618,17 +623,8 @@ class Policy:
 
     def _keys(self, group: Group, slots: Int64s) -> Int64s:
         """Return the key of each slot: of the sample in it that is wanted soonest."""
-        firsts, counts = self._first[slots], self._count[slots].astype(np.int64)
-        now = self._uses.now
-        if (counts == 1).all():
-            times = group.deadlines(firsts, now)
-        else:
-            starts = np.cumsum(counts) - counts
-            numbers = np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
-            times = np.minimum.reduceat(group.deadlines(numbers, now), starts)
-        parts = times / self._widths[group.number]
-        keys: Int64s = np.where(parts < FAR, parts, FAR).astype(np.int64)
-        return keys
+        future, width = group.future(self._uses.now), self._widths[group.number]
+        return future.keys(self._first, self._count, slots, width, FAR)
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:
         """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once

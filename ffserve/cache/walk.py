@@ -217,19 +217,24 @@ class Walk:
             self.visited(numbers, now)
             return numbers
         self.last_used = now
-        buckets = order.buckets(numbers).astype(np.int64)
+        if not len(numbers):
+            return _NONE
+        buckets = order.buckets(numbers)
         ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // BUCKETS
         low, high = order.bucket(max(self.position - ahead, 0)), order.bucket(self.front + ahead)
-        near = (buckets >= low) & (buckets <= high)
-        following = self.orders.get(self.epoch + 1)
-        if following is not None and self.front + ahead > order.count:
-            last = following.bucket(min(self.front + ahead - order.count, following.count))
-            early = following.buckets(numbers).astype(np.int64)
-            near |= (early >= 1) & (early <= last)
-        if order.following is not None:
-            # The table knows only where a sample comes next, which may be after this use.
-            near[:] = True
-        kept = int(np.count_nonzero(near))
+        kept = len(numbers)
+        # With replacement the table knows only where a sample comes next, maybe after this use.
+        if order.following is None and not (
+            low <= int(np.minimum.reduce(buckets)) and int(np.maximum.reduce(buckets)) <= high
+        ):
+            near = (buckets >= low) & (buckets <= high)
+            following = self.orders.get(self.epoch + 1)
+            if following is not None and self.front + ahead > order.count:
+                last = following.bucket(min(self.front + ahead - order.count, following.count))
+                early = following.buckets(numbers)
+                near |= (early >= 1) & (early <= last)
+            kept = int(np.count_nonzero(near))
+            buckets[~near] = 0
         self._near += kept
         self._far += len(numbers) - kept
         if self._near + self._far >= LOOKED_AT:
@@ -239,18 +244,17 @@ class Walk:
                 return _NONE
             self._near //= 2
             self._far //= 2
-        rows = np.flatnonzero(near & (buckets >= order.bucket(self.front)))
-        if not len(rows):
+        front, last = order.bucket(self.front), int(np.maximum.reduce(buckets))
+        if last < front:
             return _NONE
-        here = buckets[rows]
-        last = int(here.max())
         # Requests follow the order mostly, so that the last of them comes last in it.
-        self._found(order, last, int(numbers[rows[here == last][-1]]))
+        self._found(order, last, int(numbers[(buckets == last).nonzero()[0][-1]]))
         self.lead = max(self.lead, float(self.front - self.position))
         if not self._told:
             # Nobody reports: what is asked for has been got to, with some disorder.
             lag = min(AHEAD, order.count // 16)
-            return self._advance(min(self.front, order.edge(int(here.min()))) - lag, now)
+            first = int(np.minimum.reduce(buckets[buckets >= front]))
+            return self._advance(min(self.front, order.edge(first)) - lag, now)
         return _NONE
 
     def _found(self, order: Order, bucket: int, number: int) -> None:
@@ -259,7 +263,7 @@ class Walk:
         edge = order.edge(bucket + 1)
         # Mostly it stands nearby.
         for stop in (min(start + NEARBY, edge), edge):
-            places = np.flatnonzero(order.numbers(start, stop) == number)
+            places = (order.numbers(start, stop) == number).nonzero()[0]
             if len(places):
                 self.front = start + int(places[-1]) + 1
                 return
@@ -333,7 +337,8 @@ class Walk:
         if order is None:
             return []
         pace = self.rate(now)
-        middles = (np.arange(BUCKETS + 1) - 0.5) / BUCKETS
+        # A time for each value that a byte can have.
+        middles = (np.arange(256) - 0.5) / BUCKETS
         times = now + np.maximum(middles * order.count - self.position, 0.0) / pace
         left = order.count - self.position
         following = self.orders.get(self.epoch + 1)

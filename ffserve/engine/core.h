@@ -298,9 +298,10 @@ int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
 int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t *slots,
                         int64_t n, int32_t load, int64_t *offsets, int64_t *sizes);
 
-/* Of n samples those slots that hold one and are RESIDENT, in order, repeats kept. Returns how many
- * there are, or FFS_ERANGE. */
-int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t *slots);
+/* Of n samples those slots that hold one and are in this state, or in any if that is below 0; in
+ * order, repeats kept. Returns how many there are, or FFS_ERANGE. */
+int64_t ffs_slots_of(const ffs_slots *s, const int64_t *numbers, int64_t n, int state,
+                     int64_t *slots);
 
 /* What n slots hold, to tables[4 * n]: first samples, numbers of samples, offsets and sizes of the
  * slots, n of each. 0, or FFS_ERANGE. */
@@ -329,6 +330,8 @@ typedef struct {
  * FFS_ERANGE: nothing was done. */
 int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t n, int64_t key,
                            int64_t after, int64_t group, int64_t size_class, int64_t *slots);
+/* The group of all n slots, FFS_MIXED (of none, too), or FFS_ERANGE. */
+int64_t ffs_residents_group(const ffs_residents *r, const int64_t *slots, int64_t n);
 /* Give slots a key; *group: theirs, or FFS_MIXED. 0, or FFS_ERANGE: nothing was done. */
 int ffs_residents_put(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
                       int64_t *group);
@@ -346,18 +349,6 @@ int ffs_residents_leave(const ffs_residents *r, const int64_t *slots, int64_t n,
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
              int64_t *found);
 
-/* A job of which nothing is known but what it has seen in this epoch. */
-typedef struct {
-    const uint8_t *seen;        /* of samples low to low + size, each 0 or 1; NULL: all are alike */
-    int64_t low, size;
-    double again, first;        /* chance a second to want a sample that was seen, that was not */
-} ffs_silent;
-
-/* How likely it is, a second, that some job wants each of n samples: the sum over the jobs. Samples
- * outside of what a job has count nothing. */
-void ffs_expect(const ffs_silent *jobs, int64_t job_count, const int64_t *numbers, int64_t n,
-                double *chances);
-
 /* ---- what jobs announced --------------------------------------------------------------- */
 /* numbers[]: low + the numbers at places [start, stop) of `count`, whose bytes stand in `whole` (1 to
  * 4) planes, lowest first, and 4 bits above them two in a byte in halves, unless that is NULL. 0, or
@@ -370,10 +361,32 @@ typedef struct { const uint8_t *buckets; int64_t size, low; } ffs_table;
 
 /* The parts of n samples; 0 for those outside. */
 void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets);
-/* best[k] becomes the less of it and times[part of numbers[k]]. 0, or FFS_ERANGE when there is no
- * time for a part. */
-int ffs_soonest(const ffs_table *t, const double *times, int64_t time_count,
-                const int64_t *numbers, int64_t n, double *best);
+
+/* A job of which nothing is known but what it has seen in this epoch. */
+typedef struct {
+    const uint8_t *seen;        /* of samples low to low + size, each 0 or 1; NULL: all are alike */
+    int64_t low, size;
+    double again, first;        /* chance a second to want a sample that was seen, that was not */
+} ffs_silent;
+
+/* When the parts of an announced epoch come. */
+typedef struct { ffs_table table; const double *times; int64_t time_count; } ffs_timed;
+
+/* All that is known of when samples will be wanted. */
+typedef struct {
+    const ffs_timed *announced; int64_t announced_count;
+    const ffs_silent *silent; int64_t silent_count;
+    double now;
+} ffs_future;
+
+/* When n slots will be wanted, in parts of `width` seconds, rounded down; not below `far`: that. A
+ * slot is wanted when the first of its samples is: the soonest of what is announced and what silent
+ * jobs let expect, 1 / (the sum of their chances) from now; samples outside of what a job has count
+ * nothing. firsts, counts: by slot, slot_count of each. 0, or FFS_ERANGE when there is no such slot,
+ * or no time for a part. */
+int ffs_keys(const ffs_future *future, const int64_t *firsts, const int32_t *counts,
+             int64_t slot_count, const int64_t *slots, int64_t n, double width, int64_t far,
+             int64_t *keys);
 
 /* ---- reading ----------------------------------------------------------------------------- */
 /* One record inside an extent. */

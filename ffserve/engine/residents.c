@@ -7,6 +7,9 @@
 
 #include "core.h"
 
+/* Slots whose rows are asked for from memory while others are looked at. */
+#define AHEAD 16
+
 static int64_t class_of(const ffs_residents *r, int64_t slot)
 {
     int64_t size_class = r->classes[slot >> r->slab_shift];
@@ -40,6 +43,10 @@ int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t
         return FFS_ERANGE;
     for (int64_t k = 0; k < n; k++) {
         int64_t slot = items[k];
+        if (k + AHEAD < n) {
+            __builtin_prefetch(&r->keys[items[k + AHEAD]], 1);
+            __builtin_prefetch(&r->groups[items[k + AHEAD]]);
+        }
         if (r->keys[slot] != key || r->groups[slot] != group || class_of(r, slot) != size_class)
             continue;
         /* So that it is not found a second time. */
@@ -49,6 +56,11 @@ int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t
     for (int64_t k = 0; after != FFS_NO_KEY && k < count; k++)
         r->keys[slots[k]] = after;
     return count;
+}
+
+int64_t ffs_residents_group(const ffs_residents *r, const int64_t *slots, int64_t n)
+{
+    return inside(r, slots, n) ? shared_group(r, slots, n) : FFS_ERANGE;
 }
 
 int ffs_residents_put(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,

@@ -78,6 +78,12 @@ class Residents:
         assert count >= 0
         return slots[:count]
 
+    def group(self, slots: Int64s) -> int:
+        """Return the group of all slots, or MIXED, of none as well."""
+        group: int = lib.ffs_residents_group(self._c, _from_buffer(_I64S, slots), len(slots))
+        assert group >= MIXED
+        return group
+
     def put(self, slots: Int64s, key: int) -> int:
         """Give slots a key; return the group of all, or MIXED."""
         found = self._found

@@ -144,7 +144,8 @@ int64_t ffs_slots_enter(const ffs_slots *s, const int64_t *blocks, const int64_t
     return bytes;
 }
 
-int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t *slots)
+int64_t ffs_slots_of(const ffs_slots *s, const int64_t *numbers, int64_t n, int state,
+                     int64_t *slots)
 {
     int64_t count = 0;
     if (!inside(numbers, n, s->sample_count))
@@ -153,7 +154,7 @@ int64_t ffs_slots_resident(const ffs_slots *s, const int64_t *numbers, int64_t n
         int64_t slot = (int64_t)s->slot_of[numbers[k]] - 1;
         if (slot >= s->slot_count)
             return FFS_ERANGE;
-        if (slot >= 0 && s->states[slot] == FFS_SLOT_RESIDENT)
+        if (slot >= 0 && (state < 0 || s->states[slot] == state))
             slots[count++] = slot;
     }
     return count;
@@ -214,21 +215,4 @@ int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int
     for (int64_t k = 0; k < n; k++)
         seen[numbers[k] - low] = 1;
     return 0;
-}
-
-void ffs_expect(const ffs_silent *jobs, int64_t job_count, const int64_t *numbers, int64_t n,
-                double *chances)
-{
-    for (int64_t k = 0; k < n; k++)
-        chances[k] = 0;
-    for (int64_t j = 0; j < job_count; j++) {
-        const ffs_silent *job = &jobs[j];
-        for (int64_t k = 0; k < n; k++) {
-            uint64_t place = (uint64_t)numbers[k] - (uint64_t)job->low;
-            if (!job->seen)
-                chances[k] += job->first;
-            else if (place < (uint64_t)job->size)
-                chances[k] += job->seen[place] ? job->again : job->first;
-        }
-    }
 }

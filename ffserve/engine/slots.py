@@ -5,7 +5,6 @@ Pure functions over the cache's own arrays, one call a batch. They decide nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ FAILED: int = lib.FFS_SLOT_FAILED
 _I64S = ffi.typeof("int64_t[]")
 _I32S = ffi.typeof("int32_t[]")
 _U8S = ffi.typeof("uint8_t[]")
-_DOUBLES = ffi.typeof("double[]")
 _from_buffer = ffi.from_buffer
 
 
@@ -136,9 +134,16 @@ class Slots:
 
     def resident(self, numbers: Int64s) -> Int64s:
         """Return the slots of those samples that are there, in their order, repeats kept."""
+        return self._of(numbers, RESIDENT)
+
+    def taken(self, numbers: Int64s) -> Int64s:
+        """Return the slots of those samples that are there, or on their way."""
+        return self._of(numbers, -1)
+
+    def _of(self, numbers: Int64s, state: int) -> Int64s:
         slots = np.empty(len(numbers), np.int64)
-        count = lib.ffs_slots_resident(
-            self._c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_I64S, slots)
+        count = lib.ffs_slots_of(
+            self._c, _from_buffer(_I64S, numbers), len(numbers), state, _from_buffer(_I64S, slots)
         )
         assert count >= 0, "samples are those of open shards"
         return slots[:count]
@@ -177,35 +182,3 @@ def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
     )
     assert rc == 0, "samples are those of the data set"
     return found[0], found[1]
-
-
-class Silent:
-    """Jobs of which nothing is known but what they have seen in this epoch.
-
-    Args:
-        jobs: for each what it has seen, bool[samples], or None where all samples are alike; the
-            number of the first of these samples; how likely it is, a second, to want one that it
-            has seen, and one that it has not. The arrays are looked at, not copied.
-    """
-
-    def __init__(self, jobs: Sequence[tuple[NDArray[np.bool_] | None, int, float, float]]) -> None:
-        self._c = ffi.new("ffs_silent[]", len(jobs))
-        self._count = len(jobs)
-        self._keep = []
-        for job, (seen, low, again, first) in zip(self._c, jobs, strict=True):
-            job.low, job.again, job.first = low, again, first
-            if seen is not None:
-                job.seen, job.size = pointer, _ = _from_buffer(_U8S, seen), len(seen)
-                self._keep.append(pointer)
-
-    def chances(self, numbers: Int64s) -> NDArray[np.float64]:
-        """Return how likely it is, a second, that some job wants each sample."""
-        chances = np.empty(len(numbers))
-        lib.ffs_expect(
-            self._c,
-            self._count,
-            _from_buffer(_I64S, numbers),
-            len(numbers),
-            _from_buffer(_DOUBLES, chances),
-        )
-        return chances
