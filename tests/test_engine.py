@@ -775,6 +775,11 @@ class TestChoice:
         with Engine() as engine:
             assert engine.kind == ring.probe()[0]
 
+    def test_auto_tries_no_further(self) -> None:
+        ring._trial.cache_clear()
+        with Engine() as engine:
+            assert ring._trial.cache_info().currsize == 1 + list(ring.KINDS).index(engine.kind)
+
     def test_threads_always_work(self) -> None:
         assert ring.probe()[-1] == "threads"
 

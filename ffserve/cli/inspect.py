@@ -179,7 +179,7 @@ def _print_description(facts: dict[str, Any]) -> None:
         last = format_size(2 * bounds[-1] if bounds[-1] else 1)
         lines.append(("", f"{format_size(bounds[0])} {bars} {last}"))
     if facts["named_files"] is not None:
-        lines.append(("names", f"{facts['named_files']:,} files (PackedFolder)"))
+        lines.append(("names", f"{counted(facts['named_files'], 'file')} (PackedFolder)"))
     cut = facts["cut_samples"]
     if cut:
         some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")

@@ -68,7 +68,7 @@ def open(
     Args:
         paths: one file, a directory, a glob pattern, or a sequence of these; samples are numbered
             through them in order.
-        format: "ffrecord", "tfrecord", or None to tell by content, then by suffix.
+        format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "require": the daemon. "off": no daemon. Else a
             socket's path, which is required to answer.
@@ -85,7 +85,7 @@ def open(
 
     Raises:
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
-        AccessDenied, ReadError: a file cannot be opened or does not exist.
+        MissingFile (a FileNotFoundError), AccessDenied, ReadError: a file cannot be opened.
         ServerUnavailable: a daemon is required and does not answer.
         UsageError: an option that is none; a compressed file, asked of a daemon.
 
@@ -313,7 +313,8 @@ class Reader(BaseReader, Sequence[Bytes]):
             ChecksumError, TruncatedError, ReadError: of the first sample that failed.
             ServerUnavailable: the daemon is required and stayed away.
 
-        Cost: at most one round trip for the whole batch, none when all is in memory; one copy.
+        Cost: at most one round trip for each 8 MiB of the batch, none when all is in memory; one
+            copy.
         """
         numbers = self._numbers(indices)
 
