@@ -129,6 +129,10 @@ class Layout:
         self.count = int(self.firsts[-1])
         self._bases = bases
         self._shift = None if bases is None else bases - self.firsts[:-1]
+        self._offset: int | None = None
+        """What all shifts are, where the shards lie side by side in the tables."""
+        if self._shift is not None and len(counts) and (self._shift == self._shift[0]).all():
+            self._offset = int(self._shift[0])
 
     def shards(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the shard's position in the dataset for each index; indices are in range."""
@@ -136,10 +140,12 @@ class Layout:
             return np.zeros(len(indices), np.int64)
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
-    def numbers(self, indices: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the node-wide numbers of samples."""
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the node-wide numbers of samples; indices are in range."""
+        if self._offset is not None:
+            return indices + self._offset
         assert self._shift is not None
-        return indices + (self._shift[0] if len(self.counts) == 1 else self._shift[shards])
+        return indices + self._shift[self.shards(indices)]
 
     def index(self, number: int) -> int:
         """Return the dataset index of a sample that is known by its node-wide number."""

@@ -10,7 +10,9 @@ connection is of no more use. `docs/PROTOCOL.md` is the normative text.
 from __future__ import annotations
 
 import struct
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
@@ -307,6 +309,16 @@ _TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     for cls in (*FROM_CLIENT, *FROM_SERVER)
 }
 
+
+def _fields_of(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = [f.name for f in fields(cls)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
+
+
+_FIELDS = {cls: _fields_of(cls) for cls in (*FROM_CLIENT, *FROM_SERVER)}
+
 SHARD_DTYPE = np.dtype(
     [
         ("base", "<u8"),
@@ -343,9 +355,8 @@ def encode(message: Message) -> bytes:
 
 
 def _shallow(message: Message) -> tuple[Any, ...]:
-    if isinstance(message, Bye):
-        return astuple(message)
-    return tuple(getattr(message, name) for name in message.__slots__)
+    values: tuple[Any, ...] = _FIELDS[type(message)](message)
+    return values
 
 
 class Decoder:
@@ -368,23 +379,28 @@ class Decoder:
             this side must not get, or a field of the wrong type.
         """
         pending = self._pending
-        pending += chunk
+        whole: bytes | bytearray | memoryview = chunk
+        if pending:
+            pending += chunk
+            whole = pending
         messages: list[Message] = []
-        start, end = 0, len(pending)
+        start, end = 0, len(whole)
         while end - start >= 4 and not self.payload_size:
-            (size,) = _HEADER.unpack_from(pending, start)
+            (size,) = _HEADER.unpack_from(whole, start)
             if size > MAX_FRAME_SIZE:
                 raise ProtocolError(f"the peer announced a frame of {size} bytes")
             if end - start - 4 < size:
                 break
-            messages.append(self._message(memoryview(pending)[start + 4 : start + 4 + size]))
+            messages.append(self._message(memoryview(whole)[start + 4 : start + 4 + size]))
             start += 4 + size
             if type(messages[-1]) is Payload:
                 self.payload_size = messages[-1].size
                 if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
                     raise ProtocolError(f"the peer announced {self.payload_size} bytes of payload")
-        if start:
+        if whole is pending:
             del pending[:start]
+        elif start < end:
+            pending += memoryview(whole)[start:]
         return messages
 
     def take_payload(self) -> bytes:

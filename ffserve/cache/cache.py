@@ -513,7 +513,8 @@ class Cache:
 
     def used(self, numbers: Int64s) -> None:
         """These samples were just asked for, be they there or on their way."""
-        self.policy.asked(self._slots.taken(numbers))
+        if self.counters.read_ahead:
+            self.policy.asked(self._slots.taken(numbers))
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""

@@ -341,9 +341,6 @@ class Session:
             return
         assert self.job is not None
         self._count(numbers)
-        if len(numbers):
-            self._node.cache.used(numbers)
-            self._node.cache.doubt(dataset.walk.asked(numbers, now))
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
         if self._promise is not None and not (owner.waiting or lease or self.inline):
             # A client with several on their way does not wait for this one: by way of the loop it
@@ -355,6 +352,9 @@ class Session:
             self._finished(request)
             return
         self._node.scheduler.add(request, now)
+        # While the disk works.
+        self._node.cache.used(numbers)
+        self._node.cache.doubt(dataset.walk.asked(numbers, now))
 
     def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
         """Return the samples' numbers; None: one is outside, and the client was told so."""
@@ -370,7 +370,7 @@ class Session:
                 ),
             )
             return None
-        return layout.numbers(indices, layout.shards(indices))
+        return layout.numbers(indices)
 
     def _count(self, numbers: Int64s) -> None:
         """Count hits for who cannot know of them himself."""
@@ -526,7 +526,7 @@ class Session:
                 f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
                 index=bad,
             )
-        order.add(layout.numbers(indices, layout.shards(indices)))
+        order.add(layout.numbers(indices))
         if order.arrived < order.count:
             return
         self._announcement = None
@@ -563,7 +563,7 @@ class Session:
         if len(indices) and int(indices.max()) >= layout.count:
             raise ProtocolError("the client reported hits outside its data set")
         if len(indices) and not dataset.walk.orders:
-            numbers = layout.numbers(indices, layout.shards(indices))
+            numbers = layout.numbers(indices)
             dataset.walk.visited(numbers, now)
             self._node.cache.doubt(numbers)
 
