@@ -19,7 +19,10 @@ def test_what_has_come_is_copied_before_the_answer(tmp_path: Path) -> None:
     with ffserve.create(tmp_path / "a.ffr", n=COUNT) as writer:
         for sample in content:
             writer.write(sample)
-    silent = "from ffserve.server import reading\nreading.Reading._reap = lambda *_: None"
+    silent = (
+        "from ffserve.engine import answers\nanswers.Answer.settle = lambda self: None\n"
+        "from ffserve.server import reading\nreading.Reading._reap = lambda *_: None"
+    )
     with serving(
         roots=[tmp_path],
         patch=silent,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,9 @@ READ_AHEAD_MOST = 8
 the engine's depth, since half of what was asked for is on its way between the processes..."""
 READ_AHEAD_MEMORY = 64 * 1024 * 1024
 """... and take less memory than this together."""
+TOGETHER_COUNT, TOGETHER_SIZE = 128, 1 << 20
+"""Small batches are asked for together, up to so many samples and bytes: a request costs the daemon
+as much as fifty samples do."""
 SIZES_AT_ONCE = 65_536
 
 
@@ -34,6 +37,20 @@ def batches_ahead(count: int, size: int) -> int:
     iteration keeps on their way."""
     wanted = min(-(-READ_AHEAD_SAMPLES // max(count, 1)), READ_AHEAD_MEMORY // max(size, 1))
     return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
+
+
+def together(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], int]]:
+    """Put neighbouring batches together that are small; `parts` and what is yielded: see `cut`."""
+    some: list[Int64s] = []
+    count = total = 0
+    for part, size in parts:
+        if some and (count + len(part) > TOGETHER_COUNT or total + size > TOGETHER_SIZE):
+            yield some, total
+            some, count, total = [], 0, 0
+        some.append(part)
+        count, total = count + len(part), total + size
+    if some:
+        yield some, total
 
 
 def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:

@@ -27,11 +27,13 @@ from ffserve.client.base import (
     READ_AHEAD_SIZE,
     RETURN_AFTER_S,
     SIZES_AT_ONCE,
+    TOGETHER_COUNT,
     BaseReader,
     batches_ahead,
     check_options,
     cut,
     is_compressed,
+    together,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.daemon import open_source
@@ -412,7 +414,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[Batch]:
         """Read in order with read-ahead, in batches of at most `count` samples and about `size`
-        bytes, of which the next few (`batches_ahead`) are on their way.
+        bytes, of which the next few (`batches_ahead`) are on their way. Small ones are asked for
+        together (`together`), and are parts of one buffer then.
 
         Args: indices: as for `read`; None for all.
         Raises: as `read`, when the batch concerned is due.
@@ -442,18 +445,38 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _in_order(
         self, numbers: Int64s, count: int, size: int
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
-        ahead: deque[tuple[Int64s, Source, Any]] = deque()
+        ahead: deque[tuple[list[Int64s], tuple[Int64s, Source, Any]]] = deque()
+        count_together = max(count, TOGETHER_COUNT)
         try:
-            for part, part_size in self._parts(numbers, count, size):
-                ahead.append(self._start(part))
-                if len(ahead) >= batches_ahead(count, part_size):
-                    yield self._finish(*ahead.popleft())
+            for parts, total in together(self._parts(numbers, count, size)):
+                whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                ahead.append((parts, self._start(whole)))
+                if len(ahead) >= batches_ahead(count_together, total):
+                    yield from self._taken_apart(*ahead.popleft())
             while ahead:
-                yield self._finish(*ahead.popleft())
+                yield from self._taken_apart(*ahead.popleft())
         finally:
             # What nobody waits for any more still has its buffers and its pins.
-            for _, source, pending in ahead:
+            for _, (_, source, pending) in ahead:
                 self._discard(source, pending)
+
+    def _taken_apart(
+        self, parts: list[Int64s], begun: tuple[Int64s, Source, Any]
+    ) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
+        batch, failed = self._finish(*begun)
+        first = 0
+        for part in parts:
+            if self._closed:
+                raise UsageError("this reader is closed")
+            self._used(part)
+            if len(parts) == 1:
+                yield part, batch, failed
+                return
+            offsets = batch.offsets[first : first + len(part) + 1]
+            low, high = int(offsets[0]), int(offsets[-1])
+            errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
+            yield part, Batch(batch.buffer[low:high], offsets - low), errors
+            first += len(part)
 
     def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
         for start in range(0, len(numbers), SIZES_AT_ONCE):
@@ -465,7 +488,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _finish(
         self, numbers: Int64s, source: Source, pending: Any
-    ) -> tuple[Int64s, Batch, dict[int, FFServeError]]:
+    ) -> tuple[Batch, dict[int, FFServeError]]:
         if self._closed:
             self._discard(source, pending)
             raise UsageError("this reader is closed")
@@ -478,8 +501,7 @@ class Reader(BaseReader, Sequence[Bytes]):
                 self._replace(source, error)
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
-        self._used(numbers)
-        return numbers, Batch(pending.target.buffer, pending.target.offsets), failed
+        return Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
         if source in (self._source, self._former) or isinstance(source, LocalSource):
