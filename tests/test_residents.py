@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve.engine.orders import Future, Silent, Table
-from ffserve.engine.residents import MIXED, NO_KEY, Residents
+from ffserve.engine.residents import MIXED, NO_KEY, Residents, by_key
 
 SLOTS, PER_SLAB, LARGE = 32, 8, 9
 SLOT = st.integers(0, SLOTS - 1)
-UNSURE = 1 << 60
+FAR, UNSURE = 1 << 58, 1 << 60
 
 
 class Tables:
@@ -128,6 +128,14 @@ def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         tables.c.put(np.arange(8)[::2], 5)
     assert (tables.keys == Tables().keys).all()
+
+
+@given(st.lists(st.integers(-1, 40) | st.integers(10, 3000) | st.sampled_from((FAR, UNSURE))))
+def test_slots_are_sorted_by_key_and_equals_stay_as_they_stand(keys: list[int]) -> None:
+    slots, found = by_key(np.arange(len(keys)), np.array(keys, np.int64), FAR)
+    expected = sorted(range(len(keys)), key=keys.__getitem__)
+    assert slots.tolist() == expected
+    assert found.tolist() == [keys[row] for row in expected]
 
 
 # ---- when what is in them will be wanted -----------------------------------------------------

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import Group, NextUse
-from ffserve.engine.residents import MIXED, NO_KEY, Residents
+from ffserve.engine.residents import MIXED, NO_KEY, Residents, by_key
 
 PARTS = 64
 """Parts of an epoch that keys tell apart."""
@@ -64,15 +64,6 @@ Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
 """Which of these slots can be evicted just now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
-
-
-def _rising(keys: Int64s) -> Int64s:
-    """Return the rows in the order of their keys, equals in theirs."""
-    # Of 16 bits numpy's stable sort is a counting sort; farther ones than that tell it to sort.
-    near = keys - np.minimum.reduce(keys, initial=FAR)
-    if np.maximum.reduce(near, initial=0) < 1 << 16:
-        near = near.astype(np.uint16)
-    return np.argsort(near, kind="stable")
 
 
 class Stack:
@@ -558,12 +549,10 @@ class Policy:
             They need not go over a stack.
         """
         slots = self._pop(shelf, UNSURE, count)
-        keys = self._keys(group, slots)
-        rising = _rising(keys)
-        slots, keys = slots[rising], keys[rising]
+        slots, keys = by_key(slots, self._keys(group, slots), FAR)
         cut = max(len(keys) - self._farther(shelf, keys, wanted), int(keys.searchsorted(least)))
         self._spread(shelf, slots[:cut], keys[:cut])
-        return slots[cut:][::-1].copy(), keys[cut:][::-1]
+        return slots[cut:][::-1].copy(), keys[cut:][::-1].copy()
 
     def _farther(self, shelf: Shelf, rising: Int64s, wanted: int) -> int:
         """Return how many of these keys are among the `wanted` highest, the stacks' included."""
@@ -581,8 +570,7 @@ class Policy:
         return min(len(rising), wanted - before)
 
     def _sort_in(self, shelf: Shelf, slots: Int64s, keys: Int64s) -> None:
-        rising = _rising(keys)
-        self._spread(shelf, slots[rising], keys[rising])
+        self._spread(shelf, *by_key(slots, keys, FAR))
 
     def _spread(self, shelf: Shelf, slots: Int64s, rising: Int64s) -> None:
         """Put slots on the stacks of their keys."""

@@ -117,7 +117,10 @@ class Simulation:
         self._disk_free = 0.0
         self._check = check
         self.uses = NextUse()
-        self.arena = Arena(int(samples * cache_share) * SMALLEST_SLOT)
+        size = int(samples * cache_share) * SMALLEST_SLOT
+        # As many whole slabs as come nearest: else 75 % of 60,000 samples would be 74.7.
+        slab_size = Arena(size).slab_size
+        self.arena = Arena(round(size / slab_size) * slab_size)
         self.directory = Directory(1 << max(22, (samples - 1).bit_length()))
         self.table = ShardTable(self.directory)
         self.cache = Cache(self.arena, self.directory, self.table, _nobody_reads, self.uses)

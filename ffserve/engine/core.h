@@ -330,6 +330,10 @@ typedef struct {
  * FFS_ERANGE: nothing was done. */
 int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t n, int64_t key,
                            int64_t after, int64_t group, int64_t size_class, int64_t *slots);
+/* Sort n slots by their keys of 0 to `far`, equals as they stand. 1, or 0: nothing was done,
+ * since a key is below or above that, or those below `far` are too far apart to be counted. */
+int ffs_sort_by_key(const int64_t *slots, const int64_t *keys, int64_t n, int64_t far,
+                    int64_t *sorted_slots, int64_t *sorted_keys);
 /* The group of all n slots, FFS_MIXED (of none, too), or FFS_ERANGE. */
 int64_t ffs_residents_group(const ffs_residents *r, const int64_t *slots, int64_t n);
 /* Give slots a key; *group: theirs, or FFS_MIXED. 0, or FFS_ERANGE: nothing was done. */

@@ -9,6 +9,8 @@
 
 /* Slots whose rows are asked for from memory while others are looked at. */
 #define AHEAD 16
+/* Keys in a row that are sorted by counting. */
+#define MOST_KEYS 2048
 
 static int64_t class_of(const ffs_residents *r, int64_t slot)
 {
@@ -56,6 +58,35 @@ int64_t ffs_residents_take(const ffs_residents *r, const int32_t *items, int64_t
     for (int64_t k = 0; after != FFS_NO_KEY && k < count; k++)
         r->keys[slots[k]] = after;
     return count;
+}
+
+int ffs_sort_by_key(const int64_t *slots, const int64_t *keys, int64_t n, int64_t far,
+                    int64_t *sorted_slots, int64_t *sorted_keys)
+{
+    int64_t low = INT64_MAX, high = 0, places[MOST_KEYS + 1] = {0};
+    for (int64_t k = 0; k < n; k++) {
+        if (keys[k] < 0 || keys[k] > far)
+            return 0;
+        low = keys[k] < low ? keys[k] : low;
+        high = keys[k] < far && keys[k] > high ? keys[k] : high;
+    }
+    if (high - low >= MOST_KEYS)
+        return 0;
+    /* Place 0 is for where the lowest begin, the last for where `far` ends. */
+    int64_t last = high < low ? 0 : high - low + 1;
+    for (int64_t k = 0; k < n; k++)
+        places[keys[k] < far ? keys[k] - low : last]++;
+    for (int64_t k = 0, start = 0; k <= last; k++) {
+        int64_t count = places[k];
+        places[k] = start;
+        start += count;
+    }
+    for (int64_t k = 0; k < n; k++) {
+        int64_t to = places[keys[k] < far ? keys[k] - low : last]++;
+        sorted_slots[to] = slots[k];
+        sorted_keys[to] = keys[k];
+    }
+    return 1;
 }
 
 int64_t ffs_residents_group(const ffs_residents *r, const int64_t *slots, int64_t n)

@@ -119,3 +119,24 @@ class Residents:
         rc = lib.ffs_residents_leave(self._c, _from_buffer(_I64S, slots), len(slots), found)
         assert rc == 0
         return found[0], found[1], found[2]
+
+
+def by_key(slots: Int64s, keys: Int64s, far: int) -> tuple[Int64s, Int64s]:
+    """Return slots and keys in the order of the keys, equals as they stand.
+
+    Args: keys: mostly 0 to `far`, and below it no farther apart than some epochs have parts.
+    """
+    n = len(slots)
+    assert len(keys) == n
+    sorted_slots, sorted_keys = np.empty(n, np.int64), np.empty(n, np.int64)
+    if lib.ffs_sort_by_key(
+        _from_buffer(_I64S, slots),
+        _from_buffer(_I64S, keys),
+        n,
+        far,
+        _from_buffer(_I64S, sorted_slots),
+        _from_buffer(_I64S, sorted_keys),
+    ):
+        return sorted_slots, sorted_keys
+    rising = np.argsort(keys, kind="stable")
+    return slots[rising], keys[rising]
