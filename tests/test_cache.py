@@ -413,6 +413,30 @@ def test_every_sample_is_in_exactly_one_block(lengths: list[list[int]], alignmen
         node.directory.close()
 
 
+def test_damaged_blocks_are_marked_once_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each used to sort all those before it: many held everybody up."""
+    node = Node([[100] * 5000])
+    followed = []
+    follow = node.table._follow
+    monkeypatch.setattr(node.table, "_follow", lambda: (followed.append(1), follow()))
+    count = int(node.table.blocks(np.array([0], np.int64)).counts[0])
+    assert count > 1
+    firsts = list(range(0, 5000, count))
+    for part in (firsts[20:], firsts[:10], firsts[:30]):
+        followed.clear()
+        wanted = [n for first in part for n in range(first, min(first + count, 5000))]
+        fetch, loads = node.fetch(wanted)
+        for load in loads:
+            before = len(followed)
+            node.cache.loaded(load, {int(n): Failure(-5) for n in load.blocks.firsts})
+            assert len(followed) - before <= 1
+        node.cache.release(fetch.pins)
+    marked = node.table.blocks(np.array(firsts, np.int64))
+    assert marked.counts.tolist() == [1] * len(firsts)
+    node.table.remove(node.bases[0])
+    assert not len(node.table._singly)
+
+
 def test_a_huge_record_among_tiny_ones_is_read_alone_and_its_neighbours_too() -> None:
     lengths = [10] * 2000
     lengths[500] = 300_000

@@ -176,7 +176,7 @@ def test_mark(numbers: list[int], before: list[int]) -> None:
 class Files:
     """Two shards: samples 5 to 24, four to a block, and 30 to 34; sample k has k bytes."""
 
-    def __init__(self, singly: set[int]) -> None:
+    def __init__(self, *singly: int) -> None:
         self.entries = np.zeros(SAMPLES, ENTRY)
         self.entries["length_low"] = np.arange(SAMPLES)
         self.offsets = (1000 + np.arange(SAMPLES) * 50).astype(np.uint64)
@@ -193,12 +193,12 @@ class Files:
             np.array([3, 4], np.int32),
             np.array([1, 2], np.int32),
             self.used,
-            singly,
+            np.array(singly, np.int64),
         )
 
 
 def test_blocks() -> None:
-    files = Files(singly={13})
+    files = Files(13)
     table = files.c.blocks(np.array([5, 8, 24, 14, 30, 34]), 1 << 20)
     assert table[0].tolist() == [5, 5, 21, 14, 30, 34]
     assert table[1].tolist() == [4, 4, 4, 1, 1, 1]
@@ -213,7 +213,7 @@ def test_blocks() -> None:
 
 
 def test_bytes_are_counted_by_shard() -> None:
-    files = Files(singly=set())
+    files = Files()
     files.c.count(np.array([5, 30, 24, 34]), np.array([1, 10, 2, 20]), 1)
     assert files.used.tolist() == [3, 30]
     files.c.count(np.array([30, 5]), np.array([10, 1]), -1)
@@ -225,7 +225,7 @@ def test_bytes_are_counted_by_shard() -> None:
 
 
 def test_a_batch_of_blocks() -> None:
-    files = Files(singly=set())
+    files = Files()
     table = files.c.blocks(np.array([5, 30, 31]), 1 << 20)
     arena, places, rooms = 1 << 20, np.array([4096, 0, 512]), np.array([1024, 512, 512])
     batch = Batch.of_blocks(files.c, table, places, rooms, arena, np.array([0, 1]))
@@ -246,7 +246,7 @@ def test_a_batch_of_blocks() -> None:
 
 def test_a_record_outside_of_its_block_is_refused() -> None:
     """An index that is out of order would have records written over other slots."""
-    files = Files(singly=set())
+    files = Files()
     places = np.array([0]), np.array([4096])
     files.offsets[6] = 10
     table = files.c.blocks(np.array([5]), 1 << 20)

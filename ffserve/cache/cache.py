@@ -328,6 +328,7 @@ class Cache:
         self.counters.failed += len(failures)
         bad = np.array(list(failures), np.int64)
         self._slot_of[bad] = 0
+        damaged: list[int] = []
         for slot, first, count in zip(
             load.slots.tolist(),
             load.blocks.firsts.tolist(),
@@ -340,7 +341,9 @@ class Cache:
                 self._free_failed(slot)
             if count > 1 and not run.all():
                 # Else a second slot for the block would overlap with what this one still holds.
-                self.shards.read_singly(first)
+                damaged.append(first)
+        if damaged:
+            self.shards.read_singly(damaged)
 
     def _free_failed(self, slot: int) -> None:
         if self.pins[slot] == 0:

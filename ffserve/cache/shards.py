@@ -8,7 +8,7 @@ small ones, and its slot takes what it decodes to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,8 @@ class ShardTable:
         """Bytes of each shard's largest block."""
         self.sessions = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
-        self._singly: set[int] = set()
+        self._singly = np.zeros(0, np.int64)
+        """The first samples, rising, of blocks that are shared no more."""
         self.has_chunks = False
         """Whether the records of any shard lie in chunks."""
         self._follow()
@@ -203,14 +204,23 @@ class ShardTable:
         ):
             setattr(self, name, np.delete(getattr(self, name), row))
         del self._runs[row]
-        rest = (first for first in self._singly if not base <= first < base + count)
-        self._singly = set(rest)
+        singly = self._singly
+        self._singly = singly[(singly < base) | (singly >= base + count)]
         self._follow()
 
-    def read_singly(self, first: int) -> None:
-        """Share the block that begins with this sample no more: a part of it is damaged."""
-        self._singly.add(first)
+    def read_singly(self, firsts: Sequence[int]) -> None:
+        """Share the blocks that begin with these samples no more: a part of each is damaged."""
+        fresh = np.unique(np.asarray(firsts, np.int64))
+        fresh = fresh[~self._is_alone(fresh)]
+        self._singly = np.insert(self._singly, np.searchsorted(self._singly, fresh), fresh)
         self._follow()
+
+    def _is_alone(self, firsts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        rows = np.searchsorted(self._singly, firsts)
+        found = np.zeros(len(firsts), np.bool_)
+        inside = rows < len(self._singly)
+        found[inside] = self._singly[rows[inside]] == firsts[inside]
+        return found
 
     def row(self, base: int) -> int:
         """Return the row of the shard that starts at `base`."""
@@ -249,9 +259,8 @@ class ShardTable:
         chunks = runs.shard.chunks
         run = runs.holding(numbers - base)
         low, high = runs.edges[run], runs.edges[run + 1]
-        if self._singly:
-            firsts = (base + chunks.firsts[low]).tolist()
-            alone = np.array([first in self._singly for first in firsts], np.bool_)
+        if len(self._singly):
+            alone = self._is_alone(base + chunks.firsts[low])
             chunk = chunks.holding(numbers - base)
             low, high = np.where(alone, chunk, low), np.where(alone, chunk + 1, high)
         return np.stack(

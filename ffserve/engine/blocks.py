@@ -5,7 +5,6 @@ Pure functions over arrays; nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -49,24 +48,24 @@ class Shards:
         files: Int32s,
         kinds: Int32s,
         used: Int64s,
-        singly: Collection[int],
+        singly: Int64s,
     ) -> None:
         """Take over the tables of shards, one element each, bases rising.
 
         Args:
             counts: samples. alignments: powers of two. shifts: 1 << shift samples make a block.
             used: bytes of slots, which `count` changes.
-            singly: first samples of blocks that are not shared.
+            singly: first samples, rising, of blocks that are not shared.
         """
-        c, alone = self.c, np.array(sorted(singly), np.int64)
-        c.shard_count, c.singly_count = len(bases), len(alone)
+        c = self.c
+        c.shard_count, c.singly_count = len(bases), len(singly)
         wide = {
             "bases": bases,
             "counts": counts,
             "alignments": alignments,
             "shifts": shifts,
             "used": used,
-            "singly": alone,
+            "singly": singly,
         }
         kept = {name: _from_buffer(_I64S, array) for name, array in wide.items()}
         kept |= {

@@ -139,17 +139,18 @@ class LeaseTables:
 
     def slots(self) -> Int64s:
         """Return the slots that are leased now, having cut off whoever leases too much."""
-        if not self._tables:
-            return _NONE
-        samples, ends = self._hazards.read()
-        if not len(samples):
-            return _NONE
-        numbers = samples.astype(np.int64)
-        numbers[numbers >= self._directory.end] = -1
-        slots = self._directory.slot_of[np.maximum(numbers, 0)].astype(np.int64) - 1
-        slots[numbers < 0] = -1
-        excessive = self._excessive(slots, ends)
-        if excessive:
+        while self._tables:
+            samples, ends = self._hazards.read()
+            if not len(samples):
+                break
+            numbers = samples.astype(np.int64)
+            numbers[numbers >= self._directory.end] = -1
+            slots = self._directory.slot_of[np.maximum(numbers, 0)].astype(np.int64) - 1
+            slots[numbers < 0] = -1
+            excessive = self._excessive(slots, ends)
+            if not excessive:
+                held: Int64s = slots[slots >= 0]
+                return held
             for table in excessive:
                 self._tables.remove(table)
                 error = ProtocolError(
@@ -161,9 +162,7 @@ class LeaseTables:
                 table.set_budget(0)
                 table.cut(error)
             self.share_out()
-            return self.slots()
-        held: Int64s = slots[slots >= 0]
-        return held
+        return _NONE
 
     def _excessive(self, slots: Int64s, ends: Int64s) -> list[LeaseTable]:
         """Return the tables that name too many samples, or hold too much."""
