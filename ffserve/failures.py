@@ -13,7 +13,7 @@ TOO_LARGE = -100_100
 FORMAT = -100_102
 """The format found the sample's chunk damaged, and says how."""
 ARENA_BUSY = -100_101
-"""The arena stayed full of leased samples for too long."""
+"""The arena stayed full of samples that were leased or being read for too long."""
 
 LOST_CHECKSUM = 0xFFFFFFFF
 """What the table of a tolerant shard says of a place without a sample, of length 0."""
@@ -74,11 +74,12 @@ def read_failure(
         )
     if status == ARENA_BUSY:
         return ReadError(
-            "the daemon's arena stayed full of leased samples",
+            "the daemon's arena stayed full of samples that are leased or being read",
             path=path,
             index=index,
             offset=offset,
-            hint="release leases sooner, or start the daemon with a larger --arena",
+            hint="release leases sooner, or start the daemon with a larger --arena; a disk that "
+            "hangs keeps it full, too",
         )
     return ReadError(
         f"the operating system could not read this sample: {os.strerror(-status)}",
