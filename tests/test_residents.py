@@ -180,6 +180,16 @@ def test_a_slot_is_wanted_when_the_soonest_of_its_samples_is(
     assert found.tolist() == [min(int(time / 0.5), 120) if time < 1e9 else 120 for time in expected]
 
 
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=30))
+def test_the_parts_of_samples_and_the_last_in_the_highest(numbers: list[int]) -> None:
+    parts = np.random.default_rng(1).integers(0, 5, 20).astype(np.uint8)
+    buckets, lowest, highest, place = Table(parts, 10).buckets(np.array(numbers, np.int64))
+    expected = [int(parts[k - 10]) if 10 <= k < 30 else 0 for k in numbers]
+    assert buckets.tolist() == expected
+    assert (lowest, highest) == (min(expected), max(expected))
+    assert place == max(k for k, part in enumerate(expected) if part == highest)
+
+
 def test_a_time_or_a_slot_that_there_is_not_is_refused() -> None:
     table, times = Table(np.array([3], np.uint8), 0), np.zeros(256)
     firsts, counts, slots = np.zeros(2, np.int64), np.ones(2, np.int32), np.array([0, 1])

@@ -207,7 +207,7 @@ class Cache:
             # What the request finds in memory must not be evicted for what it does not.
             part = part[:handled]
             load, cut = self._admit(fetch, part, absent, size)
-            kept = int(positions.searchsorted(cut))
+            kept = int(positions.searchsorted(cut)) if len(touched) else 0
             if kept < len(touched):
                 self.release([touched[kept:]])
                 touched = touched[:kept]
@@ -246,8 +246,7 @@ class Cache:
         """Find room for what is absent; return the load and how much of the part is dealt with."""
         # In order of first use, so that a cut leaves a prefix that is whole.
         numbers = part if len(absent) == len(part) else part[absent]
-        table = self.shards.blocks(numbers).table
-        table, where, left_out = self._slots.cut(table, absent.copy(), size)
+        table, where, left_out = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
         blocks, cut = Blocks(table), len(part) if left_out < 0 else left_out
         if not len(where):
             return None, cut
@@ -265,7 +264,7 @@ class Cache:
         classes = self.arena.classes(blocks.sizes)
         group = self.uses.group_of(int(blocks.firsts[0]))
         slots, passing = self._allocate(classes, blocks.sizes, group, fetch.latest)
-        if np.count_nonzero(slots < 0):
+        if np.minimum.reduce(slots) < 0:
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
             self.state[surplus] = FREE

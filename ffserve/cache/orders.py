@@ -77,6 +77,9 @@ class Order:
         start, stop = max(start, self._passed), min(stop, self.count)
         if start >= stop:
             return np.zeros(0, np.int64)
+        at, piece = start // PIECE * PIECE, self._pieces[start // PIECE]
+        if piece is not None and stop <= at + PIECE:
+            return piece.part(start - at, stop - at, self.low)
         parts = []
         for k in range(start // PIECE, -(-stop // PIECE)):
             piece = self._pieces[k]
@@ -89,7 +92,7 @@ class Order:
 
     def buckets(self, numbers: Int64s) -> Bytes:
         """Return the bucket in which each sample comes next; 0: it does not."""
-        return self.c.buckets(numbers)
+        return self.c.buckets(numbers)[0]
 
     def passed(self, position: int) -> Int64s:
         """The job is at `position`: forget what lies before it, and return that."""

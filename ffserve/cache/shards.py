@@ -27,6 +27,10 @@ LARGEST_SHARED_BLOCK = 65_536
 """A shared block that grew beyond this (one huge record among tiny ones) is read singly."""
 
 
+SHARD = 5
+"""Row of a table of blocks."""
+
+
 class Blocks:
     """Blocks to be read, one column of `table` each; the attributes are its rows.
 
@@ -244,14 +248,18 @@ class ShardTable:
         return runs.shard
 
     def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
-        """Return the block of each sample, one row a sample."""
-        blocks = Blocks(self._c.blocks(numbers, LARGEST_SHARED_BLOCK))
+        """Return the block of each sample, one column a sample."""
+        return Blocks(self.table(numbers))
+
+    def table(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the table of these blocks."""
+        table = self._c.blocks(numbers, LARGEST_SHARED_BLOCK)
         if self.has_chunks:
-            rows = blocks.shards
+            rows = table[SHARD]
             for row in np.unique(rows[self.chunked[rows]]).tolist():
                 inside = rows == row
-                blocks.table[:, inside] = self._of_chunks(numbers[inside], row)
-        return blocks
+                table[:, inside] = self._of_chunks(numbers[inside], row)
+        return table
 
     def _of_chunks(self, numbers: NDArray[np.int64], row: int) -> NDArray[np.int64]:
         base, runs = int(self.bases[row]), self._runs[row]

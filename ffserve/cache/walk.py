@@ -219,22 +219,22 @@ class Walk:
         self.last_used = now
         if not len(numbers):
             return _NONE
-        buckets = order.buckets(numbers)
+        buckets, lowest, last, place = order.c.buckets(numbers)
         ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // BUCKETS
         low, high = order.bucket(max(self.position - ahead, 0)), order.bucket(self.front + ahead)
         kept = len(numbers)
         # With replacement the table knows only where a sample comes next, maybe after this use.
-        if order.following is None and not (
-            low <= int(np.minimum.reduce(buckets)) and int(np.maximum.reduce(buckets)) <= high
-        ):
+        if order.following is None and not (low <= lowest and last <= high):
             near = (buckets >= low) & (buckets <= high)
             following = self.orders.get(self.epoch + 1)
             if following is not None and self.front + ahead > order.count:
-                last = following.bucket(min(self.front + ahead - order.count, following.count))
+                end = following.bucket(min(self.front + ahead - order.count, following.count))
                 early = following.buckets(numbers)
-                near |= (early >= 1) & (early <= last)
+                near |= (early >= 1) & (early <= end)
             kept = int(np.count_nonzero(near))
             buckets[~near] = 0
+            last = int(np.maximum.reduce(buckets))
+            place = int((buckets == last).nonzero()[0][-1])
         self._near += kept
         self._far += len(numbers) - kept
         if self._near + self._far >= LOOKED_AT:
@@ -244,11 +244,11 @@ class Walk:
                 return _NONE
             self._near //= 2
             self._far //= 2
-        front, last = order.bucket(self.front), int(np.maximum.reduce(buckets))
+        front = order.bucket(self.front)
         if last < front:
             return _NONE
         # Requests follow the order mostly, so that the last of them comes last in it.
-        self._found(order, last, int(numbers[(buckets == last).nonzero()[0][-1]]))
+        self._found(order, last, int(numbers[place]))
         self.lead = max(self.lead, float(self.front - self.position))
         if not self._told:
             # Nobody reports: what is asked for has been got to, with some disorder.

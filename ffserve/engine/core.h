@@ -363,8 +363,10 @@ int ffs_unpack(const uint8_t *planes, int64_t whole, const uint8_t *halves, int6
 /* In which part of an epoch each of the samples low to low + size comes. */
 typedef struct { const uint8_t *buckets; int64_t size, low; } ffs_table;
 
-/* The parts of n samples; 0 for those outside. */
-void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets);
+/* The parts of n samples, 0 for those outside. found[3]: the lowest and the highest of these, and
+ * the last sample that is in the highest. */
+void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets,
+                 int64_t *found);
 
 /* A job of which nothing is known but what it has seen in this epoch. */
 typedef struct {

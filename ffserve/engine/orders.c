@@ -28,10 +28,20 @@ static uint8_t bucket_of(const ffs_table *t, int64_t number)
     return place < (uint64_t)t->size ? t->buckets[place] : 0;
 }
 
-void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets)
+void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets,
+                 int64_t *found)
 {
-    for (int64_t k = 0; k < n; k++)
+    found[0] = UINT8_MAX;
+    found[1] = found[2] = 0;
+    for (int64_t k = 0; k < n; k++) {
         buckets[k] = bucket_of(t, numbers[k]);
+        if (buckets[k] < found[0])
+            found[0] = buckets[k];
+        if (buckets[k] >= found[1]) {
+            found[1] = buckets[k];
+            found[2] = k;
+        }
+    }
 }
 
 static void ask_for(const ffs_future *f, int64_t number)

@@ -56,14 +56,16 @@ class Table:
         self.c = ffi.new("ffs_table *")
         self._keep = self.c.buckets = _from_buffer(_U8S, buckets)
         self.c.size, self.c.low = len(buckets), low
+        self._found = ffi.new("int64_t[3]")
 
-    def buckets(self, numbers: Int64s) -> Bytes:
-        """Return the part in which each sample comes; 0 for those that are not in the table."""
-        buckets = np.empty(len(numbers), np.uint8)
+    def buckets(self, numbers: Int64s) -> tuple[Bytes, int, int, int]:
+        """Return the part in which each sample comes, 0 for those that are not in the table; the
+        lowest and the highest of these; where the last sample stands that is in the highest."""
+        buckets, found = np.empty(len(numbers), np.uint8), self._found
         lib.ffs_buckets(
-            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, buckets)
+            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, buckets), found
         )
-        return buckets
+        return buckets, found[0], found[1], found[2]
 
 
 class Silent:
