@@ -142,6 +142,11 @@ class Scheduler:
         return not self._by_fetch and self._reads == 0
 
     @property
+    def request_count(self) -> int:
+        """Requests that are not decided yet, of all sessions."""
+        return len(self._by_fetch)
+
+    @property
     def blocked_count(self) -> int:
         """Requests that wait for room."""
         return len(self._blocked)

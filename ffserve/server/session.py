@@ -47,6 +47,9 @@ MOST_NAME = 200
 """Characters of the name of an order that jobs share."""
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
+MOST_PROMISED = 4
+"""Requests of all sessions up to which an answer goes out by itself, if it is the sole one of its
+session. With more on their way nobody waits for a wake, and the loop wakes one for several."""
 _PLACE = (1 << 48) - 1
 _MOST_COUNTED = (1 << 63) - 1
 
@@ -342,9 +345,8 @@ class Session:
         assert self.job is not None
         self._count(numbers)
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
-        if self._promise is not None and not (owner.waiting or lease or self.inline):
-            # A client with several on their way does not wait for this one: by way of the loop it
-            # is woken once for many.
+        crowded = owner.waiting or self._node.scheduler.request_count >= MOST_PROMISED
+        if self._promise is not None and not (crowded or lease or self.inline):
             request.promise = self._promise(protocol.Ready(tag, len(numbers), []))
             self._promised = tag
         dataset.requests += 1
