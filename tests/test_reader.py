@@ -61,11 +61,6 @@ def reader(files: list[str], server: str) -> Iterator[ffserve.Reader]:
         yield opened
 
 
-def entered(reader: ffserve.Reader) -> Callable[[Any], Any]:
-    """Lease, which looks at the indices on entry."""
-    return lambda indices: reader.lease(indices).__enter__()
-
-
 def listed(samples: Any) -> list[bytes]:
     return [one.tobytes() for one in samples]
 
@@ -145,7 +140,7 @@ class TestReader:
         ],
     )
     def test_indices_outside(self, reader: ffserve.Reader, indices: Any) -> None:
-        asks = (reader.read, reader.read_batch, entered(reader), reader.sizes, reader.__getitem__)
+        asks = (reader.read, reader.read_batch, reader.lease, reader.sizes, reader.__getitem__)
         for ask in asks:
             with pytest.raises(SampleIndexError, match="outside the dataset of 200") as caught:
                 ask(indices)
@@ -177,7 +172,7 @@ class TestReader:
         ids=repr,
     )
     def test_indices_that_are_none(self, reader: ffserve.Reader, indices: Any) -> None:
-        for ask in (reader.read, reader.read_batch, entered(reader)):
+        for ask in (reader.read, reader.read_batch, reader.lease):
             with pytest.raises(UsageError):
                 ask(indices)
 
@@ -286,6 +281,11 @@ class TestReader:
             with pytest.raises(UsageError):
                 reader.tables(bad)
 
+    @pytest.mark.parametrize("bad", [-1, COUNT, 2**62])
+    def test_lease_of_an_array_looks_at_it_on_entry(self, reader: ffserve.Reader, bad: int) -> None:
+        with pytest.raises(SampleIndexError), reader.lease(np.array([3, bad])):
+            pass
+
     def test_lease_outlives_nothing(self, reader: ffserve.Reader) -> None:
         with reader.lease(range(20)) as views:
             assert not any(v.flags.writeable for v in views)
@@ -316,7 +316,7 @@ class TestReader:
         calls: list[Callable[[], Any]] = [
             lambda: reader.read([0]),
             lambda: reader.read_batch([]),
-            lambda: entered(reader)([0]),
+            lambda: reader.lease([0]),
             lambda: reader[0],
             reader.sizes,
             reader.stats,
@@ -568,7 +568,7 @@ class TestReader:
         damage(paths[1], 6)
         with ffserve.open(paths, server=server) as reader:
             offset = int(reader.tables(1)[0][5])
-            for ask in (reader.read, reader.read_batch, entered(reader)):
+            for ask in (reader.read, reader.read_batch, lambda i: reader.lease(i).__enter__()):
                 with pytest.raises(ChecksumError) as caught:
                     ask([1, 26, 25, 2])
                 assert (caught.value.path, caught.value.index) == (paths[1], 26)

@@ -55,6 +55,7 @@ LOOK_INTERVAL_S = 0.25
 _OF_THIS_PROCESS = frozenset(
     ("_lock", "_source", "_former", "_away_since", "_announced", "_looking", "_looked")
 )
+_INT64 = np.dtype(np.int64)
 
 
 def open(
@@ -364,13 +365,18 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._raise_first(failed, numbers)
         return batch
 
-    def _leased(self, indices: Any) -> Leased:
-        source, numbers, leased = self._source, indices, None
-        if type(indices) is np.ndarray and self._intact is None and source is not None:
-            leased = source.leased(indices)
+    def _leased_array(self, indices: NDArray[Any]) -> Leased:
+        source = self._source
+        leased = None if source is None else source.leased(indices)
         if leased is None:
-            numbers = self._numbers(indices)
-            leased = self._retrying(lambda source: source.lease(numbers))
+            return self._leased(self._numbers(indices))
+        return self._note_leased(leased, indices)
+
+    def _leased(self, numbers: Int64s) -> Leased:
+        leased = self._retrying(lambda source: source.lease(numbers))
+        return self._note_leased(leased, numbers)
+
+    def _note_leased(self, leased: Leased, numbers: Int64s) -> Leased:
         try:
             self._used(numbers)
         except BaseException:
@@ -387,13 +393,16 @@ class Reader(BaseReader, Sequence[Bytes]):
             daemon's arena where possible; they are valid until it is left, and may show other
             samples' bytes afterwards.
 
-        Raises: as `read`, on entry.
+        Raises: as `read`, on entry. Indices are looked at at once, but those in an int64 array.
 
         Cost: no copy, and no round trip for what is in memory, within what the daemon allows this
             process to hold (its share of three eighths of the arena). What is not, or is more than
             that, costs a round trip, or is copied. Leased samples cannot be evicted: leave soon.
         """
-        return Leasing(self._leased, indices)
+        plain = type(indices) is np.ndarray and indices.dtype == _INT64 and indices.ndim == 1
+        if plain and self._intact is None:
+            return Leasing(self._leased_array, indices)
+        return Leasing(self._leased, self._numbers(indices))
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Bytes: ...
