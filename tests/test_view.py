@@ -189,6 +189,35 @@ def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
         assert (out[total:] == 0xAA).all()
 
 
+def test_whole_batches_of_a_size_that_is_expected() -> None:
+    """Copied while they are looked up; what turns out otherwise is found out all the same."""
+    shelf = Shelf()
+    wanted = np.array([1, 2, 5], np.int64)
+    total = 101 + 102 + 105
+
+    def expecting() -> View:
+        for _ in range(3):
+            assert shelf.view.copy_batch(wanted) is not None
+        return shelf.view
+
+    for indices in ([1, 2, 5], [2, 1, 5], [4, 4, 0], [7, 1], [9], [1, 2, 5, 6], [9] * 30):
+        found = expecting().copy_batch(np.array(indices, np.int64))
+        assert found is not None
+        assert found[0].tobytes() == b"".join(map(shelf.sample, indices))
+        assert found[1].tolist() == [0, *np.cumsum([100 + k for k in indices]).tolist()]
+    for bad in ([1, 3, 5], [1, 2, 10], [1, -1, 2], [3], []):
+        assert expecting().copy_batch(np.array(bad, np.int64)) is None
+    for room, fits in ((total, True), (total + 9, True), (total - 1, False), (0, False)):
+        out = np.full(room, 0xAA, np.uint8)
+        into = expecting().copy_batch(wanted, out)
+        assert (into is not None) == fits
+        assert (out[total if fits else 0 :] == 0xAA).all()
+    for length in (1 << 33, (1 << 48) - 1):  # more than there is room for
+        publish(shelf.entries.ctypes.data, 3, 7, length)
+        assert expecting().copy_batch(np.array([1, 3, 5]), np.empty(total, np.uint8)) is None
+        shelf.entries["seq"][3] += 1
+
+
 def test_no_whole_batch() -> None:
     """What has to be looked at more closely is left to the calls that tell why."""
     shelf = Shelf()

@@ -53,9 +53,10 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
 
 /* Both in one, for a batch that can be read whole: 0 copied back to back into buffer; 1 not copied,
  * since it takes less than least or more than room bytes (offsets[] is filled); FFS_ESTALE when not
- * every sample could be read, FFS_ERANGE as above. */
+ * every sample could be read, FFS_ERANGE as above. at_once: it likely fits, so copy while looking
+ * samples up, which takes longer if it does not. Other than 0: the buffer may be written to. */
 int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
-                   uint8_t *buffer, uint64_t least, uint64_t room);
+                   uint8_t *buffer, uint64_t least, uint64_t room, int at_once);
 
 /* Copy by vectors of at most so many bytes from now on (64, 32; 0: as the C library does): for
  * tests. Returns what the processor has. */

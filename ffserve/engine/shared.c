@@ -86,9 +86,11 @@ static inline void prefetch_start(expected e)
         __builtin_prefetch(e.payload + k * LINE);
 }
 
-int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
-                   uint8_t *buffer, uint8_t *const *dests,
-                   const int64_t *positions, int64_t m, int64_t *left)
+/* As ffs_gather. edges: not NULL: the same as offsets, which are not known yet but offsets[0]; that
+ * is up to `room` bytes, and the first sample that cannot be copied ends it. */
+static inline int64_t gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
+                             uint8_t *buffer, uint8_t *const *dests, const int64_t *positions,
+                             int64_t m, int64_t *left, int64_t *edges, uint64_t room)
 {
     const ffs_entry *ring[AHEAD];
     uint64_t hint = 0;
@@ -112,13 +114,19 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
         if (k < 0)
             continue;
         int64_t position = positions ? positions[k] : k;
+        if (edges) {
+            uint64_t length = look_at(entry).length;
+            if (length > room - (uint64_t)edges[k])
+                return 1;
+            edges[k + 1] = edges[k] + (int64_t)length;
+        }
         uint8_t *to = dests ? dests[position] : buffer + offsets[position];
         uint64_t length = (uint64_t)(offsets[position + 1] - offsets[position]);
         expected following = {view->arena, 0};
         if (k + 1 < m)
             following = expect(view, ring[(k + 1) & (AHEAD - 1)]);
         int rc = copy_one(view, entry, to, length, following);
-        if (rc < 0)
+        if (rc < 0 || (rc && edges))
             return rc;
         if (rc && left)
             left[lost] = position;
@@ -127,11 +135,24 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
     return lost;
 }
 
-int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
-                   uint8_t *buffer, uint64_t least, uint64_t room)
+int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
+                   uint8_t *buffer, uint8_t *const *dests,
+                   const int64_t *positions, int64_t m, int64_t *left)
 {
-    int64_t unknown = 0, bad;
-    int64_t rc = ffs_locate(view, indices, n, offsets, NULL, &unknown, &bad);
+    return gather(view, indices, offsets, buffer, dests, positions, m, left, NULL, 0);
+}
+
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+                   uint8_t *buffer, uint64_t least, uint64_t room, int at_once)
+{
+    int64_t unknown = 0, bad, rc;
+    if (at_once) {
+        offsets[0] = 0;
+        rc = gather(view, indices, offsets, buffer, NULL, NULL, n, NULL, offsets, room);
+        if (rc == 0 && (uint64_t)offsets[n] >= least)
+            return 0;
+    }
+    rc = ffs_locate(view, indices, n, offsets, NULL, &unknown, &bad);
     if (rc < 0)
         return (int)rc;
     if (rc || unknown)

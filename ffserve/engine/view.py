@@ -48,13 +48,15 @@ class View:
             index and without gaps from 0.
     """
 
-    __slots__ = ("_c", "_last_size", "_segments", "sample_count")
+    __slots__ = ("_alike", "_c", "_last_size", "_segments", "sample_count")
 
     def __init__(
         self, arena_address: int, arena_size: int, segments: Sequence[tuple[int, int, int]]
     ) -> None:
         self.sample_count = 0
         self._last_size = 0
+        self._alike = False
+        """Whether the last two batches took as many bytes."""
         self._segments = ffi.new("ffs_segment[]", len(segments))
         for segment, (address, first, count) in zip(self._segments, segments, strict=True):
             if first != self.sample_count or count < 0:
@@ -170,7 +172,8 @@ class View:
             empty: makes a new buffer of so many bytes.
         Returns: (buffer, offsets), the samples back to back. None when it is not as simple as
             that: ``locate`` and ``gather`` tell why.
-        Cost: one call where a batch takes as much memory as the one before, else two.
+        Cost: one call where a batch takes as much memory as the one before, else two. Where the two
+            before were alike samples are looked up while others are copied.
         """
         if indices.dtype != _INT64 or indices.strides != _TOGETHER:
             return None
@@ -182,11 +185,15 @@ class View:
             to = empty(room)
         else:
             least, room, to = 0, len(out), out
-        rc = lib.ffs_copy_batch(self._c, which, n, edges, _from_buffer(_U8S, to), least, room)
+        copy, c, likely = lib.ffs_copy_batch, self._c, self._alike and self._last_size <= room
+        rc = copy(c, which, n, edges, _from_buffer(_U8S, to), least, room, likely)
+        if rc == 0 or rc == 1:
+            self._alike = edges[n] == self._last_size
+            self._last_size = edges[n]
         if rc == 1 and out is None:
-            self._last_size = room = edges[n]
+            room = edges[n]
             to = empty(room)
-            rc = lib.ffs_copy_batch(self._c, which, n, edges, _from_buffer(_U8S, to), room, room)
+            rc = copy(c, which, n, edges, _from_buffer(_U8S, to), room, room, False)
         if rc:
             return None
         return to if out is None else to[: edges[n]], offsets
