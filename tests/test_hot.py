@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import sample, serving, until, write
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ffserve.client.recent import Recent
 from ffserve.errors import UsageError
 
 
@@ -81,3 +84,22 @@ def test_batches_are_the_callers_to_keep(path: str) -> None:
             assert batch.buffer.flags.writeable
         kept[-1].buffer[:] = 0
         assert bytes(kept[3][1]) == bytes(sample(1))
+
+
+@given(
+    notes=st.lists(st.lists(st.integers(0, 99), max_size=25), max_size=12),
+    size=st.integers(1, 20),
+    takes=st.sets(st.integers(0, 11)),
+)
+def test_the_latest_that_were_noted(notes: list[list[int]], size: int, takes: set[int]) -> None:
+    recent, kept = Recent(size), list[int]()
+    for k, some in enumerate(notes):
+        array = np.array(some, np.int64)
+        recent.note(array)
+        array[:] = -1  # the caller's own may change
+        kept = [*kept, *some][-size:]
+        if k in takes:
+            assert recent.take().tolist() == kept
+            kept = []
+    assert recent.take().tolist() == kept
+    assert recent.take().tolist() == []

@@ -229,11 +229,13 @@ class Connection:
             self._close_unneeded()
         return tag
 
-    def seen(self, dataset: int, indices: list[NDArray[np.int64]]) -> None:
-        """Report samples that were found in memory, before a GET that has to wait anyway."""
+    def seen(self, dataset: int, indices: NDArray[np.int64]) -> None:
+        """Report samples that were found in memory, before a GET that has to wait anyway.
+
+        Args: indices: at most MAX_GET_COUNT.
+        """
         if self.takes_orders:
-            packed = protocol.pack_order(np.concatenate(indices)[-protocol.MAX_GET_COUNT :])
-            self._send(protocol.Seen(dataset, packed), None)
+            self._send(protocol.Seen(dataset, protocol.pack_order(indices)), None)
 
     def lease(self, dataset: int, indices: NDArray[np.int64]) -> int:
         """Ask for samples to be pinned; return the tag to `wait_ready` for and to `release`."""

@@ -11,7 +11,6 @@ for such waits for all of them first, and takes its memory then; a length once k
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from ffserve.client import buffers
 from ffserve.client.base import cut
 from ffserve.client.connection import Connection
 from ffserve.client.hazards import Asked
+from ffserve.client.recent import Recent
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.hazards import Lease, Leaser
@@ -49,9 +49,8 @@ reading does. Of a smaller one it is not worth the looks."""
 EARLY_IDLE_S = 0.25
 """After so long without a sample the answer is waited for, which has an end."""
 _MOST_EMPTY_ROUNDS = 1000
-COUNT_AFTER = 16
 COUNT_AFTER_S = 1.0
-"""Batches that were copied without asking are entered into the counters so many together."""
+"""What was copied without asking enters the counters so often, and before a look at them."""
 
 
 @dataclass(slots=True)
@@ -124,11 +123,9 @@ class RemoteSource:
         self._closed = False
         self._counting = threading.Lock()
         self._hits = self._misses = self._size = 0
-        self._seen: deque[Int64s] = deque()
-        self._seen_count = 0
-        self._copied: deque[tuple[Int64s, int]] = deque()
-        """Indices and bytes of batches that are not in the counters yet; threads append to it and
-        take from it without a lock."""
+        self._recent = Recent(protocol.MAX_GET_COUNT)
+        self._fresh_count = self._fresh_size = 0
+        """Hits and their bytes that are not in the counters yet."""
         self._count_at = time.monotonic() + COUNT_AFTER_S
 
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
@@ -215,7 +212,7 @@ class RemoteSource:
         """Copy a batch out of the arena if all of it is there.
 
         The short way for what is asked for most. It counts and notes no more than it must;
-        `_enter_copied` does the rest, some batches at a time.
+        `_enter_fresh` does the rest, now and then.
         """
         if out is not None:
             check_out(out, 0)
@@ -228,27 +225,22 @@ class RemoteSource:
 
     def _took(self, indices: Int64s, size: int) -> None:
         """Note a batch that was all in memory, to be entered into the counters later."""
-        copied = self._copied
-        copied.append((indices.copy(), size))  # the caller's own may change
-        many = len(copied) >= COUNT_AFTER or len(indices) > GET_COUNT
-        if many or time.monotonic() > self._count_at:
-            self._enter_copied()
-
-    def _enter_copied(self) -> None:
-        self._count_at = time.monotonic() + COUNT_AFTER_S
-        copied = []
-        with contextlib.suppress(IndexError):  # other threads may be at it, too
-            while self._copied:
-                copied.append(self._copied.popleft())
-        if not copied:
-            return
-        some = [indices for indices, _ in copied]
-        hits, total = sum(map(len, some)), sum(size for _, size in copied)
-        self._note_seen(*some)
         with self._counting:
+            self._recent.note(indices)
+            self._fresh_count += len(indices)
+            self._fresh_size += size
+        if time.monotonic() > self._count_at:
+            self._enter_fresh()
+
+    def _enter_fresh(self) -> None:
+        self._count_at = time.monotonic() + COUNT_AFTER_S
+        with self._counting:
+            hits, self._fresh_count = self._fresh_count, 0
+            total, self._fresh_size = self._fresh_size, 0
             self._hits += hits
             self._size += total
-        self.connection.count_hits(hits, total)
+        if hits:
+            self.connection.count_hits(hits, total)
 
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> RemotePending:
         """Ask for what is not in memory."""
@@ -347,19 +339,16 @@ class RemoteSource:
             return {}
         return (yield from self._wait(pending))
 
-    def _note_seen(self, *hits: Int64s) -> None:
+    def _note_seen(self, hits: Int64s) -> None:
         """Keep the latest hits for the next GET; who never sends one need not report any."""
         with self._counting:
-            self._seen.extend(hits)
-            self._seen_count += sum(map(len, hits))
-            while self._seen_count > protocol.MAX_GET_COUNT:
-                self._seen_count -= len(self._seen.popleft())
+            self._recent.note(hits)
 
     def _tell_seen(self) -> None:
-        self._enter_copied()
+        self._enter_fresh()
         with self._counting:
-            seen, self._seen, self._seen_count = list(self._seen), deque(), 0
-        if seen:
+            seen = self._recent.take()
+        if len(seen):
             self.connection.seen(self.dataset, seen)
 
     def _hit_positions(self, pending: RemotePending) -> Int64s:
@@ -604,7 +593,7 @@ class RemoteSource:
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
-        self._enter_copied()
+        self._enter_fresh()
         with self._counting:
             hits, misses, size = self._hits, self._misses, self._size
         return {
@@ -625,7 +614,7 @@ class RemoteSource:
             return
         self._closed = True
         if self.connection.alive:
-            self._enter_copied()
+            self._enter_fresh()
             self.connection.close_dataset(self.dataset)
         self.connection.leave()
 
