@@ -17,6 +17,7 @@ SMALL_SIZE = (32 << 20) - (64 << 10)
 MOST_KEPT = 512 << 20
 """Bytes of a larger buffer that is kept for the next batch."""
 
+_UINT8 = np.dtype(np.uint8)
 _asked = False
 _spare: list[mmap.mmap] = []
 
@@ -42,8 +43,9 @@ def empty(size: int) -> NDArray[np.uint8]:
     it is until another is freed; so a loop over large batches works in two.
     """
     if size <= SMALL_SIZE:
-        keep_freed_memory()
-        return np.empty(size, np.uint8)
+        if not _asked:
+            keep_freed_memory()
+        return np.empty(size, _UINT8)
     memory = _take(size)
     if memory is None:
         return np.empty(size, np.uint8)

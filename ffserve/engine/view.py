@@ -188,8 +188,9 @@ class View:
         copy, c, likely = lib.ffs_copy_batch, self._c, self._alike and self._last_size <= room
         rc = copy(c, which, n, edges, _from_buffer(_U8S, to), least, room, likely)
         if rc == 0 or rc == 1:
-            self._alike = edges[n] == self._last_size
-            self._last_size = edges[n]
+            total = edges[n]
+            self._alike = total == self._last_size
+            self._last_size = total
         if rc == 1 and out is None:
             room = edges[n]
             to = empty(room)
