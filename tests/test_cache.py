@@ -641,6 +641,22 @@ def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     node.directory.close()
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_daemon_that_ends_wrote_over_what_clients_still_leased(stopped: bool) -> None:
+    """Sessions end one after the other; what the first had pinned made room for the others."""
+    node = Node([[900_000] * 3])
+    scheduler, loads, finished, owner = scheduled(node)
+    scheduler.add(asked(owner, 1, [0]), 0.0)
+    scheduler.loaded(loads[0], {}, 0.0)
+    scheduler.add(asked(Owner(finished.append), 1, [1]), 0.0)
+    assert scheduler.blocked_count == 1 and len(loads) == 1
+    if stopped:
+        scheduler.stop()
+    scheduler.leave(owner, 0.0)
+    assert len(loads) == (1 if stopped else 2)
+    node.directory.close()
+
+
 def test_only_a_lease_makes_a_request_give_up() -> None:
     node = Node([[400_000] * 4], arena_size=MIB)
     scheduler, loads, finished, owner = scheduled(node)

@@ -124,6 +124,7 @@ class Scheduler:
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
         self._pumped = 0.0
+        self._stopped = False
         self.read_sizes: dict[str, int] = {}
         """Bytes that were read from files for each job; reads that another began count for him."""
 
@@ -218,11 +219,18 @@ class Scheduler:
             deadlines.append(self._pins[0][0] + PIN_GRACE_S)
         return min(deadlines, default=None)
 
+    def stop(self) -> None:
+        """Read nothing any more: whose session ends from now on may still look at what it leased,
+        and nobody would leave that alone."""
+        self._stopped = True
+
     # ---- turns ----------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
         """Give turns until nobody can get on or enough is on its way."""
         self._pumped = self._cache.uses.now = now
+        if self._stopped:
+            return
         if self._blocked:
             self.make_room(now)
             self._unblock(now)

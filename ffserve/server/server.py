@@ -356,6 +356,7 @@ class Server:
         drained = self.node.scheduler.idle
         for task in list(self._openings):
             task.cancel()
+        self.node.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
         for timer in (self._timer, self._resize_timer):
