@@ -12,8 +12,10 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +23,8 @@ from daemon import sample
 
 import ffserve
 from ffserve.client import choice
+from ffserve.client.remote import RemoteSource
+from ffserve.client.source import Leased
 
 COUNT = 400
 SIZES = ((0, 1, 100, 700), (3000, 4096, 5000, 9000), (20_000, 70_000, 100_001, 200_000))
@@ -48,6 +52,26 @@ def patiently(opening: Callable[[], T]) -> T:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
+
+
+class Place:
+    """Whose arena a reader reads at the moment, to be told when something is wrong."""
+
+    def __init__(self, reader: ffserve.Reader) -> None:
+        self.when = time.monotonic()
+        source = reader._source
+        self._connection = source.connection if isinstance(source, RemoteSource) else None
+        self._arena = "no arena"
+        if self._connection is not None and not self._connection.inline:
+            address = self._connection.arena.__array_interface__["data"][0]
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                low, high = (int(edge, 16) for edge in line.split()[0].split("-"))
+                if low <= address < high:
+                    self._arena = " ".join(line.split()[4:])
+
+    def __str__(self) -> str:
+        end = None if self._connection is None else self._connection._broken
+        return f"{self._arena}, whose session {'lives' if end is None else f'ended: {end!r}'}"
 
 
 class Client:
@@ -96,10 +120,11 @@ class Client:
         return [i for i in found if i != self._damaged]
 
     def _check(self, indices: Sequence[int], got: Sequence[np.ndarray]) -> None:
+        """Fail on the first sample whose bytes are not those that were written."""
         assert len(got) == len(indices)
         for index, each in zip(indices, got, strict=True):
-            if bytes(each) != self._truth[index]:
-                raise AssertionError(self._wrong(index, bytes(each)))
+            if (found := bytes(each)) != self._truth[index]:
+                raise AssertionError(f"at {time.monotonic():.3f} s " + self._wrong(index, found))
 
     def _wrong(self, index: int, got: bytes) -> str:
         truth = self._truth[index]
@@ -107,14 +132,39 @@ class Client:
         differing = np.flatnonzero(
             np.frombuffer(got, np.uint8, same) != np.frombuffer(truth, np.uint8, same)
         )
+        edges = np.flatnonzero(np.diff(differing, prepend=-9, append=same + 9) > 8)
+        runs = [
+            f"[{first}, {last}] {self._origin(got[first:][:24])}"
+            for first, last in zip(differing[edges[:-1]], differing[edges[1:] - 1], strict=True)
+        ]
         again = bytes(self._reader[index]) == truth
-        place = got[int(differing[0]) :][:32] if len(differing) else b"?"
-        found = [i for i, other in enumerate(self._truth) if place in other]
         return (
             f"sample {index} is wrong: {len(got)} bytes of {len(truth)}, {len(differing)} of them "
-            f"differ from byte {differing[:1]} to {differing[-1:]}, begin {place!r}, which is in "
-            f"{found}; read again it is right: {again}"
+            f"differ: {'; '.join(runs[:5])} ({len(runs)} runs); read again it is right: {again}"
         )
+
+    def _origin(self, some: bytes) -> str:
+        """Say of which sample these bytes are."""
+        if not any(some):
+            return "zeros"
+        places = [(i, other.find(some)) for i, other in enumerate(self._truth) if some in other]
+        found = ", ".join(f"byte {at} of sample {i}" for i, at in places[:3])
+        return f"from {found or 'nowhere'} {some!r}"
+
+    def _check_leased(self, indices: Sequence[int], leased: Leased, begun: Place) -> None:
+        """As `_check`, of samples that are held where they lie."""
+        try:
+            self._check(indices, list(leased))
+        except AssertionError as error:
+            facts = [
+                f"{error}",
+                f"leased at {begun.when:.3f} s by {type(leased._held).__name__} over {begun}",
+                f"now {Place(self._reader)}",
+                "indices, places, sizes: "
+                f"{list(zip(indices, leased.starts.tolist(), leased.sizes.tolist(), strict=True))}",
+                f"copies, not places: {sorted(leased._copies)}",
+            ]
+            raise AssertionError("\n".join(facts)) from None
 
     def _read(self) -> None:
         some = self._some()
@@ -129,10 +179,11 @@ class Client:
     def _lease(self) -> None:
         some = self._some()
         with self._reader.lease(some) as leased:
-            self._check(some, list(leased))
+            place = Place(self._reader)
+            self._check_leased(some, leased, place)
             time.sleep(self._chance.random() * LONGEST_LEASE_S)
             # Nobody may have taken the memory away meanwhile.
-            self._check(some, list(leased))
+            self._check_leased(some, leased, place)
 
     def _one(self) -> None:
         [index] = self._some(2) or [0]
@@ -189,20 +240,23 @@ class Client:
             raise failed[0]
 
     def _forked(self) -> None:
-        with self._reader.lease(self._some()) as leased:
-            before = [bytes(each) for each in leased]
+        with self._reader.lease(some := self._some()) as leased:
+            place = Place(self._reader)
+            self._check_leased(some, leased, place)
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
                     self._read()
-                    with self._reader.lease(some := self._some()) as own:
-                        self._check(some, list(own))
+                    self._lease()
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
+                    sys.stderr.flush()
                     os._exit(code)
             assert os.waitpid(child, 0)[1] == 0, "the child failed"
-            assert before == [bytes(each) for each in leased]
+            self._check_leased(some, leased, place)
 
     def _anew(self) -> None:
         self._reader.close()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,24 @@ from ffserve.errors import ServerUnavailable
 CLIENTS = 4
 SUFFIXES = (".ffr", ".tfrecord", ".recordio", ".ffr", ".tfrecord", ".ffr")
 ARENAS = (4 << 20, 8 << 20, 24 << 20)
+
+
+class Story:
+    """What was done to whom and when, for whoever has to explain a failure."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._lines: deque[str] = deque(maxlen=40)
+
+    def add(self, what: str) -> None:
+        """Go on."""
+        self._lines.append(f"{time.monotonic():.3f} s: {what}")
+
+    def of(self, pid: int, errors: Path) -> str:
+        """Tell it, from where a client failed."""
+        self.add(f"client {pid} was found dead")
+        log = self._daemon.text()[-4000:]
+        return "\n".join((f"client {pid}: {errors.read_text()}", *self._lines, "daemon:", log))
 
 
 class Client:
@@ -43,14 +62,14 @@ class Client:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "begun\n", self._errors.read_text()
 
-    def alive(self) -> None:
+    def alive(self, story: Story) -> None:
         """Fail if it ended by itself."""
-        assert self.process.poll() is None, self._errors.read_text()
+        assert self.process.poll() is None, story.of(self.process.pid, self._errors)
 
-    def end(self) -> str:
+    def end(self, story: Story) -> str:
         """Wait for its end; return what it did."""
         out, _ = self.process.communicate(timeout=2 * DEADLINE_S)
-        assert self.process.returncode == 0, self._errors.read_text()
+        assert self.process.returncode == 0, story.of(self.process.pid, self._errors)
         return out
 
     def kill(self) -> None:
@@ -77,6 +96,7 @@ def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool)
     going.touch()
     expect = [r"arena .*", r".*checksum.*", r".* is now .*", r".*resiz.*"]
     with serving(arena="4MiB", options=["--max-arena", "24MiB", *options], expect=expect) as daemon:
+        story = Story(daemon)
         clients = [Client(seed * 1000 + k, daemon, going, paths) for k in range(CLIENTS)]
         number = CLIENTS
         try:
@@ -84,26 +104,33 @@ def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool)
             while time.monotonic() < deadline:
                 time.sleep(chance.random() * 0.2)
                 for client in clients:
-                    client.alive()
+                    client.alive(story)
                 what = chance.choice(("resize", "kill", "stop", "hold", "daemon"))
                 victim = chance.randrange(len(clients))
+                pid = clients[victim].process.pid
                 if what == "resize":
-                    _resize(daemon, chance.choice(ARENAS))
+                    story.add(f"resize to {(size := chance.choice(ARENAS))}")
+                    _resize(daemon, size)
                 elif what == "kill":
                     clients[victim].kill()
                     clients[victim] = Client(seed * 1000 + number, daemon, going, paths)
                     number += 1
+                    story.add(f"client {pid} killed, {clients[victim].process.pid} in its place")
                 elif what in ("stop", "hold"):
-                    pid = clients[victim].process.pid if what == "stop" else daemon.pid
+                    pid = pid if what == "stop" else daemon.pid
+                    story.add(f"{pid} is stopped for a while")
                     os.kill(pid, signal.SIGSTOP)
                     time.sleep(chance.random() * 0.3)
                     os.kill(pid, signal.SIGCONT)
                 elif deadly:
-                    daemon.end(chance.choice((signal.SIGKILL, signal.SIGTERM)))
+                    way = chance.choice((signal.SIGKILL, signal.SIGTERM))
+                    story.add(f"{way.name} to daemon {daemon.pid}")
+                    daemon.end(way)
                     daemon.start()
+                    story.add(f"daemon {daemon.pid} in its place")
             going.unlink()
             for client in clients:
-                assert client.end()
+                assert client.end(story)
         finally:
             for client in clients:
                 if client.process.poll() is None:
