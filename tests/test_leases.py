@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Raw, sample, serving, stopped, until, write
+from daemon import DEADLINE_S, Raw, sample, serving, stopped, until, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache import Node
@@ -24,7 +25,8 @@ from ffserve.cache.arena import SMALLEST_SLOT, Arena
 from ffserve.cache.directory import Directory
 from ffserve.cache.memory import sealed_file
 from ffserve.client.remote import RemoteSource
-from ffserve.engine.hazards import MOST_HAZARDS, TABLE_SIZE, Hazards, Table
+from ffserve.engine.hazards import MOST_HAZARDS, TABLE_SIZE, Hazards, Leaser, Leases, Table
+from ffserve.engine.view import View, publish
 from ffserve.errors import FFServeError, ProtocolError, UsageError
 from ffserve.server.hazards import SHARE, LeaseTable, LeaseTables
 
@@ -132,6 +134,52 @@ def test_who_holds_more_than_is_allowed_is_cut_off(node: Shared) -> None:
     assert isinstance(error, ProtocolError) and "leases more" in str(error)
     assert greedy.budget == 0 and modest.budget == node.total
     assert tables.held_size == 2 * 4096
+
+
+def test_a_client_was_cut_off_that_leased_something_else_while_its_table_was_read(
+    node: Shared,
+) -> None:
+    """The daemon saw what it had leased before and after, together more than it may."""
+    tables, table = node.tables, node.table()
+    tables.wanted(table)
+    entries, arena = node.directory.entries_memory.address, np.zeros(MIB, np.uint8)
+    for number in range(200):
+        publish(entries, number, number * 4096, 4000)
+    view = View(arena.ctypes.data, MIB, [(entries, 0, 256)])
+    leaser = Leaser(Leases(table.memory), view, [0], 96)
+    stop = np.frombuffer(mmap.mmap(-1, 8), np.uint64)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            one, early, late = np.zeros(1, np.int64), np.arange(1, 32), np.arange(32, 63)
+            first, *_others = [leaser.lease(one) for _ in range(65)]
+            first.release()
+            while not stop[0]:
+                # In the first panel; then in the last one, with something small in the first.
+                lease = leaser.lease(early)
+                assert not lease.left
+                lease.release()
+                small = leaser.lease(one)
+                lease = leaser.lease(late)
+                assert not lease.left
+                small.release()
+                lease.release()
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        until(lambda: len(tables.slots()) > 64, "the client leases")
+        torn, deadline = 0, time.monotonic() + DEADLINE_S
+        while torn < 5 and not node.errors:
+            assert time.monotonic() < deadline, "the race was never run"
+            samples, _ = Hazards([table.memory]).read()
+            torn += len(samples) * SMALLEST_SLOT > table.allowed
+            assert len(tables.slots()) * SMALLEST_SLOT <= node.total
+    finally:
+        stop[0] = 1
+        ended = os.waitpid(pid, 0)[1]
+    assert not node.errors and ended == 0
 
 
 def test_nonsense_in_a_table(node: Shared) -> None:
