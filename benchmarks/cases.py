@@ -36,6 +36,7 @@ def groups(bench: Bench, rivals: Sequence[Peer], scale: float = 1.0) -> list[Gro
     found += _tokens(bench, data(100, TOKENS_SIZE))
     for step in (SMALL, LARGE):
         found += _cold(bench, data(step, COLD_SIZE))
+    found += _at_blocks(bench, scale)
     found += _formats(bench, scale)
     for step in (SMALL, LARGE):
         found += _crowd(bench, data(step, COLD_SIZE))
@@ -165,6 +166,24 @@ def _cold(bench: Bench, data: Data) -> list[Group]:
             prefix="cold-extents", extents=True,
         ),
         stream(bench, data, limit=0.9),
+    ]  # fmt: skip
+
+
+def _at_blocks(bench: Bench, scale: float) -> list[Group]:
+    """Records of 4 KiB that begin at blocks of 4 KiB: the header of an FFRecord file, 12 + 12N
+    bytes, ends at one where N + 1 is a multiple of 1024."""
+    count = max(1, round(COLD_SIZE * scale / SMALL / 1024)) * 1024 - 1
+    data = records.generated(bench.folder, SMALL, count * SMALL, "at-blocks")
+    return [
+        cold(
+            bench, data, DEPTH,
+            [
+                Way("in_flight", "in_flight", 64),
+                Way("clients2", "read_batch", 64, clients=2),
+                Way("batch256", "read_batch", 256),
+            ],
+        ),
+        cold(bench, data, 64, [Way("batch64", "read_batch", 64)]),
     ]  # fmt: skip
 
 
