@@ -9,8 +9,10 @@
  */
 #include "entries.h"
 
-#define AHEAD 8      /* directory entries prefetched; a power of two */
-#define NEAR 2       /* payloads whose first lines are prefetched */
+#define AHEAD 32     /* directory entries prefetched; a power of two */
+#define FAR 12       /* payloads below SMALL that are prefetched whole */
+#define NEAR 2       /* others, whose first lines are */
+#define SMALL 512
 #define LINE 64
 
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
@@ -80,10 +82,15 @@ static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t
     return unchanged(entry, l.seq) ? 0 : 1;
 }
 
-static inline void prefetch_start(expected e)
+/* Small samples are copied faster than memory answers, so these are asked for long before. */
+static inline void prefetch_start(expected e, int small)
 {
-    for (int k = 0; e.size && k < 4; k++)
-        __builtin_prefetch(e.payload + k * LINE);
+    if (!e.size || (e.size < SMALL) != small)
+        return;
+    uint64_t size = small ? e.size : 4 * LINE;
+    for (uint64_t k = 0; k < size; k += LINE)
+        __builtin_prefetch(e.payload + k);
+    __builtin_prefetch(e.payload + size - 1);
 }
 
 /* As ffs_gather. edges: not NULL: the same as offsets, which are not known yet but offsets[0]; that
@@ -109,8 +116,10 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
             __builtin_prefetch(ahead);
             ring[next & (AHEAD - 1)] = ahead;
         }
+        if (k + FAR >= 0 && k + FAR < m)
+            prefetch_start(expect(view, ring[(k + FAR) & (AHEAD - 1)]), 1);
         if (k + NEAR >= 0 && k + NEAR < m)
-            prefetch_start(expect(view, ring[(k + NEAR) & (AHEAD - 1)]));
+            prefetch_start(expect(view, ring[(k + NEAR) & (AHEAD - 1)]), 0);
         if (k < 0)
             continue;
         int64_t position = positions ? positions[k] : k;
