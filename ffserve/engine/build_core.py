@@ -48,6 +48,7 @@ SOURCES = (
     "slots.c",
     "residents.c",
     "orders.c",
+    "sending.c",
 )
 HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]

@@ -1,54 +1,68 @@
 """Samples on their way through a socket, for clients that cannot map the arena.
 
 A delivery is what one GET asked for: the places of its samples in the arena, which stay pinned
-until the last byte was handed to the kernel. It is cut into runs; a run is gathered from the arena
-by one or a few sendmsg calls, without a copy of our own. When others wait for room and the client
-is slow, the pins are taken back: what is left of the run under way is copied (RUN_SIZE at most),
-and the client asks for the rest again.
+until the last byte was handed to the kernel. It is cut into runs, each of which goes from the arena
+to the socket by one or a few calls of C, without a copy of our own: samples of REFER_SIZE and more
+by reference, if the client may have them so (`references`), the others copied by the kernel. When
+others wait for room and the client is slow, the pins are taken back: what is left of the run under
+way is copied (RUN_SIZE at most) unless it has pins of its own, and the client asks for the rest
+again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.cache.cache import Int64s
+from ffserve.cache.memory import SharedMemory
+from ffserve.engine.sending import Run
+from ffserve.server.references import Unread
 
 RUN_SIZE = 4 * 1024 * 1024
-"""Bytes in one run: twice what a socket takes, so that few calls of sendmsg end early."""
+"""Bytes in one run: twice what a socket takes, so that few calls end early."""
 RUN_COUNT = 512
 """Samples in one run."""
-MOST_PIECES = 1024
-"""What one sendmsg takes (IOV_MAX)."""
+REFER_SIZE = 16 * 1024
+"""From here on a sample goes by reference: below, a system call each costs more than copying."""
+
+Item: TypeAlias = "memoryview | Run"
+"""What is sent next: a frame, or samples behind their frames."""
 
 
 class Delivery:
     """The samples of one GET: SENDING, PAYLOADs, READY.
 
     Args:
-        arena: the arena's bytes.
+        memory: the arena.
         starts, lengths: int64[n], of each sample in the arena; length 0 for what failed.
+        slots: int64[n], what each lies in.
+        unread: the socket's account if samples may go by reference.
         over: called once, with the number of samples that were sent whole; returns the READY.
     """
 
     def __init__(
         self,
         tag: int,
-        arena: memoryview,
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        memory: SharedMemory,
+        starts: Int64s,
+        lengths: Int64s,
+        slots: Int64s,
+        unread: Unread | None,
         over: Callable[[int], protocol.Ready],
     ) -> None:
         self.tag = tag
         self.over = False
-        self._arena = arena
+        self._memory = memory
         self._starts = starts
         self._lengths = lengths
+        self._slots = slots
         self._ends = np.cumsum(lengths)
+        self._unread = unread
         self._end = over
         self._begun = self._stopped = False
         self._sent = 0
@@ -58,38 +72,34 @@ class Delivery:
         """The pins are gone: no further run."""
         self._stopped = True
 
-    def run(self) -> list[bytes | memoryview]:
+    def run(self) -> Item:
         """Return what is to be sent next; `over` is set when nothing comes after it."""
-        first = int(np.searchsorted(self._ends, self._sent, side="right"))
-        pieces: list[bytes | memoryview] = []
+        ends = self._ends
+        first = int(ends.searchsorted(self._sent, side="right"))
+        head = b""
         if not self._begun and not self._stopped:
             self._begun = True
             lengths = self._lengths.astype("<u8").tobytes()
-            pieces.append(protocol.encode(protocol.Sending(self.tag, lengths)))
-        if self._stopped or first == len(self._ends):
+            head = protocol.encode(protocol.Sending(self.tag, lengths))
+        if self._stopped or first == len(ends):
             self.over = True
-            return [*pieces, protocol.encode(self._end(first))]
-        last = min(first + RUN_COUNT, len(self._ends))
-        end = min(self._sent + RUN_SIZE, int(self._ends[last - 1]))
-        pieces.append(protocol.encode(protocol.Payload(self.tag, end - self._sent)))
-        pieces.extend(self._pieces(first, end))
+            return memoryview(head + protocol.encode(self._end(first)))
+        last = min(first + RUN_COUNT, int(ends.searchsorted(self._sent + RUN_SIZE)) + 1, len(ends))
+        end = min(self._sent + RUN_SIZE, int(ends[last - 1]))
+        starts, sizes = self._starts[first:last].copy(), self._lengths[first:last].copy()
+        begun = self._sent - int(ends[first] - sizes[0])
+        starts[0] += begun
+        sizes[0] -= begun
+        sizes[-1] -= int(ends[last - 1]) - end
+        head += protocol.encode(protocol.Payload(self.tag, end - self._sent))
+        refer_from = 0
+        if self._unread is not None and sizes.max() >= REFER_SIZE:
+            behind = self._unread.position + len(head) + end - self._sent
+            # All of the run, so that it needs the request's pins no more.
+            if self._unread.refer(self._slots[first:last][sizes > 0], behind):
+                refer_from = REFER_SIZE
         self._sent = end
-        return pieces
-
-    def _pieces(self, first: int, end: int) -> Iterator[memoryview]:
-        at = self._sent
-        ends = self._ends[first : first + RUN_COUNT].tolist()
-        starts = self._starts[first : first + RUN_COUNT].tolist()
-        begin = int(self._ends[first - 1]) if first else 0
-        for start, upto in zip(starts, ends, strict=True):
-            if at >= end:
-                return
-            if upto > at:
-                piece = min(upto, end) - at
-                place = start + (at - begin)
-                yield self._arena[place : place + piece]
-                at += piece
-            begin = upto
+        return Run(head, self._memory.fd, self._memory.array, starts, sizes, refer_from)
 
 
 class Outbox:
@@ -99,16 +109,18 @@ class Outbox:
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
+        self.unread: Unread | None = None
+        """Set where samples may go by reference, before the first of them."""
         self._wake = wake
         self._queue: deque[bytes | Delivery] = deque()
-        self._now: deque[bytes | memoryview] = deque()
+        self._now: Item | None = None
         self._delivery: Delivery | None = None
         """Whose run is under way."""
         self.frames_size = 0
         """Bytes of frames that wait."""
 
     def __bool__(self) -> bool:
-        return bool(self._now or self._queue)
+        return self._now is not None or bool(self._queue)
 
     def put(self, item: bytes | Delivery) -> None:
         """Append a frame or a delivery."""
@@ -117,41 +129,45 @@ class Outbox:
             self.frames_size += len(item)
         self._wake()
 
-    def take(self) -> list[bytes | memoryview]:
-        """Return what to send next; empty when there is nothing. `sent` must follow."""
-        while not self._now and self._queue:
+    def take(self) -> Item | None:
+        """Return what to send next; None when there is nothing. `sent` must follow."""
+        if self._now is None and self._queue:
             item = self._queue[0]
             if isinstance(item, bytes):
-                self._now.append(item)
+                self._now = memoryview(item)
                 self.frames_size -= len(item)
                 self._queue.popleft()
                 self._delivery = None
-                continue
-            self._now.extend(item.run())
-            self._delivery = item
-            if item.over:
-                self._queue.popleft()
-        return list(islice(self._now, MOST_PIECES))
+            else:
+                self._now = item.run()
+                self._delivery = item
+                if item.over:
+                    self._queue.popleft()
+        return self._now
 
     def sent(self, size: int) -> None:
         """So many bytes of what `take` returned have left."""
-        while size:
-            piece = self._now[0]
-            if len(piece) > size:
-                self._now[0] = memoryview(piece)[size:]
-                return
-            size -= len(piece)
-            self._now.popleft()
+        if self.unread is not None:
+            self.unread.position += size
+        now = self._now
+        if isinstance(now, Run):
+            now.sent += size
+            if now.sent == now.size:
+                self._now = None
+        elif now is not None:
+            self._now = now[size:] if size < len(now) else None
 
     def clear(self) -> None:
         """Nobody is there to send to."""
         self._queue.clear()
-        self._now.clear()
+        self._now = None
 
     def stop(self, tag: int) -> None:
         """The pins of a delivery are taken back: copy what is left of its run."""
-        if self._delivery is not None and self._delivery.tag == tag and self._now:
-            self._now = deque([b"".join(self._now)])
+        now, delivery = self._now, self._delivery
+        # What goes by reference has pins of its own.
+        if delivery is not None and delivery.tag == tag and isinstance(now, Run):
+            self._now = now if now.referred else memoryview(now.rest())
         for item in self._queue:
             if isinstance(item, Delivery) and item.tag == tag:
                 item.stop()

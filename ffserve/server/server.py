@@ -17,6 +17,7 @@ from collections import deque
 
 from ffserve import protocol
 from ffserve.engine.answers import WHOLE_SIZE, Answer, Line
+from ffserve.engine.sending import Run
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -32,7 +33,9 @@ MOST_UNSENT = 64 * 1024 * 1024
 SEND_BUFFER_SIZE = 1024 * 1024
 _SO_SNDBUFFORCE = 32
 WRITES_AT_ONCE = 4
-"""Calls of sendmsg before others have their turn; each takes what fits into the socket's buffer."""
+"""Frames and runs before others have their turn; each is sent as far as it fits into the socket."""
+LINGER_STEP_S = 0.1
+"""Between two looks at whether the peers of closed sockets have read what lies there."""
 RESIZE_STEP_S = 0.01
 """Between two looks at what keeps the arena from shrinking."""
 _CHUNK = 80 * 1024
@@ -123,6 +126,8 @@ class Connection:
                 self._send_with_memory(frame)
                 return
             widen(self._sock)
+            if self._server.node.may_see_all(self.session.peer):
+                self._outbox.unread = self._server.node.references.of(self._sock)
         if len(frame) > WHOLE_SIZE:
             self._line.hold(True)
         self._outbox.put(frame)
@@ -140,9 +145,8 @@ class Connection:
         delivering = self.session.delivering_count
         try:
             left = WRITES_AT_ONCE
-            while (pieces := self._outbox.take()) and left:
+            while left and self._send_next():
                 left -= 1
-                self._outbox.sent(self._sock.sendmsg(pieces))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -159,6 +163,15 @@ class Connection:
                 self._loop.remove_writer(self._fd)
         if self.session.delivering_count < delivering:
             self._loop.call_soon(self._server.pump)
+
+    def _send_next(self) -> bool:
+        """Send what comes next, as far as the socket takes it; False when there is nothing."""
+        item = self._outbox.take()
+        if item is None:
+            return False
+        size = item.send(self._fd) if isinstance(item, Run) else self._sock.send(item)
+        self._outbox.sent(size)
+        return True
 
     def _send_with_memory(self, frame: bytes) -> None:
         node = self._server.node
@@ -200,10 +213,13 @@ class Connection:
         self._hello_timer.cancel()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
-        if pieces := self._outbox.take():
-            with contextlib.suppress(OSError):
-                self._sock.sendmsg(pieces)
-        self._sock.close()
+        with contextlib.suppress(OSError):
+            self._send_next()
+        if self._outbox.unread is None:
+            self._sock.close()
+        else:
+            self._outbox.unread.close()
+            self._server.linger()
         self._server.forget(self)
         self.session.leave(time.monotonic())
         self._server.arm()
@@ -223,6 +239,7 @@ class Server:
         self._openings: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._line: deque[Connection] = deque()
@@ -243,7 +260,8 @@ class Server:
                 self._loop.call_later(0.2, self._resume)
                 return
             sock.setblocking(False)
-            if len(self._connections) >= self.node.config.max_sessions:
+            lingering = self.node.references.lingering_count
+            if len(self._connections) + lingering >= self.node.config.max_sessions:
                 self._refuse(sock)
                 continue
             try:
@@ -267,6 +285,16 @@ class Server:
     def forget(self, connection: Connection) -> None:
         """A connection closed itself."""
         self._connections.discard(connection)
+
+    def linger(self) -> None:
+        """See to it that closed sockets of which something was not read yet are looked at."""
+        if self._linger_timer is None and self.node.references.lingering_count:
+            self._linger_timer = self._loop.call_later(LINGER_STEP_S, self._look_at_lingering)
+
+    def _look_at_lingering(self) -> None:
+        self._linger_timer = None
+        self.node.references.look()
+        self.linger()
 
     def stand_in_line(self, connection: Connection) -> None:
         """Have a connection read again when those before it in the line have.
@@ -359,7 +387,8 @@ class Server:
         self.node.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
-        for timer in (self._timer, self._resize_timer):
+        self.node.references.abandon()
+        for timer in (self._timer, self._resize_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         return drained

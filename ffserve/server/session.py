@@ -318,6 +318,8 @@ class Session:
         self.job.hit_size = min(self.job.hit_size + hit_size, _MOST_COUNTED)
         if acknowledged:
             tags = protocol.unpack_tags(acknowledged)
+            # What is being sent stays pinned, whatever the client says.
+            tags = [tag for tag in tags if tag not in self._delivering]
             self._node.scheduler.acknowledge(self._owner, tags)
 
     def _ask(self, tag: int, number: int, packed: bytes, now: float, *, lease: bool) -> None:
@@ -414,9 +416,12 @@ class Session:
             self._node.scheduler.acknowledge(self._owner, [tag])
             return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
 
-        assert self._outbox is not None
+        outbox = self._outbox
+        assert outbox is not None
         self._delivering.add(tag)
-        self._outbox.put(Delivery(tag, self._node.memory.view, starts, lengths, over))
+        slots = directory.slot_of[numbers].astype(np.int64) - 1
+        memory = self._node.memory
+        outbox.put(Delivery(tag, memory, starts, lengths, slots, outbox.unread, over))
 
     @property
     def announcing(self) -> bool:

@@ -1,0 +1,419 @@
+"""Samples in clients' sockets by reference: they stay as they are until they were read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemon import DEADLINE_S, Daemon, Raw, get, run_python, sample, serving, until, write
+
+import ffserve
+from ffserve import protocol
+from ffserve.cache.memory import SharedMemory
+from ffserve.engine.sending import Run, unread
+
+COUNT = 700
+SIZE = 100_000
+ARENA = "32MiB"
+SHARE = (32 << 20) // 8
+FEW = range(100, 113)
+"""What fits into a socket whole."""
+INLINE = ["--payload", "inline"]
+COPY = "import ffserve.server.delivery as d; d.REFER_SIZE = 1 << 60"
+
+
+def truth(index: int) -> bytes:
+    return sample(index, [SIZE], seed=11)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Twice as much as the arena holds."""
+    return write(tmp_path_factory.mktemp("references") / "a.ffr", [truth(i) for i in range(COUNT)])
+
+
+@contextlib.contextmanager
+def idle(daemon: Daemon, path: str, asked: range = FEW) -> Iterator[Raw]:
+    """A client that was sent samples and does not read them."""
+    with Raw(daemon.socket, payload=["inline"]) as raw:
+        raw.send(get(1, raw.open(path).dataset, asked))
+        until(lambda: unread_here(raw) >= min(len(asked) * SIZE, 1 << 20), "it is sent to")
+        yield raw
+
+
+def unread_here(raw: Raw) -> int:
+    """Bytes that lie ready for a client."""
+    return len(raw.socket.recv(4 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+
+
+def await_end(raw: Raw) -> None:
+    """Wait until the daemon has shut its end."""
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        until(lambda: raw.send(protocol.Status(9)), "the daemon has shut its end")
+
+
+def fds_without_sessions(daemon: Daemon) -> int:
+    until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "readers have left")
+    counts: list[int] = []
+
+    def settled() -> bool:
+        counts.append(daemon.fd_count())
+        return counts[-10:].count(counts[-1]) == 10
+
+    until(settled, "who asked for the status is gone as well")
+    return counts[-1]
+
+
+def referred(daemon: Daemon) -> int:
+    size: int = daemon.status()["arena"]["referred"]
+    return size
+
+
+def read_all(daemon: Daemon, path: str, times: int = 2) -> None:
+    """Have every slot written to that can be."""
+    with daemon.open(path) as reader:
+        for _ in range(times):
+            for start in range(0, COUNT, 50):
+                got = reader.read(range(start, start + 50))
+                assert all(bytes(s) == truth(start + k) for k, s in enumerate(got))
+
+
+def received(raw: Raw) -> tuple[list[bytes], int]:
+    """Take in what answers one GET: the samples, and how many of them count."""
+    lengths: list[int] = []
+    content = b""
+    while True:
+        match raw.receive():
+            case protocol.Sending(lengths=packed):
+                lengths = np.frombuffer(packed, "<u8").tolist()
+            case protocol.Payload():
+                content += raw.payload()
+            case protocol.Ready(count=count):
+                edges = np.cumsum([0, *lengths]).tolist()
+                return [content[a:b] for a, b in pairwise(edges)], count
+            case message:
+                raise AssertionError(message)
+
+
+def test_what_is_not_read_yet_stays_as_it_is(path: str) -> None:
+    with serving(arena=ARENA, options=INLINE) as daemon, idle(daemon, path) as raw:
+        assert referred(daemon) >= len(FEW) * SIZE
+        read_all(daemon, path)
+        assert referred(daemon) >= len(FEW) * SIZE
+        samples, count = received(raw)
+        assert count == len(FEW)
+        assert samples == [truth(i) for i in FEW]
+        assert referred(daemon) == 0
+        assert daemon.status()["cache"]["blocked"] == 0
+
+
+@pytest.mark.parametrize("leaves", ["says goodbye", "is cut off"])
+def test_of_a_session_that_ended_too(path: str, leaves: str) -> None:
+    expect = [r"closed a session \(pid \d+\): the client asked for samples of data set 77.*"]
+    with serving(arena=ARENA, options=INLINE, expect=expect) as daemon:
+        read_all(daemon, path, 1)
+        fds = fds_without_sessions(daemon)
+        with idle(daemon, path) as raw:
+            raw.send(protocol.Bye() if leaves == "says goodbye" else get(2, 77, [0]))
+            await_end(raw)
+            assert referred(daemon) >= len(FEW) * SIZE
+            read_all(daemon, path)
+            samples, count = received(raw)
+            assert count == len(FEW)
+            assert samples == [truth(i) for i in FEW]
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                assert isinstance(raw.receive(), protocol.Fail)
+                raw.receive()
+            until(lambda: daemon.fd_count() == fds, "the socket is closed when all was read")
+            assert referred(daemon) == 0
+
+
+def test_of_a_session_that_ended_and_is_never_read(path: str) -> None:
+    with serving(arena=ARENA, options=INLINE) as daemon:
+        read_all(daemon, path, 1)
+        fds = fds_without_sessions(daemon)
+        with idle(daemon, path) as raw:
+            raw.send(protocol.Bye())
+            await_end(raw)
+            assert referred(daemon) > 0
+        until(lambda: daemon.fd_count() == fds, "the socket goes with its peer")
+        assert referred(daemon) == 0
+
+
+def test_sockets_that_wait_to_be_read_count_as_sessions(path: str) -> None:
+    options = [*INLINE, "--max-sessions", "3"]
+    with serving(arena=ARENA, options=options) as daemon, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            raw = stack.enter_context(idle(daemon, path, FEW))
+            raw.send(protocol.Bye())
+            await_end(raw)
+        with Raw(daemon.socket, payload=["inline"]):
+            answer = Raw(daemon.socket, hello=False)
+            assert isinstance(answer.receive(), protocol.Fail)
+            answer.socket.close()
+        stack.close()
+        until(lambda: _greeted(daemon), "there is room again")
+
+
+def _greeted(daemon: Daemon) -> bool:
+    with Raw(daemon.socket, hello=False) as raw:
+        try:
+            return isinstance(raw.hello(payload=["inline"]), protocol.Welcome)
+        except (EOFError, OSError):
+            return False
+
+
+def test_clients_that_never_read_keep_no_more_than_their_share(path: str) -> None:
+    with serving(arena=ARENA, options=INLINE) as daemon, contextlib.ExitStack() as stack:
+        raws = [stack.enter_context(idle(daemon, path)) for _ in range(8)]
+        assert 0 < referred(daemon) <= SHARE
+        read_all(daemon, path)
+        for raw in raws:
+            samples, count = received(raw)
+            assert samples[:count] == [truth(i) for i in FEW][:count]
+
+
+@pytest.mark.parametrize("patch", ["", COPY], ids=["by reference", "copied"])
+def test_an_acknowledgement_that_comes_early_frees_nothing(path: str, patch: str) -> None:
+    asked = range(40)
+    with (
+        serving(arena=ARENA, options=INLINE, patch=patch) as daemon,
+        idle(daemon, path, asked) as raw,
+    ):
+        raw.send(protocol.Tell(0, 0, 0, protocol.pack_tags([1])))
+        read_all(daemon, path)
+        samples, count = received(raw)
+        assert samples[:count] == [truth(i) for i in asked][:count]
+        assert count
+
+
+def test_a_slow_client_gets_on_while_others_need_the_room(path: str) -> None:
+    with (
+        serving(arena=ARENA, options=INLINE) as daemon,
+        Raw(daemon.socket, payload=["inline"]) as raw,
+    ):
+        dataset = raw.open(path).dataset
+        stop = threading.Event()
+
+        def press() -> None:
+            while not stop.is_set():
+                read_all(daemon, path, 1)
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        try:
+            todo = list(range(60))
+            tag = 10
+            while todo:
+                raw.send(get(tag, dataset, todo))
+                samples, count = received(raw)
+                assert samples[:count] == [truth(i) for i in todo[:count]]
+                todo, tag = todo[count:], tag + 1
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_daemon_that_stops_leaves_what_it_sent(path: str) -> None:
+    with serving(arena=ARENA, options=INLINE) as daemon, idle(daemon, path) as raw:
+        assert referred(daemon) >= len(FEW) * SIZE
+        assert daemon.end() == 0
+        samples, count = received(raw)
+        assert count == len(FEW)
+        assert samples == [truth(i) for i in FEW]
+
+
+def test_who_needs_the_room_gets_it_when_it_was_read(path: str, tmp_path: Path) -> None:
+    large = sample(0, [30 << 20])
+    other = write(tmp_path / "large.ffr", [large])
+    with serving(arena=ARENA, options=INLINE) as daemon:
+        read_all(daemon, path, 1)
+        with idle(daemon, path) as raw, daemon.open(other) as reader:
+            got: list[bytes] = []
+            thread = threading.Thread(target=lambda: got.append(bytes(reader.read([0])[0])))
+            thread.start()
+            until(lambda: daemon.status()["cache"]["blocked"], "there is no room")
+            samples, _ = received(raw)
+            assert samples == [truth(i) for i in FEW]
+            thread.join()
+        assert got == [large]
+
+
+def test_an_arena_that_shrinks(path: str) -> None:
+    with serving(arena=ARENA, options=INLINE) as daemon:
+        read_all(daemon, path, 1)
+        with idle(daemon, path, range(COUNT - 13, COUNT)) as raw, daemon.open(path) as reader:
+            assert referred(daemon) > 0
+            run_python(
+                "import sys; from ffserve.client.connection import Connection\n"
+                "Connection(sys.argv[1], 'j').resize(4 << 20)",
+                daemon.socket,
+            )
+            reader.read([0])
+            assert bytes(reader.read([1])[0]) == truth(1)
+            samples, _ = received(raw)
+            assert samples == [truth(i) for i in range(COUNT - 13, COUNT)]
+            until(lambda: not daemon.status()["arena"]["resizing"], "it has shrunk")
+            assert daemon.status()["arena"]["size"] == 4 << 20
+
+
+def test_clients_killed_in_mid_batch(path: str) -> None:
+    program = """
+import sys, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+r.read([0])
+print("ready", flush=True)
+while True: r.read(range(60))
+"""
+    with serving(arena=ARENA, options=INLINE) as daemon:
+        read_all(daemon, path, 1)
+        fds = fds_without_sessions(daemon)
+        for _ in range(3):
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, path, daemon.socket],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            until(lambda: referred(daemon), "it is sent to")
+            process.send_signal(signal.SIGSTOP)
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        until(lambda: referred(daemon) == 0, "nothing is kept for the dead")
+        until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "they are gone")
+        until(lambda: daemon.fd_count() == fds, "their sockets are closed")
+        read_all(daemon, path, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_who_may_not_see_the_whole_arena_gets_copies() -> None:
+    program = """
+import os, sys
+from test_references import FEW, idle, received, truth
+class Far: socket = sys.argv[2]
+expected = [truth(i) for i in FEW]
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+with idle(Far, sys.argv[1]) as raw:
+    print("idle", flush=True)
+    sys.stdin.readline()
+    assert received(raw)[0] == expected
+"""
+    for options, by_reference in ((INLINE, False), ([], True)):
+        with serving(arena=ARENA, options=[*options, "--socket-mode", "0666"]) as daemon:
+            path = write(daemon.directory / "a.ffr", [truth(i) for i in range(FEW.stop)])
+            os.chmod(path, 0o644)
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, path, daemon.socket],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            assert process.stdout is not None
+            with process:
+                said = process.stdout.readline()
+                kept = referred(daemon)
+                process.communicate(b"\n", timeout=DEADLINE_S)
+            assert said == b"idle\n"
+            assert (kept > 0) == by_reference
+            assert process.returncode == 0
+
+
+# ---- the call itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[SharedMemory]:
+    memory = SharedMemory("test-references", 8 << 20)
+    memory.array[:] = np.random.default_rng(3).integers(0, 256, 8 << 20, np.uint8)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with near, far:
+        yield near, far
+
+
+@pytest.mark.parametrize("refer_from", [0, 1, 5000, 16384, 1 << 40])
+@pytest.mark.parametrize("buffer", [4096, 20_000, 1 << 20])
+def test_sent_is_what_was_to_be(
+    arena: SharedMemory, pair: tuple[socket.socket, socket.socket], refer_from: int, buffer: int
+) -> None:
+    near, far = pair
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+    chance = random.Random(refer_from + buffer)
+    for _ in range(20):
+        count = chance.randrange(40)
+        lengths = np.array([chance.choice((0, 1, 4096, 5000, 70_000)) for _ in range(count)], "i8")
+        starts = np.array([chance.randrange((8 << 20) - 70_000) for _ in range(count)], "i8")
+        head = bytes(chance.randrange(30))
+        expected = head + b"".join(
+            arena.array[s : s + n].tobytes() for s, n in zip(starts, lengths, strict=True)
+        )
+        run = Run(head, arena.fd, arena.array, starts, lengths, refer_from)
+        assert run.size == len(expected)
+        got = b""
+        while run.sent < run.size or len(got) < run.size:
+            assert run.rest() == expected[run.sent :]
+            with contextlib.suppress(BlockingIOError):
+                if run.sent < run.size:
+                    went = run.send(near.fileno())
+                    assert went > 0
+                    run.sent += went
+            assert unread(near.fileno()) >= run.sent - len(got)
+            if run.sent > len(got):
+                got += far.recv(chance.choice((1, 1000, 1 << 20)))
+        assert got == expected
+        assert unread(near.fileno()) == 0
+
+
+def test_what_a_closed_socket_held_is_gone(
+    arena: SharedMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    near, far = pair
+    run = Run(b"", arena.fd, arena.array, np.zeros(1, np.int64), np.full(1, 50_000), 1)
+    assert run.send(near.fileno()) == 50_000
+    assert unread(near.fileno()) >= 50_000
+    far.close()
+    assert unread(near.fileno()) == 0
+    with pytest.raises(BrokenPipeError):
+        run.send(near.fileno())
+
+
+def test_by_reference_means_that_a_later_change_is_seen(
+    arena: SharedMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """Else the tests above would say nothing about pins."""
+    near, far = pair
+    for refer_from, seen in ((1, True), (0, False)):
+        arena.array[:10_000] = 1
+        run = Run(b"", arena.fd, arena.array, np.zeros(1, np.int64), np.full(1, 10_000), refer_from)
+        assert run.send(near.fileno()) == 10_000
+        arena.array[:10_000] = 2
+        assert set(far.recv(10_000, socket.MSG_WAITALL)) == ({2} if seen else {1})
+
+
+def test_reads_all_with_a_reader_of_ours(path: str) -> None:
+    with serving(arena="160MiB", options=INLINE) as daemon, daemon.open(path) as reader:
+        assert isinstance(reader, ffserve.Reader)
+        order = np.random.default_rng(0).permutation(COUNT)
+        for _ in range(3):
+            batch = reader.read_batch(order)
+            assert [bytes(s) for s in batch] == [truth(i) for i in order.tolist()]
+        assert referred(daemon) == 0
