@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Raw, sample, serving, stopped, until, write
+from daemon import DEADLINE_S, Raw, get, sample, serving, stopped, until, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache import Node
@@ -398,6 +399,27 @@ def test_a_child_leaves_its_parents_leases_alone(path: str) -> None:
         assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(10)]
         lease.__exit__(None, None, None)
         assert leased_by(reader) == 0
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["by table", "by asking"])
+def test_leased_bytes_changed_when_the_daemon_was_told_to_stop(tmp_path: Path, asked: bool) -> None:
+    """One session after the other is closed; the others' requests waited for this one's room."""
+    truth = [sample(k, SIZES) for k in range(5)] + [sample(k, [900_000]) for k in range(5, 10)]
+    path = write(tmp_path / "a.ffr", truth)
+    options, expect = ["--drain-timeout", "0.2"], ["stopped with requests unanswered after .*"]
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(serving(arena="1MiB", options=options, expect=expect))
+        reader = stack.enter_context(daemon.open(path))
+        if not asked:
+            warm(reader, [0])
+        views = stack.enter_context(reader.lease([0]))
+        assert leased_by(reader) == (0 if asked else 1)
+        for index in range(5, 10):
+            waiting = stack.enter_context(Raw(daemon.socket))
+            waiting.send(get(2, waiting.open(path).dataset, [index]))
+        until(lambda: daemon.cache()["blocked"] == 5, "the others wait for room")
+        daemon.end(signal.SIGTERM)
+        assert views[0].tobytes() == truth[0]
 
 
 def test_what_the_budget_does_not_cover_is_leased_the_other_way_or_copied(path: str) -> None:

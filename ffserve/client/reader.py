@@ -391,7 +391,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Returns: a context manager that gives a sequence of read-only views, straight into the
             daemon's arena where possible; they are valid until it is left, and may show other
-            samples' bytes afterwards.
+            samples' bytes afterwards. A child that was forked meanwhile sees the same for as long
+            as its parent holds them; that a daemon ends changes nothing.
 
         Raises: as `read`, on entry. Indices are looked at at once, but those in an int64 array.
 
