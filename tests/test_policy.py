@@ -40,7 +40,7 @@ class Slots:
         self.first = np.zeros(self.arena.slot_count, np.int64)
         self.count = np.ones(self.arena.slot_count, np.int32)
         self.policy = Policy(self.arena, self.uses, self.first, self.count)
-        self.free = self.arena.take(0, count)
+        self.free = self.arena.take(0, count).tolist()
         self.samples = samples
 
     def walk(self, job: str, orders: list[Any] | None = None, base: int = 0) -> Walk:

@@ -127,6 +127,10 @@ class Leases:
             self.held[serial] = places
             world.at(world.now + duration_s, lambda: self.held.pop(serial))
 
+    @property
+    def active(self) -> bool:
+        return self.world.lease_rate > 0 or bool(self.held)
+
     def restore(self, numbers: Int64s) -> None:
         for number in numbers.tolist():
             assert number not in self.world.slot_bytes

@@ -32,6 +32,45 @@ _RETIRED = -3
 """Of slabs that are not handed out: beyond the size."""
 
 
+class FreeSlots:
+    """The free slots of one size class: the one that was given back last is taken first."""
+
+    __slots__ = ("count", "slots")
+
+    def __init__(self) -> None:
+        self.slots = np.empty(16, np.int64)
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """The slots, to be looked at until the next call."""
+        return self.slots[: self.count]
+
+    def add(self, slots: NDArray[np.int64]) -> None:
+        """Put slots on top."""
+        end = self.count + len(slots)
+        if end > len(self.slots):
+            grown = np.empty(2 * end, np.int64)
+            grown[: self.count] = self.held
+            self.slots = grown
+        self.slots[self.count : end] = slots
+        self.count = end
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        """Take up to `count` slots off, the uppermost first."""
+        taken = self.held[::-1][:count].copy()
+        self.count -= len(taken)
+        return taken
+
+    def keep(self, kept: NDArray[np.bool_]) -> None:
+        """Leave only some of the slots, in their order."""
+        self.slots = self.held[kept]
+        self.count = len(self.slots)
+
+
 class Arena:
     """Which slots there are, which are free.
 
@@ -59,13 +98,14 @@ class Arena:
         self.class_sizes = _class_sizes(self.slab_size)
         # Sized for the limit; what lies beyond the size is not touched and takes no memory.
         self.slab_class = np.empty(slabs, np.int32)
-        self._slab_used = np.zeros(slabs, np.int64)
+        self.slab_used = np.zeros(slabs, np.int64)
+        """Slots in use of each slab."""
         self._run_length = np.zeros(slabs, np.int64)
         self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
         self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
         self.slab_count = self.open_count = 0
         self._free_slabs: list[int] = []
-        self._free_slots: list[list[int]] = [[] for _ in self.class_sizes]
+        self._free_slots = [FreeSlots() for _ in self.class_sizes]
         self.used_size = 0
         """Bytes of the slots in use."""
         self.resize(size // self.slab_size)
@@ -99,7 +139,8 @@ class Arena:
             beyond[beyond == _FREE] = _RETIRED
             self._free_slabs = [slab for slab in self._free_slabs if slab < count]
             first = count * self.slots_per_slab
-            self._free_slots = [[s for s in free if s < first] for free in self._free_slots]
+            for free in self._free_slots:
+                free.keep(free.held < first)
         else:
             if count > self.slab_count:
                 self.slab_class[self.slab_count : count] = _RETIRED
@@ -157,8 +198,31 @@ class Arena:
         """Return the offsets and the sizes of all slots that there can be; they stay in place."""
         return self._offset, self._size
 
-    def take(self, size_class: int, count: int) -> list[int]:
+    def take(self, size_class: int, count: int) -> NDArray[np.int64]:
         """Take up to `count` slots of a class that are free or can be cut from a free slab."""
+        self.cut_slabs(size_class, count)
+        taken = self._free_slots[size_class].take(count)
+        if len(taken):
+            slabs = taken // self.slots_per_slab
+            if np.count_nonzero(slabs != slabs[0]) == 0:
+                self.slab_used[slabs[0]] += len(taken)
+            else:
+                np.add.at(self.slab_used, slabs, 1)
+            self.used_size += len(taken) * int(self.class_sizes[size_class])
+        return taken
+
+    def free_slots(self, size_class: int) -> FreeSlots:
+        """Return the free slots of a class."""
+        return self._free_slots[size_class]
+
+    @property
+    def has_free_slabs(self) -> bool:
+        """Whether there are slabs that belong to no class."""
+        return bool(self._free_slabs)
+
+    def cut_slabs(self, size_class: int, count: int) -> None:
+        """Make `count` slots of a class free, if free slabs suffice. One of them is to be taken: a
+        slab goes back with the last slot in use."""
         free = self._free_slots[size_class]
         while len(free) < count and self._free_slabs:
             slab = self._free_slabs.pop()
@@ -169,19 +233,12 @@ class Arena:
             self._size[first : first + per_slab] = size
             begin = slab * self.slab_size
             self._offset[first : first + per_slab] = range(begin, begin + per_slab * size, size)
-            free.extend(range(first + per_slab - 1, first - 1, -1))
-        cut = max(0, len(free) - count)
-        taken = free[cut:]
-        del free[cut:]
-        if taken:
-            slabs = np.array(taken) // self.slots_per_slab
-            if np.count_nonzero(slabs != slabs[0]) == 0:
-                self._slab_used[slabs[0]] += len(taken)
-            else:
-                np.add.at(self._slab_used, slabs, 1)
-            self.used_size += len(taken) * int(self.class_sizes[size_class])
-            taken.reverse()
-        return taken
+            free.add(np.arange(first + per_slab - 1, first - 1, -1))
+
+    def taken(self, size_class: int, count: int) -> None:
+        """The uppermost `count` free slots of a class were taken, and counted in `slab_used`."""
+        self._free_slots[size_class].count -= count
+        self.used_size += count * int(self.class_sizes[size_class])
 
     def take_run(self, size: int) -> int | None:
         """Take a run of free slabs for one large slot of `size` bytes; None when there is none."""
@@ -193,7 +250,7 @@ class Arena:
         self._free_slabs = [slab for slab in self._free_slabs if slab not in members]
         self.slab_class[start : start + need] = LARGE
         self._run_length[start] = need
-        self._slab_used[start] = 1
+        self.slab_used[start] = 1
         self.used_size += need * self.slab_size
         self._offset[start * self.slots_per_slab] = start * self.slab_size
         self._size[start * self.slots_per_slab] = need * self.slab_size
@@ -206,19 +263,15 @@ class Arena:
         self.used_size -= int(self.sizes(slots).sum())
         slabs = slots // self.slots_per_slab
         classes = self.slab_class[slabs]
-        np.subtract.at(self._slab_used, slabs, 1)
-        used = self._slab_used[slabs] > 0
+        np.subtract.at(self.slab_used, slabs, 1)
+        used = self.slab_used[slabs] > 0
         staying = used & (slabs < self.open_count)
-        for slot, size_class in zip(
-            slots[staying].tolist(), classes[staying].tolist(), strict=True
-        ):
-            self._free_slots[size_class].append(slot)
+        self._give_back(slots[staying], classes[staying])
         emptied = np.unique(slabs[~used])
         for size_class in np.unique(self.slab_class[emptied]).tolist():
             if size_class >= 0 and self._free_slots[size_class]:
-                free = np.array(self._free_slots[size_class])
-                gone = np.isin(free // self.slots_per_slab, emptied)
-                self._free_slots[size_class] = free[~gone].tolist()
+                free = self._free_slots[size_class]
+                free.keep(~np.isin(free.held // self.slots_per_slab, emptied))
         for slab in emptied.tolist():
             run = max(1, int(self._run_length[slab]))
             self._run_length[slab] = 0
@@ -226,6 +279,10 @@ class Arena:
             end = min(slab + run, self.open_count)
             self.slab_class[slab:end] = _FREE
             self._free_slabs.extend(range(end - 1, slab - 1, -1))
+
+    def _give_back(self, slots: NDArray[np.int64], classes: NDArray[np.int32]) -> None:
+        for size_class in np.unique(classes).tolist():
+            self._free_slots[size_class].add(slots[classes == size_class])
 
     def free_slabs(self, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the slabs [low, high) belong to no class."""

@@ -28,7 +28,8 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.leases import Leases, NoLeases
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
-from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.cache.shards import LARGEST_SHARED_BLOCK, Blocks, ShardTable
+from ffserve.engine.plan import MOST_CLASSES, Planner, Stock
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import FFServeError
 from ffserve.failures import TOO_LARGE
@@ -102,8 +103,9 @@ class Fetch:
 class Load:
     """Blocks that must be read now, each into its slot.
 
-    number: its own while it is read. reads: of the device; who reads it sets that to less where
-    neighbours are read together.
+    number: its own while it is read. parts: the slots by size class and whether they came at
+    another's cost. size: bytes of the blocks, widened. reads: of the device; who reads it sets that
+    to less where neighbours are read together.
     """
 
     number: int
@@ -111,8 +113,8 @@ class Load:
     slots: Int64s
     offsets: Int64s
     sizes: Int64s
-    classes: Int64s
-    passing: NDArray[np.bool_]
+    parts: list[tuple[int, Int64s, bool]]
+    size: int
     reads: int
     fetches: list[Fetch] = field(default_factory=list)
 
@@ -174,6 +176,18 @@ class Cache:
             self._load_of,
             *arena.tables(),
         )
+        self.plans_at_once = True
+        """Whether plain misses are planned at once; for tests."""
+        self._planner = Planner(
+            self._slots,
+            shards.c,
+            self.policy.residents,
+            arena.class_sizes,
+            arena.slab_used,
+            LARGEST_SHARED_BLOCK,
+        )
+        self._usual_classes: dict[int, tuple[int, ...]] = {}
+        """By group: the size classes of what was planned at once of late."""
         self._leased = np.zeros(slots, np.bool_)
         self._marked = np.zeros(0, np.int64)
         """The slots for which `_leased` is set."""
@@ -200,6 +214,10 @@ class Cache:
         part = fetch.numbers[fetch.cursor : fetch.cursor + count]
         if not len(part):
             return None
+        if self.plans_at_once and fetch.latest is None and not self.shards.has_chunks:
+            plain = self._advance_at_once(fetch, part, size)
+            if plain is not None:
+                return plain
         handled, absent, touched, positions = self._slots.split(part, size)
         load = None
         held, loading = self._slots.pin(touched) if len(touched) else (0, touched)
@@ -229,6 +247,79 @@ class Cache:
             self.counters.asked += handled
             self.counters.resident += handled - int(absent.searchsorted(handled))
         return load
+
+    def _advance_at_once(self, fetch: Fetch, part: Int64s, size: int) -> Load | None:
+        """Do what `advance` does where that is plain; None: it is not, nothing was done."""
+        group = self.uses.group_of(int(part[0]))
+        usual = self._usual_classes.get(group, ())
+        for _ in range(3):
+            stocks = [self._stock(size_class, group, len(part)) for size_class in usual]
+            plan = self._planner.choose(part, size, group, stocks)
+            if plan.found or not plan.wanted:
+                break
+            wanted = dict(plan.wanted)
+            if wanted.keys() <= set(usual):
+                for size_class, count in wanted.items():
+                    self.arena.cut_slabs(size_class, count)
+            else:
+                every = {*usual, *wanted}
+                usual = tuple(sorted(every if len(every) <= MOST_CLASSES else wanted))
+                self._usual_classes[group] = usual
+        if not plan.found:
+            return None
+        c, slots = plan.c, plan.slots
+        if c.gone:
+            self._retract(*plan.contents)
+            self.counters.evicted += c.gone
+        parts: list[tuple[int, Int64s, bool]] = []
+        for size_class, fresh, gone, looked in plan.parts():
+            if len(gone):
+                at_hand = next(stock[3] for stock in stocks if stock[0] == size_class)
+                assert at_hand is not None
+                self.policy.took(size_class, group, at_hand[1], looked, newest=at_hand[2])
+                parts.append((size_class, gone, True))
+            if len(fresh):
+                self.arena.taken(size_class, len(fresh))
+                parts.append((size_class, fresh, False))
+        number = self._number()
+        offsets, sizes = plan.take(group, number)
+        self.policy.replaced(group, c.held, c.freed)
+        self.counters.wasted += c.wasted
+        self.counters.blocks_read += len(slots)
+        self.counters.asked += c.handled
+        load = Load(
+            number, Blocks(plan.table), slots, offsets, sizes, parts, c.size, len(slots), [fetch]
+        )
+        self._loading[number] = load
+        fetch.pins.append(slots)
+        fetch.pinned_size += c.held
+        fetch.waiting += 1
+        fetch.cursor += c.handled
+        return load
+
+    def _stock(self, size_class: int, group: int, count: int) -> Stock:
+        """Return the slots of a class that are at hand, as far as `count` may need them."""
+        free = self.arena.free_slots(size_class).held
+        if len(free) >= count:
+            return size_class, free, False, None
+        if self.arena.has_free_slabs:
+            return size_class, free, True, None
+        undecided = (
+            self.idle_changed
+            or self._idle_slabs
+            or self._idle_found
+            or self._idle_runs
+            or len(self._marked)
+            or self.leases.active
+            or self.arena.open_count < self.arena.slab_count
+        )
+        at_hand = None if undecided else self.policy.at_hand(size_class, group)
+        return size_class, free, False, at_hand
+
+    def _number(self) -> int:
+        number = self._next_load
+        self._next_load = number % MOST_LOADS + 1
+        return number
 
     def _again(self, pinned: Int64s) -> tuple[int, Int64s]:
         size = int(self.arena.sizes(pinned).sum())
@@ -274,8 +365,7 @@ class Cache:
             classes = classes[rest]
             if not len(slots):
                 return None, cut
-        number = self._next_load
-        self._next_load = number % MOST_LOADS + 1
+        number = self._number()
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group, held)
         self.shards.c.count(blocks.firsts, sizes, 1)
@@ -284,7 +374,9 @@ class Cache:
             self.counters.read_ahead += len(slots)
         fetch.pins.append(slots)
         fetch.pinned_size += held
-        load = Load(number, blocks, slots, offsets, sizes, classes, passing, len(slots))
+        parts = _parts(slots, classes, passing)
+        size = int(np.add.reduce(blocks.sizes))
+        load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots))
         self._loading[number] = load
         self.counters.blocks_read += len(slots)
         return load, cut
@@ -301,19 +393,13 @@ class Cache:
         self.state[slots] = RESIDENT
         if failures:
             self._fail(load, failures)
-        for size_class, rows in _groups(load.classes):
-            chosen, passing = slots[rows], load.passing[rows]
+        for size_class, chosen, passing in load.parts:
             if failures:
-                alive = self.state[chosen] == RESIDENT
-                chosen, passing = chosen[alive], passing[alive]
-            at_a_cost = np.count_nonzero(passing)
-            if at_a_cost == len(passing):
+                chosen = chosen[self.state[chosen] == RESIDENT]
+            if passing:
                 self.policy.let_pass(chosen, size_class)
-            elif not at_a_cost:
-                self.policy.keep(chosen, size_class)
             else:
-                self.policy.let_pass(chosen[passing], size_class)
-                self.policy.keep(chosen[~passing], size_class)
+                self.policy.keep(chosen, size_class)
         ready = []
         for fetch in load.fetches:
             fetch.waiting -= 1
@@ -424,7 +510,7 @@ class Cache:
                         self.state[slots[row]] = LOADING
                 continue
             wanted = len(sizes[rows])
-            free = _joined(_NO_SLOTS, self.arena.take(size_class, wanted))
+            free = self.arena.take(size_class, wanted)
             if len(free) < wanted:
                 free = _joined(free, self._from_idle(size_class, wanted - len(free)))
             while len(free) < wanted and (self._idle_slabs or self._idle_found):
@@ -444,7 +530,7 @@ class Cache:
                 if unwanted is None:
                     break
                 stolen = self.arena.take(size_class, wanted - len(free))
-                assert stolen, "an emptied slab has room"
+                assert len(stolen), "an emptied slab has room"
                 if unwanted and fresh == len(free):
                     fresh += len(stolen)
                 free = _joined(free, stolen)
@@ -721,10 +807,10 @@ class Cache:
         return self.shards.used
 
 
-def _joined(some: Int64s, more: Int64s | list[int]) -> Int64s:
+def _joined(some: Int64s, more: Int64s) -> Int64s:
     if not len(more):
         return some
-    return np.concatenate((some, more)) if len(some) else np.asarray(more, np.int64)
+    return np.concatenate((some, more)) if len(some) else more
 
 
 def _groups(classes: Int64s) -> list[tuple[int, Int64s | slice]]:
@@ -732,3 +818,18 @@ def _groups(classes: Int64s) -> list[tuple[int, Int64s | slice]]:
     if np.count_nonzero(classes != classes[0]) == 0:
         return [(int(classes[0]), _ALL)]
     return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
+
+
+def _parts(
+    slots: Int64s, classes: Int64s, passing: NDArray[np.bool_]
+) -> list[tuple[int, Int64s, bool]]:
+    """Return slots by size class and whether they came at another's cost, these first."""
+    parts = []
+    for size_class, rows in _groups(classes):
+        chosen, at_a_cost = slots[rows], passing[rows]
+        count = np.count_nonzero(at_a_cost)
+        if count:
+            parts.append((size_class, chosen[at_a_cost] if count < len(chosen) else chosen, True))
+        if count < len(chosen):
+            parts.append((size_class, chosen[~at_a_cost] if count else chosen, False))
+    return parts

@@ -24,6 +24,12 @@ class Leases(Protocol):
         """Bytes of slots that clients may hold by such leases."""
         ...
 
+    @property
+    def active(self) -> bool:
+        """Whether anybody may lease so at all; who does not yet begins at no other time than when
+        the cache is left alone."""
+        ...
+
     def slots(self) -> Int64s:
         """Return the slots that are leased now; repeats, and slots that hold nothing, may be
         among them."""
@@ -42,6 +48,7 @@ class NoLeases:
     """Nobody leases anything without asking."""
 
     promised_size = 0
+    active = False
     _NONE = np.zeros(0, np.int64)
 
     def slots(self) -> Int64s:

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import Group, NextUse
+from ffserve.engine.plan import AtHand
 from ffserve.engine.residents import MIXED, NO_KEY, Residents, by_key
 
 PARTS = 64
@@ -91,11 +92,16 @@ class Stack:
         """Put slots on top."""
         if self.add(slots):
             return
-        held = self._items[self._start : self._end]
+        held = self.held
         items = np.empty(max(16, 2 * (len(held) + len(slots))), np.int32)
         items[: len(held)] = held
         self._items, self._start, self._end = items, 0, len(held)
         self.add(slots)
+
+    @property
+    def held(self) -> Int32s:
+        """The slots, to be looked at until the next push."""
+        return self._items[self._start : self._end]
 
     def pop(self, count: int, *, newest: bool = True) -> Int32s:
         """Take up to `count` slots from one end; they may be looked at until the next push."""
@@ -165,7 +171,7 @@ class Policy:
         self._large = len(arena.class_sizes)
         self._ahead = np.zeros(arena.slot_limit, np.bool_)
         """Filled before anybody asked, and not used since."""
-        self._residents = Residents(
+        self.residents = Residents(
             self._key,
             self._group,
             self._ahead,
@@ -194,6 +200,10 @@ class Policy:
         self._group[slots] = group
         self.used[group] = self.used.get(group, 0) + size
 
+    def replaced(self, group: int, held: int, freed: int) -> None:
+        """A group has so many bytes of slots more, and so many less."""
+        self.used[group] = self.used.get(group, 0) + held - freed
+
     def came_ahead(self, slots: Int64s) -> None:
         """Slots that are being filled though nobody asked for them."""
         self._ahead[slots] = True
@@ -205,7 +215,7 @@ class Policy:
     def leave(self, slots: Int64s) -> int:
         """Slots that hold nothing any more. Returns: how many of these came ahead and were not
         used."""
-        group, size, unused = self._residents.leave(slots)
+        group, size, unused = self.residents.leave(slots)
         if group != MIXED:
             self._give_back(group, size)
             return unused
@@ -235,7 +245,7 @@ class Policy:
 
     def doubt(self, slots: Int64s) -> None:
         """These residents were just used: what was believed of them has changed."""
-        slots, group, size_class = self._residents.doubt(slots, UNSURE)
+        slots, group, size_class = self.residents.doubt(slots, UNSURE)
         if not len(slots):
             return
         if group != MIXED and size_class != MIXED:
@@ -249,7 +259,7 @@ class Policy:
     def _put(self, slots: Int64s, size_class: int, key: int) -> None:
         if not len(slots):
             return
-        group = self._residents.put(slots, key)
+        group = self.residents.put(slots, key)
         if group != MIXED:
             self._push(self._shelf(group, size_class), key, slots)
             return
@@ -258,7 +268,7 @@ class Policy:
 
     def _by_group(self, slots: Int64s) -> list[tuple[int, Int64s | slice]]:
         """Return each group with its rows; mostly there is one."""
-        group = self._residents.group(slots)
+        group = self.residents.group(slots)
         if group != MIXED:
             return [(group, _ALL)]
         groups = self._group[slots]
@@ -327,6 +337,28 @@ class Policy:
             if not missing:
                 break
         return np.concatenate((*found, own)), others
+
+    def at_hand(self, size_class: int, taker: int) -> AtHand | None:
+        """Return where `victims` would take from, where that needs no choice; see `took`."""
+        shelf = self._shelves[size_class].get(taker)
+        if shelf is None or len(self._shelves[size_class]) > 1 or self._uses.merged:
+            return None
+        stacks = shelf.stacks
+        if not stacks or IDLE in stacks:
+            return None
+        if READY in stacks:
+            return stacks[READY].held, READY, True
+        group = self._uses.groups.get(taker)
+        if group is not None and not group.static(self._uses.now):
+            return None
+        key = PASSING if PASSING in stacks else max(stacks)
+        return stacks[key].held, key, key != PASSING
+
+    def took(self, size_class: int, taker: int, key: int, count: int, *, newest: bool) -> None:
+        """So many entries of a stack `at_hand` were looked at; what was good of them is evicted."""
+        self._shelves[size_class][taker].pop(key, count, newest=newest)
+        if key != READY:
+            self._static[taker] = True
 
     def _merge(self) -> None:
         while self._uses.merged:
@@ -591,7 +623,7 @@ class Policy:
         """Take slots off a stack; return those that still belong there, each once. They are on no
         stack then, whatever else of it names them, or stay what they are: on that of `after`."""
         entries = shelf.pop(key, count, newest=newest)
-        return self._residents.take(entries, key, shelf.group, shelf.size_class, after)
+        return self.residents.take(entries, key, shelf.group, shelf.size_class, after)
 
     # ---- keys -----------------------------------------------------------------------------
 

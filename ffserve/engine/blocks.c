@@ -1,8 +1,11 @@
 /* From samples to blocks (what is read, verified and evicted together), and from blocks to the
  * batch that reads them. See ffserve/cache/shards.py for what a block is. */
 #include <stdbool.h>
+#include <stdlib.h>
 
 #include "core.h"
+
+#define FEW 128 /* blocks: a turn of the scheduler */
 
 enum { FIRST, COUNT, BEGIN, END, SIZE, SHARD };
 
@@ -146,9 +149,10 @@ static bool add_records(const ffs_shards *s, const int64_t *blocks, int64_t n, i
     return true;
 }
 
-ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t n,
-                            const int64_t *places, const int64_t *rooms, uint8_t *arena,
-                            const int64_t *firsts, int64_t reads)
+/* firsts: of each read the first block. */
+static ffs_batch *batch_of(const ffs_shards *s, const int64_t *blocks, int64_t n,
+                           const int64_t *places, const int64_t *rooms, uint8_t *arena,
+                           const int64_t *firsts, int64_t reads)
 {
     int64_t total = 0;
     for (int64_t k = 0; k < n; k++) {
@@ -159,11 +163,8 @@ ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t 
             return NULL;
         total += count;
     }
-    if (reads < 0 || reads > n || total > UINT32_MAX || (n && (!reads || firsts[0])))
+    if (total > UINT32_MAX)
         return NULL;
-    for (int64_t r = 1; r < reads; r++)
-        if (firsts[r] <= firsts[r - 1] || firsts[r] >= n)
-            return NULL;
     ffs_batch *b = ffs_batch_new((uint32_t)reads, (uint32_t)total);
     if (!b)
         return NULL;
@@ -190,5 +191,20 @@ ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t 
         }
         read->record_count = record - read->first_record;
     }
+    return b;
+}
+
+ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t n,
+                            const int64_t *places, const int64_t *rooms, uint8_t *arena,
+                            int64_t most, int64_t gap, int64_t size)
+{
+    int64_t few[FEW], *firsts = n > FEW ? malloc((size_t)n * sizeof *firsts) : few;
+    if (!firsts)
+        return NULL;
+    int64_t reads = ffs_merge(blocks + BEGIN * n, blocks + END * n, blocks + SHARD * n, n, most,
+                              gap, size, firsts);
+    ffs_batch *b = batch_of(s, blocks, n, places, rooms, arena, firsts, reads);
+    if (firsts != few)
+        free(firsts);
     return b;
 }

@@ -47,6 +47,7 @@ SOURCES = (
     "blocks.c",
     "slots.c",
     "residents.c",
+    "plan.c",
     "orders.c",
     "sending.c",
 )

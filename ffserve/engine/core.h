@@ -349,6 +349,57 @@ int64_t ffs_residents_doubt(const ffs_residents *r, const int64_t *slots, int64_
  * how many were ahead. 0, or FFS_ERANGE: nothing was done. */
 int ffs_residents_leave(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t *found);
 
+/* ---- a miss that is plain (plan.c) --------------------------------------------------------- */
+typedef struct {
+    const ffs_slots *slots;
+    const ffs_shards *shards;
+    const ffs_residents *residents;
+    const int64_t *class_sizes; /* rising, of class_count size classes */
+    int64_t class_count;
+    int64_t *slab_used;         /* by slab: slots in use */
+    int64_t largest;            /* see ffs_blocks */
+} ffs_planner;
+
+/* Slots of one size class that are at hand: free ones, the last of them to be taken first, then
+ * victims off a stack of a group's residents with this key, from its end if `newest`. */
+typedef struct {
+    const int64_t *free_slots; int64_t free_count;
+    const int32_t *victims; int64_t victim_count;
+    int64_t key, group, size_class;
+    int newest;
+    int more_free;              /* more free slots could be made: if too few are here, it is not plain */
+} ffs_stock;
+
+#define FFS_PLAN_CLASSES 8
+
+typedef struct {
+    int64_t handled;            /* samples that the blocks are all of, the first so many */
+    int64_t count;              /* blocks, and slots for them */
+    int64_t class_count;        /* size classes that they have, rising; of each: */
+    int64_t classes[8];
+    int64_t wanted[8];          /* slots */
+    int64_t fresh[8];           /* of these free ones; the others have victims in them */
+    int64_t looked[8];          /* entries that were taken off the stack for that */
+    int64_t gone;               /* victims */
+    int64_t freed, wasted;      /* their bytes; how many were ahead */
+    int64_t held, size;         /* bytes: of the slots, and of the blocks, widened */
+} ffs_plan;
+
+/* Plan the reading of n samples, of about `most` bytes: their blocks in order of first use, one column
+ * each in blocks[6 * n]; slots[n] for them; taken[n] the same slots, the free ones by size class, then
+ * the victims by size class; contents[4 * n] of the victims, see ffs_slots_contents. Victims are on
+ * no stack any more, else nothing is changed yet. Returns how many blocks; 0: it is not plain, and
+ * nothing was done; where nothing but a stock was in the way, which is missing or has more_free, the
+ * plan has the size classes and the count, else a count of 0. */
+int64_t ffs_plan_choose(const ffs_planner *p, const int64_t *numbers, int64_t n, int64_t most,
+                        const ffs_stock *stocks, int64_t stock_count, int64_t *blocks,
+                        int64_t *slots, int64_t *taken, int64_t *contents, ffs_plan *plan);
+/* The victims were made unreadable: they go, and the blocks are being read by a load, for a group.
+ * places, rooms: of the slots, offset and size. 0, or FFS_ERANGE, which is a fault of ours. */
+int ffs_plan_take(const ffs_planner *p, int64_t group, int32_t load, const int64_t *blocks,
+                  const int64_t *slots, const int64_t *taken, const int64_t *contents,
+                  int64_t *places, int64_t *rooms, ffs_plan *plan);
+
 /* Mark n places of `seen` (size bytes, each 0 or 1). found[2]: how many places, each counted once,
  * were not marked before, and how many were. 0, or FFS_ERANGE: nothing was marked. */
 int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int64_t low,
@@ -492,12 +543,12 @@ int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);
 ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count); /* zeroed; NULL: no memory */
 void ffs_batch_free(ffs_batch *b);            /* never between submit and done */
 /* A batch that reads blocks (columns of n) into slots at places[k], rooms[k] bytes large, with a
- * record for every sample; blocks firsts[r] up to the next one's are read at once, through a buffer
- * and from there to their slots, where they are more than one. NULL: no memory, or a block or
- * record that is not inside of what it is part of. */
+ * record for every sample; those that ffs_merge puts together are read at once, through a buffer and
+ * from there to their slots. NULL: no memory, or a block or record that is not inside of what it is
+ * part of. */
 ffs_batch *ffs_batch_blocks(const ffs_shards *shards, const int64_t *blocks, int64_t n,
                             const int64_t *places, const int64_t *rooms, uint8_t *arena,
-                            const int64_t *firsts, int64_t reads);
+                            int64_t most, int64_t gap, int64_t size);
 int ffs_submit(ffs_engine *e, ffs_batch *b);
 /* Block until the batch is done or timeout_ms passed (-1: for ever): 1 done, 0 not yet. */
 int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);

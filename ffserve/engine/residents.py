@@ -46,7 +46,7 @@ class Residents:
         assert len(keys) == len(groups) == len(ahead) == len(sizes)
         assert len(classes) * slots_per_slab >= len(keys)
         assert slots_per_slab & (slots_per_slab - 1) == 0
-        c = self._c = ffi.new("ffs_residents *")
+        c = self.c = ffi.new("ffs_residents *")
         self._keep = [
             _from_buffer(_I64S, keys),
             _from_buffer(_I32S, groups),
@@ -66,7 +66,7 @@ class Residents:
         `after`."""
         slots = np.empty(len(items), np.int64)
         count = lib.ffs_residents_take(
-            self._c,
+            self.c,
             _from_buffer(_I32S, items),
             len(items),
             key,
@@ -80,14 +80,14 @@ class Residents:
 
     def group(self, slots: Int64s) -> int:
         """Return the group of all slots, or MIXED, of none as well."""
-        group: int = lib.ffs_residents_group(self._c, _from_buffer(_I64S, slots), len(slots))
+        group: int = lib.ffs_residents_group(self.c, _from_buffer(_I64S, slots), len(slots))
         assert group >= MIXED
         return group
 
     def put(self, slots: Int64s, key: int) -> int:
         """Give slots a key; return the group of all, or MIXED."""
         found = self._found
-        rc = lib.ffs_residents_put(self._c, _from_buffer(_I64S, slots), len(slots), key, found)
+        rc = lib.ffs_residents_put(self.c, _from_buffer(_I64S, slots), len(slots), key, found)
         assert rc == 0
         group: int = found[0]
         return group
@@ -100,7 +100,7 @@ class Residents:
         """
         moved, found = np.empty(len(slots), np.int64), self._found
         count = lib.ffs_residents_doubt(
-            self._c,
+            self.c,
             _from_buffer(_I64S, slots),
             len(slots),
             key,
@@ -116,7 +116,7 @@ class Residents:
         Returns: the group of all or MIXED, their bytes, how many were ahead.
         """
         found = self._found
-        rc = lib.ffs_residents_leave(self._c, _from_buffer(_I64S, slots), len(slots), found)
+        rc = lib.ffs_residents_leave(self.c, _from_buffer(_I64S, slots), len(slots), found)
         assert rc == 0
         return found[0], found[1], found[2]
 

@@ -132,14 +132,15 @@ class Batch:
         places: NDArray[np.int64],
         rooms: NDArray[np.int64],
         arena_address: int,
-        firsts: NDArray[np.int64],
+        merge: tuple[int, int, int],
     ) -> Batch:
         """A batch that reads blocks into slots, filled by one call.
 
         Args:
             shards, blocks: see `ffserve.engine.blocks`; n blocks, with a record for every sample.
             places, rooms: int64[n], of the slots: offset in the arena, size.
-            firsts: int64, the first block of each read; several are read through a buffer.
+            merge: most, gap and size of `ffserve.engine.blocks.merge`: which are read at once,
+                through a buffer.
         Raises: UsageError when a record is not inside of its block.
         """
         batch = cls.__new__(cls)
@@ -150,8 +151,7 @@ class Batch:
             _from_buffer(_I64S, places),
             _from_buffer(_I64S, rooms),
             ffi.cast("uint8_t *", arena_address),
-            _from_buffer(_I64S, firsts),
-            len(firsts),
+            *merge,
         )
         if c == _NULL:
             raise UsageError("no memory for a batch, or a record lies outside of its block")
@@ -181,6 +181,11 @@ class Batch:
         start = int(ffi.cast(_POINTER, first)) - self.address
         block = ffi.buffer(self._c, start + count * dtype.itemsize)
         return np.frombuffer(block, dtype, count, start)
+
+    @property
+    def read_count(self) -> int:
+        """How many reads there are."""
+        return int(self._c.read_count)
 
     @property
     def tag(self) -> int:

@@ -46,7 +46,7 @@ class Slots:
         offsets: Int64s,
         sizes: Int64s,
     ) -> None:
-        c = self._c = ffi.new("ffs_slots *")
+        c = self.c = ffi.new("ffs_slots *")
         self._keep: list[Any] = []
         assert len(states) == len(pins) == len(firsts) == len(counts) == len(loads) == len(sizes)
         for name, kind, array in (
@@ -76,7 +76,7 @@ class Slots:
         out = np.empty(3 * n + 3, np.int64)
         c = _from_buffer(_I64S, out)
         rc = lib.ffs_slots_split(
-            self._c, _from_buffer(_I64S, numbers), n, most, c + 3, c + (n + 3), c + (2 * n + 3), c
+            self.c, _from_buffer(_I64S, numbers), n, most, c + 3, c + (n + 3), c + (2 * n + 3), c
         )
         assert rc == 0, "samples are those of open shards"
         absent, held = 3 + c[1], n + 3 + c[2]
@@ -92,7 +92,7 @@ class Slots:
         """
         n, end = len(where), self._found
         kept = lib.ffs_slots_cut(
-            self._c, _from_buffer(_I64S, blocks), _from_buffer(_I64S, where), n, most, end
+            self.c, _from_buffer(_I64S, blocks), _from_buffer(_I64S, where), n, most, end
         )
         assert kept >= 0, "a block that is to be read lies in no slot, not even in part"
         if kept < n:
@@ -103,14 +103,14 @@ class Slots:
         """Pin slots, once each; return the bytes of all, and those of them that are being read."""
         loading, size = np.empty(len(slots), np.int64), self._found
         count = lib.ffs_slots_pin(
-            self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, loading), size
+            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, loading), size
         )
         assert count >= 0
         return size[0], loading[:count]
 
     def unpin(self, slots: Int64s) -> int:
         """Give pins back; return how many slots failed and have none left."""
-        failed: int = lib.ffs_slots_unpin(self._c, _from_buffer(_I64S, slots), len(slots))
+        failed: int = lib.ffs_slots_unpin(self.c, _from_buffer(_I64S, slots), len(slots))
         assert failed >= 0, "only what was pinned is given back"
         return failed
 
@@ -121,7 +121,7 @@ class Slots:
         """
         places, sizes = np.empty((2, len(slots)), np.int64)
         size = lib.ffs_slots_enter(
-            self._c,
+            self.c,
             _from_buffer(_I64S, blocks),
             _from_buffer(_I64S, slots),
             len(slots),
@@ -143,7 +143,7 @@ class Slots:
     def _of(self, numbers: Int64s, state: int) -> Int64s:
         slots = np.empty(len(numbers), np.int64)
         count = lib.ffs_slots_of(
-            self._c, _from_buffer(_I64S, numbers), len(numbers), state, _from_buffer(_I64S, slots)
+            self.c, _from_buffer(_I64S, numbers), len(numbers), state, _from_buffer(_I64S, slots)
         )
         assert count >= 0, "samples are those of open shards"
         return slots[:count]
@@ -153,7 +153,7 @@ class Slots:
         size."""
         tables = np.empty((4, len(slots)), np.int64)
         rc = lib.ffs_slots_contents(
-            self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, tables)
+            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, tables)
         )
         assert rc == 0
         return tables
@@ -162,14 +162,14 @@ class Slots:
         """Return for each slot whether it is resident and has no pin."""
         usable = np.empty(len(slots), np.bool_)
         rc = lib.ffs_slots_usable(
-            self._c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_U8S, usable)
+            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_U8S, usable)
         )
         assert rc == 0
         return usable
 
     def vacate(self, slots: Int64s) -> None:
         """Say that slots hold nothing any more and are free."""
-        rc = lib.ffs_slots_vacate(self._c, _from_buffer(_I64S, slots), len(slots))
+        rc = lib.ffs_slots_vacate(self.c, _from_buffer(_I64S, slots), len(slots))
         assert rc == 0
 
 

@@ -144,6 +144,11 @@ class LeaseTables:
 
     # ---- what is leased -------------------------------------------------------------------
 
+    @property
+    def active(self) -> bool:
+        """Whether any session leases."""
+        return bool(self._tables)
+
     def slots(self) -> Int64s:
         """Return the slots that are leased now, having cut off whoever leases too much."""
         looks, suspects = 0, set(self._tables)

@@ -17,7 +17,7 @@ from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.answers import Answer
 from ffserve.engine.ring import Batch, Engine, refused
-from ffserve.extents import merged
+from ffserve.extents import MERGED_GAP, MERGED_SIZE
 from ffserve.server.decoding import Decoding
 
 MERGED_MOST = 32 * 1024
@@ -123,10 +123,12 @@ class Reading:
                     answer.withhold()
                 self._submit_chunks(load, chunked)
                 return
+        if len(self._engines) == 1:
+            self._submit_whole(load, 0, answer)
+            return
         engines = self._table.engines[load.blocks.shards]
-        if len(self._engines) == 1 or np.count_nonzero(engines != engines[0]) == 0:
-            part = _Part(int(engines[0]), load.blocks, load.offsets, load.sizes, load, _Outcome(1))
-            load.reads = self._submit_part(part, MERGED_MOST, answer)
+        if np.count_nonzero(engines != engines[0]) == 0:
+            self._submit_whole(load, int(engines[0]), answer)
             return
         numbers = np.unique(engines).tolist()
         outcome = _Outcome(len(numbers))
@@ -135,6 +137,10 @@ class Reading:
             part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
             part = part.take(np.flatnonzero(engines == number))
             load.reads += self._submit_part(part, MERGED_MOST, answer)
+
+    def _submit_whole(self, load: Load, engine: int, answer: Answer | None) -> None:
+        part = _Part(engine, load.blocks, load.offsets, load.sizes, load, _Outcome(1))
+        load.reads = self._submit_part(part, MERGED_MOST, answer)
 
     def _submit_chunks(self, load: Load, chunked: NDArray[np.bool_]) -> None:
         """What lies in chunks goes by way of their decoder, the rest as ever."""
@@ -161,18 +167,23 @@ class Reading:
     def _submit_part(self, part: _Part, most: int, answer: Answer | None = None) -> int:
         """Read blocks of one device, those of up to `most` bytes together with neighbours; return
         how many reads that takes."""
-        engine, blocks = self._engines[part.engine], part.blocks
-        runs = merged(blocks.begins, blocks.ends, blocks.shards, most)
+        engine = self._engines[part.engine]
         batch = Batch.of_blocks(
-            self._table.c, blocks.table, part.slots, part.slot_sizes, self._memory.address, runs
+            self._table.c,
+            part.blocks.table,
+            part.slots,
+            part.slot_sizes,
+            self._memory.address,
+            (most, MERGED_GAP, MERGED_SIZE),
         )
+        reads = batch.read_count
         if answer is not None:
             answer.awaits(batch)
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1
         engine.submit(batch)
-        return len(runs)
+        return reads
 
     def reap(self) -> None:
         """Report what has ended by now, without waiting to be told."""

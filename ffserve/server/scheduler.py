@@ -268,7 +268,7 @@ class Scheduler:
     def _start(self, load: Load, job: str, promise: Promise | None = None) -> None:
         if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
             del self.read_sizes[next(iter(self.read_sizes))]
-        size = self.read_sizes.get(job, 0) + int(load.blocks.sizes.sum())
+        size = self.read_sizes.get(job, 0) + load.size
         self.read_sizes[job] = size
         self._submit(load, promise)
         self._reads += load.reads
