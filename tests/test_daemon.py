@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -631,15 +631,37 @@ threading.Event().wait()
 
 
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
-    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    """Several clients at once, and piece by piece: a shard may be opened again while it goes."""
+    patch = (
+        "import resource, ffserve.server.catalog as c; c.DROP_COUNT = 2\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    )
+    truth = [[sample(5 * k + i) for i in range(5)] for k in range(300)]
+    paths = [write(tmp_path / f"{k}.ffr", samples) for k, samples in enumerate(truth)]
     with serving(patch=patch) as daemon:
-        for k in range(300):
-            with daemon.open(write(tmp_path / f"{k}.ffr", [sample(k)])) as reader:
-                assert reader[0].tobytes() == sample(k)
+        problems: list[BaseException] = []
+
+        def walk(numbers: Sequence[int]) -> None:
+            try:
+                for k in numbers:
+                    with daemon.open(paths[k]) as reader:
+                        assert [s.tobytes() for s in reader.read(range(5))] == truth[k]
+            except BaseException as error:
+                problems.append(error)
+
+        orders = (range(300), range(299, -1, -1), [k % 200 for k in range(0, 2100, 7)])
+        threads = [threading.Thread(target=walk, args=(order,)) for order in orders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems
         assert daemon.fd_count() < 256
         with contextlib.ExitStack() as stack:
-            readers = [stack.enter_context(daemon.open(tmp_path / f"{k}.ffr")) for k in range(150)]
-            assert all(r[0].tobytes() == sample(k) for k, r in enumerate(readers))
+            readers = [stack.enter_context(daemon.open(path)) for path in paths[:150]]
+            assert all(
+                r[0].tobytes() == samples[0] for r, samples in zip(readers, truth, strict=False)
+            )
 
 
 def test_three_hundred_readers_in_one_process(daemon: Daemon, tmp_path: Path) -> None:

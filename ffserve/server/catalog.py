@@ -39,6 +39,9 @@ Key = tuple[Any, ...]
 _OPENERS = 4
 """Threads that open shards: a hung network mount must not hold up every other user."""
 
+DROP_COUNT = 8192
+"""Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
+
 
 @dataclass(slots=True, eq=False)
 class OpenShard:
@@ -106,10 +109,10 @@ class Catalog:
         keys = await loop.run_in_executor(
             self._pool, self._identify, paths, format_name, verify, tolerant, peer
         )
-        new = sum(key not in self._open for key in set(keys))
-        while len(self._open) + new > self._most_open and self._drop_idle():
+        while not self._room_for(keys) and await self._drop_idle():
+            pass
+        if not self._room_for(keys):
             new = sum(key not in self._open for key in set(keys))
-        if len(self._open) + new > self._most_open:
             raise ReadError(
                 f"the daemon may hold {self._most_open} files open and holds {len(self._open)} "
                 f"that are in use; this data set has {new} more",
@@ -297,16 +300,31 @@ class Catalog:
             if shard.sessions == 0:
                 self._idle[shard.key] = shard
                 self._cache.idle_changed = True
-        while len(self._open) > self._most_open and self._drop_idle():
-            pass
 
-    def _drop_idle(self) -> bool:
-        """Forget the shard that has been idle for longest; False when none can be."""
-        for shard in self._idle.values():
-            if shard.count == 0 or self._cache.drop(shard.base, shard.count):
-                break
-        else:
-            return False
+    def _room_for(self, keys: list[Key]) -> bool:
+        return len(self._open.keys() | keys) <= self._most_open
+
+    async def _drop_idle(self) -> bool:
+        """Forget the shard that has been idle for longest. False when none can be.
+
+        The loop goes on between two pieces of it; when somebody opens or drops the shard meanwhile,
+        that is the end of it here: what there is room for has to be looked at anew.
+        """
+        for shard in list(self._idle.values()):
+            end = shard.base + shard.count
+            for first in range(shard.base, end + 1, DROP_COUNT):
+                await asyncio.sleep(0)
+                if self._idle.get(shard.key) is not shard:
+                    return True
+                if not self._cache.evict(first, min(first + DROP_COUNT, end)):
+                    break
+            else:
+                if shard.count == 0 or self._cache.drop(shard.base):
+                    self._forget(shard)
+                    return True
+        return False
+
+    def _forget(self, shard: OpenShard) -> None:
         del self._idle[shard.key], self._open[shard.key]
         if shard.count:
             row = self._table.row(shard.base)
@@ -315,7 +333,6 @@ class Catalog:
             with self._reserving:
                 self._directory.release(shard.base, shard.count)
         os.close(shard.fd)
-        return True
 
     def shards(self) -> list[OpenShard]:
         """Return every shard that is open, idle ones included."""
