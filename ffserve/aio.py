@@ -18,9 +18,19 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
+
+import numpy as np
 
 from ffserve.client import choice, connections
 from ffserve.client.announced import Announced, check_count, check_order
@@ -29,10 +39,13 @@ from ffserve.client.base import (
     READ_AHEAD_SIZE,
     RETURN_AFTER_S,
     SIZES_AT_ONCE,
+    TOGETHER_COUNT,
     BaseReader,
     batches_ahead,
     check_options,
     cut,
+    taken_apart,
+    together,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
 from ffserve.client.daemon import source_over
@@ -47,6 +60,8 @@ from ffserve.errors import FFServeError, ServerUnavailable, UsageError
 from ffserve.places import find_socket
 
 T = TypeVar("T")
+Failed: TypeAlias = dict[int, FFServeError]
+"""What could not be read, by position."""
 
 LARGE_COPY_SIZE = 1024 * 1024
 """Bytes from which on a copy leaves the loop to others. Copying so much takes 0.12 ms (ratios in
@@ -449,34 +464,43 @@ class Reader(BaseReader):
     ) -> Any:
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        ahead: deque[asyncio.Task[Batch]] = deque()
+        ahead: deque[tuple[list[Int64s], asyncio.Task[tuple[Batch, Failed]]]] = deque()
+        most_together = max(count, TOGETHER_COUNT)
         try:
-            async with contextlib.aclosing(self._parts(numbers, count, size)) as parts:
-                async for part, part_size in parts:
-                    ahead.append(asyncio.ensure_future(self._batch(part)))
-                    if len(ahead) >= batches_ahead(count, part_size):
-                        yield await ahead[0]
-                        ahead.popleft()
+            async with contextlib.aclosing(self._estimated(numbers)) as estimated:
+                async for some, sizes in estimated:
+                    for parts, total in together(cut(some, sizes, count, size)):
+                        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                        ahead.append((parts, asyncio.ensure_future(self._batch(whole))))
+                        if len(ahead) >= batches_ahead(most_together, total):
+                            for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
+                                yield batch
+                            ahead.popleft()
             while ahead:
-                yield await ahead[0]
+                for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
+                    yield batch
                 ahead.popleft()
         finally:
-            for task in ahead:
+            for _, task in ahead:
                 task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
+            await asyncio.gather(*(task for _, task in ahead), return_exceptions=True)
 
-    async def _batch(self, numbers: Int64s) -> Batch:
+    def _intact_of(self, parts: list[Int64s], batch: Batch, failed: Failed) -> Iterator[Batch]:
+        for part, some, errors in taken_apart(parts, batch, failed):
+            self._raise_first(errors, part)
+            yield some
+
+    async def _batch(self, numbers: Int64s) -> tuple[Batch, Failed]:
         target, failed = await self._retrying(
             lambda source: self._whole(source, numbers, apart=False)
         )
-        self._raise_first(failed, numbers)
-        return Batch(target.buffer, target.offsets)
+        return Batch(target.buffer, target.offsets), failed
 
-    async def _parts(self, numbers: Int64s, count: int, size: int) -> Any:
+    async def _estimated(self, numbers: Int64s) -> AsyncGenerator[tuple[Int64s, Int64s], None]:
+        """Yield some samples after the other with about their sizes."""
         for start in range(0, len(numbers), SIZES_AT_ONCE):
             some = numbers[start : start + SIZES_AT_ONCE]
-            for part in cut(some, await self._retrying(estimating(some)), count, size):
-                yield part
+            yield some, await self._retrying(estimating(some))
 
     # ---- the order ------------------------------------------------------------------------
 
@@ -557,11 +581,12 @@ class Reader(BaseReader):
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        async for part, _ in self._parts(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
-            got = await self.read(part, errors="return")
-            for number, sample in zip(part.tolist(), got, strict=True):
-                if isinstance(sample, FFServeError):
-                    bad[number] = sample
+        async for some, sizes in self._estimated(self._all_numbers()):
+            for part, _ in cut(some, sizes, READ_AHEAD_COUNT, READ_AHEAD_SIZE):
+                got = await self.read(part, errors="return")
+                for number, sample in zip(part.tolist(), got, strict=True):
+                    if isinstance(sample, FFServeError):
+                        bad[number] = sample
         self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:

@@ -89,6 +89,21 @@ async def test_iteration_gives_every_sample_once(reader: ffserve.aio.Reader) -> 
     assert got == TRUTH[::-1]
 
 
+async def test_small_batches_are_asked_for_together(tmp_path: Path, server: str) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, [2000, 100]) for i in range(500)])
+    damage(path, 300)
+    async with ffserve.aio.open(path, server=server) as reader:
+        got: list[ffserve.Batch] = []
+        with pytest.raises(ChecksumError) as caught:
+            async for batch in reader.batches(count=8):
+                got.append(batch)
+        assert caught.value.index == 300
+        samples = [s.tobytes() for batch in got for s in batch]
+        assert samples == [sample(i, [2000, 100]) for i in range(296)]
+        buffers = {id(b.buffer if b.buffer.base is None else b.buffer.base) for b in got}
+        assert len(got) == 37 and len(buffers) == 3
+
+
 async def test_iteration_that_is_left_early_leaves_nothing(reader: ffserve.aio.Reader) -> None:
     async with contextlib.aclosing(reader.batches(count=3)) as batches:
         async for batch in batches:

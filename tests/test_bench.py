@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -164,6 +165,7 @@ def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize("even", [True, False])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # WebDataset leaves its file to the collector
 def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_path: Path) -> None:
     if peer.missing or peer.name in ("TFRecord", "MosaicML"):
         pytest.skip(peer.missing or "its import takes half a minute")
@@ -177,6 +179,7 @@ def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_pat
     place = peer.place(str(tmp_path), data)
     chosen = np.array([5, 39, 0, 7, 5]) if not peer.in_order else np.arange(40)
     assert peer.open(place)(chosen) == sum(sizes[k] for k in chosen)
+    gc.collect()
 
 
 def test_the_adapter_for_ffrecord_runs_with_its_drop_in(

@@ -6,6 +6,7 @@ Most commands run within the test's process, since starting one takes longer tha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -14,13 +15,15 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import damage
+from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
 from ffserve import cli
@@ -152,6 +155,41 @@ def test_a_place_where_nothing_can_be_made_is_named(
         assert f"{below}" in error and "Errno" not in error
 
 
+NASTY = "a\nb\x1b[31m\x9b\u202e.ffr"
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / NASTY
+    shown = str(tmp_path / r"a\nb\x1b[31m\x9b\u202e.ffr")
+    assert text_of("convert", packed, path).strip().endswith(f": {shown}")
+    assert text_of("inspect", path).startswith(f"{shown}\n")
+    damage(path, 1)
+    assert text_of("verify", path, code=1).startswith(f"{shown}: sample 1: ")
+    [entry] = json.loads(text_of("verify", "--json", path, code=1))["damaged"]
+    assert entry["path"] == str(path)
+    path.unlink()
+    assert error_of("inspect", path, code=2).startswith(f"error: {shown}: No such file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_file_that_may_not_be_read_is_usage() -> None:
+    # Everything is imported while that is still allowed, by a first run as root.
+    program = (
+        "import os, sys, ffserve.cli as cli\n"
+        "assert cli.run([sys.argv[1], sys.argv[2] + '.none', *sys.argv[3:]]) == 2\n"
+        "assert cli.run(sys.argv[1:]) == 0\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "sys.exit(cli.run(sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = write(Path(folder, "a.ffr"), [b"one"])
+        os.chmod(path, 0o600)
+        for command in (["cat", path, "0"], ["inspect", path], ["verify", path]):
+            done = run_python(program, *command, code=2)
+            assert "Permission denied" in done.stdout + done.stderr
+
+
 def test_debug_shows_the_place() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ffserve", "--debug", "status", "--socket", "/none/x.sock"],
@@ -176,15 +214,27 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "never")  # opening it blocks: the command hangs until it is interrupted
-    (tmp_path / "a").write_text("a")
+    fifo = tmp_path / "never"
+    os.mkfifo(fifo)
+
+    def opened() -> int | None:
+        with contextlib.suppress(OSError):  # ENXIO: nobody reads it yet
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        return None
+
     with subprocess.Popen(
-        [sys.executable, "-m", "ffserve", "serve", "--config", str(tmp_path / "never")],
+        [sys.executable, "-m", "ffserve", "serve", "--config", str(fifo)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
     ) as process:  # fmt: skip
-        time.sleep(1)
+        fd = until(opened, "the command opens its configuration")
+        os.write(fd, b"#")
+        until(
+            lambda: fcntl.ioctl(fd, termios.FIONREAD, bytes(4)) == bytes(4),
+            "it has read that much, and waits for more",
+        )
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=20)
+        out, error = process.communicate(timeout=DEADLINE_S)
+        os.close(fd)
     assert process.returncode == 130
     assert (out, error.strip()) == ("", "")
 

@@ -67,8 +67,9 @@ def test_compressed_files(name: str, tmp_path: Path) -> None:
     same = ("samples", "sample_size_bytes", "histogram")
     assert [facts[key] for key in same] == [plain[key] for key in same]
     assert "49 samples" in text_of("verify", path)
-    expected = run("cat", GOLDEN / "mixed.tfrecord", "4", "2", "2", "7:9").stdout
-    assert len(expected) > 70_000 and run("cat", path, "4", "2", "2", "7:9").stdout == expected
+    which = ("4", "2", "2", "7:9", "8", "3:3", "1:9")
+    expected = run("cat", GOLDEN / "mixed.tfrecord", *which).stdout
+    assert len(expected) > 70_000 and run("cat", path, *which).stdout == expected
     assert "outside the dataset of 49 samples" in error_of("cat", path, "49", code=2)
     assert "neither names nor an end" in error_of("cat", path, "name", code=2)
     (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
@@ -85,3 +86,4 @@ def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) 
     for which in ("0", f"0:{10**30}"):
         error = error_of("cat", tmp_path / "none.tfrecord.gz", which, code=2)
         assert "sample index 0 is outside the dataset of 0 samples" in error
+    assert run("cat", tmp_path / "none.tfrecord.gz", "0:0").stdout == b""

@@ -3,8 +3,8 @@
 This file knows which commands there are and what an error costs; each command is a file of its
 own, imported when it is called, so that ``ffserve --help`` imports nothing but click.
 
-Exit codes: 0 fine, 1 the data are bad or could not be read, 2 usage (a file that is not there is
-one of it), 3 the daemon is not there, 130 interrupted.
+Exit codes: 0 fine, 1 the data are bad or could not be read, 2 usage (also when a file is not there,
+or may not be read or written), 3 the daemon is not there, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import click
 
 from ffserve.errors import (
+    AccessDenied,
     FFServeError,
     MissingFile,
     SampleIndexError,
@@ -93,7 +94,7 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code that an error stands for."""
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
-    if isinstance(error, (UsageError, SampleIndexError, MissingFile)):
+    if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied)):
         return EXIT_USAGE
     return EXIT_BAD_DATA
 
@@ -101,20 +102,22 @@ def exit_code(error: BaseException) -> int:
 def exit_code_of_all(codes: Iterable[str]) -> int:
     """Return the exit code of a command that went on behind errors with these codes."""
     found = set(codes)
-    if found <= {MissingFile.code}:
+    if found <= {MissingFile.code, AccessDenied.code}:
         return EXIT_USAGE if found else 0
     return EXIT_BAD_DATA
 
 
 def report(error: BaseException) -> None:
     """Write an error to standard error: what happened, and below it what can be done."""
+    from ffserve.cli.terminal import printable
+
     hint = error.hint if isinstance(error, FFServeError) else None
     text = str(error) or type(error).__name__
     if hint:
         text = text.removesuffix(f" ({hint})")
-    click.echo(f"error: {text}", err=True)
+    click.echo(f"error: {printable(text)}", err=True)
     if hint:
-        click.echo(f"  hint: {hint}", err=True)
+        click.echo(f"  hint: {printable(hint)}", err=True)
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -103,29 +104,49 @@ def cat(
 
 
 def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
-    """Write samples of a compressed file, read from its beginning to the last that is wanted."""
-    asked = [_as_indices(word, None) for word in which]
-    wanted = [indices for indices in asked if indices]
-    if len(wanted) < len(asked):
-        raise UsageError(
-            "a compressed file has neither names nor an end that is known: give indices, or runs "
-            "with both ends",
-            path=file,
-        )
+    """Write samples of a compressed file, read from its beginning to the last that is wanted.
+
+    Kept are those only that are not to be written yet, or once more.
+    """
+    wanted: list[range] = []
+    for word in which:
+        indices = _as_indices(word, None)
+        if indices is None:
+            raise UsageError(
+                "a compressed file has neither names nor an end that is known: give indices, or "
+                "runs with both ends",
+                path=file,
+            )
+        wanted.append(indices)
     end = max(indices.stop for indices in wanted)
-    found: dict[int, NDArray[np.uint8]] = {}
+    kept: dict[int, NDArray[np.uint8]] = {}
+    turns = _turns(wanted)
+    turn = next(turns, None)
     count = 0
-    for sample in reader:
-        if any(count in indices for indices in wanted):
-            found[count] = sample
-        count += 1
-        if count == end:
+    for batch in reader.batches():
+        due = []
+        for index, sample in enumerate(batch, count):
+            if any(index in indices for indices in wanted):
+                kept[index] = sample.copy()
+            while turn is not None and turn[0] in kept:
+                number, last = turn
+                due.append(kept.pop(number) if last else kept[number])
+                turn = next(turns, None)
+        count += len(batch)
+        _write(due, force=force)
+        if count >= end:
             break
     if count < end:
         raise outside(
             min(max(indices.start, count) for indices in wanted if indices.stop > count), count
         ).located(path=file)
-    _write([found[index] for indices in wanted for index in indices], force=force)
+
+
+def _turns(wanted: list[range]) -> Iterator[tuple[int, bool]]:
+    """Yield each index, in order, and whether it is asked for the last time."""
+    for k, indices in enumerate(wanted):
+        for index in indices:
+            yield index, not any(index in later for later in wanted[k + 1 :])
 
 
 def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:

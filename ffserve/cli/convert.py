@@ -7,7 +7,7 @@ import os
 
 import click
 
-from ffserve.cli.terminal import counted, print_json, progress
+from ffserve.cli.terminal import counted, print_json, printable, progress
 from ffserve.config import format_size, parse_size
 
 
@@ -92,5 +92,5 @@ def convert(
     kept = f" ({written.kept} of them were there already)" if written.kept else ""
     verified = ", read back and compared" if verify else ""
     samples, size = counted(written.samples, "sample"), format_size(written.bytes)
-    click.echo(f"{samples}, {size}: {where}{kept}{verified}")
+    click.echo(f"{samples}, {size}: {printable(where)}{kept}{verified}")
     return 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
 from ffserve.cli.recordfiles import files_of, format_option, json_option
-from ffserve.cli.terminal import counted, histogram, print_facts, print_json
+from ffserve.cli.terminal import counted, histogram, print_facts, print_json, printable
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError
 from ffserve.formats.base import ChunkedShard
@@ -155,7 +155,7 @@ def _size_facts(lengths: NDArray[Any]) -> dict[str, Any]:
 
 
 def _print_description(facts: dict[str, Any]) -> None:
-    click.echo(click.style(facts["path"], bold=True))
+    click.echo(click.style(printable(facts["path"]), bold=True))
     lines = [
         ("format", facts["format"]),
         ("samples", f"{facts['samples']:,}"),
@@ -197,7 +197,8 @@ def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> i
     """Show what is in record files: samples, their sizes, checksums, names.
 
     Only metadata are read, and checked. FILES are files, directories or patterns. The exit code
-    is 1 when a file is not a sound record file, 2 when no more is wrong than that one is not there.
+    is 1 when a file is not a sound record file, 2 when no more is wrong than that one is not there
+    or may not be read.
 
     \b
       ffserve inspect train.ffr

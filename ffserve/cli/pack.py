@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from ffserve.cli.terminal import counted, print_json, progress
+from ffserve.cli.terminal import counted, print_json, printable, progress
 from ffserve.config import format_size
 
 
@@ -54,7 +54,8 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
         )
     else:
         where = out if shards == 1 else f"{shards} files in {out}"
-        click.echo(f"{counted(written.files, 'file')}, {format_size(written.bytes)}: {where}")
+        files, size = counted(written.files, "file"), format_size(written.bytes)
+        click.echo(f"{files}, {size}: {printable(where)}")
     return 0
 
 

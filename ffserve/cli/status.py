@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ffserve.cli.terminal import percent, print_facts, print_json, print_table
+from ffserve.cli.terminal import percent, print_facts, print_json, print_table, printable
 from ffserve.config import format_size
 
 SHARDS_SHOWN = 8
@@ -41,7 +41,7 @@ def _print(facts: dict[str, Any]) -> None:
     arena, cache, shards, jobs = (facts[key] for key in ("arena", "cache", "shards", "jobs"))
     click.echo(
         f"ffserve {facts['version']}, pid {facts['pid']}, up {duration(facts['uptime_s'])}, "
-        f"{facts['socket']}"
+        f"{printable(facts['socket'])}"
     )
     used = f"{format_size(arena['used'])} of {format_size(arena['size'])}"
     if arena["size"] != arena["target"]:

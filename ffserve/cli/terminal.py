@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ class Progress:
         self.advance = advance
         """Take how much more was done."""
         self.line = line
-        """Write a line of the command's output without disturbing the bar."""
+        """Write a line of the command's output without disturbing the bar; see `printable`."""
 
 
 @contextmanager
@@ -55,11 +56,11 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
             task = bar.add_task(label, total=total)
 
             def above_the_bar(text: str) -> None:
-                bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
             yield Progress(
                 lambda more: bar.advance(task, more),
-                above_the_bar if sys.stdout.isatty() else click.echo,
+                above_the_bar if sys.stdout.isatty() else _line,
             )
         return
 
@@ -78,7 +79,23 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
             shown = format_size if as_bytes else "{:,}".format
             click.echo(f"{label}: {shown(done)} of {shown(total)}", err=True)
 
-    yield Progress(advance, click.echo)
+    yield Progress(advance, _line)
+
+
+def _line(text: str) -> None:
+    click.echo(printable(text))
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return text in one line that a terminal shows and does not obey.
+
+    Names of files, samples and jobs may hold anything: line breaks, escape sequences and what turns
+    the direction of writing become what Python writes for them, such as ``\\n`` and ``\\x1b``.
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def print_json(facts: Any) -> None:
@@ -90,7 +107,7 @@ def print_json(facts: Any) -> None:
 
 def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> None:
     """Write a table of plain text; the first ``left`` columns are aligned to the left."""
-    lines = [heads, *rows]
+    lines = [heads, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     for number, line in enumerate(lines):
         cells = [
@@ -105,7 +122,7 @@ def print_facts(facts: list[tuple[str, str]]) -> None:
     """Write names and values, one pair a line."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        click.echo(f"  {name.ljust(width)}  {value}")
+        click.echo(f"  {name.ljust(width)}  {printable(value)}")
 
 
 def histogram(counts: list[int]) -> str:

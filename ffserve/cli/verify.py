@@ -102,7 +102,7 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
 
     FILES are files, directories or patterns. A line is written for each damaged sample and for
     each file that cannot be opened; the others are still read. The exit code is 1 if there was
-    any, 2 if no more is wrong than that a file is not there.
+    any, 2 if no more is wrong than that a file is not there or may not be read.
 
     \b
       ffserve verify /data/shards && echo sound

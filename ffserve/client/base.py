@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ffserve import formats
-from ffserve.client.source import Int64s, Source
+from ffserve.client.source import Batch, Int64s, Source
 from ffserve.dataset import as_indices, check_same_content, combined_fingerprint
 from ffserve.errors import FFServeError, UsageError
 from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
@@ -51,6 +51,23 @@ def together(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s]
         count, total = count + len(part), total + size
     if some:
         yield some, total
+
+
+def taken_apart(
+    parts: list[Int64s], batch: Batch, failed: dict[int, FFServeError]
+) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
+    """Yield each of the batches that were asked for together: its samples' numbers, the batch, a
+    part of the whole one's buffer, and the errors by position in it."""
+    if len(parts) == 1:
+        yield parts[0], batch, failed
+        return
+    first = 0
+    for part in parts:
+        offsets = batch.offsets[first : first + len(part) + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
+        yield part, Batch(batch.buffer[low:high], offsets - low), errors
+        first += len(part)
 
 
 def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:

@@ -33,6 +33,7 @@ from ffserve.client.base import (
     check_options,
     cut,
     is_compressed,
+    taken_apart,
     together,
 )
 from ffserve.client.choice import RECONNECT_S, Choosing, Origin
@@ -474,19 +475,11 @@ class Reader(BaseReader, Sequence[Bytes]):
         self, parts: list[Int64s], begun: tuple[Int64s, Source, Any]
     ) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
         batch, failed = self._finish(*begun)
-        first = 0
-        for part in parts:
+        for part, some, errors in taken_apart(parts, batch, failed):
             if self._closed:
                 raise UsageError("this reader is closed")
             self._used(part)
-            if len(parts) == 1:
-                yield part, batch, failed
-                return
-            offsets = batch.offsets[first : first + len(part) + 1]
-            low, high = int(offsets[0]), int(offsets[-1])
-            errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
-            yield part, Batch(batch.buffer[low:high], offsets - low), errors
-            first += len(part)
+            yield part, some, errors
 
     def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
         for start in range(0, len(numbers), SIZES_AT_ONCE):
