@@ -165,8 +165,9 @@ def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize("even", [True, False])
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # WebDataset leaves its file to the collector
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_path: Path) -> None:
+    """Some leave what they opened to the collector."""
     if peer.missing or peer.name in ("TFRecord", "MosaicML"):
         pytest.skip(peer.missing or "its import takes half a minute")
     path = tmp_path / "some.ffr"
