@@ -186,7 +186,7 @@ async def test_hundreds_of_requests_share_one_connection(path: str) -> None:
             )
             wanted = [[TRUTH[i], TRUTH[(7 * i) % COUNT]] for i in range(COUNT) for _ in "12"]
             assert [[bytes(s) for s in pair] for pair in got] == wanted
-            assert daemon.fd_count() == before
+            until(lambda: daemon.fd_count() <= before, "there is no other connection")
 
 
 async def test_more_requests_than_a_session_may_have(path: str) -> None:

@@ -133,7 +133,7 @@ def test_giving_back_a_whole_arena_takes_no_time() -> None:
     start = time.perf_counter()
     arena.free(slots[::2])
     arena.free(slots[1::2])
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 20
     assert arena.used_size == 0
 
 
@@ -607,7 +607,7 @@ def test_stealing_in_a_large_arena_takes_little_time() -> None:
     taken_s = time.perf_counter() - start_s
     assert all(node.resident([1_040_000 + k for k in range(100)]))
     # Some fifty slabs of a thousand slots; one look at every slot would be 10 ms each.
-    assert taken_s < 5, taken_s
+    assert taken_s < 20, taken_s
     node.directory.close()
 
 

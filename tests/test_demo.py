@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from daemon import until
 
 EPOCHS = 2
 
@@ -41,7 +42,17 @@ def processes_of(place: Path) -> list[str]:
 
 def assert_nothing_left(place: Path) -> None:
     assert list(place.iterdir()) == []
-    assert processes_of(place) == []
+    until(lambda: not processes_of(place), "every process has ended")
+
+
+def await_first_epoch(process: subprocess.Popen[str]) -> None:
+    """Read no further, so that it gets no further than a small pipe lets it."""
+    assert process.stdout is not None
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    for line in process.stdout:
+        if "epoch 1" in line:
+            return
+    raise AssertionError("it ended before")
 
 
 FRAMEWORKS = [
@@ -105,12 +116,10 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Pa
         command(place, "--no-torch", "--epochs", "100"),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "epoch 1" in line:
-                break
+        await_first_epoch(process)
         assert len(processes_of(place)) >= 2
         process.send_signal(number)
+        assert process.stdout is not None
         rest = process.stdout.read()
         assert process.wait(30) == 130
     assert "Traceback" not in rest
@@ -123,15 +132,9 @@ def test_a_demo_whose_daemon_dies_says_so_and_leaves_nothing(tmp_path: Path) -> 
         command(place, "--no-torch", "--epochs", "100"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        deadline = time.monotonic() + 60
-        daemons: list[int] = []
-        while not daemons and time.monotonic() < deadline:
-            time.sleep(0.05)
-            daemons = [pid for pid in children(process.pid) if b"\0serve\0" in command_line(pid)]
-        for line in process.stdout or ():
-            if "epoch 1" in line:
-                break
-        os.kill(daemons[0], signal.SIGKILL)
+        await_first_epoch(process)
+        [daemon] = [pid for pid in children(process.pid) if b"\0serve\0" in command_line(pid)]
+        os.kill(daemon, signal.SIGKILL)
         _, error = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "the daemon ended with code -9" in error

@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -441,9 +440,8 @@ def test_the_arena_shrinks_when_the_lease_is_over(path: str) -> None:
             source = reader._source
             assert isinstance(source, RemoteSource)
             source.connection.resize(2 * MIB)
-            time.sleep(0.1)
-            arena = daemon.status()["arena"]
-            assert arena["resizing"] and arena["held"]
+            until(lambda: daemon.status()["arena"]["held"], "all but what is leased is empty")
+            assert daemon.status()["arena"]["resizing"]
             assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in range(0, 100, 2)]
         until(lambda: not daemon.status()["arena"]["resizing"], "it has shrunk")
         assert [s.tobytes() for s in reader.read(range(100))] == [

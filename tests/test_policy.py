@@ -113,7 +113,7 @@ def test_a_hundred_thousand_that_left_by_another_way_are_not_remembered() -> Non
         taken = np.array(slots.fill(np.arange(60_000)))
         slots.policy.leave(taken)
         slots.free += taken.tolist()
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 20
     (shelf,) = slots.policy._shelves[0].values()
     assert shelf.entries < 4 * 65_536
     assert slots.out(5) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -60,8 +61,9 @@ def memory_size(daemon: Daemon) -> int:
     """Bytes of memory that the arena's file has."""
     folder = Path(f"/proc/{daemon.pid}/fd")
     for entry in folder.iterdir():
-        if "ffserve-arena" in os.readlink(entry):
-            return entry.stat().st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # a client's, which has gone
+            if "ffserve-arena" in os.readlink(entry):
+                return entry.stat().st_blocks * 512
     raise AssertionError("the daemon has no arena")
 
 
