@@ -82,7 +82,9 @@ def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: 
 
 
 def test_two_announced_jobs_read_little_more_than_one(daemon: Daemon, paths: list[str]) -> None:
-    jobs = [Job(daemon, paths[0], seed=1, epochs=4) for _ in range(2)]
+    jobs = [Job(daemon, paths[0], seed=1, epochs=4, go=False) for _ in range(2)]
+    for job in jobs:
+        job.go_on()
     for job in jobs:
         assert job.end() == 4 * COUNT
     # The same order at the same time: what one reads the other finds.
@@ -101,6 +103,7 @@ with ffserve.open(path, server=socket) as reader:
     if truth != "silent":
         reader.announce(draw(0), 0)
     print("ready", flush=True)
+    sys.stdin.readline()
     for epoch in range(int(epochs)):
         if truth != "silent":
             reader.announce(draw(epoch + 1), epoch + 1)
@@ -116,13 +119,30 @@ class Job:
     """A training process of its own."""
 
     def __init__(
-        self, daemon: Daemon, path: str, *, seed: int, epochs: int, kind: str = "truth"
+        self,
+        daemon: Daemon,
+        path: str,
+        *,
+        seed: int,
+        epochs: int,
+        kind: str = "truth",
+        go: bool = True,
     ) -> None:
         command = [sys.executable, "-c", PROGRAM, path, daemon.socket, str(seed), str(epochs), kind]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.output = self.process.stdout
         assert self.output.readline() == "ready\n"
+        if go:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Let it begin to read."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.close()
 
     def epoch(self) -> int:
         """Wait for an epoch's end; return all hits so far."""

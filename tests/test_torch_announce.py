@@ -662,6 +662,7 @@ def test_a_loader_can_be_copied_and_pickled() -> None:
 @pytest.fixture
 def file(tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FFSERVE_SOCKET", str(daemon.socket))
+    until(lambda: not daemon.status()["walks"], "the jobs of the tests before are gone")
     return write(tmp_path / "train.ffr", [b"%d" % i for i in range(200)])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch_cases as cases
+from daemon import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -39,7 +40,7 @@ def no_worker_is_left() -> Iterator[None]:
     yield
     gc.collect()  # a caught error's traceback holds the iterator that raised it
     for child in multiprocessing.active_children():
-        child.join(10)
+        child.join(DEADLINE_S)
     assert not multiprocessing.active_children()
 
 
@@ -288,7 +289,7 @@ def test_killing_a_worker_gives_torchs_own_error(persistent: bool) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transfer_cases as cases
-from daemon import serving, until
+from daemon import DEADLINE_S, serving, until
 
 import ffserve
 from ffserve.torch import DataLoader, EpochSampler, loader, segments
@@ -30,7 +30,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     for child in multiprocessing.active_children():
-        child.join(10)
+        child.join(DEADLINE_S)
     assert not multiprocessing.active_children()
     assert mapped() == 0
     assert not segments._receivers, "with its sockets"
@@ -347,7 +347,7 @@ def test_a_killed_training_process_leaves_nothing() -> None:
     process.stdin.close()
     assert len(workers) == 2
     until(lambda: not any(is_running(pid.decode()) for pid in workers), "the workers end")
-    assert set(os.listdir("/dev/shm")) <= before
+    until(lambda: set(os.listdir("/dev/shm")) <= before, "nothing is left of it")
 
 
 def is_running(pid: str) -> bool:
