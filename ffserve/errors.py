@@ -142,6 +142,12 @@ class UsageError(FFServeError, ValueError):
     code = "usage"
 
 
+class CoreError(FFServeError, ImportError):
+    """The compiled part of ffserve is not there, or does not belong to these sources."""
+
+    code = "core"
+
+
 BY_CODE: dict[str, type[FFServeError]] = {
     cls.code: cls
     for cls in (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.memory import sealed_file
 from ffserve.engine import hazards
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.engine.hazards import MOST_HAZARDS, TABLE_SIZE, Hazards, Leaser, Leases, Table, restore
 from ffserve.engine.view import ENTRY_DTYPE, View, publish
 from ffserve.errors import ReadError

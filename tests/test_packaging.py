@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -65,6 +67,34 @@ def test_a_source_distribution_has_every_file_of_the_core() -> None:
     for names, suffix in ((core["sources"], "c"), (core["depends"], "h")):
         there = {f"ffserve/engine/{path.name}" for path in ENGINE.glob(f"*.{suffix}")}
         assert sorted(names) == sorted(there - {"ffserve/engine/_core.c"})
+
+
+def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(ENGINE.parent, tmp_path / "ffserve")
+    engine = tmp_path / "ffserve" / "engine"
+
+    def loaded() -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "ffserve", "inspect", "/none.ffr"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "No such file" in loaded()
+    with (engine / "slots.c").open("a") as source:
+        source.write("/* from now on */\n")
+    stale = loaded()
+    assert "built from other sources" in stale and "ffserve.engine.build_core" in stale
+    for path in engine.glob("*.[ch]"):
+        path.unlink()
+    assert "No such file" in loaded(), "an installed package has no sources beside it"
+    for path in engine.glob("_core*.so"):
+        path.unlink()
+    assert "cannot be loaded" in loaded()
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ffserve import protocol
 from ffserve.cache.directory import ENTRY_DTYPE
-from ffserve.engine._core import ffi
+from ffserve.engine.core import ffi
 from ffserve.engine.hazards import PANEL, PANELS, TABLE_SIZE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode

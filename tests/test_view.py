@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ffserve.engine import ring
-from ffserve.engine._core import lib
 from ffserve.engine.checksum import CRC_32, checksum
+from ffserve.engine.core import lib
 from ffserve.engine.direct import open_direct
 from ffserve.engine.ring import Engine
 from ffserve.engine.view import ENTRY_DTYPE, NOWHERE, View, publish, retract

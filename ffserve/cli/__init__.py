@@ -21,6 +21,7 @@ import click
 
 from ffserve.errors import (
     AccessDenied,
+    CoreError,
     FFServeError,
     MissingFile,
     SampleIndexError,
@@ -94,7 +95,7 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code that an error stands for."""
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
-    if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied)):
+    if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied, CoreError)):
         return EXIT_USAGE
     return EXIT_BAD_DATA
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.engine.ring import Batch
 
 WHOLE_SIZE = 2048

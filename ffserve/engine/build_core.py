@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shutil
 import sysconfig
 import tempfile
@@ -92,8 +93,9 @@ def declarations() -> str:
 def emit(target: Path) -> None:
     """Write the generated C module."""
     builder = cffi.FFI()
-    builder.cdef(declarations())
-    builder.set_source(MODULE, '#include "core.h"')
+    fingerprint = runpy.run_path(str(HERE / "sources.py"))["fingerprint"](HERE)
+    builder.cdef(declarations() + "#define FFS_SOURCES ...\n")
+    builder.set_source(MODULE, f'#include "core.h"\n#define FFS_SOURCES {fingerprint}u')
     target.parent.mkdir(parents=True, exist_ok=True)
     builder.emit_c_code(str(target))
 
@@ -166,7 +168,7 @@ def build(target: Path, sanitize: str = "") -> Path:
         shutil.copytree(
             ROOT / "ffserve",
             target / "ffserve",
-            ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.c"),
+            ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.[ch]"),
         )
     distribution = Distribution({"name": "ffserve", "ext_modules": [Extension(MODULE, [])]})
     command = BuildExt(distribution)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.errors import UsageError
 
 Int64s = NDArray[np.int64]

@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.errors import UsageError
 
 _LARGEST = 128 << 10

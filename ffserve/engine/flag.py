@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 
 
 class Flag:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.engine.view import Int64s, View
 from ffserve.errors import ReadError
 

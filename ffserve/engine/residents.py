@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import checksum
-from ffserve.engine._core import ffi, lib
 from ffserve.engine.blocks import Shards
+from ffserve.engine.core import ffi, lib
 from ffserve.engine.direct import open_direct
 from ffserve.engine.view import NOWHERE
 from ffserve.errors import ReadError, UsageError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine._core import ffi, lib
+from ffserve.engine.core import ffi, lib
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
