@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 from daemon import Daemon, serving
+from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every process that the tests send it.
@@ -19,6 +20,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Hundreds of processes are started here; to compile the sources anew takes each a quarter of its
 # start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# A slow or busy machine is no failure.
+settings.register_profile(
+    "ffserve", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ffserve")
 
 
 @pytest.fixture(scope="module")
