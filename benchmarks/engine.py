@@ -3,21 +3,18 @@
 Ratios are what counts: a virtual disk's speed changes from minute to minute, so the engines and
 fio take turns and the median turn is reported.
 
-    python -m benchmarks.engine [--folder .bench] [--size-gib 2] [--turns 3] [--seconds 1.5]
+    python -m benchmarks.engine [--folder .bench] [--size-gib 2] [--turns 3] [--seconds 2]
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import mmap
 import os
 import resource
 import select
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ffserve.bench import yardsticks
+from ffserve.bench.records import Data
 from ffserve.engine import ring
 from ffserve.engine.checksum import CRC_32, CRC_NONE, checksums
 from ffserve.engine.direct import open_direct
@@ -37,12 +36,13 @@ HUGE = 2 * MIB
 
 
 def cpu_s() -> float:
+    """CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def make_file(path: Path, size: int) -> None:
-    """Random bytes, written past the page cache's memory of them."""
+    """Write random bytes, and take them out of the page cache."""
     if path.exists() and path.stat().st_size == size:
         return
     random = np.random.default_rng(0)
@@ -146,17 +146,10 @@ class Cold:
 
 
 def fio(path: Path, step: int, seconds: float) -> tuple[float, float]:
-    command = [
-        "fio", "--name=cold", f"--filename={path}", "--rw=randread", f"--bs={step}",
-        f"--iodepth={DEPTH}", "--ioengine=io_uring", "--direct=1", "--norandommap",
-        "--randrepeat=0", "--registerfiles=1", "--nonvectored=1", "--time_based",
-        f"--runtime={seconds}",
-        "--output-format=json", "--iodepth_batch_complete_max=32", "--thread=1",
-    ]  # fmt: skip
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    job = json.loads(out[out.index("{") :])["jobs"][0]
-    iops = float(job["read"]["iops"])
-    return iops, (job["usr_cpu"] + job["sys_cpu"]) / 100 / iops * 1e6
+    """Reads a second, and microseconds of fio's CPU a read."""
+    size = path.stat().st_size
+    found = yardsticks.fio(Data(path.name, (str(path),), size // step, size), DEPTH, seconds)
+    return found["samples"] / found["seconds"], found["cpu"] / found["samples"] * 1e6
 
 
 def turns(
@@ -174,8 +167,8 @@ def turns(
 
 def cold(path: Path, step: int, count: int, seconds: float) -> None:
     contestants: dict[str, Callable[[], tuple[float, float]]] = {}
-    if shutil.which("fio"):
-        contestants["fio io_uring"] = lambda: fio(path, step, max(1, round(seconds)))
+    if yardsticks.has_fio():
+        contestants["fio io_uring"] = lambda: fio(path, step, seconds)
     opened = []
     for kind in ring.probe():
         for what, ahead, verify in (

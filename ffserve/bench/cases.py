@@ -111,7 +111,10 @@ def cold(
             rows.append(Row(row, what, _miss_us, "µs", cpu_limit, at_most=True))
             rows.append(Row(f"{row}/fio", f"{what}, fio's CPU a read being 1", _miss_share,
                             at_most=True))  # fmt: skip
-        return Entrant(f"{OURS} {way.name}", lambda: read_cold(bench, data, way), tuple(rows))
+        return Entrant(
+            f"{OURS} {way.name}", lambda: read_cold(bench, data, way), tuple(rows),
+            labels={"batch": way.batch, "clients": way.clients},
+        )  # fmt: skip
 
     return Group(
         title=f"cold, {data.name}, against {depth} reads in flight{' of extents' * extents}",

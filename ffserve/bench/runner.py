@@ -88,12 +88,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Entrant:
-    """One contestant and the rows that it fills. An ``optional`` one may fail: it is left out."""
+    """One contestant and the rows that it fills. An ``optional`` one may fail: it is left out.
+    Its ``labels`` take the place of the group's."""
 
     who: str
     run: Callable[[], Result]
     rows: tuple[Row, ...]
     optional: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def measure(
                 row.value(result, bases[turn] if bases else None)
                 for turn, result in enumerate(results[who])
             ]
-            rows.append({**_summary(row, values, group), "who": who, **group.labels, **figures})
+            labels = {**group.labels, **entrant.labels}
+            rows.append({**_summary(row, values, group), "who": who, **labels, **figures})
     return rows
 
 
