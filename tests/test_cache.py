@@ -524,12 +524,15 @@ def test_lengths_above_4_gib_are_too_large_and_nothing_worse() -> None:
 def test_a_shard_is_dropped_only_when_nobody_uses_it() -> None:
     node = Node([[5000] * 10, [5000] * 10])
     fetch, loads = node.fetch([1])
-    assert not node.cache.drop(0, 10)
-    node.cache.loaded(loads[0], {})
-    assert not node.cache.drop(0, 10)
-    node.cache.release(fetch.pins)
-    node.read([11])
-    assert node.cache.drop(0, 10)
+    for nobody in (False, False, True):
+        assert node.cache.evict(0, 10) == nobody
+        assert node.cache.drop(0) == nobody
+        if loads:
+            node.cache.loaded(loads.pop(), {})
+        else:
+            node.cache.release(fetch.pins)
+            fetch.pins.clear()
+            node.read([11])
     assert node.resident([1, 11]) == [False, True]
     node.directory.close()
 

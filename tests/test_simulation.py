@@ -419,7 +419,8 @@ class World:
         assert not self.leases.held
         self.lease_rate = 0.0
         for shard in self.shards:
-            assert self.cache.drop(shard.base, shard.count)
+            assert self.cache.evict(shard.base, shard.base + shard.count)
+            assert self.cache.drop(shard.base)
         assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
         assert not self.uses.walks, "a walk of a session that ended is still there"
         assert self.arena.used_size == 0
