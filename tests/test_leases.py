@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """The compiled core, provided that it was built from the sources that lie beside it.
 
 In a checkout the sources may change without the module that was built from them (``git pull``);
-what does not fit together then fails far from here, or does not fail and is wrong. An installed
-package has no sources beside it: its parts came together.
+what does not fit together then fails far from here, or does not fail and is wrong. What is
+installed came together, with the sources or without.
 """
 
 from __future__ import annotations
