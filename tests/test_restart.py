@@ -30,7 +30,7 @@ reader = ffserve.open(path, server=server)
 
 def share(reader, mine, pipe, pause, go):
     for start in range(0, len(mine), 20):
-        if start == 20: go.wait()
+        if start == 20: go.poll(None)
         part = mine[start:start + 20]
         got = reader.read(part)
         pipe.send([(int(i), hashlib.md5(s).hexdigest()) for i, s in zip(part, got)])
@@ -38,7 +38,8 @@ def share(reader, mine, pipe, pause, go):
 
 order = np.random.default_rng(int(seed)).permutation(len(reader))
 missing, pipes, workers = set(order.tolist()), [], []
-go = multiprocessing.Event()
+# No lock that a killed worker could hold.
+go, go_on = multiprocessing.Pipe(duplex=False)
 for k in range(2):
     inner, outer = multiprocessing.Pipe(duplex=False)
     arguments = (reader, order[k::2], outer, float(pause), go)
@@ -50,7 +51,7 @@ print("workers", *[worker.pid for worker in workers], flush=True)
 
 def goes_on():
     sys.stdin.readline()
-    go.set()
+    go_on.send("for all, and read by none")
 
 threading.Thread(target=goes_on).start()
 
