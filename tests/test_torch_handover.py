@@ -16,7 +16,8 @@ from daemon import damage, serving
 
 import ffserve
 from ffserve.torch import DataLoader, Dataset, EpochSampler, Subset
-from ffserve.torch.raw import RawBatches, changes_nothing, reader_of
+from ffserve.torch.joint import joint_of
+from ffserve.torch.raw import RawBatches, changes_nothing
 from ffserve.torch.segments import SMALLEST_SIZE
 
 COUNT = 90
@@ -154,10 +155,11 @@ class Halved(Dataset):
 
 def test_only_what_does_nothing_is_left_out(file: str) -> None:
     raw = cases.Raw(file)
-    assert reader_of(raw) is raw.reader
-    for other in (Own(file), Subset(raw, [1]), cases.Made(3), [1, 2]):
-        assert reader_of(other) is None
-    assert reader_of(Halved(file)) is not None, "read at once, but processed"
+    joint = joint_of(raw)
+    assert joint is not None and joint.reader is raw.reader
+    for other in (Own(file), Subset(Own(file), [1]), cases.Made(3), [1, 2]):
+        assert joint_of(other) is None
+    assert joint_of(Halved(file)) is not None, "read at once, but processed"
 
     def keyword(samples: Any, *, also: Any = None) -> Any:
         return samples

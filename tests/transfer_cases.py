@@ -169,3 +169,59 @@ class Waiting:
     def __call__(self, worker: int) -> None:
         while worker == self.worker and not os.path.exists(self.path):
             time.sleep(0.01)
+
+
+class Placed(Dataset):
+    """Of each sample its index, its first byte, and where it lay; keeps them if it is told to, and
+    says whether what it kept is still as it was."""
+
+    def __init__(self, fnames: Any, *, keeps: bool = False) -> None:
+        super().__init__(fnames)
+        self.keeps = keeps
+        self.kept: list[tuple[int, Any]] = []
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        found = [(i, int(d[0]), d.ctypes.data) for i, d in zip(indices, data, strict=True)]
+        intact = all((array == index % 256).all() for index, array in self.kept)
+        if self.keeps:
+            self.kept += zip(indices, map(torch.from_numpy, data), strict=True)
+        return [torch.tensor([*each, intact]) for each in found]
+
+
+class Various(Dataset):
+    """What default collation can meet, made of small samples."""
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        made = []
+        for index, sample in zip(indices, data, strict=True):
+            whole = torch.from_numpy(sample[:64])
+            grid = whole.view(8, 8)
+            made.append(
+                {
+                    "image": (whole, grid.t(), grid[::2, 1:]),
+                    "half": whole.to(torch.bfloat16),
+                    "mask": whole > 7,
+                    "complex": torch.complex(grid.float(), grid.float()),
+                    "label": index,
+                    "scale": index / 3,
+                    "name": str(index),
+                    "array": sample[2:10],
+                    "pair": Pair(torch.tensor(index), [whole[:0], whole[3]]),
+                }
+            )
+        return made
+
+
+class Uneven(Dataset):
+    """Tensors of different sizes in some batches."""
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        return [torch.from_numpy(d[: 64 - i // 20]) for i, d in zip(indices, data, strict=True)]
+
+
+class Indexed(Dataset):
+    """What `process` was given."""
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        assert all(type(index) is int for index in indices)
+        return [torch.tensor([i, int(d[0])]) for i, d in zip(indices, data, strict=True)]

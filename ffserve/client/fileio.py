@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.client.source import Batch
 from ffserve.client.writer import create
 from ffserve.dataset import expand_paths
 from ffserve.errors import MissingFile, SampleIndexError, UsageError
@@ -179,6 +180,13 @@ class FileReader:
         """
         arrays: list[NDArray[np.uint8]] = self._open().read(self._checked(indices))
         return arrays
+
+    def copied(
+        self, indices: NDArray[np.int64], out: NDArray[np.uint8] | None = None
+    ) -> Batch | None:
+        """Read a batch if all of it is in memory; as ``ffserve.Reader.copied``."""
+        batch: Batch | None = self._open().copied(indices, out)
+        return batch
 
     def read_one(self, index: int) -> NDArray[np.uint8]:
         """Read one sample; as ``read`` for a single index."""

@@ -346,12 +346,9 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
-        source = self._source
-        if type(indices) is np.ndarray and self._intact is None and source is not None:
-            copied = source.copied(indices, out)
+        if type(indices) is np.ndarray:
+            copied = self.copied(indices, out)
             if copied is not None:
-                if self._announced:
-                    self._used(indices)
                 return copied
         numbers = self._numbers(indices)
 
@@ -364,6 +361,24 @@ class Reader(BaseReader, Sequence[Bytes]):
         batch, failed = self._retrying(attempt)
         self._used(numbers)
         self._raise_first(failed, numbers)
+        return batch
+
+    def copied(self, indices: NDArray[Any], out: Bytes | None = None) -> Batch | None:
+        """Read as `read_batch` does, but only a batch that is all in memory.
+
+        Args: indices: an int64 array. out: as for `read_batch`.
+
+        Returns: None where anything has to be waited for, is not as it should be, or has no room
+            in `out`.
+
+        Raises: UsageError for an `out` that cannot be used.
+        """
+        source = self._source
+        if source is None or self._intact is not None:
+            return None
+        batch = source.copied(indices, out)
+        if batch is not None and self._announced:
+            self._used(indices)
         return batch
 
     def _leased_array(self, indices: NDArray[Any]) -> Leased:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.utils.data
 
-from ffserve.client.source import Int64s
+from ffserve.client.fileio import FileReader
 from ffserve.torch.dataset import ReaderRegistry
+from ffserve.torch.listeners import CONCATENATIONS, SUBSETS
 from ffserve.torch.plan import Plan, Ticket
 
 BUNDLE_SIZE = 8 << 20
@@ -34,15 +35,6 @@ class Bundle(NamedTuple):
     def heads(self) -> list[tuple[int, int, int]]:
         """Of each ticket its numbers and how many samples it asks for."""
         return [(batches, samples, len(asked)) for batches, samples, asked, _ in self.tickets]
-
-    @property
-    def order(self) -> Int64s | list[Any] | None:
-        """What all tickets ask for together; None if it is not lists."""
-        if self.tickets[0].drawn:
-            return np.concatenate([ticket.indices for ticket in self.tickets])
-        if any(type(ticket.indices) is not list for ticket in self.tickets):
-            return None
-        return [index for ticket in self.tickets for index in ticket.indices]
 
     def __reduce__(self) -> Any:
         first = self.tickets[0]
@@ -80,11 +72,9 @@ class Bundles(torch.utils.data.Sampler[Bundle]):
 def batches_a_message(dataset: Any, batch_sampler: Any, workers: int) -> int:
     """Return how many batches to ask a worker for at once (batch_sampler: the loader's)."""
     size = getattr(batch_sampler, "batch_size", None)
-    if not size or not isinstance(dataset, ReaderRegistry):
-        return 1
-    readers = dataset.ffreaders()
+    readers = _readers(dataset)
     count = sum(reader.n for reader in readers)
-    if not count:
+    if not size or not count:
         return 1
     try:
         turns = len(batch_sampler) // (TURNS * workers)
@@ -92,3 +82,12 @@ def batches_a_message(dataset: Any, batch_sampler: Any, workers: int) -> int:
         return 1
     batch_bytes = int(size * sum(reader.size for reader in readers) // count)
     return max(1, min(BUNDLE_SIZE // max(1, batch_bytes), BUNDLE_COUNT, turns))
+
+
+def _readers(dataset: Any) -> list[FileReader]:
+    if isinstance(dataset, ReaderRegistry):
+        return dataset.ffreaders()
+    if type(dataset) in SUBSETS:
+        return _readers(dataset.dataset)
+    parts = dataset.datasets if type(dataset) in CONCATENATIONS else ()
+    return [reader for part in parts for reader in _readers(part)]

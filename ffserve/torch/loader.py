@@ -21,8 +21,7 @@ import operator
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch.utils.data
@@ -35,10 +34,10 @@ from ffserve.errors import FFServeError, UsageError
 from ffserve.torch.announcer import Announcer
 from ffserve.torch.bundles import Bundle, Bundles, batches_a_message
 from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
+from ffserve.torch.joint import Samples, joint_of
 from ffserve.torch.parcels import Packer
-from ffserve.torch.placed import Rows
 from ffserve.torch.plan import Plan, Run, Ticket
-from ffserve.torch.raw import RawBatches, changes_nothing, reader_of
+from ffserve.torch.raw import RawBatches, changes_nothing
 from ffserve.torch.segments import Receiver, Senders, memory_limit
 from ffserve.torch.threads import Begun, Threads
 
@@ -298,9 +297,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return inner, receiver
 
 
-_NOWHERE = slice(0)
-
-
 class TicketDataset(torch.utils.data.Dataset[Any]):
     """A dataset of batches: ``[bundle]`` reads, processes and collates some.
 
@@ -339,9 +335,9 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         if worker is None:
             return [self._answer(ticket) for ticket in bundle.tickets]
         if self._packer is None and self._senders is not None:
-            self._packer = Packer(self._senders.key, worker.id, self._senders.of(worker.id))
-            if self._collate is torch.utils.data.default_collate:
-                self._collate = self._packer.collate
+            sender = self._senders.of(worker.id)
+            self._packer = Packer(self._senders.key, worker.id, sender, self._collate)
+            self._collate = self._packer.collate
         if self._packer is None:
             return self._worker_answers(bundle.tickets, worker.id)
         return self._packed(bundle, self._packer, worker.id)
@@ -349,70 +345,55 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
     def _packed(self, bundle: Bundle, packer: Packer, worker: int) -> Any:
         """Answer in a worker, through shared memory."""
         packer.begin()
-        reader = reader_of(self._dataset) if self._batched and self._by_list else None
-        order = None if reader is None else bundle.order
-        read: Sequence[Any] | None = None
-        if reader is not None and order is not None:
-            raw = changes_nothing(self._dataset, self._collate)
-            # What cannot be read at once is read batch by batch, to tell whose error it is.
-            with suppress(Exception):
-                read = packer.read(reader, order, raw=raw)
-            if raw and isinstance(read, Rows) and not read.seen:
-                parcel = packer.pack_raw(read, bundle.heads)
+        joint = joint_of(self._dataset) if self._batched and self._by_list else None
+        numbers = None if joint is None else joint.all_numbers(bundle.tickets)
+        given: Samples | None = None
+        if joint is not None and numbers is not None:
+            if changes_nothing(joint.dataset, self._collate):
+                parcel = packer.raw(joint.reader, numbers, bundle.heads)
                 if parcel is not None:
                     return parcel
-                read = None
-        if read is None:
-            packer.begin()
+                packer.begin()
+            else:
+                given = packer.samples(joint, numbers)
         with placing(packer.place):
-            answers = self._worker_answers(bundle.tickets, worker, read, packer.settle)
-        del read
+            answers = self._worker_answers(bundle.tickets, worker, given, packer.settle)
         return packer.pack(answers)
 
     def _worker_answers(
         self,
         tickets: list[Ticket],
         worker: int,
-        read: Sequence[Any] | None = None,
+        given: Samples | None = None,
         settle: Callable[[], None] = lambda: None,
     ) -> list[tuple[Any, ...]]:
         """Answer tickets. One alone may raise; of several, each has its own answer or error."""
         where = f"in DataLoader worker process {worker}"
         answers = []
-        first = 0
         for ticket in tickets:
-            last = first + len(ticket.indices) if read is not None else 0
             try:
-                answers.append(self._worker_answer(ticket, read, slice(first, last)))
+                answers.append(self._worker_answer(ticket, given))
             except Exception:
                 if len(tickets) == 1:
                     raise
                 answers.append((ExceptionWrapper(where=where),))  # type: ignore[no-untyped-call]
             settle()
-            first = last
         return answers
 
-    def _worker_answer(
-        self, ticket: Ticket, read: Sequence[Any] | None, place: slice
-    ) -> tuple[Any, ...]:
+    def _worker_answer(self, ticket: Ticket, given: Samples | None) -> tuple[Any, ...]:
         """Answer a ticket; an error of ffserve is an answer, too."""
         try:
-            return self._answer(ticket, read, place)
+            return self._answer(ticket, given)
         except FFServeError as error:
             failure = Failure.of(error)
             if failure is None:
                 raise
             return tuple(failure)
 
-    def _answer(
-        self, ticket: Ticket, read: Sequence[Any] | None = None, place: slice = _NOWHERE
-    ) -> tuple[Any, ...]:
-        """Make a batch; of what was read, if that stands in a place."""
+    def _answer(self, ticket: Ticket, given: Samples | None = None) -> tuple[Any, ...]:
+        """Make a batch; of the message's next samples, if these are read for it."""
         wanted = ticket.wanted
-        if read is None:
-            samples = self._samples(wanted)
-        else:
-            samples = self._dataset.process(wanted, list(read[place]))
+        samples = self._samples(wanted) if given is None else given.processed(wanted)
         return ticket.batches, ticket.samples, self._collate(samples)
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ Four roads, by content:
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes, Int64s, placing
+from ffserve.torch.joint import PAUSE, Joint, Samples, Warm
 from ffserve.torch.pickling import Pickler, is_plain
 from ffserve.torch.placed import ALIGNMENT, Alive, Placed, Rows, address_of, cut, laid, places
 from ffserve.torch.raw import Head, RawBatches, open_raw
@@ -39,8 +41,6 @@ SMALL_SIZE = 16 << 10
 """Answers of fewer bytes cross within the message."""
 TABLE_SIZE = 16 << 10
 """Tensors of fewer bytes are copied sooner than looked at, whether they lie side by side."""
-PAUSE = 64
-"""Messages after which it is tried again whether samples cross as they were read."""
 
 
 class Parcel:
@@ -84,16 +84,24 @@ class Packer:
     such an array beyond that, in a dataset's cache for instance, the message gets a copy, and the
     segment waits until the array is gone.
 
-    Args: key, worker: whose segments these are. sender: makes them.
+    Args:
+        key, worker: whose segments these are. sender: makes them.
+        collate: the loader's.
     """
 
-    def __init__(self, key: int, worker: int, sender: Sender) -> None:
+    def __init__(
+        self, key: int, worker: int, sender: Sender, collate: Callable[[Any], Any]
+    ) -> None:
         self._key = key
         self._worker = worker
         self._sender = sender
+        self._stacks = collate is torch.utils.data.default_collate
+        self.collate = self._collate if self._stacks else collate
         self._expected = 0
         self._placed: Placed | None = None
         self._tables: list[tuple[torch.Tensor, Alive]] = []
+        self._warm = Warm()
+        self._mean_size: int | None = None
         self._pause = 0
         """Messages for which samples are not placed, since the last ones did not cross as such."""
 
@@ -102,10 +110,12 @@ class Packer:
         self._placed = None
         self._tables.clear()
 
-    def read(self, reader: FileReader, order: Any, *, raw: bool) -> Sequence[Bytes]:
-        """Read all samples of a message at once, side by side where one request gives them.
+    def read(
+        self, reader: FileReader, numbers: Int64s, *, in_place: bool = True
+    ) -> Sequence[Bytes]:
+        """Read samples at once, side by side where one request gives them.
 
-        Args:    raw: they will cross as they are.
+        Args:    in_place: they may cross as they are.
         Returns: Rows, or a list of arrays.
         Raises:  what the reader raises.
         """
@@ -116,7 +126,7 @@ class Packer:
             if rows is not None or not len(sizes):
                 return None
             size = int(((sizes + (ALIGNMENT - 1)) & -ALIGNMENT).sum())
-            placed = None if self._pause and not raw else self._room(size)
+            placed = self._room(size) if in_place else None
             edges = None if placed is None else placed.lay(sizes)
             if placed is not None and edges is not None and placed.memory is not None:
                 rows = Rows(edges, placed.memory, placed)
@@ -126,14 +136,39 @@ class Packer:
             return rows, places(edges, address_of(rows.memory))
 
         with placing(place):
-            return reader.read(order)
+            return reader.read(numbers)
 
-    def pack_raw(self, rows: Rows, heads: Sequence[Head]) -> Parcel | None:
-        """Return a parcel of samples of which nobody has got any; they are of no use here any more.
+    def samples(self, joint: Joint, numbers: Sequence[Int64s]) -> Samples:
+        """Return what gives `process` the samples of a message.
 
-        Args:    rows: what `read` returned.
-        Returns: None if somebody has got the memory nevertheless: read them again.
+        Args: numbers: of each batch what is to be read.
         """
+        if self._mean_size is None:
+            self._mean_size = joint.mean_size()
+        size = self._mean_size
+        self._expected = self._expected or size * sum(map(len, numbers)) + SMALL_SIZE
+        in_place = self._may_cross(size)
+        warm = self._warm if not in_place and self._warm.begin() else None
+        return Samples(joint, numbers, functools.partial(self.read, in_place=in_place), warm)
+
+    def _may_cross(self, size: int) -> bool:
+        """Whether samples of about this size, in bytes, may cross as they were read."""
+        return not self._pause and not (self._stacks and size < TABLE_SIZE)
+
+    def raw(
+        self, reader: FileReader, numbers: Sequence[Int64s], heads: Sequence[Head]
+    ) -> Parcel | None:
+        """Return a parcel of samples that nobody has a look at.
+
+        Args:    numbers: of each batch what is to be read.
+        Returns: None if it cannot be done, or somebody has got at the memory: read them again.
+        """
+        try:
+            rows = self.read(reader, np.concatenate(numbers))
+        except Exception:  # of any of these batches
+            return None
+        if not isinstance(rows, Rows) or rows.seen:
+            return None
         placed, self._placed = self._placed, None
         # One number where that says it all.
         sizes = (rows.edges[1] - rows.edges[0]).tobytes() if rows.size is None else rows.size
@@ -149,12 +184,12 @@ class Packer:
 
     def place(self, sizes: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]] | None:
         """Give room for samples of the message that is being made; see `client.source.Place`."""
-        if self._pause:
+        if not self._may_cross(int(sizes.max(initial=0))):
             return None
         placed = self._room(int(sizes.sum()) + ALIGNMENT * len(sizes))
         return None if placed is None else placed.add_samples(sizes)
 
-    def collate(self, samples: Any) -> Any:
+    def _collate(self, samples: Any) -> Any:
         """Collate as torch's `default_collate`, but tensors into the segment."""
         return collate(
             samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stack}
@@ -173,6 +208,7 @@ class Packer:
             if buffer is not None and size:
                 out = torch.frombuffer(buffer, dtype=first.dtype).view(len(tensors), *first.shape)
                 return torch.stack(list(tensors), 0, out=out)
+            return torch.stack(list(tensors), 0)  # torch would make a file in /dev/shm for it
         return default_collate_fn_map[torch.Tensor](tensors, collate_fn_map=collate_fn_map)
 
     def _table(self, tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor | None:

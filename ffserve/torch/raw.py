@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes
 from ffserve.torch.dataset import Dataset
 from ffserve.torch.placed import ALIGNMENT, laid
@@ -23,20 +22,6 @@ from ffserve.torch.segments import receiver
 
 Head = tuple[int, int, int]
 """A batch: its number and that of samples up to its end, as in its ticket; its size."""
-
-
-def reader_of(dataset: Any) -> FileReader | None:
-    """Return what a data set reads its samples with, if all it does is what `Dataset` does."""
-    kind: Any = type(dataset)
-    if not isinstance(dataset, Dataset) or kind.__getattribute__ is not object.__getattribute__:
-        return None
-    if kind.__getitem__ is not Dataset.__getitem__ or kind.__getitems__ is not Dataset.__getitems__:
-        return None
-    known = vars(dataset)
-    reader = known.get("reader")
-    if not isinstance(reader, FileReader) or type(reader).read is not FileReader.read:
-        return None
-    return None if "read" in vars(reader) or "__getitems__" in known else reader
 
 
 def changes_nothing(dataset: Dataset, collate: Any) -> bool:

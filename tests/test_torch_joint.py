@@ -1,0 +1,201 @@
+"""Samples that are read for `process` together, or copied batch by batch into memory used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transfer_cases as cases
+from daemon import damage, serving
+from test_torch_transfer import alike
+
+import ffserve
+from ffserve.torch import ConcatDataset, DataLoader, Subset
+from ffserve.torch.joint import joint_of
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serving() as daemon:
+        yield daemon.socket
+
+
+@pytest.fixture(params=["in memory", "alone"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, server: str) -> str:
+    """Where samples come from; those of `written` are in the daemon's memory."""
+    socket = server if request.param == "in memory" else "/nonexistent"
+    monkeypatch.setenv("FFSERVE_SOCKET", socket)
+    return socket
+
+
+def written(path: Path, size: int, odd: int = 0) -> str:
+    """A file of samples full of their index, all of one size but for one."""
+    with ffserve.create(path, n=COUNT) as writer:
+        for k in range(COUNT):
+            writer.write(np.full(size + odd * (k == 25), k, np.uint8))
+    with ffserve.open(str(path)) as reader:
+        reader.read(range(COUNT))
+    return str(path)
+
+
+def rows_of(loader: Any) -> list[list[list[int]]]:
+    return [batch.tolist() for batch in loader]
+
+
+# Memory that is used again
+
+
+@pytest.mark.parametrize(("size", "odd"), [(4096, 0), (48, 0), (100, 0), (4096, 16), (4096, 5)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_small_samples_come_right_and_stay_as_they_were(
+    source: str, tmp_path: Path, size: int, odd: int, keeps: bool
+) -> None:
+    dataset = cases.Placed(written(tmp_path / "a.ffr", size, odd), keeps=keeps)
+    batches = rows_of(DataLoader(dataset, batch_size=6, num_workers=1, bundle=4))
+    rows = [row for batch in batches for row in batch]
+    assert [(index, first) for index, first, _, _ in rows] == [(k, k) for k in range(COUNT)]
+    assert all(intact for *_, intact in rows), "what a data set keeps is its own"
+    assert all(address % 16 == 0 for _, _, address, _ in rows)
+    if source != "/nonexistent" and size % 16 == 0 and not odd:
+        # The first batch shows how large they are.
+        firsts = [batch[0][2] for batch in batches[1:]]
+        assert len(set(firsts)) == (len(firsts) if keeps else 1)
+
+
+def test_what_is_not_in_memory_is_read_with_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "a.ffr", 4096)
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        with ffserve.open(path) as reader:
+            reader.read(range(15))  # two batches and a half
+        batches = DataLoader(cases.Indexed(path), batch_size=6, num_workers=1, bundle=10)
+        assert rows_of(batches) == [[[k, k] for k in range(i, i + 6)] for i in range(0, COUNT, 6)]
+        with ffserve.open(path) as reader:
+            reader.read(range(COUNT))
+            assert reader.stats()["misses"] == 0
+
+
+def test_a_damaged_sample_fails_its_batch_only(source: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.ffr", 4096)
+    other = str(tmp_path / "b.ffr")
+    Path(other).write_bytes(Path(path).read_bytes())
+    damage(other, 16)
+    batches = iter(DataLoader(cases.Indexed(other), batch_size=6, num_workers=1, bundle=4))
+    got = [next(batches).tolist() for _ in range(2)]
+    with pytest.raises(ffserve.ChecksumError) as caught:
+        next(batches)
+    assert (caught.value.path, caught.value.index) == (other, 16)
+    got += rows_of(batches)
+    whole = [[[k, k] for k in range(i, i + 6)] for i in range(0, COUNT, 6)]
+    assert got == whole[:2] + whole[3:]
+
+
+# What collation is given
+
+
+def test_whatever_torch_collates_arrives_as_from_torch(source: str, tmp_path: Path) -> None:
+    dataset = cases.Various(written(tmp_path / "a.ffr", 128))
+    ours = list(DataLoader(dataset, batch_size=7, num_workers=2, bundle=3))
+    theirs = list(torch.utils.data.DataLoader(dataset, batch_size=7))
+    assert len(ours) == len(theirs) == 9
+    assert all(map(alike, ours, theirs))
+
+
+def test_tensors_that_do_not_fit_together_fail_as_in_torch(source: str, tmp_path: Path) -> None:
+    dataset = cases.Uneven(written(tmp_path / "a.ffr", 64))
+    batches = iter(DataLoader(dataset, batch_size=15, num_workers=1, bundle=4))
+    assert next(batches).shape == (15, 64)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="equal size"):
+            next(batches)
+    last = next(batches)
+    assert last.shape == (15, 62) and last[:, 0].tolist() == list(range(45, 60))
+    assert next(batches, None) is None
+
+
+# Subsets
+
+
+def subsets(dataset: Any) -> dict[str, tuple[Any, list[int]]]:
+    order = [*range(50, 10, -3), 7, 7, 0]
+    plain = torch.utils.data.Subset
+    first, _ = torch.utils.data.random_split(
+        dataset, [40, COUNT - 40], torch.Generator().manual_seed(1)
+    )
+    return {
+        "ours": (Subset(dataset, order), order),
+        "torch's": (plain(dataset, order), order),
+        "of a subset": (Subset(plain(dataset, order), [3, 1, 16, 15]), [41, 47, 0, 7]),
+        "an array": (Subset(dataset, np.array(order)), order),
+        "a tensor": (plain(dataset, torch.tensor(order)), order),
+        "a range": (Subset(dataset, range(59, 30, -1)), list(range(59, 30, -1))),
+        "split": (first, list(first.indices)),
+    }
+
+
+@pytest.mark.parametrize("kind", [*subsets(range(COUNT))])
+def test_subsets_are_read_together(source: str, tmp_path: Path, kind: str) -> None:
+    subset, expected = subsets(cases.Indexed(written(tmp_path / "a.ffr", 4096)))[kind]
+    assert joint_of(subset) is not None
+    for options in ({"bundle": 3}, {"bundle": 1}, {}):
+        batches = DataLoader(subset, batch_size=4, num_workers=1, **options)
+        rows = [row for batch in rows_of(batches) for row in batch]
+        assert rows == [[index, index] for index in expected]
+
+
+def test_raw_samples_of_a_subset(source: str, tmp_path: Path) -> None:
+    subset, expected = subsets(cases.Raw(written(tmp_path / "a.ffr", 4096)))["torch's"]
+    batches = DataLoader(subset, batch_size=4, num_workers=1, bundle=2, collate_fn=cases.keep_list)
+    assert [int(array[0]) for batch in batches for array in batch] == expected
+
+
+def test_small_batches_of_subsets_and_concatenations_share_messages(tmp_path: Path) -> None:
+    dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
+    plain = torch.utils.data
+    for whole in (
+        dataset,
+        Subset(dataset, range(COUNT)),
+        plain.Subset(dataset, range(COUNT)),
+        ConcatDataset([Subset(dataset, range(20)), Subset(dataset, range(20, COUNT))]),
+        plain.ConcatDataset([dataset]),
+    ):
+        batches = DataLoader(whole, batch_size=2, num_workers=1)
+        batches._inner, receiver = batches._build_inner()
+        assert batches._inner.sampler._count == 7
+        del receiver
+
+
+def test_an_index_that_a_subset_lacks_fails_its_batch_only(source: str, tmp_path: Path) -> None:
+    dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
+    batches = iter(
+        DataLoader(Subset(dataset, [5, COUNT, 9]), sampler=[0, 1, 2], num_workers=1, bundle=3)
+    )
+    assert next(batches).tolist() == [[5, 5]]
+    with pytest.raises(ffserve.SampleIndexError) as caught:
+        next(batches)
+    assert caught.value.index == COUNT
+    assert next(batches).tolist() == [[9, 9]]
+    assert next(batches, None) is None
+
+
+class Other(Subset):
+    """Its samples are others than its indices say."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self.dataset[[COUNT - 1 - i for i in indices]]
+
+
+def test_a_subset_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
+    other = Other(cases.Indexed(written(tmp_path / "a.ffr", 4096)), range(COUNT))
+    assert joint_of(other) is None
+    batches = DataLoader(other, batch_size=6, num_workers=1, bundle=4)
+    rows = [row for batch in rows_of(batches) for row in batch]
+    assert rows == [[k, k] for k in range(COUNT - 1, -1, -1)]
