@@ -166,8 +166,8 @@ class Client:
             ]
             raise AssertionError("\n".join(facts)) from None
 
-    def _read(self) -> None:
-        some = self._some()
+    def _read(self, some: list[int] | None = None) -> None:
+        some = some or self._some()
         self._check(some, self._reader.read(some))
 
     def _read_batch(self) -> None:
@@ -176,8 +176,8 @@ class Client:
             out = np.full(sum(len(self._truth[i]) for i in some) + 7, 255, np.uint8)
         self._check(some, list(self._reader.read_batch(some, out=out)))
 
-    def _lease(self) -> None:
-        some = self._some()
+    def _lease(self, some: list[int] | None = None) -> None:
+        some = some or self._some()
         with self._reader.lease(some) as leased:
             place = Place(self._reader)
             self._check_leased(some, leased, place)
@@ -207,7 +207,7 @@ class Client:
         self._reader.announce(order, epoch=self._chance.randrange(3))
         for start in range(0, self._chance.randrange(len(order)), BATCH):
             part = order[start : start + BATCH].tolist()
-            self._check(part, self._reader.read(part))
+            self._chance.choice((self._read, self._lease))(part)
 
     def _awaited(self) -> None:
         async def several() -> None:
