@@ -48,7 +48,8 @@ def idle(daemon: Daemon, path: str, asked: range = FEW) -> Iterator[Raw]:
     """A client that was sent samples and does not read them."""
     with Raw(daemon.socket, payload=["inline"]) as raw:
         raw.send(get(1, raw.open(path).dataset, asked))
-        until(lambda: unread_here(raw) >= min(len(asked) * SIZE, 1 << 20), "it is sent to")
+        least = len(asked) * SIZE if len(asked) <= len(FEW) else 1 << 20
+        until(lambda: unread_here(raw) >= least, "it is sent to")
         yield raw
 
 
@@ -114,7 +115,7 @@ def test_what_is_not_read_yet_stays_as_it_is(path: str) -> None:
         samples, count = received(raw)
         assert count == len(FEW)
         assert samples == [truth(i) for i in FEW]
-        assert referred(daemon) == 0
+        until(lambda: referred(daemon) == 0, "nothing is kept")
         assert daemon.status()["cache"]["blocked"] == 0
 
 
@@ -135,8 +136,8 @@ def test_of_a_session_that_ended_too(path: str, leaves: str) -> None:
             with contextlib.suppress(EOFError, ConnectionResetError):
                 assert isinstance(raw.receive(), protocol.Fail)
                 raw.receive()
-            until(lambda: daemon.fd_count() == fds, "the socket is closed when all was read")
-            assert referred(daemon) == 0
+            until(lambda: daemon.fd_count() <= fds, "the socket is closed when all was read")
+            until(lambda: referred(daemon) == 0, "nothing is kept")
 
 
 def test_of_a_session_that_ended_and_is_never_read(path: str) -> None:
@@ -147,8 +148,8 @@ def test_of_a_session_that_ended_and_is_never_read(path: str) -> None:
             raw.send(protocol.Bye())
             await_end(raw)
             assert referred(daemon) > 0
-        until(lambda: daemon.fd_count() == fds, "the socket goes with its peer")
-        assert referred(daemon) == 0
+        until(lambda: daemon.fd_count() <= fds, "the socket goes with its peer")
+        until(lambda: referred(daemon) == 0, "nothing is kept")
 
 
 def test_sockets_that_wait_to_be_read_count_as_sessions(path: str) -> None:
@@ -294,7 +295,7 @@ while True: r.read(range(60))
             process.stdout.close()
         until(lambda: referred(daemon) == 0, "nothing is kept for the dead")
         until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "they are gone")
-        until(lambda: daemon.fd_count() == fds, "their sockets are closed")
+        until(lambda: daemon.fd_count() <= fds, "their sockets are closed")
         read_all(daemon, path, 1)
 
 
