@@ -24,7 +24,9 @@ from ffserve.engine.sending import Run
 from ffserve.server.references import Unread
 
 RUN_SIZE = 4 * 1024 * 1024
-"""Bytes in one run: twice what a socket takes, so that few calls end early."""
+"""Bytes in one run of copies: twice what a socket takes, so that few calls end early."""
+REFERRED_RUN_SIZE = protocol.MAX_FRAME_SIZE
+"""Bytes in one run by reference, in a large arena; nobody has to copy what is left of it."""
 RUN_COUNT = 512
 """Samples in one run."""
 REFER_SIZE = 16 * 1024
@@ -84,22 +86,38 @@ class Delivery:
         if self._stopped or first == len(ends):
             self.over = True
             return memoryview(head + protocol.encode(self._end(first)))
-        last = min(first + RUN_COUNT, int(ends.searchsorted(self._sent + RUN_SIZE)) + 1, len(ends))
-        end = min(self._sent + RUN_SIZE, int(ends[last - 1]))
-        starts, sizes = self._starts[first:last].copy(), self._lengths[first:last].copy()
-        begun = self._sent - int(ends[first] - sizes[0])
-        starts[0] += begun
-        sizes[0] -= begun
-        sizes[-1] -= int(ends[last - 1]) - end
-        head += protocol.encode(protocol.Payload(self.tag, end - self._sent))
-        refer_from = 0
-        if self._unread is not None and sizes.max() >= REFER_SIZE:
-            behind = self._unread.position + len(head) + end - self._sent
+        if (
+            self._unread is not None
+            and self._lengths[first : first + RUN_COUNT].max() >= REFER_SIZE
+        ):
+            most = min(REFERRED_RUN_SIZE, self._unread.run_size)
+            run = self._cut(head, first, most, REFER_SIZE)
+            if run is not None:
+                return run
+        run = self._cut(head, first, RUN_SIZE, 0)
+        assert run is not None
+        return run
+
+    def _cut(self, head: bytes, first: int, most: int, refer_from: int) -> Run | None:
+        """Return the run of at most `most` bytes that begins inside of a sample; None: it may not
+        go by reference."""
+        ends, begin = self._ends, self._sent
+        last = min(first + RUN_COUNT, int(ends.searchsorted(begin + most)) + 1, len(ends))
+        end = min(begin + most, int(ends[last - 1]))
+        head += protocol.encode(protocol.Payload(self.tag, end - begin))
+        starts, lengths = self._starts[first:last].copy(), self._lengths[first:last].copy()
+        if refer_from:
+            assert self._unread is not None
             # All of the run, so that it needs the request's pins no more.
-            if self._unread.refer(self._slots[first:last][sizes > 0], behind):
-                refer_from = REFER_SIZE
+            slots = self._slots[first:last][lengths > 0]
+            if not self._unread.refer(slots, self._unread.position + len(head) + end - begin):
+                return None
+        begun = begin - int(ends[first] - lengths[0])
+        starts[0] += begun
+        lengths[0] -= begun
+        lengths[-1] -= int(ends[last - 1]) - end
         self._sent = end
-        return Run(head, self._memory.fd, self._memory.array, starts, sizes, refer_from)
+        return Run(head, self._memory.fd, self._memory.array, starts, lengths, refer_from)
 
 
 class Outbox:

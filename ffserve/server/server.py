@@ -23,6 +23,7 @@ from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.delivery import Outbox
 from ffserve.server.node import Node
+from ffserve.server.references import widen
 from ffserve.server.session import NEW, OVER, Session
 
 log = logging.getLogger("ffserve")
@@ -31,7 +32,6 @@ HELLO_TIMEOUT_S = 10.0
 MOST_UNSENT = 64 * 1024 * 1024
 """Bytes that wait for a client that does not read; beyond, it is cut off."""
 SEND_BUFFER_SIZE = 1024 * 1024
-_SO_SNDBUFFORCE = 32
 WRITES_AT_ONCE = 4
 """Frames and runs before others have their turn; each is sent as far as it fits into the socket."""
 LINGER_STEP_S = 0.1
@@ -40,17 +40,6 @@ RESIZE_STEP_S = 0.01
 """Between two looks at what keeps the arena from shrinking."""
 _CHUNK = 80 * 1024
 """What is taken in at once: a piece of an order, or hundreds of requests."""
-
-
-def widen(sock: socket.socket) -> None:
-    """Give a socket that samples go through a larger buffer, so that both sides copy at once.
-
-    The usual 208 KiB cost a wake for every two samples of 100 KiB. What the kernel allows is
-    taken (net.core.wmem_max; any size for root).
-    """
-    for option in (socket.SO_SNDBUF, _SO_SNDBUFFORCE):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, option, SEND_BUFFER_SIZE)
 
 
 class Connection:
@@ -125,7 +114,7 @@ class Connection:
             if not self.session.inline:
                 self._send_with_memory(frame)
                 return
-            widen(self._sock)
+            widen(self._sock, SEND_BUFFER_SIZE)
             if self._server.node.may_see_all(self.session.peer):
                 self._outbox.unread = self._server.node.references.of(self._sock)
         if len(frame) > WHOLE_SIZE:
