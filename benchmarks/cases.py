@@ -20,6 +20,8 @@ HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 
 SWEEP = (KIB, SMALL, LARGE, MIB)
 CLIENTS = (2, 4, 8)
 PEER_BATCH_SIZE = 32 * MIB
+TORCH_WARM_SIZE = 64 * MIB
+"""Bytes after which a loader's workers have taken all shared memory that they use."""
 LONG = 5
 """A figure about the daemon's CPU needs a run so many times as long."""
 
@@ -84,11 +86,14 @@ def _hot(bench: Bench, data: Data) -> list[Group]:
 def _torch(bench: Bench, data: Data) -> list[Group]:
     if importlib.util.find_spec("torch") is None:
         return []
-    labels = {"state": "hot", "bytes": data.mean, "batch": 64, "clients": 1}
+    batch = 64
+    labels = {"state": "hot", "bytes": data.mean, "batch": batch, "clients": 1}
 
     def run(name: str, *, daemon: bool = True) -> Result:
         served = bench.hot_daemon(data) if daemon else None
-        return bench.run(f"benchmarks.torch_cases:{name}", data, daemon=served, warm=8)
+        warm = max(32, TORCH_WARM_SIZE // (batch * data.mean))
+        who = f"benchmarks.torch_cases:{name}"
+        return bench.run(who, data, batch=batch, daemon=served, warm=warm)
 
     def entrant(name: str, limit: float) -> Entrant:
         row = Row(f"torch/{data.name}/{name}", f"ffserve, {name}", ratio, limit=limit)

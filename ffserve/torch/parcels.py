@@ -9,7 +9,7 @@ Four roads, by content:
 
 - raw samples that neither `process` nor collation looks at go as they were read (raw.py);
 - a list of one-dimensional uint8 arrays (raw samples) is laid end to end and cut apart again,
-  without a pickle for each;
+  without a pickle for each; a tensor that lies in the segment is told of by type and shape;
 - whatever else pickles, torch tensors among it: dense ones in memory are taken apart into bytes,
   type, shape and strides; tensors over one storage share it again afterwards;
 - what needs torch's own way (sparse, quantised, on a device, subclasses, requiring a gradient), or
@@ -65,13 +65,16 @@ def _open(
 def _unpack(buffer: Any, start: int, stop: int) -> list[Any]:
     whole = memoryview(buffer).cast("B")
     answers: list[Any] = []
-    for head, content, *spans in pickle.loads(whole[start:stop]):
+    for head, content, *more in pickle.loads(whole[start:stop]):
         if isinstance(content, bytes):
             edges = np.frombuffer(content, np.int64).reshape(2, -1)
             batch: Any = cut(np.frombuffer(buffer, np.uint8), edges)
+        elif isinstance(content, torch.dtype):
+            shape, first, last = more
+            batch = torch.frombuffer(whole[first:last], dtype=content).view(shape)
         else:
             first, last = content
-            batch = pickle.loads(whole[first:last], buffers=[whole[a:b] for a, b in spans])
+            batch = pickle.loads(whole[first:last], buffers=[whole[a:b] for a, b in more])
         answers.append((*head, batch))
     return answers
 
@@ -198,7 +201,7 @@ class Packer:
     def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         first = tensors[0]
         if is_plain(first) and not first.requires_grad:
-            size = first.numel() * first.itemsize
+            size = first.numel() * first.element_size()
             table = None if size < TABLE_SIZE else self._table(tensors, size)
             if table is not None:
                 return table
@@ -304,6 +307,9 @@ class _Layout:
         if is_rows(batch):
             self._table.append((head, self._rows(batch).tobytes()))
             return
+        if type(batch) is torch.Tensor and (span := self._claim_tensor(batch)) is not None:
+            self._table.append((head, batch.dtype, tuple(batch.shape), *span))
+            return
         stream = io.BytesIO()
         buffers: list[Bytes] = []
         Pickler(stream, buffers).dump(batch)
@@ -344,11 +350,28 @@ class _Layout:
         first, _last = self._append(rows, int(ends[-1]))
         return np.stack((ends[:-1], ends[1:])) + first
 
+    def _claim_tensor(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return where a tensor that lies in place lies, if it is all of its storage, in order."""
+        size = tensor.numel() * tensor.element_size()
+        if (
+            self._placed is None
+            or tensor.requires_grad
+            or not is_plain(tensor)
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage().nbytes() != size
+        ):
+            return None
+        return self._claim(tensor.data_ptr(), size)
+
     def _place(self, piece: Bytes) -> tuple[int, int]:
-        first = None if self._placed is None else self._placed.claim(piece)
+        span = self._claim(address_of(piece), piece.nbytes)
+        return self._append(piece, piece.nbytes) if span is None else span
+
+    def _claim(self, address: int, size: int) -> tuple[int, int] | None:
+        first = None if self._placed is None else self._placed.claim(address, size)
         if first is None:
-            return self._append(piece, piece.nbytes)
-        self._in_place.append((first, first + piece.nbytes))
+            return None
+        self._in_place.append((first, first + size))
         return self._in_place[-1]
 
     def _append(self, piece: Bytes | list[Bytes], size: int) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class Pickler(pickle.Pickler):
         storage, begin = self._storage(tensor)
         where = tensor.data_ptr() - begin if tensor.numel() else 0
         shape, strides = tuple(tensor.shape), tensor.stride()
-        return _tensor, (storage, tensor.dtype, where // tensor.itemsize, shape, strides)
+        return _tensor, (storage, tensor.dtype, where // tensor.element_size(), shape, strides)
 
     def _storage(self, tensor: torch.Tensor) -> tuple[_Storage, int]:
         """Return the bytes that a tensor needs, and the address where they begin.
@@ -76,12 +76,12 @@ class Pickler(pickle.Pickler):
             last = sum(
                 (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
             )
-            extent = (last + 1) * tensor.itemsize
+            extent = (last + 1) * tensor.element_size()
         if 2 * extent >= size:
             found = _Storage(_bytes_of(whole, 0, size)), begin
             self._storages[begin] = found
             return found
-        offset = int(tensor.storage_offset()) * tensor.itemsize if extent else 0
+        offset = int(tensor.storage_offset()) * tensor.element_size() if extent else 0
         return _Storage(_bytes_of(whole, offset, extent)), begin + offset
 
 

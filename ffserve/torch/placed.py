@@ -109,14 +109,17 @@ class Placed:
         group.claimed.update(range(len(rows)))
         return group.edges
 
-    def claim(self, piece: Bytes) -> int | None:
+    def claim(self, address: int, size: int) -> int | None:
         """Return where this memory begins, if it lies here and crosses for the first time."""
-        first = address_of(piece) - self._address
-        group = self._group(first) if piece.nbytes else None
+        first = address - self._address
+        group = self._group(first) if size else None
         if group is None:
             return None
-        number = int(np.searchsorted(group.edges[0], first, side="right")) - 1
-        if number in group.claimed or first + piece.nbytes > group.edges[1, number]:
+        edges = group.edges
+        number = 0
+        if edges.shape[1] > 1:
+            number = int(np.searchsorted(edges[0], first, side="right")) - 1
+        if number in group.claimed or first + size > edges[1, number]:
             return None
         group.claimed.add(number)
         return first
