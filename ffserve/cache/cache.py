@@ -254,6 +254,8 @@ class Cache:
         usual = self._usual_classes.get(group, ())
         for _ in range(3):
             stocks = [self._stock(size_class, group, len(part)) for size_class in usual]
+            if stocks and not any(len(stock[1]) or stock[2] or stock[3] for stock in stocks):
+                return None
             plan = self._planner.choose(part, size, group, stocks)
             if plan.found or not plan.wanted:
                 break
@@ -618,8 +620,9 @@ class Cache:
 
     def doubt(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""
-        if len(numbers):
-            self.policy.doubt(self._slots.resident(numbers))
+        slots = self._slots.resident(numbers)
+        if len(slots):
+            self.policy.doubt(slots)
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
         slot = self.arena.take_run(size)

@@ -56,6 +56,8 @@ READY_SHARE, MOST_READY = 96, 4096
 MOST_LOOKED_AT = 4096
 """Residents that one search looks at before it takes what it has."""
 FEW = 256
+SMALLEST_STACK = 128
+"""Slots that a stack has room for at once: a turn's, since what passes is often as much."""
 ADVANTAGE = 1.25
 """How much later another group's resident must be wanted to give way."""
 
@@ -73,7 +75,7 @@ class Stack:
     __slots__ = ("_end", "_items", "_start")
 
     def __init__(self) -> None:
-        self._items = np.empty(16, np.int32)
+        self._items = np.empty(SMALLEST_STACK, np.int32)
         self._start = self._end = 0
 
     def __len__(self) -> int:
@@ -93,7 +95,7 @@ class Stack:
         if self.add(slots):
             return
         held = self.held
-        items = np.empty(max(16, 2 * (len(held) + len(slots))), np.int32)
+        items = np.empty(max(SMALLEST_STACK, 2 * (len(held) + len(slots))), np.int32)
         items[: len(held)] = held
         self._items, self._start, self._end = items, 0, len(held)
         self.add(slots)
