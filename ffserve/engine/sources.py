@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def fingerprint(folder: Path) -> int:
-    """Return the CRC-32 of all C files of a folder, 0 when there are none.
+    """Return the CRC-32 of all C files of a folder that are not generated, 0 when there are none.
 
     Cost: 0.3 ms.
     """
     found = 0
     for path in sorted(folder.glob("*.[ch]")):
-        found = zlib.crc32(path.read_bytes(), found)
+        if path.name != "_core.c":
+            found = zlib.crc32(path.read_bytes(), found)
     return found
