@@ -10,9 +10,9 @@
 #include "entries.h"
 
 #define AHEAD 32     /* directory entries prefetched; a power of two */
-#define FAR 12       /* payloads below SMALL that are prefetched whole */
+#define FAR 24       /* payloads below SMALL that are prefetched whole, into the second level */
 #define NEAR 2       /* others, whose first lines are */
-#define SMALL 512
+#define SMALL 2048
 #define LINE 64
 
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
@@ -82,15 +82,20 @@ static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t
     return unchanged(entry, l.seq) ? 0 : 1;
 }
 
-/* Small samples are copied faster than memory answers, so these are asked for long before. */
-static inline void prefetch_start(expected e, int small)
+static inline void prefetch_start(expected e)
 {
-    if (!e.size || (e.size < SMALL) != small)
+    for (int k = 0; e.size >= SMALL && k < 4; k++)
+        __builtin_prefetch(e.payload + k * LINE);
+}
+
+/* Small samples are copied faster than memory answers, so these are asked for long before. */
+static inline void prefetch_small(expected e)
+{
+    if (!e.size || e.size >= SMALL)
         return;
-    uint64_t size = small ? e.size : 4 * LINE;
-    for (uint64_t k = 0; k < size; k += LINE)
-        __builtin_prefetch(e.payload + k);
-    __builtin_prefetch(e.payload + size - 1);
+    for (uint64_t k = 0; k < e.size; k += LINE)
+        __builtin_prefetch(e.payload + k, 0, 2);
+    __builtin_prefetch(e.payload + e.size - 1, 0, 2);
 }
 
 /* As ffs_gather. edges: not NULL: the same as offsets, which are not known yet but offsets[0]; that
@@ -117,9 +122,9 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
             ring[next & (AHEAD - 1)] = ahead;
         }
         if (k + FAR >= 0 && k + FAR < m)
-            prefetch_start(expect(view, ring[(k + FAR) & (AHEAD - 1)]), 1);
+            prefetch_small(expect(view, ring[(k + FAR) & (AHEAD - 1)]));
         if (k + NEAR >= 0 && k + NEAR < m)
-            prefetch_start(expect(view, ring[(k + NEAR) & (AHEAD - 1)]), 0);
+            prefetch_start(expect(view, ring[(k + NEAR) & (AHEAD - 1)]));
         if (k < 0)
             continue;
         int64_t position = positions ? positions[k] : k;
