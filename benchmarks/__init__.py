@@ -1,2 +1,13 @@
 """What developers measure beyond `ffserve bench`: every row of docs/BENCHMARKS.md, the comparison
 with recorded ratios, and the picture."""
+
+from importlib import import_module
+
+from ffserve import cli
+from ffserve.errors import CoreError
+
+try:
+    import_module("ffserve.engine.core")
+except CoreError as error:  # every program here needs it: the message alone, no traceback
+    cli.report(error)
+    raise SystemExit(cli.exit_code(error)) from None

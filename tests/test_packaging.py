@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ffserve.cli import own
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -71,11 +73,12 @@ def test_a_source_distribution_has_every_file_of_the_core() -> None:
 
 def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(ENGINE.parent, tmp_path / "ffserve")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     engine = tmp_path / "ffserve" / "engine"
 
-    def loaded() -> str:
+    def loaded(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "ffserve", "inspect", "/none.ffr"],
+            [sys.executable, "-m", *(arguments or ("ffserve", "inspect", "/none.ffr"))],
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -89,12 +92,26 @@ def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
         source.write("/* from now on */\n")
     stale = loaded()
     assert "built from other sources" in stale and "ffserve.engine.build_core" in stale
+    assert loaded("benchmarks", "--help") == stale
     for path in engine.glob("*.[ch]"):
         path.unlink()
     assert "No such file" in loaded(), "an installed package has no sources beside it"
     for path in engine.glob("_core*.so"):
         path.unlink()
     assert "cannot be loaded" in loaded()
+
+
+def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "ffserve").mkdir()
+    (tmp_path / "ffserve" / "__init__.py").write_text("raise SystemExit('a checkout')")
+    done = subprocess.run(
+        [*own.python("ffserve"), "inspect", "/none.ffr"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "No such file" in done.stderr, done.stderr
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -13,7 +13,6 @@ import os
 import select
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,7 +307,7 @@ class Bench:
         if case["once"]:  # a small data set must last for some batches
             case["batch"] = min(case["batch"], max(1, case["count"] // 4))
             case["warm"] = min(case["warm"], case["count"] // case["batch"] - 1)
-        command = [sys.executable, "-m", "ffserve.bench.contestant", json.dumps(case)]
+        command = [*own.python("ffserve.bench.contestant"), json.dumps(case)]
         environment = {**ENVIRONMENT, "FFSERVE_SOCKET": str(case["server"])}
         with (
             tempfile.TemporaryFile() as errors,

@@ -194,7 +194,7 @@ def _run_job(
     data: str, socket: str, options: list[str], total: int, say: Speaker
 ) -> dict[str, Any]:
     """Run one training job; return what it said about its epochs."""
-    command = [sys.executable, "-m", "ffserve.cli.demo_job", "--data", data, *options]
+    command = [*own.python("ffserve.cli.demo_job"), "--data", data, *options]
     epochs: list[dict[str, Any]] = []
     framework = "?"
     with (

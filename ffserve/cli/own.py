@@ -54,6 +54,17 @@ def work_directory(prefix: str, directory: str | None) -> Iterator[str]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def python(module: str) -> list[str]:
+    """Return the command that runs a module as this process would find it.
+
+    ``python -m`` looks in the working directory first, where another ffserve may lie (a checkout
+    that nothing was built in, beside the installed one that runs now).
+    """
+    program = f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+    program += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", program]
+
+
 class Daemon:
     """A daemon of our own: its process and what it says of itself."""
 
@@ -111,7 +122,7 @@ def daemon(
         options: more flags of `ffserve serve`.
     Raises: FFServeError with its last words when it does not start.
     """
-    command = [sys.executable, "-m", "ffserve", "serve", "--socket", socket]
+    command = [*python("ffserve"), "serve", "--socket", socket]
     command += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
     for root in roots:
         command += ["--root", root]

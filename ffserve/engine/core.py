@@ -14,11 +14,12 @@ from ffserve.engine.sources import fingerprint
 from ffserve.errors import CoreError
 
 _BUILD = f"run {sys.executable} -m ffserve.engine.build_core"
+_ELSEWHERE = ", or leave this directory if ffserve is installed as a package"
 
 try:
     from ffserve.engine import _core
 except ImportError as error:
-    raise CoreError(f"the C core cannot be loaded: {error}", hint=_BUILD) from error
+    raise CoreError(f"the C core cannot be loaded: {error}", hint=_BUILD + _ELSEWHERE) from error
 
 ffi, lib = _core.ffi, _core.lib
 _found = fingerprint(Path(__file__).parent)
