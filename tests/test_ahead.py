@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
 from ffserve.cache.shards import ShardTable
@@ -79,7 +80,7 @@ class Node:
     def evict_all(self) -> None:
         """Nothing stays in memory."""
         self.ahead.forget(self.walk)
-        assert self.cache.evict(self.base, self.base + COUNT)
+        assert self.cache.room.evict(self.base, self.base + COUNT)
 
     @property
     def pinned(self) -> int:
@@ -163,7 +164,7 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
         node.use(position)
         assert len(node.read_ahead()) == 0
     assert node.pinned == 0 < node.walk.position
-    assert node.cache.evict(node.base, node.base + COUNT)
+    assert node.cache.room.evict(node.base, node.base + COUNT)
     node.uses.announced(node.walk, 1, node.announced(), None, node)
     node.use(COUNT)
     assert len(node.read_ahead()) > 0 and node.pinned > 0

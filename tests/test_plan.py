@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Fetch, Int64s, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.shards import ShardTable
 from ffserve.cache.walk import Walk
@@ -183,12 +184,12 @@ def step(nodes: tuple[Node, Node], chance: random.Random, *, calm: bool) -> None
         elif calm:
             pass
         elif what < 0.98:
-            each.cache.resize(mine.choice((8, 12, 16)))
-            each.cache.retire()
+            each.cache.room.resize(mine.choice((8, 12, 16)))
+            each.cache.room.retire()
         elif what < 0.99:
             row = mine.randrange(3)
             each.table.sessions[row] ^= 1
-            each.cache.idle_changed |= each.table.sessions[row] == 0
+            each.cache.room.idle_changed |= each.table.sessions[row] == 0
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 2, 3])

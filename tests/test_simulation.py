@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import FAILED, FREE, LOADING, RESIDENT, Cache, Failure, Fetch, Load
+from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Fetch, Load
 from ffserve.cache.leases import NoLeases
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import NONE
+from ffserve.cache.room import Room
 from ffserve.cache.shards import ShardTable
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -70,7 +73,7 @@ class Shards:
             shard.sessions += change
             self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
-                self._cache.idle_changed = True
+                self._cache.room.idle_changed = True
 
     def close(self, shards: list[Shard]) -> None:
         self.hold(shards, -1)
@@ -160,7 +163,7 @@ class World:
         arena_size: int,
         lengths: list[Int64s],
         *,
-        cache_type: type[Cache] = Cache,
+        cache_type: Callable[..., Cache] = Cache,
         failure_rate: float = 0.0,
         slowest_s: float = 0.02,
         most_reads: int = 256,
@@ -176,7 +179,7 @@ class World:
         self.leases = Leases(self)
         self.lease_rate = 0.0
         """How often somebody leases without asking, also what is just being evicted."""
-        self.cache.leases = self.leases
+        self.cache.room.leases = self.leases
         self.scheduler = Scheduler(self.cache, self._submit, most_reads=most_reads)
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
@@ -332,7 +335,7 @@ class World:
         assert arena.used_size == int(sizes.sum()), "a slot is lost"
         rows = cache.shards.rows(cache._first[taken])
         used = np.bincount(rows, sizes, minlength=len(cache.shards.bases))
-        assert cache.usage().tolist() == used.tolist(), "a shard's slots are counted wrongly"
+        assert cache.shards.used.tolist() == used.tolist(), "a shard's slots are counted wrongly"
         assert (offsets + sizes <= self.pages.size).all(), "a slot is in what was given back"
         # Loading slots are exactly those of the loads on their way.
         loading = sorted(s for load in self.loads.values() for s in load.slots.tolist())
@@ -419,7 +422,7 @@ class World:
         assert not self.leases.held
         self.lease_rate = 0.0
         for shard in self.shards:
-            assert self.cache.evict(shard.base, shard.base + shard.count)
+            assert self.cache.room.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
         assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
         assert not self.uses.walks, "a walk of a session that ended is still there"
@@ -690,7 +693,7 @@ def random_lengths(chooser: random.Random, arena_size: int) -> list[Int64s]:
     return shards
 
 
-def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
+def random_world(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
     chooser = random.Random(seed)
     arena_size = chooser.choice((1, 1, 2, 5)) * MIB + chooser.choice((0, 123_456))
     world = World(
@@ -729,7 +732,7 @@ def random_world(seed: int, cache_type: type[Cache] = Cache) -> World:
     return world
 
 
-def simulate(seed: int, cache_type: type[Cache] = Cache) -> World:
+def simulate(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
     """Run one world from beginning to end."""
     world = random_world(seed, cache_type)
     try:
@@ -861,17 +864,17 @@ class ForgetsPins(Cache):
         return load
 
 
-class EvictsWhatLoads(Cache):
+class EvictsWhatLoads(Room):
     """Takes slots that the disk still writes into."""
 
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
-    ) -> tuple[list[int], int]:
-        loading = np.flatnonzero(self.state == LOADING)
-        chosen: list[int] = loading[self._classes(loading) == size_class][:1].tolist()
-        self._evict(np.array(chosen, np.int64))
+    ) -> tuple[Int64s, int]:
+        loading = np.flatnonzero(self._state == LOADING)
+        chosen = loading[self._classes(loading) == size_class][:1]
+        self._evict(chosen)
         more, others = super()._from_policy(size_class, count - len(chosen), group, latest)
-        return chosen + more, others
+        return np.concatenate((chosen, more)), others
 
 
 class PublishesFailures(Cache):
@@ -889,7 +892,7 @@ class LosesSlots(Cache):
             self.state[slot] = FREE
 
 
-class LooksAtLeasesOnce(Cache):
+class LooksAtLeasesOnce(Room):
     """Does not look again at what clients lease, once the samples are unreadable."""
 
     def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
@@ -900,16 +903,26 @@ class LooksAtLeasesOnce(Cache):
             self.leases = leases
 
 
+def cache_with(room_type: type[Room], *parts: Any) -> Cache:
+    """Make a cache whose room is broken."""
+    cache = Cache(*parts)
+    cache.room = room_type(
+        cache.arena, cache.shards, cache._slots, cache.policy, cache._retract, cache.counters
+    )
+    return cache
+
+
 @pytest.mark.parametrize(
     "broken",
     (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots, LooksAtLeasesOnce),
     ids=lambda c: c.__name__,
 )
-def test_the_simulation_catches_a_broken_cache(broken: type[Cache]) -> None:
+def test_the_simulation_catches_a_broken_cache(broken: type[Cache | Room]) -> None:
+    cache_type = broken if issubclass(broken, Cache) else partial(cache_with, broken)
     caught = 0
     for seed in SEEDS:
         try:
-            simulate(seed, broken)
+            simulate(seed, cache_type)
         except (AssertionError, KeyError, IndexError, ValueError):
             caught += 1
             if caught == 2:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
-from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
 from ffserve.cache.shards import ShardTable

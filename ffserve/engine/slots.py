@@ -27,7 +27,7 @@ _from_buffer = ffi.from_buffer
 
 
 class Slots:
-    """Tables by sample and by slot, which stay where they are.
+    """Tables by sample and by slot, which stay where they are; the first five are attributes.
 
     Args:
         slot_of: int32[samples], the number of its slot + 1, 0 for none.
@@ -46,6 +46,8 @@ class Slots:
         offsets: Int64s,
         sizes: Int64s,
     ) -> None:
+        self.slot_of, self.states, self.pins = slot_of, states, pins
+        self.firsts, self.counts = firsts, counts
         c = self.c = ffi.new("ffs_slots *")
         self._keep: list[Any] = []
         assert len(states) == len(pins) == len(firsts) == len(counts) == len(loads) == len(sizes)

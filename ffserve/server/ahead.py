@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Fetch, Load
+from ffserve.cache.cache import Cache
+from ffserve.cache.fetch import Fetch, Load
 from ffserve.cache.walk import Walk
 
 QUANTUM = 128

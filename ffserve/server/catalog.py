@@ -299,7 +299,7 @@ class Catalog:
                 self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
                 self._idle[shard.key] = shard
-                self._cache.idle_changed = True
+                self._cache.room.idle_changed = True
 
     def _room_for(self, keys: list[Key]) -> bool:
         return len(self._open.keys() | keys) <= self._most_open
@@ -316,7 +316,7 @@ class Catalog:
                 await asyncio.sleep(0)
                 if self._idle.get(shard.key) is not shard:
                     return True
-                if not self._cache.evict(first, min(first + DROP_COUNT, end)):
+                if not self._cache.room.evict(first, min(first + DROP_COUNT, end)):
                     break
             else:
                 if shard.count == 0 or self._cache.drop(shard.base):

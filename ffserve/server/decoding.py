@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.cache import Failure, Int64s
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Int64s
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.engine.extents import Extents, Spares

@@ -17,8 +17,9 @@ import numpy as np
 
 from ffserve import __version__, protocol
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Failure, Int64s, Load
+from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Int64s, Load
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
@@ -66,7 +67,7 @@ class Node:
             self.uses,
         )
         self.leases = LeaseTables(self.arena, self.directory)
-        self.cache.leases = self.leases
+        self.cache.room.leases = self.leases
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
@@ -173,7 +174,7 @@ class Node:
         """What STATUS answers: plain numbers and texts."""
         counters = self.cache.counters
         engine = self.reading.counters()
-        usage = dict(zip(self.table.bases.tolist(), self.cache.usage().tolist(), strict=True))
+        usage = dict(zip(self.table.bases.tolist(), self.table.used.tolist(), strict=True))
         return {
             "version": __version__,
             "pid": os.getpid(),

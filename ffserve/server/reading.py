@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Int64s, Load
 from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName

@@ -19,7 +19,8 @@ import contextlib
 import socket
 from collections import deque
 
-from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.cache import Cache
+from ffserve.cache.fetch import Int64s
 from ffserve.engine.sending import unread
 
 REFERRED_SHARE = 8

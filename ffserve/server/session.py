@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Fetch, Int64s
+from ffserve.cache.fetch import Fetch, Int64s
 from ffserve.cache.orders import Arriving
 from ffserve.cache.walk import Walk
 from ffserve.dataset import Layout
