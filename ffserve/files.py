@@ -15,8 +15,10 @@ from ffserve.formats.base import ReadAt
 
 T = TypeVar("T")
 
+_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""What the operating system says of a path at which there can be nothing."""
 _HINTS = {
-    errno.ENOENT: "is the path right on this machine?",
+    **dict.fromkeys(_NAMES_NOTHING, "is the path right on this machine?"),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "the machine has no file descriptors left",
     errno.ENOSPC: "free some space and try again",
@@ -31,8 +33,13 @@ def os_error(error: OSError, path: str, *, hint: str | None = None) -> FFServeEr
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
         return AccessDenied(reason, path=path, hint=hint or _DENIED)
-    kind = MissingFile if isinstance(error, FileNotFoundError) else ReadError
+    kind = MissingFile if names_nothing(error) else ReadError
     return kind(reason, path=path, hint=hint or _HINTS.get(error.errno or 0))
+
+
+def names_nothing(error: OSError) -> bool:
+    """Whether it is the path that is wrong."""
+    return error.errno in _NAMES_NOTHING
 
 
 def wrap_os_error(call: Callable[[str], T], path: str) -> T:

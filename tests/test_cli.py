@@ -151,8 +151,36 @@ def test_a_place_where_nothing_can_be_made_is_named(
         ("convert", packed, below, "--format", "ffrecord", "--shards", "2"),
         ("convert", packed, f"{below}.ffr"),
     ):
-        error = error_of(*command, code=1)
+        error = error_of(*command, code=2)
         assert f"{below}" in error and "Errno" not in error
+
+
+def test_a_path_at_which_nothing_can_be_is_usage(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "turns").symlink_to(tmp_path / "turns")
+    for path in (packed / "below.ffr", tmp_path / "turns", tmp_path / ("n" * 300)):
+        assert "is the path right" in error_of("inspect", path, code=2)
+        assert "1 unreadable file" in text_of("verify", path, code=2)
+        for options in (["pack", packed, "-o"], ["convert", packed]):
+            error = error_of(*options, path / "out.ffr", code=2)
+            assert "make the directory first" in error
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ("{} inspect {} >&- 2>&- <&-", 0, ""),
+        ("{} pack {} -o {}.ffr >&-", 0, ""),
+        ("{} inspect {} > /dev/full", 1, "No space left"),
+        ("{} --help > /dev/full # {}", 1, "No space left"),
+    ],
+)
+def test_output_that_goes_nowhere(packed: Path, shell: str, code: int, said: str) -> None:
+    command = shell.format(f"{sys.executable} -m ffserve", packed, packed)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
 NASTY = "a\nb\x1b[31m\x9b\u202e.ffr"
@@ -333,7 +361,7 @@ def test_names_that_are_no_text(packed: Path) -> None:
 def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     (tmp_path / "loop.ffr").symlink_to("loop.ffr")
     for command in ("inspect", "verify", "index"):
-        done = run(command, tmp_path / "loop.ffr", code=1)
+        done = run(command, tmp_path / "loop.ffr", code=2)
         assert b"levels of symbolic links" in done.stdout + done.stderr
 
 

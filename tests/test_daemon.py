@@ -151,6 +151,17 @@ def test_socket_has_the_mode_and_the_group_that_were_asked_for() -> None:
         assert status.st_gid == 65534
 
 
+def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> None:
+    daemon = Daemon(options=["--socket-group", "nobody-is-called-so"])
+    try:
+        process = daemon.start(wait=False).process
+        assert process is not None and process.wait(DEADLINE_S) == 2
+        assert "no group is called" in daemon.text()
+        assert os.listdir(daemon.directory) == ["log"]
+    finally:
+        daemon.close()
+
+
 def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(1000)])
     with serving() as daemon:

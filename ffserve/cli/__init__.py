@@ -155,10 +155,24 @@ def cli(debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # file names go out as they came in
     sys.exit(run(arguments))
+
+
+def _open_closed_streams() -> None:
+    """Lead standard streams that are closed (``>&-``) nowhere, for no file to take its place."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or os.fdopen(fd, mode)
+        for fd, (stream, mode) in enumerate(
+            ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+        )
+    )
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -172,4 +186,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+    except OSError as error:  # of writing a help text
+        report(error)
+        return exit_code(error)
     return code if isinstance(code, int) else 0

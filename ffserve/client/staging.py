@@ -20,7 +20,8 @@ import shutil
 import stat
 from collections.abc import Iterator
 
-from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
+from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
+from ffserve.files import names_nothing
 
 _NAME_MAX = 255
 _ENDING = re.compile(r"[0-9a-f]{12}\.tmp")
@@ -244,17 +245,21 @@ def named(error: OSError, path: str) -> FFServeError:
     """Return ours for the operating system's, naming the file that cannot be written."""
     if isinstance(error, FFServeError):
         return error
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return AccessDenied(
             f"cannot write: {error.strerror}",
             path=path,
-            hint="`ls -ld` shows who may write to its directory",
+            hint="`ls -ld` shows who may write to its directory, `findmnt -T` how it is mounted",
         )
+    if names_nothing(error):
+        return MissingFile(
+            f"cannot write: {error.strerror}", path=path, hint="make the directory first"
+        )
+    if isinstance(error, FileExistsError):
+        return UsageError("cannot write: a file stands where a directory is needed", path=path)
     hint = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room and write it again; what was written has been removed"
-    elif error.errno == errno.ENOENT:
-        hint = "make the directory first"
     elif error.errno == errno.EFBIG:
         hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
     return ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint)

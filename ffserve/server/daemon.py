@@ -123,22 +123,22 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
     lock = _lock(path)
     try:
         _clear_stale(path)
+        group = None if config.socket_group is None else _group_number(config.socket_group)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(listener.close)
             # Nobody may connect before mode and group are right.
             previous = os.umask(0o177)
             try:
                 wrap_os_error(listener.bind, path)
             finally:
                 os.umask(previous)
-            if config.socket_group is not None:
-                group = _group_number(config.socket_group)
+            undo.callback(os.unlink, path)
+            if group is not None:
                 wrap_os_error(lambda p: os.chown(p, -1, group), path)
             wrap_os_error(lambda p: os.chmod(p, config.socket_mode), path)
             listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+            undo.pop_all()
         return listener, lock
     except BaseException:
         _remove_lock(path, lock)
