@@ -115,17 +115,17 @@ class Node:
             "count": cache._count[held],
             "load_of": cache._load_of[held],
             "slot_of": self.directory.slot_of[first:end],
-            "key": policy._key[resident],
-            "group": policy._group[held],
-            "ahead": policy._ahead[:count],
+            "key": policy.shelves.key[resident],
+            "group": policy.shelves.group[held],
+            "ahead": policy.shelves.ahead[:count],
             "used by group": policy.used,
             "static": policy._static,
             "stacks": [
                 {(g, key): stack.held.tolist() for g, s in shelves.items()
                  for key, stack in s.stacks.items()}
-                for shelves in policy._shelves
+                for shelves in policy.shelves.of_class
             ],
-            "entries": [{g: s.entries for g, s in t.items()} for t in policy._shelves],
+            "entries": [{g: s.entries for g, s in t.items()} for t in policy.shelves.of_class],
             "used": arena.used_size,
             "slabs": (arena.slab_class[: arena.slab_count], arena.slab_used[: arena.slab_count]),
             "free": [free.held.tolist() for free in arena._free_slots],

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Arriving
-from ffserve.cache.policy import NONE, Policy
+from ffserve.cache.policy import Policy
+from ffserve.cache.shelves import NONE
 from ffserve.cache.simulation import (
     Job,
     Result,
@@ -114,7 +115,7 @@ def test_a_hundred_thousand_that_left_by_another_way_are_not_remembered() -> Non
         slots.policy.leave(taken)
         slots.free += taken.tolist()
     assert time.perf_counter() - start < 20
-    (shelf,) = slots.policy._shelves[0].values()
+    (shelf,) = slots.policy.shelves.of_class[0].values()
     assert shelf.entries < 4 * 65_536
     assert slots.out(5) == []
 
@@ -148,7 +149,7 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
                 policy.leave(np.array(found, np.int64))
                 inside -= set(found)
     policy.leave(np.array(sorted(inside), np.int64))
-    assert not policy.used and (policy._key == NONE).all()
+    assert not policy.used and (policy.shelves.key == NONE).all()
     assert slots.out(1) == []
 
 
@@ -450,13 +451,13 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
     def check(simulation: Simulation) -> None:
         policy, cache = simulation.cache.policy, simulation.cache
         resident = np.flatnonzero(cache.state == 2)
-        assert (policy._key[resident] != NONE).all()
+        assert (policy.shelves.key[resident] != NONE).all()
         assert sum(policy.used.values()) == simulation.arena.used_size == 4096 * len(resident)
         if simulation.uses.now % 1 < 0.05:
             held = np.concatenate(
                 [
                     stack._items[stack._start : stack._end]
-                    for shelf in policy._shelves[0].values()
+                    for shelf in policy.shelves.of_class[0].values()
                     for key, stack in shelf.stacks.items()
                 ]
             )

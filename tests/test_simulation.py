@@ -26,9 +26,9 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.fetch import Failure, Fetch, Load
 from ffserve.cache.leases import NoLeases
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.policy import NONE
 from ffserve.cache.room import Room
 from ffserve.cache.shards import ShardTable
+from ffserve.cache.shelves import NONE
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
@@ -388,15 +388,15 @@ class World:
         assert (pins == cache.pins).all(), "pins are not what is held"
         assert not cache.pins[state == FREE].any(), "a free slot is pinned"
         # The policy knows every resident, and who has how much.
-        policy = cache.policy
-        assert (policy._key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
-        known = slice(policy._known)
-        assert not state[policy._known :].any()
-        assert (policy._key[known][state[known] != RESIDENT] == NONE).all(), (
+        policy, shelves = cache.policy, cache.policy.shelves
+        assert (shelves.key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
+        known = slice(shelves.known)
+        assert not state[shelves.known :].any()
+        assert (shelves.key[known][state[known] != RESIDENT] == NONE).all(), (
             "what is gone has a key"
         )
-        owners = np.unique(policy._group[taken]).tolist()
-        held_by = {g: int(sizes[policy._group[taken] == g].sum()) for g in owners}
+        owners = np.unique(shelves.group[taken]).tolist()
+        held_by = {g: int(sizes[shelves.group[taken] == g].sum()) for g in owners}
         assert policy.used == held_by
 
     def _fetches(self) -> set[Fetch]:

@@ -78,7 +78,7 @@ class Cache:
         self._planner = Planner(
             self._slots,
             shards.c,
-            self.policy.residents,
+            self.policy.shelves.residents,
             arena.class_sizes,
             arena.slab_used,
             LARGEST_SHARED_BLOCK,

@@ -256,7 +256,7 @@ class Room:
     def resize(self, slabs: int) -> None:
         """Hand out so many slabs; see `retire` for what is beyond them."""
         self._arena.resize(slabs)
-        self._policy.follow_arena()
+        self._policy.shelves.follow_arena()
         self.leases.resized()
 
     def retire(self) -> bool:
