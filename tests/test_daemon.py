@@ -436,6 +436,21 @@ def test_file_rewritten_in_place_gives_an_old_session_errors_not_wrong_bytes(
         assert isinstance(old.read([12], errors="return")[0], ChecksumError)
 
 
+def test_file_rewritten_with_its_size_and_time_kept_gives_a_new_session_new_bytes(
+    daemon: Daemon, path: str, tmp_path: Path
+) -> None:
+    with daemon.open(path) as old:
+        old.read(range(100))
+        before = os.stat(path)
+        turned = [sample(i)[::-1] for i in range(200)]
+        with open(path, "r+b") as file:
+            file.write(Path(write(tmp_path / "b.ffr", turned)).read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert os.stat(path).st_size == before.st_size
+        with daemon.open(path) as new:
+            assert [s.tobytes() for s in new.read(range(200))] == turned
+
+
 @pytest.mark.parametrize("suffix", ["ffr", "recordio"])
 def test_errors_name_the_file_as_this_client_did(tmp_path: Path, suffix: str) -> None:
     first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"

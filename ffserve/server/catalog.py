@@ -1,9 +1,10 @@
 """The shards that the node has open: opened once, parsed once, shared by all data sets.
 
-A shard is known by what it *is* (device, inode, size, time of last change), not by its name: a
-file that was replaced or rewritten under its name is another shard, and sessions that opened the
-old one go on reading the old one. A shard that no session has open any more stays, with its
-samples, for the next job, until its room is needed.
+A shard is known by what it *is* (device, inode, size, times of change), not by its name: a file
+that was replaced or rewritten under its name is another shard, and sessions that opened the old
+one go on reading the old one. Of the times both count: mtime can be set back by anybody who writes
+(`cp -p`, `rsync --inplace`), ctime by nobody. A shard that no session has open any more stays,
+with its samples, for the next job, until its room is needed.
 """
 
 from __future__ import annotations
@@ -238,9 +239,10 @@ class Catalog:
     def _parse(self, key: Key, path: str, peer: Peer) -> OpenShard:
         plain = self._open_plain(path, peer)
         try:
-            if _identity(plain) != key[:4]:
+            # Where a file system makes ctime up, it may differ each time.
+            if _identity(plain)[:4] != key[:4]:
                 raise ReadError("the file is being changed while it is opened", path=path)
-            size, name, verify, tolerant = key[2], *key[4:]
+            size, name, verify, tolerant = key[2], *key[5:]
             parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
             chunked = parsed if isinstance(parsed, ChunkedShard) else None
             if chunked is not None:
@@ -352,6 +354,6 @@ def _format_of(fd: int, path: str, size: int) -> str | None:
     return None
 
 
-def _identity(fd: int) -> tuple[int, int, int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _identity(fd: int) -> tuple[int, int, int, int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
