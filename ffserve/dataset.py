@@ -169,6 +169,8 @@ class Layout:
         return runs
 
 
+_MOST_OFFSET = 1 << 62
+"""Whatever is read there ends below 2^63 (off_t)."""
 _PIECE = 1 << 20
 """Samples looked at together: a table may have a hundred million."""
 
@@ -181,7 +183,8 @@ def bound_lengths(
     They keep one byte more than the file has, so that reading them still meets its end, and so
     that no length out of a file makes anybody allocate more than the file's own size.
 
-    Raises: FormatError: a file of 256 TiB or more holds a record that no entry can describe.
+    Raises: FormatError: a record that no entry can describe, in a file of 256 TiB or more; or one
+        that begins where no file can have a byte.
     """
     for start in range(0, len(lengths), _PIECE):
         piece = lengths[start : start + _PIECE]
@@ -196,6 +199,13 @@ def bound_lengths(
                 f"record {start + int(piece.argmax())} has {int(piece.max())} bytes",
                 path=path,
                 hint=f"ffserve reads records of fewer than {UNKNOWN_LENGTH} bytes",
+            )
+        if int(begins.max()) > _MOST_OFFSET:
+            raise FormatError(
+                f"record {start + int(begins.argmax())} begins at byte {int(begins.max())}, where "
+                f"no file can have one",
+                path=path,
+                hint="the file is damaged: take another copy or write it again",
             )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, write
 
 import ffserve
-from ffserve.errors import ChecksumError, FFServeError, TruncatedError
+from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 
 NAMES = ["a.ffr", "a.tfrecord"]
 SAMPLES = [sample(i) for i in range(100)]
@@ -75,6 +77,18 @@ def test_skip_leaves_out_the_damaged_one(daemon: Daemon, path: str) -> None:
         with ffserve.open(path, server=server, on_error="skip") as reader:
             assert [bytes(each) for each in reader] == SAMPLES[:13] + SAMPLES[14:]
             assert [error.index for error in reader.damaged] == [13]
+
+
+@pytest.mark.parametrize("last", [(1 << 62) + 1, (1 << 63) - 4096, (1 << 63) - 1])
+def test_an_offset_that_no_file_can_have_is_refused_when_it_is_opened(
+    daemon: Daemon, tmp_path: Path, last: int
+) -> None:
+    tables = struct.pack("<q4I4q", 4, zlib.crc32(b"abc"), 0, 0, 0, 60, 63, last, last)
+    path = tmp_path / "lie.ffr"
+    path.write_bytes(struct.pack("<I", zlib.crc32(tables)) + tables + b"abc")
+    for server in (daemon.socket, "off"):
+        with pytest.raises(FormatError, match=f"record 2 begins at byte {last}"):
+            ffserve.open(path, server=server)
 
 
 def test_replaced_file_new_session_new_bytes(daemon: Daemon, path: str) -> None:
