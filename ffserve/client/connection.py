@@ -3,6 +3,10 @@
 Requests are tagged; any number may be on their way. Of the threads that wait for an answer one at
 a time reads the socket and hands the others theirs, so no thread of our own is needed. A
 connection that broke stays broken. Which connections a process has: `connections`.
+
+The daemon keeps what is leased for as long as the socket is open. So that stays open, whatever
+became of the connection, until all that was leased over it is given back or the process ends: a
+daemon that was stopped and goes on must not take away what somebody looks at.
 """
 
 from __future__ import annotations
@@ -67,12 +71,16 @@ class Connection:
         self.readers = 0
         self._send_lock = threading.Lock()
         self._announcing = threading.Lock()
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         self._receiving = False
         self._waiters: dict[int, _Waiter] = {}
         self._unanswered: set[int] = set()
         """Tags of GETs and LEASEs that are on their way."""
         self._broken: FFServeError | None = None
+        self._closed = False
+        self._leased: set[int] = set()
+        """Tags of LEASEs that were not released yet."""
         self._next_tag = 1
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._acknowledged: list[int] = []
@@ -217,7 +225,7 @@ class Connection:
         tag = self._tag()
         if sink is not None:
             self._inbox.sinks[tag] = sink
-        with self._state:
+        with self._lock:
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
             hit_size, self._hit_size = self._hit_size, 0
@@ -237,16 +245,27 @@ class Connection:
         if self.takes_orders:
             self._send(protocol.Seen(dataset, protocol.pack_order(indices)), None)
 
-    def lease(self, dataset: int, indices: NDArray[np.int64]) -> int:
-        """Ask for samples to be pinned; return the tag to `wait_ready` for and to `release`."""
+    def lease(self, dataset: int, indices: NDArray[np.int64], tags: list[int]) -> int:
+        """Ask for samples to be pinned; return the tag to `wait_ready` for.
+
+        Args: tags: the tag is added to these, all of which the caller will `release`.
+        """
         tag = self._tag()
+        tags.append(tag)
+        with self._lock:
+            self._leased.add(tag)
         self._send(protocol.Lease(tag, dataset, protocol.pack_indices(indices)), tag)
         return tag
 
     def release(self, tag: int) -> None:
-        """Give a lease back. A daemon that is gone has forgotten it already."""
-        with contextlib.suppress(ServerUnavailable):
+        """Give a lease back. What was leased over a connection that broke is given back together,
+        with the last of it."""
+        with contextlib.suppress(FFServeError):
             self._send(protocol.Release(protocol.pack_tags([tag])), None)
+        with self._lock:
+            self._leased.discard(tag)
+            if self._broken is not None:
+                self._hang_up()
 
     def wait_ready(self, tag: int) -> protocol.Ready:
         """Wait for the answer to `get` or `lease`."""
@@ -255,7 +274,7 @@ class Connection:
     def answered(self, tag: int, timeout_s: float) -> bool:
         """Wait for so long at most; return whether there may be an answer for `wait_ready`."""
         waiter = self._waiters[tag]
-        with self._state:
+        with self._lock:
             if waiter.answer is None and self._broken is None and self._receiving:
                 self._state.wait(timeout_s)
             if waiter.answer is not None or self._broken is not None:
@@ -268,7 +287,7 @@ class Connection:
 
     def give_up(self, tag: int) -> None:
         """Nobody will wait for this GET."""
-        with self._state:
+        with self._lock:
             self._waiters.pop(tag, None)
         self._inbox.drop(tag)
 
@@ -284,12 +303,12 @@ class Connection:
 
     def acknowledge(self, tag: int) -> None:
         """The samples of a GET were copied; the daemon hears of it with the next message."""
-        with self._state:
+        with self._lock:
             self._acknowledged.append(tag)
 
     def count_hits(self, count: int, size: int) -> None:
         """Count samples that were copied without asking; now and then tell the daemon."""
-        with self._state:
+        with self._lock:
             self._hits += count
             self._hit_size += size
             due = time.monotonic() - self._told > TELL_INTERVAL_S
@@ -301,7 +320,7 @@ class Connection:
 
         It never waits: while the daemon takes nothing in, they are kept for a later time.
         """
-        with self._state:
+        with self._lock:
             acknowledged, self._acknowledged = self._acknowledged, []
             hits, self._hits = self._hits, 0
             hit_size, self._hit_size = self._hit_size, 0
@@ -309,7 +328,7 @@ class Connection:
         if hits or acknowledged:
             packed = protocol.pack_tags(acknowledged)
             if not self._send_if_room(protocol.Tell(0, hits, hit_size, packed)):
-                with self._state:
+                with self._lock:
                     self._acknowledged += acknowledged
                     self._hits += hits
                     self._hit_size += hit_size
@@ -380,16 +399,16 @@ class Connection:
 
     def close_dataset(self, dataset: int) -> None:
         """The data set is needed no more. It never waits; see `tell`."""
-        with self._state:
+        with self._lock:
             self._unneeded.append(dataset)
         self.tell()
 
     def _close_unneeded(self) -> None:
-        with self._state:
+        with self._lock:
             unneeded, self._unneeded = self._unneeded, []
         while unneeded and self._send_if_room(protocol.Close(unneeded[-1])):
             unneeded.pop()
-        with self._state:
+        with self._lock:
             self._unneeded += unneeded
 
     def leave(self) -> None:
@@ -404,7 +423,7 @@ class Connection:
         return self._broken is None
 
     def _tag(self) -> int:
-        with self._state:
+        with self._lock:
             tag = self._next_tag
             self._next_tag = tag % 0xFFFFFFFF + 1
             return tag
@@ -413,7 +432,7 @@ class Connection:
         frame = protocol.encode(message)
         if isinstance(message, (protocol.Get, protocol.Lease)):
             self._make_room(message.tag)
-        with self._state:
+        with self._lock:
             if self._broken is not None:
                 raise self._gone()
             if tag is not None:
@@ -427,6 +446,9 @@ class Connection:
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             raise self._gone() from error
+        except BaseException:
+            self._interrupted()
+            raise
 
     def _send_if_room(self, message: Message) -> bool:
         """Send a message far below a page, which the socket takes whole or not at all.
@@ -461,7 +483,7 @@ class Connection:
     def _make_room(self, tag: int) -> None:
         """The daemon takes so many requests at a time; wait until it can take this one."""
         while True:
-            with self._state:
+            with self._lock:
                 if len(self._unanswered) < protocol.MOST_REQUESTS:
                     self._unanswered.add(tag)
                     return
@@ -472,7 +494,7 @@ class Connection:
         try:
             self._receive_until(lambda: waiter.answer is not None)
         finally:
-            with self._state:
+            with self._lock:
                 self._waiters.pop(tag, None)
         assert waiter.answer is not None
         return waiter.answer
@@ -480,25 +502,27 @@ class Connection:
     def _receive_until(self, over: Callable[[], bool]) -> None:
         """Receive, or let another thread receive, until something has come about."""
         while True:
-            with self._state:
-                while not over() and self._broken is None and self._receiving:
-                    self._state.wait()
-                if over():
-                    return
-                if self._broken is not None:
-                    raise self._gone()
-                self._receiving = True
+            mine = False
             try:
-                while not over():
+                with self._lock:
+                    while not over() and self._broken is None and self._receiving:
+                        self._state.wait()
+                    if over():
+                        return
+                    if self._broken is not None:
+                        raise self._gone()
+                    mine = self._receiving = True
+                while not over() and self._broken is None:
                     self._receive()
             finally:
-                with self._state:
-                    self._receiving = False
-                    self._state.notify_all()
+                if mine:
+                    with self._lock:
+                        self._receiving = False
+                        self._state.notify_all()
 
     def _receive(self) -> None:
         messages = self._next_messages()
-        with self._state:
+        with self._lock:
             for tag, message in messages:
                 self._unanswered.discard(tag)
                 waiter = self._waiters.get(tag)
@@ -528,6 +552,9 @@ class Connection:
         except ProtocolError as error:
             self._break(error)
             raise
+        except BaseException:
+            self._interrupted()
+            raise
         for message in messages:
             if isinstance(message, protocol.Fail) and message.tag == 0:
                 self._break(protocol.error_from_wire(message.error))
@@ -543,12 +570,29 @@ class Connection:
             )
         )
 
+    def _interrupted(self) -> None:
+        """A signal's handler raised while we sent or received: nobody knows what of it is lost."""
+        self._break(ServerUnavailable("a request was interrupted by a signal", path=self.path))
+
     def _break(self, error: FFServeError) -> None:
-        with self._state:
+        with self._lock:
             self._broken = self._broken or error
             self._state.notify_all()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """End the session, or leave that to whoever gives back the last that is leased over it."""
+        with self._lock:
+            by_table = self.leases is not None and self.leases.end(self._hang_up)
+            if by_table or self._leased:
+                _kept.add(self)
+                return
+            _kept.discard(self)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if self._closed:
+                self._socket.close()
+                self._drop_fds()
 
     def _gone(self) -> FFServeError:
         assert self._broken is not None
@@ -560,19 +604,21 @@ class Connection:
         self._fds = []
 
     def close(self) -> None:
-        """Say goodbye. Mappings live on as long as arrays over them."""
+        """Say goodbye. Mappings live on as long as arrays over them, the session as leases."""
         if self._broken is None:
             self.tell()
-            self._send_if_room(protocol.Bye())
         self._break(ServerUnavailable("this connection was closed", path=self.path))
-        self.abandon()
+        self._closed = True
+        self._hang_up()
 
     def after_fork(self) -> None:
         """This process is a child: drop the parent's connection without a word."""
         # A thread that stayed in the parent may have held them.
         self._send_lock = threading.Lock()
         self._announcing = threading.Lock()
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
+        self._leased.clear()
         self.abandon()
 
     def abandon(self) -> None:
@@ -582,6 +628,19 @@ class Connection:
             self.leases.forget()
         self._socket.close()
         self._drop_fds()
+
+
+_kept: set[Connection] = set()
+"""Of no more use, but something is leased over them."""
+
+
+def _in_child() -> None:
+    for connection in _kept:
+        connection.after_fork()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _connect(path: str) -> socket.socket:

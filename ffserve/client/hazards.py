@@ -45,16 +45,15 @@ class Asked:
 
     def ask(self, dataset: int, indices: Int64s) -> int:
         """Ask for a lease; return its tag."""
-        tag = self._connection.lease(dataset, indices)
-        self._tags.append(tag)
-        return tag
+        return self._connection.lease(dataset, indices, self._tags)
 
     def release(self) -> None:
         """Give all of them back."""
         if self._lease is not None:
             self._lease.release()
         while self._tags:
-            self._connection.release(self._tags.pop())
+            self._connection.release(self._tags[-1])
+            del self._tags[-1:]
 
 
 class Leasing:
@@ -72,6 +71,7 @@ class Leasing:
         return leased
 
     def __exit__(self, *exc: object) -> None:
-        leased, self._leased = self._leased, None
+        leased = self._leased
         if leased is not None:
             leased.release()
+            self._leased = None

@@ -101,8 +101,13 @@ typedef struct {
 ffs_hazards *ffs_hazards_map(int fd);  /* of a file of that size; NULL: the kernel refused */
 void ffs_hazards_unmap(ffs_hazards *table);
 
-/* A client's own side of its table: which panels its leases have taken. */
-typedef struct { ffs_hazards *table; uint64_t used[8]; } ffs_leases;  /* NULL: not ours any more */
+/* A client's own side of its table: which panels its leases have taken; whether there are to be no
+ * new ones. */
+typedef struct {
+    ffs_hazards *table;          /* NULL: not ours any more */
+    uint64_t used[8];
+    uint32_t ended;
+} ffs_leases;
 
 /* What leasing samples of one data set needs. */
 typedef struct {
@@ -119,7 +124,11 @@ typedef struct { uint64_t panels[8]; uint64_t claimed; uint64_t size; } ffs_leas
  * index outside of the view, an entry that points outside of the arena; then nothing is leased. */
 int64_t ffs_lease(const ffs_leaser *leaser, const ffs_view *view, const int64_t *indices,
                   int64_t n, int64_t *starts, int64_t *sizes, ffs_lease_note *note);
-void ffs_unlease(ffs_leases *leases, ffs_lease_note *note);
+/* Returns 1 when that was the last lease and there are to be no new ones. */
+int ffs_unlease(ffs_leases *leases, ffs_lease_note *note);
+/* Lease nothing any more. Returns whether something is leased still, in a call to ffs_lease that
+ * has not returned included. */
+int ffs_leases_end(ffs_leases *leases);
 
 /* Daemon side. Set the budget; what the client had claimed after that. */
 uint64_t ffs_hazards_set_budget(ffs_hazards *table, uint64_t budget);

@@ -61,7 +61,15 @@ static int64_t take_panel(ffs_leases *leases)
 
 static void give_panels(ffs_leases *leases, int64_t word, uint64_t panels)
 {
-    __atomic_fetch_and(&leases->used[word], ~panels, __ATOMIC_RELEASE);
+    __atomic_fetch_and(&leases->used[word], ~panels, __ATOMIC_SEQ_CST);
+}
+
+static int any_used(const ffs_leases *leases)
+{
+    for (int64_t w = 0; w < FFS_PANELS / WORD; w++)
+        if (__atomic_load_n(&leases->used[w], __ATOMIC_SEQ_CST))
+            return 1;
+    return 0;
 }
 
 /* Lease up to a panel of samples; FFS_ERANGE, or how many cannot be leased now. */
@@ -111,7 +119,8 @@ static int64_t lease_panel(const ffs_leaser *leaser, ffs_hazards *table, const f
     uint64_t bit = UINT64_C(1) << panel % WORD;
     claimed = __atomic_add_fetch(&table->claimed, charge, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (claimed > __atomic_load_n(&table->budget, __ATOMIC_ACQUIRE)) {
+    if (claimed > __atomic_load_n(&table->budget, __ATOMIC_ACQUIRE) ||
+        __atomic_load_n(&leaser->leases->ended, __ATOMIC_SEQ_CST)) {
         __atomic_fetch_sub(&table->claimed, charge, __ATOMIC_RELEASE);
         give_panels(leaser->leases, word, bit);
         return cannot_lease(starts, m);
@@ -162,11 +171,19 @@ int64_t ffs_lease(const ffs_leaser *leaser, const ffs_view *view, const int64_t 
     return lost;
 }
 
-void ffs_unlease(ffs_leases *leases, ffs_lease_note *note)
+/* Whoever ends the leases stores `ended` and then looks at `used`; who leases or gives back changes
+ * `used` and then looks at `ended`. All of it is sequentially consistent, so one sees the other. */
+int ffs_leases_end(ffs_leases *leases)
+{
+    __atomic_store_n(&leases->ended, 1, __ATOMIC_SEQ_CST);
+    return leases->table && any_used(leases);
+}
+
+int ffs_unlease(ffs_leases *leases, ffs_lease_note *note)
 {
     ffs_hazards *table = leases->table;
     if (!table)
-        return;
+        return 0;
     for (int64_t w = 0; w < FFS_PANELS / WORD; w++)
         if (note->panels[w])
             __atomic_fetch_and(&table->live[w], ~note->panels[w], __ATOMIC_RELEASE);
@@ -176,6 +193,7 @@ void ffs_unlease(ffs_leases *leases, ffs_lease_note *note)
         if (note->panels[w])
             give_panels(leases, w, note->panels[w]);
     memset(note, 0, sizeof *note);
+    return __atomic_load_n(&leases->ended, __ATOMIC_SEQ_CST) && !any_used(leases);
 }
 
 uint64_t ffs_hazards_set_budget(ffs_hazards *table, uint64_t budget)

@@ -5,7 +5,7 @@ Why neither side can miss the other stands in engine/hazards.c.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,16 +61,33 @@ class Table:
 class Leases:
     """A client's side of its table."""
 
-    __slots__ = ("_c", "_table")
+    __slots__ = ("_c", "_emptied", "_table")
 
     def __init__(self, table: Table) -> None:
         self._table = table
+        self._emptied: Callable[[], object] | None = None
         self._c = ffi.new("ffs_leases *")
         self._c.table = table._c
 
     def forget(self) -> None:
         """The table is another process's, or nobody looks at it: leave it alone from now on."""
         self._c.table = ffi.NULL
+
+    def end(self, emptied: Callable[[], object]) -> bool:
+        """Lease nothing any more; return whether something is leased still.
+
+        Args: emptied: called then when the last of it is given back, once or more.
+        """
+        self._emptied = emptied
+        if lib.ffs_leases_end(self._c):
+            return True
+        self._emptied = None
+        return False
+
+    def given_back(self) -> None:
+        """Nothing is leased, and nothing will be."""
+        if self._emptied is not None:
+            self._emptied()
 
 
 class Lease:
@@ -92,7 +109,8 @@ class Lease:
 
     def release(self) -> None:
         """Give back; the bytes may be others at once. Once more does nothing."""
-        lib.ffs_unlease(self._leases._c, self._note)
+        if lib.ffs_unlease(self._leases._c, self._note):
+            self._leases.given_back()
 
 
 class Leaser:
@@ -121,6 +139,7 @@ class Leaser:
         """
         lease = self._lease(indices)
         if lease.left < 0:
+            lease.release()
             raise ReadError("the shared directory points outside of the arena")
         return lease
 
