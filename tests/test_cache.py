@@ -26,7 +26,14 @@ from ffserve.engine.slots import FREE, RESIDENT
 from ffserve.errors import FormatError, ReadError, UsageError
 from ffserve.failures import ARENA_BUSY, TOO_LARGE
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.server.scheduler import GIVE_UP_S, PIN_GRACE_S, Owner, Request, Scheduler
+from ffserve.server.scheduler import (
+    GIVE_UP_S,
+    PIN_GRACE_S,
+    QUANTUM_SIZE,
+    Owner,
+    Request,
+    Scheduler,
+)
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
@@ -628,6 +635,20 @@ def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[Request], Owner]:
 
 def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> Request:
     return Request(owner, tag, Fetch(np.array(numbers, np.int64)), lease, None)
+
+
+@pytest.mark.parametrize(("size", "counts"), [(4000, [256, 256, 88]), (400_000, [31] * 3)])
+def test_a_turn_is_bounded_in_samples_and_bytes(size: int, counts: list[int]) -> None:
+    node = Node([[size] * 600], arena_size=1 << 30)
+    scheduler, loads, _, owner = scheduled(node)
+    scheduler.add(asked(owner, 1, list(range(600))), 0.0)
+    for load in loads:
+        scheduler.loaded(load, {}, 0.0)
+        if len(loads) >= len(counts):
+            break
+    assert [len(load.slots) for load in loads[: len(counts)]] == counts
+    assert all(load.size <= QUANTUM_SIZE for load in loads)
+    node.directory.close()
 
 
 def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:

@@ -19,7 +19,7 @@ import pytest
 from daemon import Daemon, damage, sample, until, write
 
 import ffserve
-from ffserve.client.base import batches_ahead
+from ffserve.client.base import batches_ahead, together
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -255,6 +255,25 @@ class TestReader:
         self, count: int, size: int, most: int
     ) -> None:
         assert batches_ahead(count, size) == most
+
+    @pytest.mark.parametrize(
+        ("count", "size", "counts"),
+        [
+            (64, 4096, [2, 4, 8, 8, 8]),
+            (64, 16_384, [2, 2, 2, 2, 2]),
+            (200, 100, [1, 1, 2, 2, 2]),
+            (1000, 100, [1, 1, 1, 1, 1]),
+        ],
+    )
+    def test_small_batches_are_asked_for_together_the_first_ones_soon(
+        self, count: int, size: int, counts: list[int]
+    ) -> None:
+        parts = [(np.arange(k * count, (k + 1) * count), count * size) for k in range(30)]
+        groups = list(together(parts))
+        assert [len(some) for some, _ in groups[:5]] == counts
+        assert all(total == len(some) * count * size for some, total in groups)
+        order = np.concatenate([part for some, _ in groups for part in some])
+        assert np.array_equal(order, np.arange(30 * count))
 
     def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
         before = resident_size()

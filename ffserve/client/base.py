@@ -26,9 +26,12 @@ READ_AHEAD_MOST = 8
 the engine's depth, since half of what was asked for is on its way between the processes..."""
 READ_AHEAD_MEMORY = 64 * 1024 * 1024
 """... and take less memory than this together."""
-TOGETHER_COUNT, TOGETHER_SIZE = 128, 1 << 20
+TOGETHER_COUNT, TOGETHER_SIZE = 512, 2 << 20
 """Small batches are asked for together, up to so many samples and bytes: a request costs the daemon
-as much as fifty samples do."""
+as much as fifty samples do..."""
+TOGETHER_FIRST = 128
+"""... but the first ones up to that many, and each of those that follow up to twice as many as the
+one before it, since nobody is to wait for the first batch until 512 samples were read."""
 SIZES_AT_ONCE = 65_536
 
 
@@ -43,10 +46,12 @@ def together(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s]
     """Put neighbouring batches together that are small; `parts` and what is yielded: see `cut`."""
     some: list[Int64s] = []
     count = total = 0
+    most = TOGETHER_FIRST
     for part, size in parts:
-        if some and (count + len(part) > TOGETHER_COUNT or total + size > TOGETHER_SIZE):
+        if some and (count + len(part) > most or total + size > TOGETHER_SIZE):
             yield some, total
             some, count, total = [], 0, 0
+            most = min(2 * most, TOGETHER_COUNT)
         some.append(part)
         count, total = count + len(part), total + size
     if some:

@@ -5,7 +5,7 @@
 
 #include "core.h"
 
-#define FEW 128 /* blocks: a turn of the scheduler */
+#define FEW 256 /* blocks: a turn of the scheduler */
 
 enum { FIRST, COUNT, BEGIN, END, SIZE, SHARD };
 
