@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from daemon import (
     write,
 )
 
+import ffserve
 from ffserve import protocol
 from ffserve.client import connection
 from ffserve.client.remote import RemoteSource
@@ -160,6 +162,35 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
         assert os.listdir(daemon.directory) == ["log"]
     finally:
         daemon.close()
+
+
+def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(32) as pool:
+        listener.bind(path)
+        listener.listen(1)
+        listener.settimeout(DEADLINE_S)
+        coming = [pool.submit(connection._connect, path) for _ in range(32)]
+        for _ in coming:
+            listener.accept()[0].close()
+        for each in coming:
+            each.result().close()
+
+
+def test_a_daemon_that_takes_nobody_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("FFSERVE_SOCKET", str(tmp_path / "s"))
+    file = write(tmp_path / "a.ffr", [b"one"])
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        waiting.connect(str(tmp_path / "s"))
+        with ffserve.open(file) as reader:
+            assert reader.source.startswith("engine") and bytes(reader[0]) == b"one"
+    assert "reading without the daemon" in caplog.text and "it is stopped, or" in caplog.text
+    caplog.clear()
 
 
 def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ NOT_SERVED = (ServerUnavailable, ProtocolError, AccessDenied, ReadError)
 """The daemon does not serve these files to us, for whatever reason; an engine of our own may."""
 
 
+_NOBODY = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
+"""What connecting says where nobody listens."""
+
+
 class Origin(enum.Enum):
     """Where samples can come from."""
 
@@ -43,8 +47,8 @@ def first(server: str, patience_s: float) -> Choosing[S]:
         except NOT_SERVED as error:
             away = isinstance(error, ServerUnavailable)
             if server == "auto":
-                # No daemon is nothing to talk about; one that may not be used is.
-                if not away or isinstance(error.__cause__, PermissionError):
+                # No daemon is nothing to talk about; one that cannot be used is.
+                if not away or not isinstance(error.__cause__, _NOBODY):
                     _say_once(f"reading without the daemon: {error}")
                 break
             if not away or time.monotonic() >= deadline:

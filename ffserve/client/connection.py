@@ -646,7 +646,9 @@ os.register_at_fork(after_in_child=_in_child)
 def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.settimeout(CONNECT_TIMEOUT_S)
+        # Where as many wait already as may, a socket with Python's timeout gives up at once.
+        patience = struct.pack("ll", *divmod(int(CONNECT_TIMEOUT_S * 1e6), 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         sock.connect(path)
     except OSError as error:
         sock.close()
@@ -654,6 +656,8 @@ def _connect(path: str) -> socket.socket:
             hint = f"a socket's path has at most {MAX_SOCKET_PATH} bytes"
         elif isinstance(error, PermissionError):
             hint = "become a member of the socket's group (see `ls -l`) and log in again"
+        elif isinstance(error, BlockingIOError):
+            hint = "it is stopped, or has more to do than it can: `ffserve status` may tell"
         else:
             hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"
         raise ServerUnavailable(
