@@ -133,6 +133,16 @@ def test_arrays_that_are_none(tmp_path: Path, bad: Any) -> None:
     assert os.listdir(tmp_path) == ["a.npy"]
 
 
+@pytest.mark.parametrize("shape", ["(1152921504606846976, 4)", "(-2, -3)", "(1000000000000, 0)"])
+def test_arrays_that_claim_more_rows_than_their_file_holds(tmp_path: Path, shape: str) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}".encode().ljust(118)
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(32)
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises((UsageError, FormatError), match=r"a\.npy"):
+        convert(tmp_path / "a.npy", tmp_path / "a.ffr")
+    assert os.listdir(tmp_path) == ["a.npy"]
+
+
 # ---- names ------------------------------------------------------------------------------------
 
 

@@ -243,13 +243,16 @@ class Rows:
     def _open(self) -> Any:
         [path] = self.files
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            with np.errstate(over="ignore"):  # of a shape that it refuses then
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise FormatError(f"this is no array that can be read: {error}", path=path) from None
         except OSError as error:
             raise os_error(error, path) from error
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise UsageError("an array of rows is needed", path=path)
+        if len(array) and not array.size:  # of which a header can claim any number
+            raise UsageError(f"the rows of an array of shape {array.shape} are empty", path=path)
         return array
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
