@@ -59,7 +59,7 @@ class Place:
 
     def __init__(self, reader: ffserve.Reader) -> None:
         self.when = time.monotonic()
-        source = reader._source
+        source = reader._supply.source
         self._connection = source.connection if isinstance(source, RemoteSource) else None
         self._arena = "no arena"
         if self._connection is not None and not self._connection.inline:

@@ -17,7 +17,9 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, stopped, until, write
 
 import ffserve
+from ffserve.client import choice
 from ffserve.client import loop as loops
+from ffserve.client.loop_supply import LARGE_COPY_SIZE
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -218,7 +220,9 @@ def test_threads_that_ask_for_more_than_a_session_may_have(path: str) -> None:
         with stopped(daemon.pid):
             for thread in threads:
                 thread.start()
-            until(lambda: len(reader._source.connection._unanswered) == 64, "64 are asked for")  # type: ignore[union-attr]
+            until(
+                lambda: len(reader._supply.source.connection._unanswered) == 64, "64 are asked for"
+            )  # type: ignore[union-attr]
         for thread in threads:
             thread.join()
         assert got == {i: TRUTH[i] for i in range(150)}
@@ -253,8 +257,8 @@ async def test_hits_let_others_run(daemon: Daemon, path: str) -> None:
             await reader.read_batch(range(20))
         task.cancel()
         size = 50 * sum(map(len, TRUTH[:20]))
-        assert size > 4 * ffserve.aio.LARGE_COPY_SIZE
-        assert turns >= size // ffserve.aio.LARGE_COPY_SIZE - 1
+        assert size > 4 * LARGE_COPY_SIZE
+        assert turns >= size // LARGE_COPY_SIZE - 1
 
 
 async def test_large_copies_run_beside_the_loop(daemon: Daemon, tmp_path: Path) -> None:
@@ -350,7 +354,7 @@ async def test_cancelled_local_reads_leave_nothing(path: str) -> None:
         engine = loops.home().engine()
         while engine.engine._in_flight:
             await asyncio.sleep(0.001)
-        source: Any = reader._place().source
+        source: Any = reader._here().source
         while source._pending:
             await asyncio.sleep(0.001)
         assert not engine._ended
@@ -384,7 +388,7 @@ async def test_restart_in_mid_request(path: str) -> None:
 
 
 async def test_required_daemon_that_stays_away(path: str, monkeypatch: Any) -> None:
-    monkeypatch.setitem(ffserve.aio.RECONNECT_S, "require", 0.2)
+    monkeypatch.setitem(choice.RECONNECT_S, "require", 0.2)
     daemon = Daemon(arena="8MiB").start()
     try:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
@@ -404,7 +408,7 @@ async def test_required_daemon_that_stays_away(path: str, monkeypatch: Any) -> N
 async def test_auto_reads_by_itself_when_the_daemon_is_gone(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(ffserve.aio.RECONNECT_S, "auto", 0.1)
+    monkeypatch.setitem(choice.RECONNECT_S, "auto", 0.1)
     daemon = Daemon(arena="8MiB").start()
     monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
     try:

@@ -256,8 +256,8 @@ def test_sigterm_ends_the_daemon_though_clients_keep_asking(tmp_path: Path) -> N
     program = """
 import sys, ffserve
 from ffserve.errors import ServerUnavailable
-import ffserve.client.reader as reader
-reader.RECONNECT_S["require"] = 0
+import ffserve.client.choice as choice
+choice.RECONNECT_S["require"] = 0
 r = ffserve.open(sys.argv[1], server=sys.argv[2])
 print("ready", flush=True)
 try:
@@ -587,7 +587,7 @@ def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> 
     order = np.random.default_rng(0).permutation(30)
     bad = order.tolist().index(25)
     with daemon.open(path) as reader:
-        source = reader._current()
+        source = reader._supply.current()
         assert isinstance(source, RemoteSource)
         pending = source.start(order, apart=False)
         assert 2 <= len(pending.asked) <= 4

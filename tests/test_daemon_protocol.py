@@ -21,7 +21,7 @@ import pytest
 from daemon import DEADLINE_S, Daemon, Raw, get, run_python, sample, serving, until, write
 
 import ffserve
-import ffserve.client.reader
+import ffserve.client.choice
 from ffserve import protocol
 from ffserve.cache.directory import ENTRY_DTYPE
 from ffserve.errors import (
@@ -450,7 +450,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ffserve.client.connection.CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setitem(ffserve.client.reader.RECONNECT_S, "require", 0.2)
+    monkeypatch.setitem(ffserve.client.choice.RECONNECT_S, "require", 0.2)
 
 
 REFUSED = (ProtocolError, ServerUnavailable, ReadError)

@@ -30,7 +30,7 @@ def test_what_has_come_is_copied_before_the_answer(tmp_path: Path) -> None:
         expect=["stopped with requests unanswered.*"],
     ) as daemon:
         reader = ffserve.open(tmp_path / "a.ffr", server=daemon.socket)
-        source = reader._source
+        source = reader._supply.source
         assert isinstance(source, RemoteSource)
         chosen = np.random.default_rng(4).permutation(COUNT)
         pending = source.start(chosen, apart=False)

@@ -308,7 +308,7 @@ import ffserve.client.reader, ffserve.client.local
 now = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (now + (48 << 20), now + (48 << 20)))
 with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader:
-    print(type(reader._source).__name__, sum(len(s) for s in reader.read(range(300))))
+    print(type(reader._supply.source).__name__, sum(len(s) for s in reader.read(range(300))))
 """
     out = run_python(program, path, daemon.socket).stdout.split()
     assert out == ["InlineSource", str(sum(map(len, TRUTH)))]
@@ -322,7 +322,7 @@ used = max(map(int, os.listdir("/proc/self/fd")))
 # Room for the socket and not for what comes with the greeting.
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, used + 1))
 with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader:
-    print(type(reader._source).__name__, sum(len(s) for s in reader.read(range(300))))
+    print(type(reader._supply.source).__name__, sum(len(s) for s in reader.read(range(300))))
 """
     out = run_python(program, path, daemon.socket).stdout.split()
     assert out == ["InlineSource", str(sum(map(len, TRUTH)))]

@@ -205,7 +205,7 @@ def test_nonsense_in_a_table(node: Shared) -> None:
 
 
 def table_of(reader: ffserve.Reader) -> Table:
-    source = reader._source
+    source = reader._supply.source
     assert isinstance(source, RemoteSource)
     leases = source.connection.leases
     assert leases is not None
@@ -283,7 +283,7 @@ r = ffserve.open(path, server=server)
 random = np.random.default_rng(int(sys.argv[4]))
 print("ready", flush=True)
 end, leased, asking = time.monotonic() + seconds, 0, 0
-table = r._source.connection.leases._table
+table = r._supply.source.connection.leases._table
 while time.monotonic() < end or leased < 200:
     chosen = random.integers(0, 100, 3)
     with r.lease(chosen) as views:
@@ -344,7 +344,7 @@ import sys, threading, zlib, ffserve
 r = ffserve.open(sys.argv[1], server=sys.argv[2])
 with r.lease(range(5)): pass
 lease = r.lease(range(5)); views = lease.__enter__()
-held = r._source.connection.leases._table.memory
+held = r._supply.source.connection.leases._table.memory
 assert any(held[128:192]), "leased by asking"
 sums = [zlib.crc32(v) for v in views]
 print("ready", flush=True)
@@ -439,7 +439,7 @@ def test_the_arena_shrinks_when_the_lease_is_over(path: str) -> None:
         reader.read(range(100))
         with reader.lease(range(0, 100, 2)) as views:
             assert leased_by(reader) == 50
-            source = reader._source
+            source = reader._supply.source
             assert isinstance(source, RemoteSource)
             source.connection.resize(2 * MIB)
             until(lambda: daemon.status()["arena"]["held"], "all but what is leased is empty")

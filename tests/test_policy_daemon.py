@@ -50,7 +50,7 @@ def order(seed: int, epoch: int) -> Any:
 
 def read_slowly(reader: ffserve.Reader, epoch: int, numbers: Any) -> None:
     """Read as a job does that computes for longer than the disk takes; check every byte."""
-    source: Any = reader._current()
+    source: Any = reader._supply.current()
     for start in range(0, len(numbers), BATCH):
         part = numbers[start : start + BATCH]
         until(lambda part=part: not len(source._view.locate(part)[1]), "the batch is read ahead")

@@ -23,9 +23,9 @@ JOB = """
 import hashlib, multiprocessing, sys, threading, time
 from multiprocessing.connection import wait
 import numpy as np
-import ffserve, ffserve.client.reader as module
+import ffserve, ffserve.client.choice as choice
 path, server, seed, pause, reconnect_s = sys.argv[1:6]
-module.RECONNECT_S.update(auto=float(reconnect_s), require=float(reconnect_s))
+choice.RECONNECT_S.update(auto=float(reconnect_s), require=float(reconnect_s))
 reader = ffserve.open(path, server=server)
 
 def share(reader, mine, pipe, pause, go):
@@ -213,10 +213,10 @@ def test_worker_killed_in_mid_epoch(path: str, truth: Truth) -> None:
 
 
 AUTO = """
-import logging, os, sys, ffserve, ffserve.client.reader as module
+import logging, os, sys, ffserve, ffserve.client.choice as choice
 os.environ["FFSERVE_SOCKET"] = sys.argv[2]
-module.RECONNECT_S.update(auto=0.3, require=0.3)
-module.RETURN_AFTER_S = float(sys.argv[4])
+choice.RECONNECT_S.update(auto=0.3, require=0.3)
+choice.RETURN_AFTER_S = float(sys.argv[4])
 logging.basicConfig(format="%(levelname)s %(message)s")
 readers = [ffserve.open(sys.argv[1], server=sys.argv[3]) for _ in range(2)]
 print(*[r.source for r in readers], flush=True)
@@ -331,13 +331,13 @@ def test_iteration_goes_on_across_a_restart(path: str) -> None:
 STOPPED = """
 import logging, sys, ffserve, ffserve.client.connection as module
 module.ANSWER_TIMEOUT_S = 3
-import ffserve.client.reader as reader_module
+import ffserve.client.choice as choice
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader = ffserve.open(sys.argv[1], server="auto")
 print(reader.source, flush=True)
 sys.stdin.readline()
 module.CONNECT_TIMEOUT_S = 0.3
-reader_module.RECONNECT_S.update(auto=0.3)
+choice.RECONNECT_S.update(auto=0.3)
 print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=True)
 """
 

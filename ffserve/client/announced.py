@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.source import Int64s, Source
+from ffserve.client.source import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 
 REPORT_INTERVAL_S = 0.01
@@ -35,13 +35,17 @@ class Announced:
     """The orders of one reader in the process that announced them."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was announced: this process is another one."""
         self._orders: dict[int, _Announcement] = {}
         self._epoch = 0
         self._position = 0
         self._reported = 0.0
         self._told = False
 
-    def add(self, epoch: int, order: Int64s, name: str | None, replacement: bool) -> None:
+    def add(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Keep an order that the source has taken."""
         if not self._orders or epoch <= self._epoch:
             self._orders.clear()
@@ -52,13 +56,6 @@ class Announced:
         )
         while len(self._orders) > MOST_EPOCHS:
             del self._orders[min(self._orders)]
-
-    def repeat(self, source: Source) -> None:
-        """Announce everything to another source."""
-        for announcement in self.orders():
-            source.announce(*announcement)
-        if self._position:
-            source.reached(*self.position)
 
     def orders(self) -> list[tuple[Int64s, int, str | None, bool]]:
         """Return what `Source.announce` is to be called with, first things first."""

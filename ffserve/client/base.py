@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -9,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ffserve import formats
+from ffserve.client import connections
+from ffserve.client.announced import Announced, check_count, check_order
+from ffserve.client.choice import Wanted, closed_error
 from ffserve.client.source import Batch, Int64s, Source
-from ffserve.dataset import as_indices, check_same_content, combined_fingerprint
+from ffserve.dataset import as_indices
 from ffserve.errors import FFServeError, UsageError
 from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
 
-RETURN_AFTER_S = 30.0
-"""How long a reader that lost its daemon reads by itself before it looks for one again."""
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 READ_AHEAD_BATCHES = 3
@@ -33,6 +35,7 @@ TOGETHER_FIRST = 128
 """... but the first ones up to that many, and each of those that follow up to twice as many as the
 one before it, since nobody is to wait for the first batch until 512 samples were read."""
 SIZES_AT_ONCE = 65_536
+_OF_THIS_PROCESS = frozenset(("_announced", "_supply", "_supplies"))
 
 
 def batches_ahead(count: int, size: int) -> int:
@@ -114,53 +117,38 @@ def opener(path: str, flags: int) -> int:
 class BaseReader:
     """Indices in, sample numbers out; errors by the caller's indices."""
 
-    def __init__(
-        self,
-        paths: tuple[str, ...],
-        format: str | None,
-        server: str,
-        verify: bool,
-        tolerant: bool,
-    ) -> None:
-        self._paths = paths
-        self._format = format
-        self._server = server
-        self._verify = verify
-        self._tolerant = tolerant
-        self._expected: int | None = None
+    _name: str
+    """What people know the reader as."""
+    _announced: Announced
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
         self._intact: Int64s | None = None
         self._damaged: list[FFServeError] = []
-        self._totals: dict[str, int] = {}
-        self._closed = False
-        self._count = 0
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what belongs to this process alone, for a copy as well."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
-        return self._count if self._intact is None else len(self._intact)
+        return self._wanted.count if self._intact is None else len(self._intact)
 
     @property
     def damaged(self) -> list[FFServeError]:
         """What `on_error="skip"` left out, and why; indices are those in the files."""
         return list(self._damaged)
 
-    @property
-    def _socket(self) -> str | None:
-        """The daemon's socket if it was named."""
-        return None if self._server in ("auto", "require", "off") else self._server
-
-    def _check_content(self, source: Source) -> None:
-        """Take note of what a new source opened. Raises when it is not what the last one had."""
-        check_same_content(self._expected, source.shards)
-        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
-        self._count = source.count
-
     def _numbers(self, indices: Any) -> Int64s:
-        if self._closed:
-            raise UsageError("this reader is closed")
+        if self._wanted.closed:
+            raise closed_error()
         chosen = as_indices(indices, len(self))
         return chosen if self._intact is None else self._intact[chosen]
 
     def _all_numbers(self) -> Int64s:
-        return np.arange(self._count, dtype=np.int64) if self._intact is None else self._intact
+        if self._intact is not None:
+            return self._intact
+        return np.arange(self._wanted.count, dtype=np.int64)
 
     def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
         if self._intact is None:
@@ -189,21 +177,41 @@ class BaseReader:
         """Hide these samples, by number."""
         self._damaged += bad.values()
         if bad:
-            self._intact = np.delete(np.arange(self._count, dtype=np.int64), list(bad))
-
-    def _add_totals(self, source: Source) -> None:
-        for name in ("hits", "misses", "bytes"):
-            self._totals[name] = self._totals.get(name, 0) + int(source.stats()[name])
+            self._intact = np.delete(np.arange(self._wanted.count, dtype=np.int64), list(bad))
 
     def _summed(self, current: Source) -> dict[str, int | float | str]:
         facts = dict(current.stats())
-        for name, value in self._totals.items():
+        for name, value in self._wanted.totals.items():
             facts[name] = int(facts[name]) + value
         hits, misses = int(facts["hits"]), int(facts["misses"])
         facts["samples"] = hits + misses
         facts["hit_rate"] = hits / max(1, hits + misses)
         facts["source"] = current.description
         return facts
+
+    def _checked_order(
+        self, order: Any, epoch: int, name: str | None, replacement: bool
+    ) -> tuple[Int64s, int, str | None, bool]:
+        """Return what `Source.announce` is called with. Raises: as `Reader.announce`."""
+        numbers = self._numbers(order)
+        epoch = check_count("epoch", epoch)
+        check_order(numbers, self._wanted.count, name, replacement)
+        return numbers, epoch, name, replacement
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = dataclasses.replace(self._wanted, totals={})
+        kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        return {**kept, "_wanted": own, "job": connections.job_name()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        connections.join_job(state.pop("job"))
+        self.__dict__.update(state)
+        self._set_up()
+
+    def __repr__(self) -> str:
+        paths = self._wanted.paths
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        return f"<{self._name} of {len(self)} samples in {paths[0]}{more}>"
 
 
 def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:

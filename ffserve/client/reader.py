@@ -10,22 +10,19 @@ on if the files are not those that the reader was opened on.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client import choice, connections
-from ffserve.client.announced import Announced, check_count, check_order
+from ffserve.client import connections
+from ffserve.client.announced import Announced, check_count
 from ffserve.client.base import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
-    RETURN_AFTER_S,
     SIZES_AT_ONCE,
     TOGETHER_COUNT,
     BaseReader,
@@ -36,26 +33,17 @@ from ffserve.client.base import (
     taken_apart,
     together,
 )
-from ffserve.client.choice import RECONNECT_S, Choosing, Origin
-from ffserve.client.daemon import open_source
+from ffserve.client.choice import Wanted, closed_error
 from ffserve.client.hazards import Leasing
 from ffserve.client.local import LocalSource
-from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
+from ffserve.client.supply import Supply
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
-from ffserve.places import find_socket
 
 if TYPE_CHECKING:
     from ffserve.client.source import Source
 
-T = TypeVar("T")
-
-LOOK_INTERVAL_S = 0.25
-"""How often a reader that only announces looks for a daemon that went away."""
-_OF_THIS_PROCESS = frozenset(
-    ("_lock", "_source", "_former", "_away_since", "_announced", "_looking", "_looked")
-)
 _INT64 = np.dtype(np.int64)
 
 
@@ -118,6 +106,8 @@ def open(
 class Reader(BaseReader, Sequence[Bytes]):
     """Samples of a data set by index. Made by `ffserve.open`."""
 
+    _name = "ffserve.Reader"
+
     def __init__(
         self,
         paths: tuple[str, ...],
@@ -126,172 +116,24 @@ class Reader(BaseReader, Sequence[Bytes]):
         verify: bool,
         tolerant: bool = False,
     ) -> None:
-        super().__init__(paths, format, server, verify, tolerant)
-        self._set_up()
-        with self._lock:
-            self._take_in(self._choose(choice.first(self._server, 0.0)))
+        super().__init__(Wanted(paths, format, server, verify, tolerant))
+        self._supply.open()
 
     def _set_up(self) -> None:
-        self._lock = threading.RLock()
-        self._source: Source | None = None
-        self._former: Source | None = None
-        """Of the job that this process inherited; what was under way there may end there."""
-        self._away_since: float | None = None
-        self._looking: threading.Thread | None = None
-        self._looked = 0.0
         self._announced = Announced()
+        self._supply = Supply(self._wanted, self._announced)
         connections.after_fork(self)
-
-    # ---- where the samples come from ------------------------------------------------------
-
-    def _choose(self, choosing: Choosing[Source]) -> Source:
-        """Do what a choice asks for; return the source that it ends with."""
-        try:
-            step = next(choosing)
-            while True:
-                try:
-                    if isinstance(step, float):
-                        time.sleep(step)
-                        step = next(choosing)
-                        continue
-                    source = self._open_remote() if step is Origin.REMOTE else self._open_local()
-                except FFServeError as error:
-                    step = choosing.throw(error)
-                else:
-                    step = choosing.send(source)
-        except StopIteration as end:
-            chosen: Source = end.value
-            return chosen
-
-    def _open_remote(self) -> Source:
-        return open_source(
-            find_socket(self._socket), self._paths, self._format, self._verify, self._tolerant
-        )
-
-    def _open_local(self) -> Source:
-        return LocalSource(self._paths, self._format, self._verify, self._tolerant)
-
-    def _take_in(self, source: Source) -> None:
-        try:
-            self._check_content(source)
-        except BaseException:
-            source.close()
-            raise
-        if self._announced:
-            # Of this reader's orders another daemon knows nothing. They are of use, not needed.
-            with contextlib.suppress(FFServeError):
-                self._announced.repeat(source)
-        self._source = source
-
-    def _current(self) -> Source:
-        """Return the source, opening it in a process that has none yet."""
-        source = self._source
-        if source is not None and (self._away_since is None or not self._look_again()):
-            return source
-        with self._lock:
-            if self._closed:
-                raise UsageError("this reader is closed")
-            if self._source is None:
-                # A copy, in a worker: the daemon of the original may be starting anew just now.
-                self._take_in(self._choose(choice.first(self._server, RECONNECT_S["require"])))
-            assert self._source is not None
-            return self._source
-
-    def _look_again(self) -> bool:
-        """Whether the daemon that went away is back; looked for now and then."""
-        since = self._away_since
-        if since is None or time.monotonic() - since < RETURN_AFTER_S:
-            return False
-        with self._lock:
-            self._away_since = time.monotonic()
-            try:
-                source = self._open_remote()
-            except choice.NOT_SERVED:
-                return False
-            old = self._source
-            self._take_in(source)
-            self._away_since = None
-            if old is not None:
-                self._retire(old)
-            return True
-
-    def _look_for_daemon(self, instead_of: Source | None) -> None:
-        """Look for the daemon in a thread, and tell it what was announced: who trains does not
-        wait. Once at a time, and not at once again."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_INTERVAL_S or (self._looking and self._looking.is_alive()):
-            return
-        self._looked = now
-        self._looking = threading.Thread(
-            target=self._go_to_daemon, args=(instead_of,), name="ffserve-look", daemon=True
-        )
-        self._looking.start()
-
-    def _go_to_daemon(self, instead_of: Source | None) -> None:
-        with contextlib.suppress(FFServeError):
-            source = self._open_remote()
-            with self._lock:
-                if self._closed or self._source is not instead_of:
-                    source.close()
-                    return
-                self._take_in(source)
-                self._away_since = None
-                if instead_of is not None:
-                    self._retire(instead_of)
-
-    def _lead(self) -> None:
-        """Be of a job of this process's own, not one with what its siblings announce."""
-        connections.lead_job()
-        with self._lock:
-            source = self._source
-            if not isinstance(source, RemoteSource) or source.job == connections.job_name():
-                return
-            with contextlib.suppress(*choice.NOT_SERVED):
-                self._take_in(self._open_remote())
-                self._add_totals(source)
-                self._former = source
-
-    def _replace(self, lost: Source, error: FFServeError) -> None:
-        """The daemon is gone: wait for the next one, or read by ourselves."""
-        with self._lock:
-            if self._closed:
-                raise UsageError("this reader is closed") from error
-            if self._source is not lost:
-                return
-            self._retire(lost)
-            self._source = None
-            source = self._choose(choice.after_loss(self._server))
-            if isinstance(source, LocalSource):
-                self._away_since = time.monotonic()
-            self._take_in(source)
-
-    def _retire(self, source: Source) -> None:
-        self._add_totals(source)
-        source.close()
-
-    def _retrying(self, attempt: Callable[[Source], T]) -> T:
-        """Run a request; when the daemon goes away meanwhile, run it again as a whole."""
-        while True:
-            source = self._current()
-            try:
-                return attempt(source)
-            except ServerUnavailable as error:
-                if isinstance(source, LocalSource):
-                    if source is self._source:
-                        raise
-                    continue
-                self._replace(source, error)
 
     @property
     def source(self) -> str:
         """Where samples come from now, such as "daemon /run/ffserve/ffserve.sock" or
         "engine uring"."""
-        return self._current().description
+        return self._supply.current().description
 
     @property
     def shards(self) -> list[ShardInfo]:
         """The files, in order."""
-        return list(self._current().shards)
+        return list(self._supply.current().shards)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -328,7 +170,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             assert pending.target.arrays is not None
             return pending.target.arrays, failed
 
-        arrays, failed = self._retrying(attempt)
+        arrays, failed = self._supply.retrying(attempt)
         self._used(numbers)
         return self._mixed(arrays, failed, numbers, errors)
 
@@ -358,7 +200,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             assert pending.target.buffer is not None
             return Batch(pending.target.buffer, pending.target.offsets), failed
 
-        batch, failed = self._retrying(attempt)
+        batch, failed = self._supply.retrying(attempt)
         self._used(numbers)
         self._raise_first(failed, numbers)
         return batch
@@ -373,7 +215,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: UsageError for an `out` that cannot be used.
         """
-        source = self._source
+        source = self._supply.source
         if source is None or self._intact is not None:
             return None
         batch = source.copied(indices, out)
@@ -382,14 +224,14 @@ class Reader(BaseReader, Sequence[Bytes]):
         return batch
 
     def _leased_array(self, indices: NDArray[Any]) -> Leased:
-        source = self._source
+        source = self._supply.source
         leased = None if source is None else source.leased(indices)
         if leased is None:
             return self._leased(self._numbers(indices))
         return self._note_leased(leased, indices)
 
     def _leased(self, numbers: Int64s) -> Leased:
-        leased = self._retrying(lambda source: source.lease(numbers))
+        leased = self._supply.retrying(lambda source: source.lease(numbers))
         return self._note_leased(leased, numbers)
 
     def _note_leased(self, leased: Leased, numbers: Int64s) -> Leased:
@@ -491,8 +333,8 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
         batch, failed = self._finish(*begun)
         for part, some, errors in taken_apart(parts, batch, failed):
-            if self._closed:
-                raise UsageError("this reader is closed")
+            if self._wanted.closed:
+                raise closed_error()
             self._used(part)
             yield part, some, errors
 
@@ -502,27 +344,29 @@ class Reader(BaseReader, Sequence[Bytes]):
             yield from cut(some, self._estimates_of(some), count, size)
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
-        return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
+        return self._supply.retrying(
+            lambda source: (numbers, source, source.start(numbers, apart=False))
+        )
 
     def _finish(
         self, numbers: Int64s, source: Source, pending: Any
     ) -> tuple[Batch, dict[int, FFServeError]]:
-        if self._closed:
+        if self._wanted.closed:
             self._discard(source, pending)
-            raise UsageError("this reader is closed")
+            raise closed_error()
         try:
-            if not (source in (self._source, self._former) or isinstance(source, LocalSource)):
+            if not self._supply.has(source):
                 raise ServerUnavailable("the daemon went away meanwhile")
             failed = source.finish(pending)
         except ServerUnavailable as error:
             if not isinstance(source, LocalSource):
-                self._replace(source, error)
+                self._supply.replace(source, error)
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
         return Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
-        if source in (self._source, self._former) or isinstance(source, LocalSource):
+        if self._supply.has(source):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
 
@@ -558,12 +402,10 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: 4 bytes a sample through the socket; one round trip.
         """
-        numbers = self._numbers(order)
-        epoch = check_count("epoch", epoch)
-        check_order(numbers, self._count, name, replacement)
-        self._lead()
-        self._retrying(lambda source: source.announce(numbers, epoch, name, replacement))
-        self._announced.add(epoch, numbers, name, replacement)
+        announcement = self._checked_order(order, epoch, name, replacement)
+        self._supply.lead()
+        self._supply.retrying(lambda source: source.announce(*announcement))
+        self._announced.add(*announcement)
 
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon that the first `position` samples of an announced order were used.
@@ -578,16 +420,16 @@ class Reader(BaseReader, Sequence[Bytes]):
             a thread, and told what was announced.
         """
         epoch, position = check_count("epoch", epoch), check_count("position", position)
-        if self._closed:
-            raise UsageError("this reader is closed")
+        if self._wanted.closed:
+            raise closed_error()
         self._announced.told(epoch, position)
         self._report(epoch, position)
 
     def _report(self, epoch: int, position: int) -> None:
-        source = self._source
+        source = self._supply.source
         known = source is not None and source.reached(epoch, position)
-        if self._announced and not (known and self._away_since is None):
-            self._look_for_daemon(source)
+        if self._announced and not (known and self._supply.away_since is None):
+            self._supply.look_for_daemon(source)
 
     def _used(self, numbers: Int64s) -> None:
         due = self._announced.read(numbers) if self._announced else None
@@ -604,10 +446,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         )
 
     def _estimates_of(self, numbers: Int64s) -> Int64s:
-        return self._retrying(lambda source: source.estimate(numbers))
+        return self._supply.retrying(lambda source: source.estimate(numbers))
 
     def _sizes_of(self, numbers: Int64s | None) -> Int64s:
-        return self._retrying(lambda source: source.sizes(numbers))
+        return self._supply.retrying(lambda source: source.sizes(numbers))
 
     def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n]; None for all.
@@ -626,9 +468,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of the tables of `shards[shard]`: payload offsets in the file, lengths,
         expected checksums."""
-        if not 0 <= shard < len(self._paths):
-            raise UsageError(f"there are {len(self._paths)} shards, not {shard + 1}")
-        return self._retrying(lambda source: source.tables(shard))
+        if not 0 <= shard < len(self._wanted.paths):
+            raise UsageError(f"there are {len(self._wanted.paths)} shards, not {shard + 1}")
+        return self._supply.retrying(lambda source: source.tables(shard))
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
@@ -639,19 +481,13 @@ class Reader(BaseReader, Sequence[Bytes]):
     def stats(self) -> dict[str, int | float | str]:
         """Return what this process read through this reader: samples, bytes, hits (copied
         without asking the daemon), misses, hit_rate, and the source."""
-        return self._summed(self._current())
+        return self._summed(self._supply.current())
 
     # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give everything back; idempotent. Later reads raise UsageError."""
-        with self._lock:
-            self._closed = True
-            sources = self._source, self._former
-            self._source = self._former = None
-        for source in sources:
-            if source is not None:
-                source.close()
+        self._supply.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -661,32 +497,5 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def after_fork(self) -> None:
         """This process is a child: connect anew at the next use."""
-        source = self._source
-        self._lock = threading.RLock()
-        self._announced = Announced()
-        self._looking = None
-        if self._former is not None:
-            self._former.after_fork()
-            self._former = None
-        if source is None:
-            return
-        source.after_fork()
-        if not isinstance(source, LocalSource):
-            self._source = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {
-            name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS
-        }
-        state["_totals"] = {}
-        state["job"] = connections.job_name()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        connections.join_job(state.pop("job"))
-        self.__dict__.update(state)
-        self._set_up()
-
-    def __repr__(self) -> str:
-        more = f" and {len(self._paths) - 1} more" if len(self._paths) > 1 else ""
-        return f"<ffserve.Reader of {len(self)} samples in {self._paths[0]}{more}>"
+        self._announced.forget()
+        self._supply.after_fork()

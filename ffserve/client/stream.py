@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ffserve.client.base import READ_AHEAD_COUNT, READ_AHEAD_SIZE, BaseReader, opener
+from ffserve.client.choice import Wanted
 from ffserve.client.reader import Reader
 from ffserve.client.source import Batch, Int64s
+from ffserve.client.supply import Supply
 from ffserve.dataset import ShardInfo
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
@@ -30,6 +32,13 @@ from ffserve.formats.tfstream import (
 )
 
 READ_SIZE = 256 << 10
+
+
+class _Nowhere(Supply):
+    """No source gives single samples of such a file."""
+
+    def current(self) -> NoReturn:
+        raise InOrderOnlyError.of(self._wanted.paths[0])
 
 
 class StreamReader(Reader):
@@ -51,9 +60,12 @@ class StreamReader(Reader):
         tolerant: bool = False,
         record_limit: int = RECORD_LIMIT,
     ) -> None:
-        BaseReader.__init__(self, paths, "tfrecord", "off", verify, tolerant)
+        BaseReader.__init__(self, Wanted(paths, "tfrecord", "off", verify, tolerant))
         self._limit = record_limit
-        self._set_up()
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._supply = _Nowhere(self._wanted, self._announced)
 
     def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -70,16 +82,16 @@ class StreamReader(Reader):
         if indices is not None:
             self._refuse()
         self._damaged.clear()
-        self._totals = {"misses": 0, "bytes": 0, "hits": 0}
+        self._wanted.totals = {"misses": 0, "bytes": 0, "hits": 0}
         first = 0
-        for path in self._paths:
+        for path in self._wanted.paths:
             for records in self._records(path, first):
                 yield from self._cut(records, count, size)
-            first += self._count
+            first += self._wanted.count
 
     def _records(self, path: str, first: int) -> Iterator[Records]:
         """Yield the records of a file, without its damaged ones; `_count` is their number then."""
-        stream = FrameStream(path, verify=self._verify, limit=self._limit)
+        stream = FrameStream(path, verify=self._wanted.verify, limit=self._limit)
         try:
             for piece in _pieces(path):
                 while (records := stream.feed(piece)) is not None:
@@ -87,10 +99,10 @@ class StreamReader(Reader):
                     yield from self._intact_of(records, path, first)
             stream.close()
         except FFServeError as error:
-            if not self._tolerant or isinstance(error, ReadError):
+            if not self._wanted.tolerant or isinstance(error, ReadError):
                 raise
             self._damaged.append(error.located(index=first + stream.count))
-        self._count = stream.count
+        self._wanted.count = stream.count
 
     def _intact_of(self, records: Records, path: str, first: int) -> Iterator[Records]:
         bad = np.flatnonzero(records.damaged)
@@ -98,7 +110,7 @@ class StreamReader(Reader):
             yield records
             return
         errors = [record_error(path, first + records.first + row) for row in bad.tolist()]
-        if self._tolerant:
+        if self._wanted.tolerant:
             self._damaged += errors
             yield records.without(bad)
             return
@@ -118,24 +130,21 @@ class StreamReader(Reader):
             places = zip(records.offsets[at:upto].tolist(), lengths.tolist(), strict=True)
             parts = [block[offset : offset + length] for offset, length in places]
             batch = Batch(np.concatenate(parts), edges)
-            self._totals["misses"] += len(batch)
-            self._totals["bytes"] += batch.buffer.nbytes
+            self._wanted.totals["misses"] += len(batch)
+            self._wanted.totals["bytes"] += batch.buffer.nbytes
             yield batch
             at += len(lengths)
 
     # ---- what a stream has not ---------------------------------------------------------------
 
     def _refuse(self) -> NoReturn:
-        raise InOrderOnlyError.of(self._paths[0])
+        raise InOrderOnlyError.of(self._wanted.paths[0])
 
     def __len__(self) -> int:
         self._refuse()
 
     def __bool__(self) -> bool:
         return True
-
-    def _current(self) -> NoReturn:
-        self._refuse()
 
     def _numbers(self, indices: Any) -> Int64s:
         self._refuse()
@@ -155,12 +164,12 @@ class StreamReader(Reader):
 
     def stats(self) -> dict[str, int | float | str]:
         """Return what the last iteration read so far."""
-        samples, size = self._totals.get("misses", 0), self._totals.get("bytes", 0)
+        samples, size = self._wanted.totals.get("misses", 0), self._wanted.totals.get("bytes", 0)
         counts = {"samples": samples, "bytes": size, "hits": 0, "misses": samples}
         return {**counts, "hit_rate": 0.0, "source": self.source}
 
     def __repr__(self) -> str:
-        return f"<ffserve.Reader in order of {', '.join(self._paths[:3])}>"
+        return f"<ffserve.Reader in order of {', '.join(self._wanted.paths[:3])}>"
 
 
 def _pieces(path: str) -> Iterator[bytes]:
