@@ -62,8 +62,8 @@ class Place:
         source = reader._supply.source
         self._connection = source.connection if isinstance(source, RemoteSource) else None
         self._arena = "no arena"
-        if self._connection is not None and not self._connection.inline:
-            address = self._connection.arena.__array_interface__["data"][0]
+        if self._connection is not None and not self._connection.given.inline:
+            address = self._connection.given.arena.__array_interface__["data"][0]
             for line in Path("/proc/self/maps").read_text().splitlines():
                 low, high = (int(edge, 16) for edge in line.split()[0].split("-"))
                 if low <= address < high:

@@ -34,7 +34,7 @@ from daemon import (
 
 import ffserve
 from ffserve import protocol
-from ffserve.client import connection
+from ffserve.client import connection, greeting
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Batch, Bytes
 from ffserve.errors import (
@@ -170,7 +170,7 @@ def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> Non
         listener.bind(path)
         listener.listen(1)
         listener.settimeout(DEADLINE_S)
-        coming = [pool.submit(connection._connect, path) for _ in range(32)]
+        coming = [pool.submit(greeting._connect, path) for _ in range(32)]
         for _ in coming:
             listener.accept()[0].close()
         for each in coming:
@@ -180,7 +180,7 @@ def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> Non
 def test_a_daemon_that_takes_nobody_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(greeting, "CONNECT_TIMEOUT_S", 0.1)
     monkeypatch.setenv("FFSERVE_SOCKET", str(tmp_path / "s"))
     file = write(tmp_path / "a.ffr", [b"one"])
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:

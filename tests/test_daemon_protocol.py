@@ -449,7 +449,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ffserve.client.connection.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ffserve.client.greeting.CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(ffserve.client.choice.RECONNECT_S, "require", 0.2)
 
 

@@ -443,7 +443,7 @@ def test_a_daemon_that_sends(name: str, tmp_path: Path) -> None:
     liar = Liar(tmp_path, *LIES[name])
     try:
         connection = Connection(liar.path, "job")
-        parcel = Parcel(2, connection.arena_size, apart=False, out=None)
+        parcel = Parcel(2, connection.given.arena_size, apart=False, out=None)
         tag = connection.get(1, np.array([0, 1]), parcel)
         with pytest.raises(ProtocolError):
             answer = connection.wait_ready(tag)
@@ -463,7 +463,7 @@ def test_a_daemon_that_sends_in_pieces(tmp_path: Path) -> None:
     liar = Liar(tmp_path, payload(500, bytes(500), tag=99), *pieces)
     try:
         connection = Connection(liar.path, "job")
-        parcel = Parcel(2, connection.arena_size, apart=True, out=None)
+        parcel = Parcel(2, connection.given.arena_size, apart=True, out=None)
         tag = connection.get(1, np.array([0, 1]), parcel)
         answer = connection.wait_ready(tag)
         arrays = parcel.whole(answer.count).arrays

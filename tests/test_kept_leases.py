@@ -13,7 +13,7 @@ from test_daemon import client, everything_is_given_back
 from test_leases import SIZES, leased_by, warm
 
 import ffserve
-from ffserve.client import connection
+from ffserve.client import connection, greeting
 from ffserve.client.choice import RECONNECT_S
 from ffserve.errors import ServerUnavailable
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 1)
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(greeting, "CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
 
 

@@ -207,7 +207,7 @@ def test_nonsense_in_a_table(node: Shared) -> None:
 def table_of(reader: ffserve.Reader) -> Table:
     source = reader._supply.source
     assert isinstance(source, RemoteSource)
-    leases = source.connection.leases
+    leases = source.connection.given.leases
     assert leases is not None
     return leases._table
 
@@ -283,7 +283,7 @@ r = ffserve.open(path, server=server)
 random = np.random.default_rng(int(sys.argv[4]))
 print("ready", flush=True)
 end, leased, asking = time.monotonic() + seconds, 0, 0
-table = r._supply.source.connection.leases._table
+table = r._supply.source.connection.given.leases._table
 while time.monotonic() < end or leased < 200:
     chosen = random.integers(0, 100, 3)
     with r.lease(chosen) as views:
@@ -344,7 +344,7 @@ import sys, threading, zlib, ffserve
 r = ffserve.open(sys.argv[1], server=sys.argv[2])
 with r.lease(range(5)): pass
 lease = r.lease(range(5)); views = lease.__enter__()
-held = r._supply.source.connection.leases._table.memory
+held = r._supply.source.connection.given.leases._table.memory
 assert any(held[128:192]), "leased by asking"
 sums = [zlib.crc32(v) for v in views]
 print("ready", flush=True)
@@ -499,7 +499,7 @@ def test_a_client_that_writes_nonsense_is_cut_off_and_others_go_on(path: str) ->
 
 
 def test_a_daemon_whose_table_is_none_is_refused(path: str) -> None:
-    from ffserve.client.hazards import map_table
+    from ffserve.client.greeting import map_table
 
     small = sealed_file("test", 4096)
     with pytest.raises(ProtocolError, match="table of leases"):

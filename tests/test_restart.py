@@ -331,12 +331,12 @@ def test_iteration_goes_on_across_a_restart(path: str) -> None:
 STOPPED = """
 import logging, sys, ffserve, ffserve.client.connection as module
 module.ANSWER_TIMEOUT_S = 3
-import ffserve.client.choice as choice
+import ffserve.client.choice as choice, ffserve.client.greeting as greeting
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader = ffserve.open(sys.argv[1], server="auto")
 print(reader.source, flush=True)
 sys.stdin.readline()
-module.CONNECT_TIMEOUT_S = 0.3
+greeting.CONNECT_TIMEOUT_S = 0.3
 choice.RECONNECT_S.update(auto=0.3)
 print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=True)
 """

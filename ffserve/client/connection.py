@@ -26,17 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.cache.memory import is_sealed, map_read_only
-from ffserve.client.hazards import map_table
-from ffserve.client.inbox import CHUNK, FRAME_CHUNK, Inbox, Sink
-from ffserve.engine.hazards import Leases
-from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
-from ffserve.places import MAX_SOCKET_PATH, find_socket
+from ffserve.client.greeting import greet
+from ffserve.client.inbox import FRAME_CHUNK, Inbox, Sink
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.places import find_socket
 from ffserve.protocol import Message
 
 M = TypeVar("M")
 
-CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120
 """A daemon that answers nothing for so long (stopped, or hung on a dead disk) counts as gone. It
 gives up by itself on what only waits for room long before that."""
@@ -49,10 +46,6 @@ ORDER_PIECE = 16_384
 @dataclass(slots=True)
 class _Waiter:
     answer: Message | None = None
-
-
-class _NoMemory(ServerUnavailable):
-    """The daemon's memory did not reach us."""
 
 
 class Connection:
@@ -82,124 +75,21 @@ class Connection:
         self._leased: set[int] = set()
         """Tags of LEASEs that were not released yet."""
         self._next_tag = 1
-        self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
         self._unneeded: list[int] = []
         """Data sets that the daemon has still to be told to close."""
         self._told = time.monotonic()
-        self._inbox = Inbox(self._decoder)
-        self._fds: list[int] = []
-        self.leases: Leases | None = None
-        """For leasing without asking, if the daemon takes part in it."""
-        try:
-            self._begin(job, ["shared", "inline"])
-        except _NoMemory:
-            # Another container, a limit on descriptors or on the address space.
-            self._decoder = protocol.Decoder(protocol.FROM_SERVER)
-            self._inbox = Inbox(self._decoder)
-            self._begin(job, ["inline"])
+        self.given = greet(path, job)
+        self._inbox = Inbox(self.given.decoder)
+        if self.given.inline:
+            self._inbox.most = FRAME_CHUNK
+        self._socket = self.given.socket
         self._socket.settimeout(None)
         # In the kernel, so that it costs no system call of its own.
         limit = struct.pack("ll", ANSWER_TIMEOUT_S, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-    def _begin(self, job: str, payload: list[str]) -> None:
-        """Connect, greet, and map what is given."""
-        self._socket = _connect(self.path)
-        try:
-            about = self._greet(job, payload)
-            arena_size, capacity = about.get("arena_size"), about.get("capacity")
-            if not isinstance(arena_size, int) or not isinstance(capacity, int):
-                raise ProtocolError("the daemon's WELCOME has no sizes", path=self.path)
-            if arena_size <= 0 or not 0 < capacity < 1 << 48:
-                raise ProtocolError("the daemon's WELCOME has impossible sizes", path=self.path)
-            self.arena_size = arena_size
-            self.takes_orders = about.get("orders") is True
-            self._capacity = capacity
-            self.inline = about.get("payload", "shared") == "inline"
-            if self.inline:
-                self._inbox.most = FRAME_CHUNK
-                return
-            if "shared" not in payload:
-                raise ProtocolError(
-                    "the daemon cannot send samples through the socket", path=self.path
-                )
-            table_size = about.get("leases")
-            if len(self._fds) != (3 if table_size is None else 4):
-                raise _NoMemory("no descriptors came with the daemon's WELCOME", path=self.path)
-            if not all(map(is_sealed, self._fds)):
-                raise ProtocolError("the daemon's memory is not sealed", path=self.path)
-            try:
-                self.arena = map_read_only(self._fds[0], 0, self.arena_size)
-                if table_size is not None:
-                    self.leases = map_table(self._fds.pop(), table_size, self.path)
-            except ReadError as error:
-                raise _NoMemory(error.message, path=self.path) from error
-        except BaseException:
-            self._drop_fds()
-            self._socket.close()
-            raise
-
-    def _greet(self, job: str, payload: list[str]) -> dict[str, Any]:
-        from ffserve import __version__
-
-        hello = protocol.Hello(
-            {
-                "versions": [protocol.VERSION],
-                "client": f"ffserve {__version__}",
-                "job": job,
-                "pid": os.getpid(),
-                "payload": payload,
-                "leases": "shared" in payload,
-            }
-        )
-        try:
-            # A daemon that takes no more clients says so and hangs up before it hears anything.
-            with contextlib.suppress(BrokenPipeError):
-                self._socket.sendall(protocol.encode(hello))
-            messages: list[Message] = []
-            deadline = time.monotonic() + CONNECT_TIMEOUT_S
-            while not messages:
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(self._socket, CHUNK, 4)
-                self._fds += fds
-                if not chunk:
-                    raise ServerUnavailable("the daemon hung up", path=self.path)
-                messages = self._decoder.feed(chunk)
-        except OSError as error:
-            if isinstance(error, FFServeError):
-                raise
-            raise ServerUnavailable(
-                f"the daemon does not greet: {error}", path=self.path
-            ) from error
-        match messages[0]:
-            case protocol.Welcome(about=about):
-                return about
-            case protocol.Fail(error=wire):
-                raise protocol.error_from_wire(wire)
-        raise ProtocolError("the daemon's greeting is none", path=self.path)
-
-    # ---- mapping --------------------------------------------------------------------------
-
-    def entries(self, base: int, count: int) -> NDArray[np.uint8]:
-        """Map the directory's entries of samples [base, base + count), read-only."""
-        self._check_run(base, count)
-        return map_read_only(self._fds[1], base * 16, count * 16)
-
-    def index(self, base: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Return copies of the payload offsets and the checksums of a run of samples."""
-        self._check_run(base, count)
-        if count == 0:
-            return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
-        offsets = map_read_only(self._fds[2], base * 8, count * 8).view(np.uint64)
-        place = self._capacity * 8 + base * 4
-        return offsets.copy(), map_read_only(self._fds[2], place, count * 4).view(np.uint32).copy()
-
-    def _check_run(self, base: int, count: int) -> None:
-        if base < 0 or count < 0 or base + count > self._capacity:
-            raise ProtocolError("the daemon named samples outside its tables", path=self.path)
 
     # ---- asking ---------------------------------------------------------------------------
 
@@ -242,7 +132,7 @@ class Connection:
 
         Args: indices: at most MAX_GET_COUNT.
         """
-        if self.takes_orders:
+        if self.given.takes_orders:
             self._send(protocol.Seen(dataset, protocol.pack_order(indices)), None)
 
     def lease(self, dataset: int, indices: NDArray[np.int64], tags: list[int]) -> int:
@@ -346,7 +236,7 @@ class Connection:
 
         A daemon that knows no orders is not told. Raises what the daemon answers.
         """
-        if self.takes_orders:
+        if self.given.takes_orders:
             # Pieces of two orders must not mix.
             with self._announcing:
                 tag = self._send_order(dataset, epoch, order, name, replacement)
@@ -375,7 +265,7 @@ class Connection:
 
         Returns: False when the daemon is gone.
         """
-        if self.takes_orders:
+        if self.given.takes_orders:
             self._send_if_room(protocol.Reached(dataset, epoch, position))
         return self.alive
 
@@ -583,7 +473,7 @@ class Connection:
     def _hang_up(self) -> None:
         """End the session, or leave that to whoever gives back the last that is leased over it."""
         with self._lock:
-            by_table = self.leases is not None and self.leases.end(self._hang_up)
+            by_table = self.given.leases is not None and self.given.leases.end(self._hang_up)
             if by_table or self._leased:
                 _kept.add(self)
                 return
@@ -592,16 +482,11 @@ class Connection:
                 self._socket.shutdown(socket.SHUT_RDWR)
             if self._closed:
                 self._socket.close()
-                self._drop_fds()
+                self.given.drop_fds()
 
     def _gone(self) -> FFServeError:
         assert self._broken is not None
         return self._broken.located()
-
-    def _drop_fds(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
 
     def close(self) -> None:
         """Say goodbye. Mappings live on as long as arrays over them, the session as leases."""
@@ -624,10 +509,10 @@ class Connection:
     def abandon(self) -> None:
         """Close the descriptors and nothing else."""
         self._broken = self._broken or ServerUnavailable("closed", path=self.path)
-        if self.leases is not None:
-            self.leases.forget()
+        if self.given.leases is not None:
+            self.given.leases.forget()
         self._socket.close()
-        self._drop_fds()
+        self.given.drop_fds()
 
 
 _kept: set[Connection] = set()
@@ -641,29 +526,6 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-def _connect(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        # Where as many wait already as may, a socket with Python's timeout gives up at once.
-        patience = struct.pack("ll", *divmod(int(CONNECT_TIMEOUT_S * 1e6), 1_000_000))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
-        sock.connect(path)
-    except OSError as error:
-        sock.close()
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            hint = f"a socket's path has at most {MAX_SOCKET_PATH} bytes"
-        elif isinstance(error, PermissionError):
-            hint = "become a member of the socket's group (see `ls -l`) and log in again"
-        elif isinstance(error, BlockingIOError):
-            hint = "it is stopped, or has more to do than it can: `ffserve status` may tell"
-        else:
-            hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"
-        raise ServerUnavailable(
-            f"no daemon answers: {error.strerror or error}", path=path, hint=hint
-        ) from error
-    return sock
 
 
 def status(path: str | None = None) -> dict[str, Any]:

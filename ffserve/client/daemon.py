@@ -28,5 +28,5 @@ def source_over(
     connection: Connection, opened: protocol.Opened, paths: tuple[str, ...]
 ) -> RemoteSource:
     """Return the source that suits the connection. Raises: ProtocolError."""
-    kind = InlineSource if connection.inline else RemoteSource
+    kind = InlineSource if connection.given.inline else RemoteSource
     return kind(connection, opened, paths)

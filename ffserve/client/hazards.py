@@ -7,30 +7,14 @@ leaves it alone, and makes one of its own with its connection.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ffserve.cache.memory import is_sealed
-from ffserve.engine.hazards import TABLE_SIZE, Lease, Leases, Table
-from ffserve.errors import ProtocolError
+from ffserve.engine.hazards import Lease
 
 if TYPE_CHECKING:
     from ffserve.client.connection import Connection
     from ffserve.client.source import Int64s, Leased
-
-
-def map_table(fd: int, size: object, path: str) -> Leases:
-    """Map the table that the daemon at `path` has given, and close its descriptor.
-
-    Raises: ProtocolError when it is none; ReadError when the kernel maps no more.
-    """
-    try:
-        if size != TABLE_SIZE or os.fstat(fd).st_size != TABLE_SIZE or not is_sealed(fd):
-            raise ProtocolError("the daemon's table of leases is none", path=path)
-        return Leases(Table(fd))
-    finally:
-        os.close(fd)
 
 
 class Asked:

@@ -214,7 +214,7 @@ class InlineSource(RemoteSource):
             alone = len(positions) == len(pending.indices)
             parcel = Parcel(
                 len(positions),
-                self.connection.arena_size,
+                self.connection.given.arena_size,
                 apart=pending.apart,
                 out=pending.out if alone else None,
             )

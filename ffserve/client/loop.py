@@ -70,7 +70,7 @@ class LoopConnection(Connection):
         self, dataset: int, order: Int64s, epoch: int, name: str | None, replacement: bool
     ) -> None:
         """Announce an order; see `announce`."""
-        if self.takes_orders:
+        if self.given.takes_orders:
             tag = self._send_order(dataset, epoch, order, name, replacement)
             await self._answer(tag, protocol.Ready, lambda _: None)
 

@@ -154,13 +154,13 @@ class RemoteSource:
         segments, bases = [], []
         for first, base, count in self.layout.runs():
             bases.append(base)
-            mapping = self.connection.entries(base, count)
+            mapping = self.connection.given.entries(base, count)
             self._mappings.append(mapping)
             segments.append((mapping.__array_interface__["data"][0], first, count))
-        arena = self.connection.arena
+        arena = self.connection.given.arena
         self._arena = arena
         self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
-        leases = self.connection.leases
+        leases = self.connection.given.leases
         if leases is not None:
             self._leaser = Leaser(leases, self._view, bases, self._lease_extra)
 
@@ -583,7 +583,7 @@ class RemoteSource:
         """Return copies of a shard's payload offsets, lengths and checksums."""
         count = int(self.layout.counts[shard])
         first = int(self.layout.firsts[shard])
-        offsets, checksums = self.connection.index(int(self._bases[shard]), count)
+        offsets, checksums = self.connection.given.index(int(self._bases[shard]), count)
         chosen = np.arange(first, first + count, dtype=np.int64)
         edges, missing, unknown = self._view.locate(chosen)
         lengths = np.diff(edges).astype(np.uint64)

@@ -52,7 +52,6 @@ SOURCES = (
     "orders.c",
     "sending.c",
 )
-HEADERS = ("core.h", "backend.h", "buffers.h", "entries.h")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]
 
 LIBURING_TRIAL = """

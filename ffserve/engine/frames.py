@@ -41,12 +41,6 @@ def mask(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
 
 
-def unmask(stored: int) -> int:
-    """Undo ``mask``."""
-    turned = (stored - _MASK) & 0xFFFFFFFF
-    return ((turned >> 17) | (turned << 15)) & 0xFFFFFFFF
-
-
 def frame_all(payloads: NDArray[np.uint8], edges: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return the frames of payloads that lie back to back.
 

@@ -39,7 +39,6 @@ _MOST_BY_GZIP = 1032
 """A deflate code of 2 bits stands for at most 258 bytes (zlib's technical notes)."""
 _FRAME_MOST = 65_536
 """Bytes that one frame of a snappy stream decodes to, at most."""
-_STREAM_IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
 
 
 @dataclass(frozen=True, slots=True)
