@@ -166,18 +166,18 @@ static int wait_for_more(ffs_engine *e, aio *a)
     return error ? error : reap(e, a, 0);
 }
 
-/* Somebody closed our descriptors. What was in flight cannot be awaited. */
-static void lose(ffs_engine *e, aio *a, int error)
+/* Somebody closed wake_fd. The context has no descriptor: what is in flight can be awaited. */
+static void lose(ffs_engine *e, aio *a)
 {
     ffs_break(e, -EIO);
-    settle(e, a, a->landed_count);
-    for (uint32_t k = 0; k < e->op_count; k++) {
-        if (e->ops[k].job) {
-            e->ops[k].error = error;
-            ffs_settle(e, &e->ops[k]);
-        }
+    int rc = 0;
+    while (a->flying && !rc) {
+        issue(e, a);
+        if (a->flying)
+            rc = reap(e, a, 1);
+        settle(e, a, a->landed_count);
     }
-    ffs_flush(e);
+    ffs_lose(e);
 }
 
 static void aio_loop(ffs_engine *e, void *state)
@@ -196,7 +196,7 @@ static void aio_loop(ffs_engine *e, void *state)
             return;
         int rc = wait_for_more(e, a);
         if (rc) {
-            lose(e, a, rc);
+            lose(e, a);
             return;
         }
     }

@@ -101,6 +101,7 @@ struct ffs_engine {
     uint32_t idle, waiters, started;
     int start_error, broken;
     bool notify, joined;
+    bool left;                  /* a thread may sleep for ever, and has what is here */
     bool told;                  /* done_fd was written and not read */
     pthread_t *threads; void **states;
 
@@ -144,12 +145,14 @@ static inline uint32_t ffs_queued(ffs_engine *e)
 }
 /* Of the file that has this id now, 0 for none. */
 uint32_t ffs_file_generation(ffs_engine *e, int id);
-/* Write wake_fd. */
-void ffs_wake(ffs_engine *e);
+/* Write wake_fd. False: it is not there any more, and whoever sleeps over it sleeps for ever. */
+bool ffs_wake(ffs_engine *e);
 /* Fail what stands in the FIFO; under the lock. */
 void ffs_cancel_queued(ffs_engine *e, int error);
 /* The backend is of no more use (its ring is gone): fail all that is or will be queued. */
 void ffs_break(ffs_engine *e, int error);
+/* Fail the reads that are in flight and cannot be awaited. The backend is broken. */
+void ffs_lose(ffs_engine *e);
 /* Reads settled at a stretch before the I/O thread looks at the device again. */
 #define FFS_STRETCH 8
 /* Pieces that a read of a file with this alignment takes: 1 or more. */

@@ -100,12 +100,11 @@ static bool batch_fits(const ffs_engine *e, const ffs_batch *b)
 }
 
 /* ---- from the callers to the backend ------------------------------------------------------ */
-void ffs_wake(ffs_engine *e)
+bool ffs_wake(ffs_engine *e)
 {
     uint64_t one = 1;
-    ssize_t written = write(e->wake_fd, &one, sizeof one);
-    (void)written; /* cannot fail before 2^64 - 2 wakes went unread */
     atomic_fetch_add_explicit(&e->wakeups, 1, memory_order_relaxed);
+    return write(e->wake_fd, &one, sizeof one) == sizeof one;
 }
 
 int ffs_submit(ffs_engine *e, ffs_batch *b)
@@ -149,8 +148,10 @@ int ffs_submit(ffs_engine *e, ffs_batch *b)
             pthread_cond_signal(&e->work);
     pthread_mutex_unlock(&e->lock);
     if (!e->backend->many_threads && atomic_load(&e->sleeping) &&
-        atomic_exchange(&e->sleeping, false))
-        ffs_wake(e);
+        atomic_exchange(&e->sleeping, false) && !ffs_wake(e)) {
+        ffs_break(e, -EBADF);
+        ffs_flush(e);
+    }
     return 0;
 }
 
@@ -273,6 +274,17 @@ void ffs_break(ffs_engine *e, int error)
     e->broken = error;
     ffs_cancel_queued(e, error);
     pthread_mutex_unlock(&e->lock);
+}
+
+void ffs_lose(ffs_engine *e)
+{
+    for (uint32_t k = 0; k < e->op_count; k++) {
+        if (e->ops[k].job) {
+            e->ops[k].error = -EIO;
+            ffs_settle(e, &e->ops[k]);
+        }
+    }
+    ffs_flush(e);
 }
 
 /* ---- from the backend to the callers ------------------------------------------------------ */

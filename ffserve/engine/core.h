@@ -566,6 +566,9 @@ int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);
 int ffs_engine_notify(ffs_engine *e, int on); /* returns the eventfd, or -errno */
 ffs_batch *ffs_engine_pop(ffs_engine *e);     /* clears the eventfd when the list is empty */
 void ffs_engine_counters(ffs_engine *e, ffs_counters *out);
+/* 0, or -errno: it reads nothing any more, and where a read of it has failed the kernel may still
+ * write. */
+int ffs_engine_broken(ffs_engine *e);
 /* Wait for what is in flight, fail what is queued with -ECANCELED, end the threads. The engine
  * stays valid: submits get -ESHUTDOWN, ended batches can still be waited for and popped. */
 void ffs_engine_stop(ffs_engine *e);

@@ -177,6 +177,14 @@ void ffs_engine_counters(ffs_engine *e, ffs_counters *out)
 #undef COUNTER
 }
 
+int ffs_engine_broken(ffs_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    int broken = e->broken;
+    pthread_mutex_unlock(&e->lock);
+    return broken;
+}
+
 void ffs_engine_stop(ffs_engine *e)
 {
     if (getpid() != e->pid)
@@ -190,9 +198,9 @@ void ffs_engine_stop(ffs_engine *e)
     pthread_mutex_unlock(&e->lock);
     if (first) {
         ffs_flush(e);
-        ffs_wake(e);
+        e->left = !ffs_wake(e) && !e->backend->many_threads && e->thread_count;
         for (uint32_t k = 0; k < e->thread_count; k++)
-            pthread_join(e->threads[k], NULL);
+            e->left ? pthread_detach(e->threads[k]) : pthread_join(e->threads[k], NULL);
         ffs_flush(e);
     }
     pthread_mutex_lock(&e->lock);
@@ -223,6 +231,8 @@ void ffs_engine_close(ffs_engine *e)
         return;
     }
     ffs_engine_stop(e);
+    if (e->left)
+        return;
     if (!e->broken) /* a ring that was lost may still be written for by the device */
         for (uint32_t k = 0; e->ops && k < e->op_count; k++)
             ffs_op_free(&e->ops[k]);

@@ -404,6 +404,12 @@ class Engine:
         lib.ffs_engine_counters(self._core(), out)
         return {name: int(getattr(out, name)) for name in _COUNTERS}
 
+    @property
+    def broken(self) -> bool:
+        """Whether it reads nothing any more: somebody closed its descriptors. Where one of its reads
+        has failed the kernel may still write."""
+        return bool(lib.ffs_engine_broken(self._core()))
+
     def close(self) -> None:
         """Wait for what is in flight, cancel what is queued (-ECANCELED), end the threads."""
         if self._c is None:

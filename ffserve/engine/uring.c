@@ -7,6 +7,11 @@
  * New work is announced by an eventfd of which a read is always pending in the ring while the
  * thread waits with room to spare, so work that arrives during a wait is issued at once. When the
  * ring is full there is nothing to issue, and the thread asks for several completions at a time.
+ *
+ * The ring is entered by its number in a table of the thread's own (Linux 5.18), not by its
+ * descriptor: a program that closes descriptors which are not its own, or puts something else in
+ * their place, cannot take it away while reads are in flight. Where that cannot be had and the ring
+ * is lost, nothing that the kernel knows of is given back, and the engine is broken.
  */
 #ifdef FFS_HAVE_URING
 #include <assert.h>
@@ -15,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "backend.h"
@@ -36,7 +42,9 @@ typedef struct {
     uint32_t table;
     ffs_buffers buffers;
     uint64_t wake_count;    /* the pending read of wake_fd writes here */
-    bool armed;
+    bool armed, deaf, lost;
+    dev_t device;           /* of the ring's descriptor, and its inode */
+    ino_t inode;
     uint32_t flying, landed_count, spare_count;
     ffs_op **landed;        /* op_count pointers each */
     ffs_op **spare;         /* a stack: the last buffer used is the warmest */
@@ -76,10 +84,20 @@ static void release(uring *u)
     free(u);
 }
 
+/* Whether the ring's descriptor is the one that it got. */
+static bool own_fd(const uring *u)
+{
+    struct stat now;
+    return fstat(u->ring.ring_fd, &now) == 0 && now.st_dev == u->device && now.st_ino == u->inode;
+}
+
 static void uring_stop(void *state)
 {
     uring *u = state;
-    io_uring_queue_exit(&u->ring);
+    if (u->lost)
+        return;
+    if (own_fd(u))
+        io_uring_queue_exit(&u->ring);
     release(u);
 }
 
@@ -97,10 +115,16 @@ static int uring_start(ffs_engine *e, uint32_t thread, void **state)
         release(u);
         return rc;
     }
+    struct stat own;
+    if (fstat(u->ring.ring_fd, &own) == 0) {
+        u->device = own.st_dev;
+        u->inode = own.st_ino;
+    }
     if (*u->ring.sq.kring_entries < e->depth + 2) {
         uring_stop(u);
         return -EINVAL;
     }
+    io_uring_register_ring_fd(&u->ring); /* an older kernel refuses, and keeps to the descriptor */
     io_uring_ring_dontfork(&u->ring);
     rc = e->registers ? ffs_buffers_open(e, &u->buffers, &u->ring) : 0;
     if (rc) {
@@ -117,7 +141,8 @@ static int uring_start(ffs_engine *e, uint32_t thread, void **state)
 static void uring_forget(void *state)
 {
     uring *u = state;
-    close(u->ring.ring_fd);
+    if (own_fd(u))
+        close(u->ring.ring_fd);
     release(u);
 }
 
@@ -200,6 +225,8 @@ static void reap(ffs_engine *e, uring *u)
         count++;
         if (!op) {
             u->armed = false;
+            if (cqe->res < 0 && cqe->res != -EAGAIN && cqe->res != -EINTR)
+                u->deaf = true; /* wake_fd is gone */
         } else if (ffs_advance(e, op, cqe->res)) {
             issue(e, u, op);
         } else {
@@ -223,18 +250,13 @@ static void settle(ffs_engine *e, uring *u, uint32_t most)
     ffs_flush(e);
 }
 
-/* Somebody closed the ring's descriptor under us. What was in flight cannot be awaited. */
-static void lose(ffs_engine *e, uring *u, int error)
+/* The ring cannot be entered any more. What was in flight cannot be awaited. */
+static void lose(ffs_engine *e, uring *u)
 {
+    u->lost = true;
     ffs_break(e, -EIO);
     settle(e, u, u->landed_count);
-    for (uint32_t k = 0; k < e->op_count; k++) {
-        if (e->ops[k].job) {
-            e->ops[k].error = error;
-            ffs_settle(e, &e->ops[k]);
-        }
-    }
-    ffs_flush(e);
+    ffs_lose(e);
 }
 
 /* How many completions to wait for: none while something has landed that is not settled, one when
@@ -245,7 +267,7 @@ static unsigned wanted(ffs_engine *e, uring *u)
         return 0;
     if (u->flying == e->depth)
         return ffs_queued(e) && e->depth >= 16 ? e->depth / 8 : 1;
-    if (!ffs_stopping(e)) {
+    if (!ffs_stopping(e) && !u->deaf) {
         arm(e, u);
         if (!ffs_sleep(e))
             return 0;
@@ -260,14 +282,16 @@ static void uring_loop(ffs_engine *e, void *state)
         drop_removed(e, u);
         ffs_buffers_follow(e, &u->buffers, &u->ring);
         feed(e, u);
-        if (ffs_stopping(e) && !u->flying && !u->landed_count && !u->armed)
+        if (u->deaf)
+            ffs_break(e, -EBADF);
+        if ((ffs_stopping(e) || u->deaf) && !u->flying && !u->landed_count && !u->armed)
             return;
         unsigned count = wanted(e, u);
         int rc = count ? io_uring_submit_and_wait(&u->ring, count)
                        : io_uring_submit_and_get_events(&u->ring);
         ffs_awake(e);
         if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY && rc != -ETIME) {
-            lose(e, u, rc);
+            lose(e, u);
             return;
         }
         if (u->landed_count)

@@ -19,7 +19,7 @@ import stat
 import uvloop
 
 from ffserve.config import ServerConfig, format_size
-from ffserve.errors import UsageError
+from ffserve.errors import ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.memory import usable_memory
 from ffserve.places import prepare_socket_directory
@@ -83,6 +83,7 @@ async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) 
     if early:
         stop.set()
     node = Node(config)
+    node.reading.broke = stop.set
     server = Server(node, listener)
     node.pages.start()
     log.info(
@@ -98,9 +99,16 @@ async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) 
     systemd.notify("STOPPING=1")
     log.info("stopping: %d clients", server.connection_count)
     watchdog.cancel()
-    if not await server.drain(config.drain_timeout_s):
-        log.warning("stopped with requests unanswered after %g s", config.drain_timeout_s)
+    broken = node.reading.broken
+    patience_s = 0.0 if broken else config.drain_timeout_s
+    if not await server.drain(patience_s):
+        log.warning("stopped with requests unanswered after %g s", patience_s)
     node.close()
+    if broken:
+        raise ReadError(
+            "an engine broke while it read: nobody can say when the kernel is done with its memory",
+            hint="start the daemon again; systemd does so by itself",
+        )
 
 
 async def _watchdog() -> None:

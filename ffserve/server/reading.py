@@ -17,6 +17,7 @@ from ffserve.cache.shards import Blocks, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.answers import Answer
 from ffserve.engine.ring import Batch, Engine, refused
+from ffserve.errors import ReadError
 from ffserve.extents import MERGED_GAP, MERGED_SIZE
 from ffserve.server.decoding import Decoding
 
@@ -56,6 +57,9 @@ class Reading:
         self._decoding = Decoding(self._engines, memory, directory, table)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
+        self.broke: Callable[[], object] = _nobody_hears
+        """Called when an engine has broken. What it was reading is never reported, since the kernel
+        may still write to those slots."""
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
         self._start_engine()
@@ -71,6 +75,11 @@ class Reading:
     def kind(self) -> str:
         """Which engine the probe chose."""
         return self._engines[0].kind
+
+    @property
+    def broken(self) -> bool:
+        """Whether an engine has broken."""
+        return any(engine.broken for engine in self._engines)
 
     @property
     def in_flight(self) -> int:
@@ -182,7 +191,10 @@ class Reading:
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1
-        engine.submit(batch)
+        try:
+            engine.submit(batch)
+        except ReadError:
+            self.broke()
         return reads
 
     def reap(self) -> None:
@@ -191,7 +203,11 @@ class Reading:
             self._reap(number)
 
     def _reap(self, number: int) -> None:
-        for batch in self._engines[number].completed():
+        engine = self._engines[number]
+        for batch in engine.completed():
+            if batch.failed and engine.broken:
+                self.broke()
+                return
             self.read_size += batch.bytes
             if self._decoding.took(batch):
                 continue
@@ -266,3 +282,7 @@ def _failures(batch: Batch) -> dict[int, Failure]:
 
 def _nobody(load: Load, failures: dict[int, Failure]) -> None:
     raise AssertionError("a load ended and nobody was told")
+
+
+def _nobody_hears() -> None:
+    raise AssertionError("an engine broke and nobody was told")

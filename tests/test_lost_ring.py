@@ -1,0 +1,173 @@
+"""A program closes descriptors that are not its own: those of an engine that is reading."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemon import DEADLINE_S, sample, serving, write
+from test_engine import MIB, Arena
+
+from ffserve.client.choice import RECONNECT_S
+from ffserve.engine import ring
+from ffserve.engine.direct import open_direct
+from ffserve.engine.ring import Engine
+from ffserve.errors import ReadError, ServerUnavailable
+
+RINGS = [kind for kind in ring.probe() if kind in ("registered", "uring")]
+COUNT, SIZE = 400, MIB // 4
+
+
+def descriptors(what: str) -> set[int]:
+    """This process's descriptors of a kind: "[io_uring]", "[eventfd]"."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == f"anon_inode:{what}":
+                found.add(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def lose(fd: int, how: str) -> None:
+    if how == "closed":
+        os.close(fd)
+    else:
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, fd)
+        os.close(null)
+
+
+@pytest.mark.parametrize("how", ["closed", "replaced"])
+@pytest.mark.parametrize("kind", RINGS)
+def test_reads_in_flight_were_reported_failed_and_written_later(kind: ring.Kind, how: str) -> None:
+    before = descriptors("[io_uring]")
+    arena = Arena(MIB, 1)
+    readable, writable = os.pipe()
+    with Engine(kind, depth=4) as engine:
+        arena.serve(engine)
+        [own] = descriptors("[io_uring]") - before
+        batch = engine.batch(1, 1)
+        file = engine.add_file(readable, 1)
+        batch.reads[0] = (0, 4096, 0, 4096, file, 0, 0, 1)
+        batch.records[0] = (0, 4096, 0, 0, 0, 0, 0, 0)
+        engine.submit(batch)
+        # So that it is certainly in flight, and the thread has to enter the ring again.
+        engine.wait(engine_turn(engine))
+        lose(own, how)
+        engine.wait(engine_turn(engine))
+        assert not batch.done, "the kernel has the slot, and nobody else may have it"
+        os.write(writable, b"x" * 4096)
+        engine.wait(batch)
+        assert not batch.failed and arena.bytes[:4096].tobytes() == b"x" * 4096
+        if how == "replaced":
+            os.fstat(own)
+    if how == "replaced":
+        os.close(own)  # It is not the engine's to close.
+    os.close(readable)
+    os.close(writable)
+
+
+def engine_turn(engine: Engine) -> ring.Batch:
+    """A submitted batch of one read."""
+    fd = os.open(__file__, os.O_RDONLY)
+    batch = engine.batch(1, 1)
+    batch.keep = np.empty(100, np.uint8), fd
+    batch.reads[0] = (0, 100, ring.NOWHERE, 0, engine.add_file(fd, 1), 0, 0, 1)
+    batch.records[0] = (0, 100, ring.NOWHERE, batch.keep[0].ctypes.data, 0, 0, 0, 0)
+    engine.submit(batch)
+    return batch
+
+
+@pytest.mark.parametrize("kind", [k for k in ring.probe() if k != "threads"])
+def test_a_slot_was_written_after_its_read_was_reported(kind: ring.Kind, tmp_path: Path) -> None:
+    """With the descriptor by which the thread is woken closed, Linux AIO gave up on what was in
+    flight, and nobody could wake the other."""
+    (tmp_path / "file").write_bytes(os.urandom(COUNT * SIZE))
+    fd, alignment = open_direct(tmp_path / "file")
+    os.fsync(fd)
+    before = descriptors("[eventfd]")
+    arena = Arena(COUNT * SIZE, 1)
+    engine = arena_engine(arena, kind)
+    wake, _done = sorted(descriptors("[eventfd]") - before)
+    batch = engine.batch(COUNT, COUNT)
+    file = engine.add_file(fd, alignment)
+    for k in range(COUNT):
+        batch.reads[k] = (k * SIZE, SIZE, k * SIZE, SIZE, file, 0, k, 1)
+        batch.records[k] = (k * SIZE, SIZE, ring.NOWHERE, 0, 0, 0, 0, 0)
+    engine.submit(batch)
+    while not engine.counters()["reads"]:
+        pass
+    os.close(wake)
+    engine.wait(batch)
+    bad = np.flatnonzero(batch.records["status"])
+    for k in bad.tolist():
+        arena.bytes[k * SIZE : (k + 1) * SIZE] = 0xA5
+    with pytest.raises(ReadError):
+        for _ in range(3):
+            again = engine.batch(1, 1)
+            again.reads[0], again.records[0] = batch.reads[0], batch.records[0]
+            engine.submit(again)
+            engine.wait(again)
+    with open(tmp_path / "file", "rb") as plain:
+        for k in range(COUNT):
+            got = arena.bytes[k * SIZE : (k + 1) * SIZE].tobytes()
+            assert got == (b"\xa5" * SIZE if k in bad else os.pread(plain.fileno(), SIZE, k * SIZE))
+    engine.close()
+    os.close(fd)
+
+
+def arena_engine(arena: Arena, kind: ring.Kind) -> Engine:
+    engine = Engine(kind, depth=512)
+    arena.serve(engine)
+    return engine
+
+
+FORBID = """
+import ctypes, struct, threading
+from pathlib import Path
+def forbid():
+    # Once somebody writes there, a ring of which the thread knows the number (uvloop's is none) may
+    # not be entered any more: classic BPF over seccomp_data, as in test_engine.
+    Path({fifo!r}).read_text()
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 3, 426), (0x20, 0, 0, 40), (0x45, 0, 1, 16)]
+    steps += [(6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *s) for s in steps))
+    program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.syscall(317, 1, 1, program) == 0  # seccomp, for all threads
+    Path({fifo!r}).write_text("done")
+threading.Thread(target=forbid, daemon=True).start()
+"""
+KERNEL = tuple(int(n) for n in os.uname().release.split(".")[:2])
+
+
+@pytest.mark.skipif(not RINGS or KERNEL < (5, 18), reason="no ring has a number here")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of its system calls")
+def test_a_daemon_whose_engine_broke_gave_its_slots_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and reports nothing of what was being read."""
+    monkeypatch.setitem(RECONNECT_S, "require", 0.1)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path = write(tmp_path / "a.ffr", [sample(i, [30_000]) for i in range(20)])
+    expect = ["error: an engine broke while it read.*", "  .*", "stopped with requests un.*"]
+    patch, options = FORBID.format(fifo=str(fifo)), ["--engine", "uring"]
+    with (
+        serving(expect=expect, patch=patch, options=options) as daemon,
+        daemon.open(path) as reader,
+        reader.lease([3]) as views,
+    ):
+        fifo.write_text("now")
+        fifo.read_text()
+        with pytest.raises(ServerUnavailable):
+            reader.read(range(20))
+        assert daemon.process is not None
+        assert daemon.process.wait(DEADLINE_S) == 1
+        daemon.process = None
+        assert views[0].tobytes() == sample(3, [30_000])
