@@ -406,8 +406,8 @@ class Engine:
 
     @property
     def broken(self) -> bool:
-        """Whether it reads nothing any more: somebody closed its descriptors. Where one of its reads
-        has failed the kernel may still write."""
+        """Whether it reads nothing any more: somebody closed its descriptors. Where one of its
+        reads has failed the kernel may still write."""
         return bool(lib.ffs_engine_broken(self._core()))
 
     def close(self) -> None:
