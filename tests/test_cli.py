@@ -267,6 +267,32 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
     assert (out, error.strip()) == ("", "")
 
 
+def test_ctrl_c_at_a_terminal_shows_no_traceback_of_a_worker(folder: Path, tmp_path: Path) -> None:
+    command = ["pack", str(folder), "-o", str(tmp_path / "out"), "--shards", "3", "--jobs", "2"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ffserve", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def awake() -> bool:
+            """Whether a worker's Python listens to SIGINT by now."""
+            caught = 0
+            for child in children.read_text().split():
+                with contextlib.suppress(FileNotFoundError):
+                    if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        status = Path(f"/proc/{child}/status").read_text()
+                        caught |= int(status.partition("SigCgt:")[2].split()[0], 16)
+            return bool(caught >> (signal.SIGINT - 1) & 1)
+
+        until(awake, "a worker begins")
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, error.strip()) == (130, "")
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------- pack
 
 

@@ -164,6 +164,18 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
         daemon.close()
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_the_terminal_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
+    patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" if ignored else ""
+    with serving(patch=patch) as daemon:
+        if ignored:
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert daemon.status()["pid"] == daemon.pid
+        else:
+            assert daemon.end(signal.SIGHUP) == 0
+            assert not os.path.exists(daemon.socket)
+
+
 def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(32) as pool:

@@ -10,9 +10,12 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import pickle
+import signal
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from ffserve.errors import FFServeError
@@ -70,13 +73,13 @@ def run(
                 k, given = waiting.pop()
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(task, given, there), daemon=False)
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), _uninterrupted(method):
                     # Python 3.12 warns of a fork beside threads. The child runs the task alone,
                     # and waits for no lock that one of those threads may hold.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
+                    running[here] = (k, process)
                 there.close()
-                running[here] = (k, process)
             for connection in multiprocessing.connection.wait(list(running)):
                 k, process = running[connection]
                 kind, value = _receive(connection, process, arguments[k])
@@ -93,6 +96,32 @@ def run(
             process.join()
             connection.close()
     return results
+
+
+@contextlib.contextmanager
+def _uninterrupted(method: str) -> Iterator[None]:
+    """Start a process without Ctrl-C in the middle, and one that knows nothing of Ctrl-C.
+
+    A terminal sends it to the whole group; a worker that had only half begun, or half heard what
+    to do, would show a traceback. It inherits what is blocked here, and ends when it is told to.
+    Blocking alone would not do here: another thread may take the signal.
+    """
+    came: list[tuple[int, Any]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    held = callable(handler) and threading.current_thread() is threading.main_thread()
+    if held:
+        signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    if method != "fork":
+        resource_tracker.ensure_running()  # which would unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held:
+            signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(*came[0])
 
 
 def _receive(connection: Any, process: Any, given: tuple[Any, ...]) -> tuple[str, Any]:

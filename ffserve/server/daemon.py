@@ -29,7 +29,8 @@ from ffserve.server.server import Server
 
 log = logging.getLogger("ffserve")
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP is the end of the terminal; who wants to outlive it (nohup) has it ignored."""
 _BACKLOG = 1024
 OWN_SIZE = 32 * 1024 * 1024
 """What a daemon takes beside its arena as it starts, and a little; samples and orders come on top
@@ -37,7 +38,7 @@ of it (docs/CONFIGURATION.md)."""
 
 
 def serve(config: ServerConfig) -> int:
-    """Run the daemon until SIGTERM or SIGINT; return its exit code.
+    """Run the daemon until SIGTERM, SIGINT or SIGHUP; return its exit code.
 
     Raises:
         UsageError: another daemon serves this socket, or something that is no socket is there.
@@ -48,11 +49,12 @@ def serve(config: ServerConfig) -> int:
     raise_file_limit()
     # Who can connect can also tell us to stop, before the loop is there to hear it.
     early: list[int] = []
-    for number in _STOPPING:
+    stopping = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    for number in stopping:
         signal.signal(number, lambda number, _frame: early.append(number))
     listener, lock = _listen(config)
     try:
-        uvloop.run(_run(config, listener, early))
+        uvloop.run(_run(config, listener, stopping, early))
         return 0
     finally:
         listener.close()
@@ -75,10 +77,12 @@ def _check_machine(config: ServerConfig) -> None:
             log.warning("there is no directory %s: nothing is served from there until it is", root)
 
 
-async def _run(config: ServerConfig, listener: socket.socket, early: list[int]) -> None:
+async def _run(
+    config: ServerConfig, listener: socket.socket, stopping: list[signal.Signals], early: list[int]
+) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in _STOPPING:
+    for number in stopping:
         loop.add_signal_handler(number, stop.set)
     if early:
         stop.set()
