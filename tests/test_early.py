@@ -8,7 +8,8 @@ import numpy as np
 from daemon import serving, until
 
 import ffserve
-from ffserve.client.remote import EARLY_SIZE, Awaited, RemoteSource
+from ffserve.client.remote import EARLY_SIZE, RemoteSource
+from ffserve.client.request import Awaited
 
 COUNT, SIZE = 40, 100_000
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.inbox import MOST_PIECES
-from ffserve.client.remote import Awaited, RemoteSource, failures_of
+from ffserve.client.remote import RemoteSource
+from ffserve.client.request import Awaited, failures_of
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.errors import FFServeError, ProtocolError, UsageError
 
@@ -241,7 +242,7 @@ class InlineSource(RemoteSource):
             if ready.count < len(positions):
                 pending.todo.appendleft(positions[ready.count :])
         pending.target = _put_together(pending)
-        self._count_misses(len(pending.indices), int(pending.target.offsets[-1]))
+        self._tally.count(0, len(pending.indices), int(pending.target.offsets[-1]))
         return errors
 
     def give_up(self, pending: Pending) -> list[int]:

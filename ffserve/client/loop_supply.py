@@ -26,7 +26,8 @@ from ffserve.client.daemon import source_over
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
 from ffserve.client.loop import Home, LoopConnection, in_thread, pool, undisturbed
-from ffserve.client.remote import Awaited, RemotePending, RemoteSource, Steps
+from ffserve.client.remote import RemoteSource
+from ffserve.client.request import Awaited, RemotePending, Steps
 from ffserve.client.source import Bytes, Int64s, Source, Target
 from ffserve.engine.ring import probe
 from ffserve.errors import FFServeError, ServerUnavailable

@@ -11,12 +11,7 @@ for such waits for all of them first, and takes its memory then; a length once k
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Generator
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +21,14 @@ from ffserve.client import buffers
 from ffserve.client.base import cut
 from ffserve.client.connection import Connection
 from ffserve.client.hazards import Asked
-from ffserve.client.recent import Recent
+from ffserve.client.request import Awaited, Copy, RemotePending, Steps, Unsized, failures_of
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
+from ffserve.client.tally import Tally
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.hazards import Lease, Leaser
 from ffserve.engine.view import View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.protocol import Message
 
 GET_COUNT = 1024
 """Samples in one GET: enough for the engine's full depth many times over."""
@@ -49,57 +44,9 @@ reading does. Of a smaller one it is not worth the looks."""
 EARLY_IDLE_S = 0.25
 """After so long without a sample the answer is waited for, which has an end."""
 _MOST_EMPTY_ROUNDS = 1000
-COUNT_AFTER_S = 1.0
-"""What was copied without asking enters the counters so often, and before a look at them."""
-
-
-@dataclass(slots=True)
-class RemotePending:
-    """A request on its way: which positions still have to come, and which were asked for."""
-
-    indices: Int64s
-    target: Target
-    todo: deque[Int64s] = field(default_factory=deque)
-    asked: deque[tuple[int, Int64s]] = field(default_factory=deque)
-    unsized: Unsized | None = None
-
-
-@dataclass(slots=True)
-class Unsized:
-    """What a request needs whose target cannot be made yet, since lengths are not known.
-
-    failed: by position. held: tags of what came and was not copied yet.
-    """
-
-    apart: bool
-    out: Bytes | None
-    failed: dict[int, FFServeError] = field(default_factory=dict)
-    held: deque[int] = field(default_factory=deque)
-
-
-@dataclass(slots=True)
-class Awaited:
-    """The answer to this tag is needed.
-
-    early: positions that may be copied before it comes; what of them was not is left there.
-    """
-
-    tag: int
-    kind: type[Message] = protocol.Ready
-    early: Int64s | None = None
-
-
-@dataclass(slots=True)
-class Copy:
-    """These positions (None: all) are to be copied, after a pause in seconds."""
-
-    positions: Int64s | None
-    pause_s: float = 0.0
 
 
 _NO_COPIES: dict[int, Bytes] = {}
-
-Steps: TypeAlias = Generator[Awaited | Copy, protocol.Ready | Int64s, dict[int, FFServeError]]
 
 
 class RemoteSource:
@@ -121,12 +68,7 @@ class RemoteSource:
         self._set_up(opened, paths)
         self.description = f"daemon {connection.path}"
         self._closed = False
-        self._counting = threading.Lock()
-        self._hits = self._misses = self._size = 0
-        self._recent = Recent(protocol.MAX_GET_COUNT)
-        self._fresh_count = self._fresh_size = 0
-        """Hits and their bytes that are not in the counters yet."""
-        self._count_at = time.monotonic() + COUNT_AFTER_S
+        self._tally = Tally(connection, opened.dataset)
 
     def _set_up(self, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
         if (
@@ -212,7 +154,7 @@ class RemoteSource:
         """Copy a batch out of the arena if all of it is there.
 
         The short way for what is asked for most. It counts and notes no more than it must;
-        `_enter_fresh` does the rest, now and then.
+        the tally does the rest, now and then.
         """
         if out is not None:
             check_out(out, 0)
@@ -220,27 +162,8 @@ class RemoteSource:
         if found is None:
             return None
         buffer, offsets = found
-        self._took(indices, len(buffer))
+        self._tally.took(indices, len(buffer))
         return Batch(buffer, offsets)
-
-    def _took(self, indices: Int64s, size: int) -> None:
-        """Note a batch that was all in memory, to be entered into the counters later."""
-        with self._counting:
-            self._recent.note(indices)
-            self._fresh_count += len(indices)
-            self._fresh_size += size
-        if time.monotonic() > self._count_at:
-            self._enter_fresh()
-
-    def _enter_fresh(self) -> None:
-        self._count_at = time.monotonic() + COUNT_AFTER_S
-        with self._counting:
-            hits, self._fresh_count = self._fresh_count, 0
-            total, self._fresh_size = self._fresh_size, 0
-            self._hits += hits
-            self._size += total
-        if hits:
-            self.connection.count_hits(hits, total)
 
     def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> RemotePending:
         """Ask for what is not in memory."""
@@ -251,7 +174,7 @@ class RemoteSource:
             out = check_out(out, int(offsets[-1]))
         pending = RemotePending(indices, Target(offsets, apart=apart, out=out))
         if len(missing):
-            self._tell_seen()
+            self._tally.tell_seen()
             self._want(pending, missing)
             self._ask(pending)
         return pending
@@ -259,7 +182,7 @@ class RemoteSource:
     def _begin(self, indices: Int64s, missing: Int64s, unsized: Unsized) -> RemotePending:
         nothing = Target(np.zeros(1, np.int64), apart=False)
         pending = RemotePending(indices, nothing, unsized=unsized)
-        self._tell_seen()
+        self._tally.tell_seen()
         self._want(pending, missing)
         self._ask(pending)
         return pending
@@ -330,26 +253,15 @@ class RemoteSource:
             positions = self._hit_positions(pending) if missed else None
             vanished = yield Copy(positions)
             assert isinstance(vanished, np.ndarray)
-            self._note_seen(pending.indices if positions is None else pending.indices[positions])
+            hits = pending.indices if positions is None else pending.indices[positions]
+            self._tally.note_seen(hits)
             if len(vanished):
                 missed += len(vanished)
                 pending.todo.append(vanished)
-        self._count(pending, count - missed, missed)
+        self._tally.count(count - missed, missed, int(pending.target.offsets[-1]))
         if not pending.todo and not pending.asked:
             return {}
         return (yield from self._wait(pending))
-
-    def _note_seen(self, hits: Int64s) -> None:
-        """Keep the latest hits for the next GET; who never sends one need not report any."""
-        with self._counting:
-            self._recent.note(hits)
-
-    def _tell_seen(self) -> None:
-        self._enter_fresh()
-        with self._counting:
-            seen = self._recent.take()
-        if len(seen):
-            self.connection.seen(self.dataset, seen)
 
     def _hit_positions(self, pending: RemotePending) -> Int64s:
         hit = np.ones(len(pending.indices), np.bool_)
@@ -377,12 +289,12 @@ class RemoteSource:
             there = np.setdiff1d(self._hit_positions(pending), bad)
             vanished = yield Copy(there)
             assert isinstance(vanished, np.ndarray)
-            self._note_seen(pending.indices[hits])
+            self._tally.note_seen(pending.indices[hits])
         finally:
             self._let_go(pending)
         if len(vanished):
             pending.todo.append(vanished)
-        self._count(pending, len(pending.indices) - missed, missed)
+        self._tally.count(len(pending.indices) - missed, missed, int(offsets[-1]))
         return failed | (yield from self._wait(pending))
 
     def _learn(self, pending: RemotePending, unsized: Unsized) -> Steps:
@@ -475,21 +387,6 @@ class RemoteSource:
         while pending.unsized is not None and pending.unsized.held:
             self.connection.acknowledge(pending.unsized.held.popleft())
 
-    def _count_misses(self, count: int, size: int) -> None:
-        with self._counting:
-            self._misses += count
-            self._size += size
-
-    def _count(self, pending: RemotePending, hits: int, misses: int) -> None:
-        total = int(pending.target.offsets[-1])
-        with self._counting:
-            self._hits += hits
-            self._misses += misses
-            self._size += total
-        if hits:
-            share = total if not misses else total * hits // (hits + misses)
-            self.connection.count_hits(hits, share)
-
     # ---- leases ---------------------------------------------------------------------------
 
     def leased(self, indices: Int64s) -> Leased | None:
@@ -497,7 +394,7 @@ class RemoteSource:
         lease = None if self._leaser is None else self._leaser.lease_all(indices)
         if lease is None:
             return None
-        self._took(indices, lease.size)
+        self._tally.took(indices, lease.size)
         return Leased(self._arena, lease.starts, lease.sizes, _NO_COPIES, lease)
 
     def lease(self, indices: Int64s) -> Leased:
@@ -513,11 +410,8 @@ class RemoteSource:
         lease = self._leaser.lease(indices)
         hits = len(indices) - lease.left
         if hits:
-            self._note_seen(indices if not lease.left else indices[lease.starts >= 0])
-            with self._counting:
-                self._hits += hits
-                self._size += lease.size
-            self.connection.count_hits(hits, lease.size)
+            self._tally.note_seen(indices if not lease.left else indices[lease.starts >= 0])
+            self._tally.count(hits, 0, lease.size)
         if lease.left:
             return self._lease_by_asking(indices, lease.starts, lease.sizes, lease)
         return Leased(self._arena, lease.starts, lease.sizes, {}, lease)
@@ -593,16 +487,7 @@ class RemoteSource:
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
-        self._enter_fresh()
-        with self._counting:
-            hits, misses, size = self._hits, self._misses, self._size
-        return {
-            "hits": hits,
-            "misses": misses,
-            "samples": hits + misses,
-            "bytes": size,
-            "hit_rate": hits / max(1, hits + misses),
-        }
+        return self._tally.facts()
 
     def after_fork(self) -> None:
         """The parent's connection is not ours."""
@@ -614,18 +499,6 @@ class RemoteSource:
             return
         self._closed = True
         if self.connection.alive:
-            self._enter_fresh()
+            self._tally.enter_fresh()
             self.connection.close_dataset(self.dataset)
         self.connection.leave()
-
-
-def failures_of(wire: list[object], count: int) -> dict[int, FFServeError]:
-    """Return the errors of a READY by their position among `count` samples."""
-    failed: dict[int, FFServeError] = {}
-    for entry in wire:
-        if type(entry) is not list or len(entry) != 7 or type(entry[0]) is not int:
-            raise ProtocolError("the daemon sent an error that is none")
-        if not 0 <= entry[0] < count:
-            raise ProtocolError("the daemon sent an error for a sample it was not asked for")
-        failed[entry[0]] = protocol.error_from_wire(entry[1:])
-    return failed
