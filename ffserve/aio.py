@@ -32,19 +32,18 @@ import numpy as np
 
 from ffserve.client import connections
 from ffserve.client.announced import Announced, check_count
-from ffserve.client.base import (
+from ffserve.client.base import BaseReader, check_options
+from ffserve.client.choice import Wanted
+from ffserve.client.in_order import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     SIZES_AT_ONCE,
     TOGETHER_COUNT,
-    BaseReader,
     batches_ahead,
-    check_options,
     cut,
     taken_apart,
     together,
 )
-from ffserve.client.choice import Wanted
 from ffserve.client.loop import home, in_thread
 from ffserve.client.loop_supply import Failed, LoopSupply, nothing, tell
 from ffserve.client.source import Batch, Bytes, Int64s, Source

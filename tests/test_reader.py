@@ -19,7 +19,7 @@ import pytest
 from daemon import Daemon, damage, sample, until, write
 
 import ffserve
-from ffserve.client.base import batches_ahead, together
+from ffserve.client.in_order import batches_ahead, together
 from ffserve.errors import (
     ChecksumError,
     FFServeError,

@@ -20,21 +20,19 @@ from numpy.typing import NDArray
 
 from ffserve.client import connections
 from ffserve.client.announced import Announced, check_count
-from ffserve.client.base import (
+from ffserve.client.base import BaseReader, check_options, is_compressed
+from ffserve.client.choice import Wanted, closed_error
+from ffserve.client.hazards import Leasing
+from ffserve.client.in_order import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     SIZES_AT_ONCE,
     TOGETHER_COUNT,
-    BaseReader,
     batches_ahead,
-    check_options,
     cut,
-    is_compressed,
     taken_apart,
     together,
 )
-from ffserve.client.choice import Wanted, closed_error
-from ffserve.client.hazards import Leasing
 from ffserve.client.local import LocalSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
 from ffserve.client.supply import Supply

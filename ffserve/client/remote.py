@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client import buffers
-from ffserve.client.base import cut
 from ffserve.client.connection import Connection
 from ffserve.client.hazards import Asked
+from ffserve.client.in_order import cut
 from ffserve.client.request import Awaited, Copy, RemotePending, Steps, Unsized, failures_of
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.client.tally import Tally

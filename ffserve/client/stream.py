@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ffserve.client.base import READ_AHEAD_COUNT, READ_AHEAD_SIZE, BaseReader, opener
+from ffserve.client.base import BaseReader, opener
 from ffserve.client.choice import Wanted
+from ffserve.client.in_order import READ_AHEAD_COUNT, READ_AHEAD_SIZE
 from ffserve.client.reader import Reader
 from ffserve.client.source import Batch, Int64s
 from ffserve.client.supply import Supply
