@@ -290,6 +290,15 @@ def test_counters_that_lie(daemon: Daemon, path: str) -> None:
         assert isinstance(raw.refused(), ProtocolError)
 
 
+def test_counters_that_lie_over_files_larger_than_the_arena(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [bytes(200_000)] * 10)
+    with serving(arena="1MiB") as daemon, Raw(daemon.socket) as raw:
+        raw.open(path)
+        raw.send(protocol.Tell(0, 2**63 - 1, 2**63 - 1, b""), protocol.Status(3))
+        assert isinstance(raw.receive(), protocol.Report)
+        daemon.status()
+
+
 def test_too_many_requests_at_once(daemon: Daemon, path: str) -> None:
     with Raw(daemon.socket) as raw:
         dataset = raw.open(path).dataset

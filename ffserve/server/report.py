@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from ffserve.server.node import Node
 
 
+MOST_COUNTED = (1 << 63) - 1
+"""Beyond this a report could not be encoded; only what a client lied about gets there."""
+
+
 def walk_facts(node: Node, walk: Walk, now: float) -> dict[str, Any]:
     """One job's way through one data set."""
     order, rate = walk.order, walk.pace.rate(now)
@@ -96,4 +100,5 @@ def _alone(node: Node, job: Job) -> int:
     )
     used = (job.hits + job.missed) * payload // count
     later = max(used - payload, 0)
-    return min(used, payload) + int(later * max(1 - node.arena.size / max(payload, 1), 0.0))
+    alone = min(used, payload) + int(later * max(1 - node.arena.size / max(payload, 1), 0.0))
+    return min(alone, MOST_COUNTED)

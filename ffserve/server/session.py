@@ -33,6 +33,7 @@ from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.delivery import Delivery, Outbox
 from ffserve.server.job import Job
+from ffserve.server.report import MOST_COUNTED
 from ffserve.server.scheduler import Owner, Promise, Request
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ MOST_PROMISED = 4
 """Requests of all sessions up to which an answer goes out by itself, if it is the sole one of its
 session. With more on their way nobody waits for a wake, and the loop wakes one for several."""
 _PLACE = (1 << 48) - 1
-_MOST_COUNTED = (1 << 63) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -313,9 +313,8 @@ class Session:
         assert self.job is not None
         if hits < 0 or hit_size < 0:
             raise ProtocolError("the client counts backwards")
-        # Beyond this a report could not be encoded; only a client that lies gets there.
-        self.job.hits = min(self.job.hits + hits, _MOST_COUNTED)
-        self.job.hit_size = min(self.job.hit_size + hit_size, _MOST_COUNTED)
+        self.job.hits = min(self.job.hits + hits, MOST_COUNTED)
+        self.job.hit_size = min(self.job.hit_size + hit_size, MOST_COUNTED)
         if acknowledged:
             tags = protocol.unpack_tags(acknowledged)
             # What is being sent stays pinned, whatever the client says.
@@ -500,7 +499,7 @@ class Session:
     def _order(self, message: protocol.Order) -> None:
         """Take a piece of an order in; pieces of one that was refused are passed over."""
         dataset = self._dataset(message.dataset, "announced an order")
-        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= _MOST_COUNTED:
+        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= MOST_COUNTED:
             raise ProtocolError("the client announced an order with an impossible tag or epoch")
         indices = protocol.unpack_order(message.indices)
         try:
@@ -558,7 +557,7 @@ class Session:
 
     def _reached(self, message: protocol.Reached, now: float) -> None:
         dataset = self._dataset(message.dataset, "reported its position in an order")
-        if not (0 <= message.epoch <= _MOST_COUNTED and 0 <= message.position <= _MOST_COUNTED):
+        if not (0 <= message.epoch <= MOST_COUNTED and 0 <= message.position <= MOST_COUNTED):
             raise ProtocolError("the client reported an impossible position")
         passed = dataset.walk.reached(message.epoch, message.position, now)
         self._node.cache.doubt(passed)
