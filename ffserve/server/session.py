@@ -24,13 +24,13 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.fetch import Fetch, Int64s
-from ffserve.cache.orders import Arriving
 from ffserve.cache.walk import Walk
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.failures import read_failure
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.announcing import Announcing
 from ffserve.server.delivery import Delivery, Outbox
 from ffserve.server.job import Job
 from ffserve.server.report import MOST_COUNTED
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 NEW, READY, OVER = "new", "ready", "over"
 
 MOST_DATASETS = 4096
-MOST_NAME = 200
-"""Characters of the name of an order that jobs share."""
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_PROMISED = 4
@@ -65,17 +63,6 @@ class Dataset:
     walk: Walk
     requests: int = 0
     """On their way; the shards are held until they are decided, even if it was closed."""
-
-
-@dataclass(slots=True)
-class _Announcement:
-    """An order of which not all pieces have come."""
-
-    tag: int
-    dataset: Dataset
-    epoch: int
-    name: str | None
-    order: Arriving
 
 
 class Session:
@@ -123,7 +110,7 @@ class Session:
         self._joined = False
         self.lease_table: LeaseTable | None = None
         """Where the client says what it leases without asking, if it does that."""
-        self._announcement: _Announcement | None = None
+        self._announcing = Announcing(node, self.fail)
 
     def receive(self, message: Message, now: float) -> None:
         """Take a message in.
@@ -285,8 +272,7 @@ class Session:
         if dataset is None:
             return
         self._leave_walk(dataset)
-        if self._announcement is not None and self._announcement.dataset is dataset:
-            self._announcement = None
+        self._announcing.forget(dataset)
         if dataset.requests:
             self._closing.add(dataset)
         else:
@@ -425,7 +411,7 @@ class Session:
     @property
     def announcing(self) -> bool:
         """Whether an order has begun to come and has not ended."""
-        return self._announcement is not None
+        return self._announcing.under_way
 
     @property
     def promised(self) -> bool:
@@ -497,63 +483,10 @@ class Session:
         return dataset
 
     def _order(self, message: protocol.Order) -> None:
-        """Take a piece of an order in; pieces of one that was refused are passed over."""
         dataset = self._dataset(message.dataset, "announced an order")
-        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= MOST_COUNTED:
-            raise ProtocolError("the client announced an order with an impossible tag or epoch")
-        indices = protocol.unpack_order(message.indices)
-        try:
-            self._take_piece(message, dataset, indices)
-        except FFServeError as error:
-            if isinstance(error, ProtocolError):
-                raise
-            self._announcement = None
-            self.fail(message.tag, error)
-
-    def _take_piece(self, message: protocol.Order, dataset: Dataset, indices: Int64s) -> None:
-        layout = dataset.layout
-        announcement = self._announcement
-        if message.start == 0:
-            if announcement is not None:
-                self._announcement = None
-                self.fail(announcement.tag, UsageError("another order came before this one ended"))
-            announcement = self._announcement = self._begin(message, dataset)
-        elif announcement is None or announcement.tag != message.tag:
-            return
-        order = announcement.order
-        if message.start != order.arrived or message.count != order.count or not len(indices):
-            raise UsageError(
-                f"a piece of the order says it begins at position {message.start} of "
-                f"{message.count}, but {order.arrived} of {order.count} have come"
-            )
-        if int(indices.max()) >= layout.count:
-            bad = int(indices.max())
-            raise SampleIndexError(
-                f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
-                index=bad,
-            )
-        order.add(layout.numbers(indices))
-        if order.arrived < order.count:
-            return
-        self._announcement = None
-        try:
-            whole = order.finish()
-        except SampleIndexError as error:
-            assert error.index is not None
-            raise error.located(index=layout.index(error.index)) from None
-        walk, uses = announcement.dataset.walk, self._node.uses
-        self._node.scheduler.ahead.replaced(walk, announcement.epoch)
-        uses.announced(walk, announcement.epoch, whole, announcement.name, dataset)
-        self._send(protocol.Ready(message.tag, whole.count, []))
-
-    def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
-        name, replacement = message.what.get("name"), message.what.get("replacement")
-        if not isinstance(replacement, bool) or not (
-            name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
-        ):
-            raise ProtocolError("the client announced an order of no known kind")
-        arriving = self._node.uses.arriving(dataset.walk, message.count, replacement=replacement)
-        return _Announcement(message.tag, dataset, message.epoch, name, arriving)
+        answer = self._announcing.take(message, dataset)
+        if answer is not None:
+            self._send(answer)
 
     def _reached(self, message: protocol.Reached, now: float) -> None:
         dataset = self._dataset(message.dataset, "reported its position in an order")
@@ -585,7 +518,7 @@ class Session:
         self._node.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
             self._leave_walk(dataset)
-        self._announcement = None
+        self._announcing.forget()
         for dataset in (*self._datasets.values(), *self._closing):
             self._node.catalog.close(dataset.shards)
         self._datasets.clear()
