@@ -312,6 +312,54 @@ def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
     assert mapped() == 1, "what is kept, and no more"
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_by_themselves_though_their_iterator_dies_in_a_circle(
+    monkeypatch: pytest.MonkeyPatch, persistent: bool
+) -> None:
+    killed = []
+    kill = multiprocessing.process.BaseProcess.terminate
+
+    def terminate(worker: Any) -> None:
+        killed.append(worker)
+        kill(worker)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", terminate)
+    batches = DataLoader(cases.Made(40), num_workers=2, persistent_workers=persistent)
+    iterator = iter(batches)
+    next(iterator)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    circle: list[Any] = [iterator, batches]
+    circle.append(circle)
+    del batches, iterator, circle
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert not killed
+
+
+@pytest.mark.parametrize("bundle", [1, 4])
+@pytest.mark.parametrize("kind", [ValueError, ffserve.ReadError])
+def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Exception]) -> None:
+    workers = []
+
+    def failed() -> bool:
+        batches = DataLoader(cases.Raising(40, kind=kind), num_workers=2, bundle=bundle)
+        try:
+            for _ in batches:
+                workers.extend(multiprocessing.active_children())
+        except kind:
+            return True
+        return False
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert failed()
+        assert {worker.exitcode for worker in workers} == {0}
+    finally:
+        gc.enable()
+
+
 def test_a_killed_worker_leaves_nothing() -> None:
     batches = DataLoader(cases.Failing(40, dies=20), num_workers=1, collate_fn=cases.first_only)
     got = []

@@ -145,6 +145,15 @@ class Failing(Made):
         return super().make(index)
 
 
+class Raising(Made):
+    """Sample 20 cannot be had."""
+
+    def make(self, index: int) -> Any:
+        if index == 20:
+            raise self.options["kind"](f"no colour {index}")
+        return super().make(index)
+
+
 class Keeping(Dataset):
     """Tensors over samples that it keeps, and overwrites when it is called again."""
 

@@ -26,7 +26,7 @@ REPORT_INTERVAL_S = 0.05
 """A position is told so often,"""
 REPORT_PARTS = 100
 """or so often in an epoch, if that is more often,"""
-LEAST_INTERVAL_S = 0.001
+LEAST_INTERVAL_S = 0.01
 """but never more often than this."""
 PATIENCE_S = 0.5
 """How long an iteration waits for what the one before it still has to say; after that it begins

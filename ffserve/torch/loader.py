@@ -20,6 +20,7 @@ from __future__ import annotations
 import operator
 import pickle
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -63,8 +64,9 @@ class Failure(NamedTuple):
 
     def reraise(self) -> NoReturn:
         """Raise the error as it was in the worker."""
-        error: FFServeError = pickle.loads(self.pickled)
-        raise error from WorkerTraceback(self.traceback)
+        # No name for it here: its traceback has this frame, and both would be garbage in a circle,
+        # that holds the iterator and its workers until it is found.
+        raise pickle.loads(self.pickled) from WorkerTraceback(self.traceback)
 
 
 class WorkerTraceback(Exception):
@@ -188,11 +190,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         run = self._plan.begin()
         if torch.utils.data.get_worker_info() is None:
             lead_job()
-        if self._inner is None or not (self.persistent_workers and self.num_workers > 0):
+        fresh = self._inner is None or not (self.persistent_workers and self.num_workers > 0)
+        if fresh or self._inner is None:
             self._inner, self._receiver = self._build_inner()
         answers = self._started(self._inner)
         if self._receiver is not None:
             self._receiver.started()
+            if fresh:
+                _keep_queues(answers)
         return _Batches(answers, self._receiver, self._plan, run)
 
     def _started(self, inner: torch.utils.data.DataLoader[Any]) -> Iterator[Any]:
@@ -471,14 +476,38 @@ class _Batches(Iterator[Any]):
             except StopIteration:
                 self._plan.exhausted(self._run)
                 raise
+            except Exception as error:
+                self._forget_locals(error)
+                raise
         answer: Any = self._answers.popleft()
         if len(answer) == 1:
-            answer[0].reraise()
+            try:
+                answer[0].reraise()
+            except Exception as error:
+                self._forget_locals(error)
+                raise
         if len(answer) == 2:  # a tuple, or the list that torch's pinning makes of it
             Failure(*answer).reraise()
         batches, samples, batch = answer
         self._plan.handed_out(self._run, batches, samples)
         return batch
+
+    def _forget_locals(self, error: Exception) -> None:
+        """Clear the frames of torch's that an error of a worker came through, since one of them has
+        a name for it: a circle, as in `Failure.reraise`."""
+        if self._receiver is not None:
+            traceback.clear_frames(error.__traceback__)
+
+
+def _keep_queues(messages: Iterator[Any]) -> None:
+    """Keep the workers' queues until torch's iterator has used them for the last time.
+
+    It tells its workers through them, when it goes, that they may end. Where it goes in a circle of
+    garbage Python would have closed them by then, and it would wait five seconds for each worker
+    before it killed it.
+    """
+    queues = getattr(messages, "_index_queues", None)
+    weakref.finalize(messages, _unchanged, queues).atexit = False
 
 
 def _newer_options(pin_memory_device: str, in_order: bool) -> dict[str, Any]:
