@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
+from daemon import DEADLINE_S, Daemon, run_python, sample, serving, stopped, until, write
 
 COUNT = 1200
 SIZES = [0, 100, 5000, 20_000, 70_000]
@@ -362,6 +363,40 @@ def test_daemon_that_is_stopped_counts_as_gone(path: str, monkeypatch: pytest.Mo
         finally:
             client.kill()
             os.kill(daemon.pid, signal.SIGCONT)
+
+
+BUSY = """
+import logging, sys, ffserve, ffserve.client.choice as choice, ffserve.client.greeting as greeting
+greeting.CONNECT_TIMEOUT_S, choice.RETURN_AFTER_S = 0.3, 0.0
+logging.basicConfig(format="%(levelname)s %(message)s")
+reader, other = ffserve.open(sys.argv[1]), ffserve.open(sys.argv[1])
+print(reader.source, reader.stats()["unserved"] == other.stats()["unserved"] != "", flush=True)
+sys.stdin.readline()
+greeting.CONNECT_TIMEOUT_S = 30
+print(len(reader.read([0])), reader.source, "unserved" in reader.stats(), flush=True)
+"""
+
+
+def test_a_daemon_that_greets_late_was_left_without_a_word_for_ever(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        with stopped(daemon.pid):
+            reading = subprocess.Popen(
+                [sys.executable, "-c", BUSY, path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert reading.stdout is not None
+            assert re.fullmatch(r"engine \w+ True\n", reading.stdout.readline())
+        out, err = reading.communicate("go\n", timeout=DEADLINE_S)
+        assert out == f"1 daemon {daemon.socket} False\n"
+        [line] = err.splitlines()
+        assert line.startswith(f"WARNING reading without the daemon: {daemon.socket}: there is a ")
+        assert "server='require'" in line
 
 
 def test_no_daemon_at_all(path: str, tmp_path: Path) -> None:

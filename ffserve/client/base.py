@@ -130,6 +130,8 @@ class BaseReader:
         facts["samples"] = hits + misses
         facts["hit_rate"] = hits / max(1, hits + misses)
         facts["source"] = current.description
+        if self._wanted.unserved:
+            facts["unserved"] = self._wanted.unserved
         return facts
 
     def _checked_order(

@@ -65,6 +65,7 @@ class Wanted:
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
     count: samples in them. closed: the reader is. totals: counters of sources it has no more.
+    unserved: why a daemon that is there does not serve it.
     """
 
     paths: tuple[str, ...]
@@ -75,6 +76,7 @@ class Wanted:
     count: int = 0
     closed: bool = False
     totals: dict[str, int] = field(default_factory=dict)
+    unserved: str = ""
     _expected: int | None = None
 
     @property
@@ -134,6 +136,7 @@ class Choice:
         old = self.source
         yield from self.taking(source)
         self.away_since = None
+        self._wanted.unserved = ""
         if old is not None:
             self._retire(old)
 
@@ -172,13 +175,16 @@ class Choice:
         while server != "off":
             try:
                 source: Source = yield Origin.REMOTE
+                self._wanted.unserved = ""
                 return source
             except NOT_SERVED as error:
                 away = isinstance(error, ServerUnavailable)
                 if server == "auto":
                     # No daemon is nothing to talk about; one that cannot be used is.
                     if not away or not isinstance(error.__cause__, _NOBODY):
-                        _say_once(f"reading without the daemon: {error}")
+                        self._do_without("reading without the daemon", error)
+                        if away:
+                            self.away_since = time.monotonic()
                     break
                 if not away or time.monotonic() >= deadline:
                     raise
@@ -193,19 +199,28 @@ class Choice:
         while True:
             try:
                 source: Source = yield Origin.REMOTE
+                self._wanted.unserved = ""
                 return source
             except NOT_SERVED as error:
                 final = not isinstance(error, (ServerUnavailable, ProtocolError))
                 if final or time.monotonic() >= deadline:
                     if server != "auto":
                         raise
-                    _say_once(f"the daemon went away, reading without it: {error}")
+                    self._do_without("the daemon went away, reading without it", error)
                     break
             yield pause
             pause = min(2 * pause, 0.25)
         source = yield Origin.LOCAL
         self.away_since = time.monotonic()
         return source
+
+    def _do_without(self, what: str, error: FFServeError) -> None:
+        """Say so, once a process, of a daemon that does not answer whatever the files."""
+        self._wanted.unserved = str(error)
+        key = f"{what}: {error.path or error}"
+        if key not in _said:
+            _said.add(key)
+            log.warning("%s: %s", what, error)
 
 
 def closed_error() -> UsageError:
@@ -214,9 +229,3 @@ def closed_error() -> UsageError:
 
 
 _said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)

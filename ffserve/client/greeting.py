@@ -87,8 +87,12 @@ class Greeting:
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
+            slow = isinstance(error, TimeoutError)
+            reason = f"nothing came for {CONNECT_TIMEOUT_S:g} s" if slow else str(error)
             raise ServerUnavailable(
-                f"the daemon does not greet: {error}", path=self.path
+                f"there is a daemon, but it does not greet: {reason}",
+                path=self.path,
+                hint="is it stopped, or the machine overloaded? server='require' waits for it",
             ) from error
         match messages[0]:
             case protocol.Welcome(about=about):

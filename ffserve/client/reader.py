@@ -478,7 +478,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def stats(self) -> dict[str, int | float | str]:
         """Return what this process read through this reader: samples, bytes, hits (copied
-        without asking the daemon), misses, hit_rate, and the source."""
+        without asking the daemon), misses, hit_rate, and the source; unserved: why a daemon that
+        is there is not that, where this is so."""
         return self._summed(self._supply.current())
 
     # ---- life -----------------------------------------------------------------------------
