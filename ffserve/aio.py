@@ -28,8 +28,6 @@ from collections.abc import (
 )
 from typing import Any, Literal, overload
 
-import numpy as np
-
 from ffserve.client import connections
 from ffserve.client.announced import Announced, check_count
 from ffserve.client.base import BaseReader, check_options
@@ -38,11 +36,9 @@ from ffserve.client.in_order import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     SIZES_AT_ONCE,
-    TOGETHER_COUNT,
-    batches_ahead,
     cut,
+    requests,
     taken_apart,
-    together,
 )
 from ffserve.client.loop import home, in_thread
 from ffserve.client.loop_supply import Failed, LoopSupply, nothing, tell
@@ -201,14 +197,12 @@ class Reader(BaseReader):
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
         ahead: deque[tuple[list[Int64s], asyncio.Task[tuple[Batch, Failed]]]] = deque()
-        most_together = max(count, TOGETHER_COUNT)
         try:
             async with contextlib.aclosing(self._estimated(numbers)) as estimated:
                 async for some, sizes in estimated:
-                    for parts, total in together(cut(some, sizes, count, size)):
-                        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                    for parts, whole, most in requests(cut(some, sizes, count, size), count):
                         ahead.append((parts, asyncio.ensure_future(self._batch(whole))))
-                        if len(ahead) >= batches_ahead(most_together, total):
+                        if len(ahead) >= most:
                             for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
                                 yield batch
                             ahead.popleft()

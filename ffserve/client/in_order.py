@@ -44,6 +44,16 @@ def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple
         at = upto
 
 
+def requests(
+    parts: Iterable[tuple[Int64s, int]], count: int
+) -> Iterator[tuple[list[Int64s], Int64s, int]]:
+    """Yield one request after the other: the batches that it is for, of up to `count` samples each,
+    all their samples, and how many requests such as it are kept on their way."""
+    for some, total in together(parts):
+        whole = some[0] if len(some) == 1 else np.concatenate(some)
+        yield some, whole, batches_ahead(max(count, TOGETHER_COUNT), total)
+
+
 def batches_ahead(count: int, size: int) -> int:
     """Return how many batches of up to `count` samples, the last of which has about `size` bytes,
     iteration keeps on their way."""

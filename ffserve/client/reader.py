@@ -27,11 +27,9 @@ from ffserve.client.in_order import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     SIZES_AT_ONCE,
-    TOGETHER_COUNT,
-    batches_ahead,
     cut,
+    requests,
     taken_apart,
-    together,
 )
 from ffserve.client.local import LocalSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased
@@ -312,12 +310,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         self, numbers: Int64s, count: int, size: int
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
         ahead: deque[tuple[list[Int64s], tuple[Int64s, Source, Any]]] = deque()
-        count_together = max(count, TOGETHER_COUNT)
         try:
-            for parts, total in together(self._parts(numbers, count, size)):
-                whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for parts, whole, most in requests(self._parts(numbers, count, size), count):
                 ahead.append((parts, self._start(whole)))
-                if len(ahead) >= batches_ahead(count_together, total):
+                if len(ahead) >= most:
                     yield from self._taken_apart(*ahead.popleft())
             while ahead:
                 yield from self._taken_apart(*ahead.popleft())
