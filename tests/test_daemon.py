@@ -164,6 +164,12 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
         daemon.close()
 
 
+def test_a_clock_that_is_set_back_changes_no_duration() -> None:
+    back = "import itertools, time; c = itertools.count(2e9, -1e6); time.time = lambda: next(c)"
+    with serving(patch=back) as daemon:
+        assert 0 <= daemon.status()["uptime_s"] <= daemon.status()["uptime_s"] < 1e5
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_end_of_the_terminal_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
     patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" if ignored else ""

@@ -53,7 +53,7 @@ class Node:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.payload: str = config.payload
-        self.started = time.time()
+        self.started, self._began = time.time(), time.monotonic()
         self.epoch = secrets.randbits(63)
         self.arena, self.memory = _memory(config)
         self.directory = Directory()
@@ -179,7 +179,7 @@ class Node:
             "version": __version__,
             "pid": os.getpid(),
             "started": self.started,
-            "uptime_s": round(time.time() - self.started, 3),
+            "uptime_s": round(time.monotonic() - self._began, 3),
             "socket": self.config.socket,
             "roots": list(self.config.roots),
             "engine": {"kind": self.reading.kind, **engine},
