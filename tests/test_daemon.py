@@ -164,6 +164,27 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
         daemon.close()
 
 
+@needs_root
+def test_a_file_that_the_daemon_may_not_read_is_said_to_be_the_daemons_trouble() -> None:
+    patch = (
+        "import os, uvloop, ffserve.cli.serve, ffserve.server.daemon, ffserve.cli.terminal\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    )
+    daemon = Daemon(patch=patch)
+    try:
+        daemon.directory.chmod(0o777)
+        path = write(daemon.directory / "a.ffr", [b"one"])
+        os.chmod(path, 0o600)
+        daemon.start()
+        with pytest.raises(AccessDenied, match="the daemon, user 65534, may not read this file"):
+            daemon.open(path)
+        os.chmod(path, 0o644)
+        with daemon.open(path) as reader:
+            assert bytes(reader[0]) == b"one"
+    finally:
+        daemon.close()
+
+
 def test_a_clock_that_is_set_back_changes_no_duration() -> None:
     back = "import itertools, time; c = itertools.count(2e9, -1e6); time.time = lambda: next(c)"
     with serving(patch=back) as daemon:

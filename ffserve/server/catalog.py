@@ -27,7 +27,7 @@ from ffserve.cache.directory import Directory
 from ffserve.cache.shards import ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
-from ffserve.errors import FFServeError, ReadError
+from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard
 from ffserve.server import access
@@ -209,14 +209,14 @@ class Catalog:
         except OSError as error:
             # Nor do we tell what there is outside the roots.
             access.check_place(os.path.realpath(path), path, self._roots)
-            raise os_error(error, path) from error
+            raise _daemons(error, path) from error
         try:
             access.check(place, path, self._roots, peer)
             return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
-            raise os_error(error, path) from error
+            raise _daemons(error, path) from error
         finally:
             os.close(place)
 
@@ -345,6 +345,17 @@ class Catalog:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self.shards():
             os.close(shard.fd)
+
+
+def _daemons(error: OSError, path: str) -> FFServeError:
+    """Return ours for the operating system's; what it refuses it refuses to the daemon."""
+    if not isinstance(error, PermissionError):
+        return os_error(error, path)
+    return AccessDenied(
+        f"the daemon, user {os.geteuid()}, may not read this file",
+        path=path,
+        hint="let it read the file, and pass the directories above it (`namei -l` shows who may)",
+    )
 
 
 def _format_of(fd: int, path: str, size: int) -> str | None:
