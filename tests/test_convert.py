@@ -133,6 +133,54 @@ def test_arrays_that_are_none(tmp_path: Path, bad: Any) -> None:
     assert os.listdir(tmp_path) == ["a.npy"]
 
 
+def edited(content: bytes, field: bytes, at: int = 124) -> bytes:
+    """A tar file whose first header has another field, its size if not said, and a right sum."""
+    header = bytearray(content[:512])
+    header[at : at + len(field)] = field
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + content[512:]
+
+
+@pytest.mark.parametrize("kind", ["2^62", "2^63", "2^94", "octal", "no number", "pax", "sparse"])
+def test_tar_files_that_lie_about_a_size(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as out:
+        entry = tarfile.TarInfo("a.bin")
+        entry.size = 10
+        if kind == "pax":
+            entry.pax_headers = {"size": str(10**14)}
+        if kind == "sparse":
+            sparse = {"map": "0,5,1099511627776,5", "size": str(1 << 41)}
+            entry.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+        out.addfile(entry, io.BytesIO(b"0123456789"))
+    sizes = {
+        "2^62": b"\x80" + (1 << 62).to_bytes(11, "big"),
+        "2^63": b"\x80" + (1 << 63).to_bytes(11, "big"),
+        "2^94": b"\x80" + b"\xff" * 11,
+        "octal": b"77777777777\0",
+        "no number": b"zzzzzzzzzzz\0",
+    }
+    if kind in sizes:
+        path.write_bytes(edited(path.read_bytes(), sizes[kind]))
+    for shards in (1, 2):
+        with pytest.raises(FormatError, match=r"a\.tar"):
+            convert(path, tmp_path / "out", format="ffrecord", shards=shards)
+
+
+def test_a_compressed_tar_file_that_is_damaged_in_the_middle(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as out:
+        entry = tarfile.TarInfo("a.bin")
+        entry.size = 100_000
+        out.addfile(entry, io.BytesIO(np.random.default_rng(1).bytes(100_000)))
+    content = (tmp_path / "a.tar.gz").read_bytes()
+    for at in range(20, len(content), len(content) // 20):
+        damaged = content[:at] + b"\xff" * 9 + content[at + 9 :]
+        (tmp_path / "a.tar.gz").write_bytes(damaged)
+        with pytest.raises((FormatError, ReadError), match=r"a\.tar\.gz"):
+            convert(tmp_path / "a.tar.gz", tmp_path / "out.ffr")
+
+
 @pytest.mark.parametrize("shape", ["(1152921504606846976, 4)", "(-2, -3)", "(1000000000000, 0)"])
 def test_arrays_that_claim_more_rows_than_their_file_holds(tmp_path: Path, shape: str) -> None:
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}".encode().ljust(118)

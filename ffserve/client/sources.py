@@ -7,6 +7,7 @@ and gives those of a run of them in order. None is ever in memory whole.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -173,6 +174,9 @@ def _content(path: str) -> bytes:
         return file.read()
 
 
+_PIECE_SIZE = 1 << 20
+
+
 class Tar:
     """The regular files of a tar file, in its order."""
 
@@ -199,27 +203,49 @@ class Tar:
         [path] = self.files
         try:
             with tarfile.open(path) as archive:
+                place = archive.fileobj
+                assert place is not None
+                plain = isinstance(place, io.BufferedReader)
+                size = os.path.getsize(path)
                 for member in archive:
                     # What it remembers of each member would grow with the archive.
                     archive.members = []  # type: ignore[attr-defined]
                     if member.isreg():
-                        file = archive.extractfile(member) if content else None
-                        data = file.read() if file else b""
-                        if content and len(data) != member.size:
+                        if member.issparse():
+                            raise FormatError(
+                                f"the member {member.name!r} is a sparse file",
+                                path=path,
+                                hint="make the tar file without --sparse",
+                            )
+                        if plain and member.offset_data + member.size > size:
                             raise tarfile.ReadError("unexpected end of data")
+                        data = _member(archive, member) if content else b""
                         yield Record(data, _clean(member.name, path))
                 # To tarfile anything that is no header is the end; the end is a block of zeros.
-                place = archive.fileobj
-                assert place is not None
                 place.seek(archive.offset)
                 if place.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                     raise tarfile.ReadError(f"no header and no end at byte {archive.offset}")
-        except (tarfile.TarError, EOFError) as error:
-            raise FormatError(f"the tar file is damaged: {error}", path=path) from error
+                if not plain:
+                    while place.read(_PIECE_SIZE):  # the checksum of what is compressed stands last
+                        pass
+        except (FFServeError, MemoryError):
+            raise
         except OSError as error:
-            if isinstance(error, FFServeError):
-                raise
             raise os_error(error, path) from error
+        except Exception as error:  # of tarfile, and of what decompresses for it
+            raise FormatError(f"the tar file is damaged: {error}", path=path) from error
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Read a member in pieces, since its size is only what the header says."""
+    file, pieces, left = archive.extractfile(member), list[bytes](), member.size
+    assert file is not None
+    while left and (piece := file.read(min(left, _PIECE_SIZE))):
+        pieces.append(piece)
+        left -= len(piece)
+    if left:
+        raise tarfile.ReadError("unexpected end of data")
+    return b"".join(pieces)
 
 
 def _clean(name: str, path: str) -> str:
