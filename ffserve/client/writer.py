@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -243,12 +242,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         if kind is not None:
             self.abort()
             return
