@@ -16,6 +16,7 @@ import pytest
 from daemon import DEADLINE_S, Raw, get, sample, serving, stopped, until, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from test_cache import Node
 from test_daemon import client, everything_is_given_back
 from test_hazards import named, words
@@ -29,7 +30,7 @@ from ffserve.client.remote import RemoteSource
 from ffserve.engine.hazards import MOST_HAZARDS, TABLE_SIZE, Hazards, Leaser, Leases, Table
 from ffserve.engine.view import View, publish
 from ffserve.errors import FFServeError, ProtocolError, UsageError
-from ffserve.server.hazards import SHARE, LeaseTable, LeaseTables
+from ffserve.server.hazards import IDLE_S, LOOKS, SHARE, LeaseTable, LeaseTables
 
 MIB = 1 << 20
 SIZES = [30_000]
@@ -80,6 +81,8 @@ class Shared:
     def hold(self, table: LeaseTable, numbers: Sequence[int]) -> None:
         """As a client that obeys no budget."""
         assert len(numbers) <= 64 * 64
+        if numbers:
+            named(table.memory)[: 64 * 64] = 0
         named(table.memory)[: len(numbers)] = np.array(numbers, np.int64) + 1
         words(table.memory)[8] = 4096 * len(numbers)
         words(table.memory)[16] = (1 << -(-len(numbers) // 64)) - 1
@@ -96,15 +99,15 @@ def test_equal_shares_as_far_as_others_have_let_go(node: Shared) -> None:
     tables, total = node.tables, node.total
     first, second, third = (node.table() for _ in range(3))
     assert [t.budget for t in (first, second, third)] == [0, 0, 0]
-    tables.wanted(first)
+    tables.wanted(first, 0.0)
     assert first.budget == first.allowed == total
     node.hold(first, range(total // 4096 - 10))
-    tables.wanted(second)
+    tables.wanted(second, 0.0)
     assert first.budget == total // 2 and second.budget == second.allowed == 10 * 4096
-    tables.wanted(third)
+    tables.wanted(third, 0.0)
     assert third.budget == 0 and tables.promised_size <= total
     node.hold(first, [])
-    tables.wanted(third)
+    tables.wanted(third, 0.0)
     assert [t.budget for t in (first, second, third)] == [total // 3] * 3
     tables.drop(second)
     tables.share_out()
@@ -120,8 +123,8 @@ def test_equal_shares_as_far_as_others_have_let_go(node: Shared) -> None:
 def test_who_holds_more_than_is_allowed_is_cut_off(node: Shared) -> None:
     tables = node.tables
     greedy, modest = node.table(), node.table()
-    tables.wanted(greedy)
-    tables.wanted(modest)
+    tables.wanted(greedy, 0.0)
+    tables.wanted(modest, 0.0)
     node.hold(modest, [3, 3, 7])
     most = greedy.allowed // 4096
     node.hold(greedy, range(most))
@@ -142,7 +145,7 @@ def test_a_client_was_cut_off_that_leased_something_else_while_its_table_was_rea
 ) -> None:
     """The daemon saw what it had leased before and after, together more than it may."""
     tables, table = node.tables, node.table()
-    tables.wanted(table)
+    tables.wanted(table, 0.0)
     entries, arena = node.directory.entries_memory.address, np.zeros(MIB, np.uint8)
     for number in range(200):
         publish(entries, number, number * 4096, 4000)
@@ -184,16 +187,82 @@ def test_a_client_was_cut_off_that_leased_something_else_while_its_table_was_rea
     assert not node.errors and ended == 0
 
 
+def test_one_was_cut_off_for_what_two_others_did(
+    node: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that took turns in holding too much ended with all who seemed to in the last look."""
+    tables = node.tables
+    wrong, also_wrong, honest = (node.table() for _ in range(3))
+    for table in (wrong, also_wrong, honest):
+        tables.wanted(table, 0.0)
+    most = honest.allowed // 4096
+    looks = 0
+
+    class Between(Hazards):
+        """Before each look the tables change."""
+
+        def read(self) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+            nonlocal looks
+            looks += 1
+            for table, holds in ((wrong, looks % 2), (also_wrong, not looks % 2)):
+                node.hold(table, range(most + 1 if holds else 0))
+            # As it is seen of one that gives back and leases anew meanwhile.
+            node.hold(honest, range(100, 100 + most + (looks % LOOKS == 0)))
+            return super().read()
+
+    monkeypatch.setattr("ffserve.engine.hazards.Hazards", Between)
+    tables.share_out()
+    for _ in range(20):
+        held = set(tables.slots().tolist())
+        assert held >= set((node.directory.slot_of[100 : 100 + most] - 1).tolist())
+    assert not node.errors and honest.allowed
+    monkeypatch.undo()
+    tables.share_out()
+    node.hold(honest, [])
+    node.hold(also_wrong, [])
+    node.hold(wrong, range(most + 1))
+    tables.slots()
+    assert len(node.errors) == 1 and not wrong.allowed, "who always does is cut off"
+
+
+def test_a_share_that_nobody_used_was_kept_for_ever(node: Shared) -> None:
+    tables, total = node.tables, node.total
+    idle, used, holding, asking = (node.table() for _ in range(4))
+    for table in (idle, used, holding, asking):
+        tables.wanted(table, 0.0)
+        node.hold(table, [1])
+        node.hold(table, [])
+    node.hold(holding, [2])
+    for seconds in range(1, int(IDLE_S)):
+        tables.wanted(asking, float(seconds))
+    assert asking.budget == total // 4, "it is too early to tell"
+    tables.wanted(asking, IDLE_S)
+    assert asking.budget == total // 4
+    node.hold(used, [3])
+    node.hold(used, [])
+    tables.wanted(asking, 2 * IDLE_S)
+    assert idle.budget == idle.allowed == 0
+    assert asking.budget == used.budget == holding.budget == total // 3
+    tables.wanted(idle, 2 * IDLE_S + 1)
+    assert [t.budget for t in (idle, used, holding, asking)] == [total // 4] * 4
+    node.hold(holding, [])
+    for times in (3, 4, 5):
+        tables.wanted(asking, times * IDLE_S)
+    assert asking.budget == total and tables.promised_size == total
+    tables.drop(idle)
+    assert asking.budget == total
+
+
 def test_nonsense_in_a_table(node: Shared) -> None:
     tables = node.tables
     wild, quiet = node.table(), node.table()
-    tables.wanted(wild)
-    tables.wanted(quiet)
+    tables.wanted(wild, 0.0)
+    tables.wanted(quiet, 0.0)
     node.hold(wild, [255, 256, 1 << 22, (1 << 32) - 2])
     assert not len(tables.slots()), "numbers that mean nothing, or nothing in memory"
     words(wild.memory)[8] = 1 << 63
     third = node.table()
-    tables.wanted(third)
+    tables.wanted(third, 0.0)
     assert tables.promised_size <= node.total, "what a client says that it claims is not believed"
     named(wild.memory)[:] = 5
     words(wild.memory)[16:24] = (1 << 64) - 1
@@ -273,6 +342,37 @@ def test_an_array_of_indices_is_leased_like_a_list(path: str) -> None:
         reader.close()
         with pytest.raises(UsageError, match="closed"), reader.lease(np.arange(3)):
             pass
+
+
+WAITING = """
+import sys, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+words = memoryview(r._supply.source.connection.given.leases._table.memory).cast("Q")
+for _ in range(3):
+    with r.lease(range(5)): pass
+    assert words[0] > 0, "the share is not given anew"
+    print("ready", flush=True)
+    sys.stdin.readline()
+    assert words[0] == 0, "the share was not taken"
+print("done", flush=True)
+"""
+
+
+def test_who_leases_again_has_a_share_again(path: str) -> None:
+    patch = "import ffserve.server.hazards as hazards; hazards.IDLE_S = 0.0"
+    with (
+        serving(arena="1MiB", patch=patch) as daemon,
+        client(WAITING, path, daemon.socket) as other,
+    ):
+        assert other.stdin is not None and other.stdout is not None
+        with daemon.open(path) as reader:
+            for k in range(3):
+                for _ in range(3):
+                    warm(reader, range(50, 80))
+                assert words(table_of(reader))[0] == MIB * SHARE[0] // SHARE[1]
+                other.stdin.write("\n")
+                other.stdin.flush()
+                assert other.stdout.readline() == ("done\n" if k == 2 else "ready\n")
 
 
 LEASING = """

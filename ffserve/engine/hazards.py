@@ -22,6 +22,7 @@ TABLE_SIZE: int = ffi.sizeof("ffs_hazards")
 MOST_HAZARDS: int = PANELS * PANEL
 """Samples that one table can name."""
 
+_FIRST: int = ffi.offsetof("ffs_hazards", "samples")
 _I64S = ffi.typeof("int64_t[]")
 _U32S = ffi.typeof("uint32_t[]")
 _NOTE = ffi.typeof("ffs_lease_note *")
@@ -51,6 +52,11 @@ class Table:
     def set_budget(self, budget: int) -> int:
         """Set how many bytes the client may claim; return what it has claimed after that."""
         return int(lib.ffs_hazards_set_budget(self._c, budget))
+
+    def first_named(self) -> bytes:
+        """Return the first panel as it lies there: whoever leases anew writes to it, if nothing is
+        leased already."""
+        return bytes(self.memory[_FIRST : _FIRST + 4 * PANEL])
 
     @property
     def memory(self) -> memoryview:

@@ -4,14 +4,17 @@ Every session that can share memory gets a table of its own with its WELCOME, ma
 and mapped by nobody else. It is looked at from the session's first LEASE on, which also gives it a
 budget: an equal share of `SHARE` of the arena among all who lease. What a table may hold at most
 (`allowed`) follows its budget down only when its client has let go of so much, and up only when
-others have; so all of them together never hold more than that share.
+others have; so all of them together never hold more than that share. Who has leased nothing for
+`IDLE_S` has no budget any more; its next lease is asked for by a LEASE, as its first one was.
 
 What the tables say is looked at when something is to be evicted. Nothing in them is believed: a
 number that is none is passed over, and who is found to hold more than it was allowed, by the slots
 that it keeps, is cut off; a client that keeps to the rules never is, since it charges each sample
 at least what its slot takes. A table is not read at one moment, though: of a client that gives back
 and leases anew meanwhile both is seen, together more than it may. So who seems to hold too much is
-looked at again, and is cut off when that is so in `LOOKS` looks, one upon the other.
+looked at again, by itself, and is cut off when that is so in `LOOKS` looks, one upon the other. Any
+look will do otherwise, since what stays leased is seen in each. So what one client does is never
+another's fault, and who holds too much now and then gains nothing by it.
 
 With its session a client's table goes, however it ended.
 """
@@ -40,6 +43,8 @@ SHARE = 3, 8
 LOOKS = 8
 """A client that does nothing but change what it leases, in the worst order, was seen wrongly in one
 look of 40,000."""
+IDLE_S = 10.0
+"""A share is looked at so often, when somebody asks for a lease, whether it is used."""
 _NONE: Int64s = np.zeros(0, np.int64)
 
 
@@ -48,7 +53,8 @@ class LeaseTable:
     """One session's.
 
     fd: of its memory, for the client; -1 once it was handed out. cut: ends the session, soon but
-    not at once. budget, allowed: bytes, see the module's text.
+    not at once. budget, allowed: bytes, see the module's text. named: what it leased last, or
+    leases, when it was looked at whether its share is used.
     """
 
     size: ClassVar[int] = hazards.TABLE_SIZE
@@ -57,6 +63,7 @@ class LeaseTable:
     cut: Callable[[FFServeError], None]
     budget: int = 0
     allowed: int = 0
+    named: bytes = b""
 
     def set_budget(self, budget: int) -> int:
         """Tell the client; return what it has claimed after that."""
@@ -79,6 +86,7 @@ class LeaseTables:
         """Those that are looked at."""
         self._hazards = hazards.Hazards([])
         self._allowed = _NONE
+        self._idle_at = 0.0
 
     def table(self, cut: Callable[[FFServeError], None]) -> LeaseTable | None:
         """Make a session's table; None when there is no memory or no descriptor left."""
@@ -92,8 +100,11 @@ class LeaseTables:
             os.close(fd)
             return None
 
-    def wanted(self, table: LeaseTable) -> None:
+    def wanted(self, table: LeaseTable, now: float) -> None:
         """A session leases: look at its table from now on, and see that it has its share."""
+        if now >= self._idle_at:
+            self._idle_at = now + IDLE_S
+            self._take_back()
         if table not in self._tables:
             self._tables.append(table)
         elif table.budget >= self._share:
@@ -108,6 +119,20 @@ class LeaseTables:
             self.share_out()
         if table.fd >= 0:
             os.close(table.take_fd())
+
+    def _take_back(self) -> None:
+        """Take the share of those who have leased nothing since the last time."""
+        for table in tuple(self._tables):
+            before, table.named = table.named, table.memory.first_named()
+            if before != table.named:
+                continue
+            budget = table.budget
+            if table.set_budget(0):
+                table.set_budget(budget)  # It leases something.
+            else:
+                table.allowed, table.named = 0, b""
+                self._tables.remove(table)
+        self.share_out()
 
     @property
     def promised_size(self) -> int:
@@ -151,27 +176,43 @@ class LeaseTables:
 
     def slots(self) -> Int64s:
         """Return the slots that are leased now, having cut off whoever leases too much."""
-        looks, suspects = 0, set(self._tables)
-        while self._tables:
-            samples, ends = self._hazards.read()
-            if not len(samples):
-                break
-            numbers = samples.astype(np.int64)
-            numbers[numbers >= self._directory.end] = -1
-            slots = self._directory.slot_of[np.maximum(numbers, 0)].astype(np.int64) - 1
-            slots[numbers < 0] = -1
-            suspects &= (excessive := self._excessive(slots, ends))
-            if not excessive:
-                held: Int64s = slots[slots >= 0]
-                return held
-            looks += 1
-            if looks == LOOKS:
-                # None in all looks, but somebody in each: they change places to escape this.
-                self._cut_off(suspects or excessive)
-                looks, suspects = 0, set(self._tables)
-        return _NONE
+        samples, ends = self._hazards.read()
+        if not len(samples):
+            return _NONE
+        slots = self._located(samples)
+        suspects = self._suspects(slots, ends)
+        if suspects:
+            parts = np.split(slots, ends[:-1])
+            guilty = []
+            for k in suspects:
+                table = self._tables[k]
+                again = self._look_again(table)
+                parts[k] = _NONE if again is None else again
+                if again is None:
+                    guilty.append(table)
+            self._cut_off(guilty)
+            slots = np.concatenate(parts)
+        held: Int64s = slots[slots >= 0]
+        return held
 
-    def _cut_off(self, tables: set[LeaseTable]) -> None:
+    def _located(self, samples: NDArray[np.uint32]) -> Int64s:
+        """Return the slots of samples that a table names, -1 for those that are not in memory."""
+        numbers = samples.astype(np.int64)
+        numbers[numbers >= self._directory.end] = -1
+        slots: Int64s = self._directory.slot_of[np.maximum(numbers, 0)].astype(np.int64) - 1
+        slots[numbers < 0] = -1
+        return slots
+
+    def _look_again(self, table: LeaseTable) -> Int64s | None:
+        """Return the slots of a table that seemed to hold too much; None when it always does."""
+        alone = hazards.Hazards([table.memory])
+        for _ in range(LOOKS - 1):
+            slots = self._located(alone.read()[0])
+            if not self._too_much(slots, table.allowed):
+                return slots
+        return None
+
+    def _cut_off(self, tables: list[LeaseTable]) -> None:
         for table in tables:
             self._tables.remove(table)
             error = ProtocolError(
@@ -182,22 +223,21 @@ class LeaseTables:
             table.allowed = 0
             table.set_budget(0)
             table.cut(error)
-        self.share_out()
+        if tables:
+            self.share_out()
 
-    def _excessive(self, slots: Int64s, ends: Int64s) -> set[LeaseTable]:
-        """Return the tables that name too many samples, or hold too much, as it looks."""
-        sizes = self._sizes(slots)
-        sums = np.diff(np.append(0, sizes.cumsum())[ends], prepend=0)
+    def _suspects(self, slots: Int64s, ends: Int64s) -> list[int]:
+        """Return the rows of the tables that name too many samples, or hold too much, it seems."""
+        sums = np.diff(np.append(0, self._sizes(slots).cumsum())[ends], prepend=0)
         counts = np.diff(ends, prepend=0)
-        found = set()
-        for k in np.flatnonzero((sums > self._allowed) | (counts * SMALLEST_SLOT > self._allowed)):
-            mine = slots[ends[k] - counts[k] : ends[k]]
-            if (
-                counts[k] * SMALLEST_SLOT > self._allowed[k]
-                or int(self._sizes(np.unique(mine)).sum()) > self._allowed[k]
-            ):
-                found.add(self._tables[k])
-        return found
+        rows = np.flatnonzero((sums > self._allowed) | (counts * SMALLEST_SLOT > self._allowed))
+        parts = np.split(slots, ends[:-1]) if len(rows) else []
+        return [k for k in rows.tolist() if self._too_much(parts[k], int(self._allowed[k]))]
+
+    def _too_much(self, slots: Int64s, allowed: int) -> bool:
+        if len(slots) * SMALLEST_SLOT > allowed:
+            return True
+        return int(self._sizes(np.unique(slots)).sum()) > allowed
 
     def _sizes(self, slots: Int64s) -> Int64s:
         return np.where(slots >= 0, self._arena.sizes(np.maximum(slots, 0)), 0)

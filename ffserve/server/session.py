@@ -137,7 +137,7 @@ class Session:
                 if self.inline:
                     raise ProtocolError("the client leased memory that it does not have")
                 if self.lease_table is not None:
-                    self._node.leases.wanted(self.lease_table)
+                    self._node.leases.wanted(self.lease_table, now)
                 self._ask(message.tag, message.dataset, message.indices, now, lease=True)
             case protocol.Release():
                 self._node.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
