@@ -229,6 +229,8 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
         array = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
     else:
         try:
+            if isinstance(indices, (str, bytes, bytearray)):
+                raise TypeError
             values = indices if isinstance(indices, (list, tuple)) else list(indices)
         except TypeError:
             raise UsageError(

@@ -168,6 +168,8 @@ class TestReader:
             [1, "x"],
             [object()],
             np.array(["1"]),
+            "12",
+            b"12",
         ],
         ids=repr,
     )
