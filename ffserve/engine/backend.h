@@ -26,6 +26,8 @@
 /* The arena is registered in pieces. The kernel takes up to 1 GiB as one buffer; the I/O thread
  * stands still while it pins one, so they are smaller: see docs/decisions. */
 #define FFS_PIECE ((uint64_t)128 << 20)
+/* Threads that wait for one batch each are woken with those whose batches share a bell. */
+#define FFS_BELLS 16
 
 /* A read that is carried out in pieces. */
 typedef struct {
@@ -43,7 +45,6 @@ typedef struct ffs_job {
     _Atomic uint32_t remaining; /* reads that have not ended */
     bool submitted, notify;
     ffs_answer *answer;         /* waits for it, or NULL */
-    pthread_cond_t ended;
 } ffs_job;
 
 /* One read, or a piece of one, being carried out. Backends look at the fields above the line only. */
@@ -91,6 +92,8 @@ struct ffs_engine {
     pthread_mutex_t lock;       /* guards everything down to `threads` */
     pthread_cond_t work;        /* threads backend: the FIFO is not empty, or stop */
     pthread_cond_t settled;     /* a thread has started; the last waiter has left */
+    pthread_cond_t bells[FFS_BELLS]; /* a batch has ended: which one, by its address */
+    uint32_t listeners[FFS_BELLS];   /* who waits for that */
     ffs_job *head, *tail;       /* FIFO of batches with reads not yet taken */
     ffs_job *finished;          /* ended, not yet told */
     ffs_job *done_head, *done_tail;
@@ -102,7 +105,7 @@ struct ffs_engine {
     int start_error, broken;
     bool notify, joined;
     bool left;                  /* a thread may sleep for ever, and has what is here */
-    bool told;                  /* done_fd was written and not read */
+    bool told;                  /* done_fd was written, or is about to be, and not read */
     pthread_t *threads; void **states;
 
     int wake_fd, done_fd;

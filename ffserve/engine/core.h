@@ -564,7 +564,7 @@ int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);
 /* Batches submitted after ffs_engine_notify(e, 1) are queued on a done list when they end and the
  * descriptor becomes readable (one wake for many). Pop one, or NULL. */
 int ffs_engine_notify(ffs_engine *e, int on); /* returns the eventfd, or -errno */
-ffs_batch *ffs_engine_pop(ffs_engine *e);     /* clears the eventfd when the list is empty */
+ffs_batch *ffs_engine_pop(ffs_engine *e);     /* NULL: it is readable no more, or once in vain */
 void ffs_engine_counters(ffs_engine *e, ffs_counters *out);
 /* 0, or -errno: it reads nothing any more, and where a read of it has failed the kernel may still
  * write. */

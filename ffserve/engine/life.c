@@ -114,6 +114,12 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_init(&e->work, NULL);
     pthread_cond_init(&e->settled, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    for (uint32_t k = 0; k < FFS_BELLS; k++)
+        pthread_cond_init(&e->bells[k], &attributes);
+    pthread_condattr_destroy(&attributes);
     e->wake_fd = eventfd(0, EFD_CLOEXEC);
     e->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     e->op_count = backend->many_threads ? threads : 2 * depth;
@@ -239,6 +245,8 @@ void ffs_engine_close(ffs_engine *e)
     pthread_mutex_destroy(&e->lock);
     pthread_cond_destroy(&e->work);
     pthread_cond_destroy(&e->settled);
+    for (uint32_t k = 0; k < FFS_BELLS; k++)
+        pthread_cond_destroy(&e->bells[k]);
     release(e);
 }
 
