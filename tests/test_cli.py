@@ -267,6 +267,24 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
     assert (out, error.strip()) == ("", "")
 
 
+def test_ctrl_c_waits_for_no_search_through_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.recordio"
+    write(path, [b"one"])
+    os.truncate(path, 1 << 39)
+    with subprocess.Popen(
+        [sys.executable, "-m", "ffserve", "verify", str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    ) as process:  # fmt: skip
+        try:
+            files = Path(f"/proc/{process.pid}/fd")
+            until(lambda: any(f.resolve() == path for f in files.iterdir()), "it reads the file")
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, error.strip()) == (130, "")
+
+
 def test_ctrl_c_at_a_terminal_shows_no_traceback_of_a_worker(folder: Path, tmp_path: Path) -> None:
     command = ["pack", str(folder), "-o", str(tmp_path / "out"), "--shards", "3", "--jobs", "2"]
     with subprocess.Popen(

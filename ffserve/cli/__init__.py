@@ -9,6 +9,7 @@ or may not be read or written), 3 the daemon is not there, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -159,7 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # file names go out as they came in
-    sys.exit(run(arguments))
+    code = run(arguments)
+    if code == EXIT_INTERRUPTED:
+        # All is cleaned up; threads that are left may hang on a disk.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _open_closed_streams() -> None:

@@ -112,15 +112,15 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
     total = sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
     with progress("verifying", total, as_bytes=True) as shown:
         findings = _Findings(shown, quiet=as_json)
-        with ThreadPoolExecutor(jobs) as pool:
-            tasks = [pool.submit(_verify_file, path, format_name, findings) for path in paths]
-            try:
-                for task in tasks:
-                    task.result()
-            except BaseException:
-                findings.stopped = True
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        pool = ThreadPoolExecutor(jobs)
+        tasks = [pool.submit(_verify_file, path, format_name, findings) for path in paths]
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            # Nobody waits for a thread that looks for the next record in a terabyte of damage.
+            findings.stopped = True
+            pool.shutdown(wait=False, cancel_futures=True)
     bad = bool(findings.damaged or findings.unreadable)
     if as_json:
         print_json(
