@@ -188,6 +188,26 @@ def test_collation_is_torchs(tmp_path: Path) -> None:
     del ours
 
 
+def test_ones_own_collation_that_calls_torchs_makes_no_files() -> None:
+    def batches(kind: Any) -> list[Any]:
+        return list(
+            kind(cases.Pairs(48), batch_size=6, num_workers=1, collate_fn=cases.collate_more)
+        )
+
+    ours, theirs = batches(DataLoader), batches(torch.utils.data.DataLoader)
+    assert sum(batch.pop("shm") for batch in theirs) > 0
+    assert sum(batch.pop("shm") for batch in ours) == 0
+    assert alike(ours, theirs)
+    assert not any(batch["x"].is_shared() for batch in ours)
+
+
+def test_what_a_user_made_of_torchs_collation_stays() -> None:
+    batches = DataLoader(
+        cases.Pairs(8), batch_size=4, num_workers=1, worker_init_fn=cases.collate_by_sums
+    )
+    assert [batch["x"].shape for batch in batches] == [(50, 60)] * 2
+
+
 def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -> None:
     path, samples = source
     batches = DataLoader(

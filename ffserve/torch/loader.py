@@ -342,7 +342,6 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         if self._packer is None and self._senders is not None:
             sender = self._senders.of(worker.id)
             self._packer = Packer(self._senders.key, worker.id, sender, self._collate)
-            self._collate = self._packer.collate
         if self._packer is None:
             return self._worker_answers(bundle.tickets, worker.id)
         return self._packed(bundle, self._packer, worker.id)

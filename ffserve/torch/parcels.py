@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes, Int64s, placing
@@ -83,9 +83,9 @@ class Packer:
     """Packs answers in a worker.
 
     What is read while answers are made can be read straight into the segment that they will
-    cross in (`place`), and torch's collation can put its batch there (`collate`). If somebody keeps
-    such an array beyond that, in a dataset's cache for instance, the message gets a copy, and the
-    segment waits until the array is gone.
+    cross in (`place`), and torch's collation puts its batch there, whoever calls it in this
+    process. If somebody keeps such an array beyond that, in a dataset's cache for instance, the
+    message gets a copy, and the segment waits until the array is gone.
 
     Args:
         key, worker: whose segments these are. sender: makes them.
@@ -99,7 +99,9 @@ class Packer:
         self._worker = worker
         self._sender = sender
         self._stacks = collate is torch.utils.data.default_collate
-        self.collate = self._collate if self._stacks else collate
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+            # The way that torch tells to make its collation do something else for a type.
+            default_collate_fn_map[torch.Tensor] = self._stack
         self._expected = 0
         self._placed: Placed | None = None
         self._tables: list[tuple[torch.Tensor, Alive]] = []
@@ -192,13 +194,9 @@ class Packer:
         placed = self._room(int(sizes.sum()) + ALIGNMENT * len(sizes))
         return None if placed is None else placed.add_samples(sizes)
 
-    def _collate(self, samples: Any) -> Any:
-        """Collate as torch's `default_collate`, but tensors into the segment."""
-        return collate(
-            samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stack}
-        )
-
     def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+        """Collate tensors as torch does, but into the segment, or into memory of their own: torch
+        makes a file in /dev/shm for each batch."""
         first = tensors[0]
         if is_plain(first) and not first.requires_grad:
             size = first.numel() * first.element_size()
@@ -211,8 +209,8 @@ class Packer:
             if buffer is not None and size:
                 out = torch.frombuffer(buffer, dtype=first.dtype).view(len(tensors), *first.shape)
                 return torch.stack(list(tensors), 0, out=out)
-            return torch.stack(list(tensors), 0)  # torch would make a file in /dev/shm for it
-        return default_collate_fn_map[torch.Tensor](tensors, collate_fn_map=collate_fn_map)
+            return torch.stack(list(tensors), 0)
+        return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
     def _table(self, tensors: Sequence[torch.Tensor], size: int) -> torch.Tensor | None:
         """Return tensors that lie side by side, as they were read, as the batch that they are."""
