@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
-from ffserve.formats.base import ReadAt
+from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC, ReadAt
 
 T = TypeVar("T")
 
@@ -81,6 +81,28 @@ def read_at_of(fd: int, path: str) -> ReadAt:
         return done
 
     return read_at
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is a compressed TFRecord file; what cannot be opened is none.
+
+    Most files are not, which their first bytes tell without importing how others are read.
+    """
+    try:
+        with open(path, "rb", buffering=0, opener=opener) as file:
+            head = file.read(HEAD_SIZE)
+    except OSError:
+        return False
+    if not head.startswith((GZIP_MAGIC, ZLIB_MAGIC)):
+        return False
+    from ffserve.formats.tfstream import compression_of
+
+    return compression_of(head) is not None
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open`: a pipe of that name does not hold us up."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def raise_file_limit() -> None:

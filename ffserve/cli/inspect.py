@@ -73,7 +73,7 @@ def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
 
 def _describe(path: str, format_name: str | None) -> dict[str, Any]:
     """Return what is in one file."""
-    from ffserve.client.base import is_compressed
+    from ffserve.files import is_compressed
 
     if format_name in (None, "tfrecord") and is_compressed(path):
         return _describe_stream(path)

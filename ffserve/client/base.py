@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from ffserve.client.choice import Wanted, closed_error
 from ffserve.client.source import Int64s, Source
 from ffserve.dataset import as_indices
 from ffserve.errors import FFServeError, UsageError
-from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
 
 _OF_THIS_PROCESS = frozenset(("_announced", "_supply", "_supplies"))
 
@@ -33,28 +31,6 @@ def check_options(format: str | None, server: str, on_error: str) -> Callable[[]
     if format is not None:
         formats.check_name(format)
     return lambda: formats.suffixes(format)
-
-
-def is_compressed(path: str) -> bool:
-    """Whether a file is a compressed TFRecord file; what cannot be opened is none.
-
-    Most files are not, which their first bytes tell without importing how others are read.
-    """
-    try:
-        with open(path, "rb", buffering=0, opener=opener) as file:
-            head = file.read(HEAD_SIZE)
-    except OSError:
-        return False
-    if not head.startswith((GZIP_MAGIC, ZLIB_MAGIC)):
-        return False
-    from ffserve.formats.tfstream import compression_of
-
-    return compression_of(head) is not None
-
-
-def opener(path: str, flags: int) -> int:
-    """For `open`: a pipe of that name does not hold us up."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class BaseReader:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ffserve.client import connections
 from ffserve.client.announced import Announced, check_count
-from ffserve.client.base import BaseReader, check_options, is_compressed
+from ffserve.client.base import BaseReader, check_options
 from ffserve.client.choice import Wanted, closed_error
 from ffserve.client.hazards import Leasing
 from ffserve.client.in_order import (
@@ -36,6 +36,7 @@ from ffserve.client.source import Batch, Bytes, Int64s, Leased
 from ffserve.client.supply import Supply
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.files import is_compressed
 
 if TYPE_CHECKING:
     from ffserve.client.source import Source

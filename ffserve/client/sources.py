@@ -24,7 +24,7 @@ from ffserve.client.packed import files_below, index_samples
 from ffserve.client.source import Batch
 from ffserve.dataset import PathLike, expand_paths
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.files import os_error, wrap_os_error
+from ffserve.files import is_compressed, os_error, wrap_os_error
 
 BATCH_COUNT = 16_384
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -343,7 +343,6 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
 
     Raises:  UsageError, ReadError, and what opening the files raises.
     """
-    from ffserve.client.base import is_compressed
 
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     sources: list[Source] = []

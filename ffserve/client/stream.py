@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ffserve.client.base import BaseReader, opener
+from ffserve.client.base import BaseReader
 from ffserve.client.choice import Wanted
 from ffserve.client.in_order import READ_AHEAD_COUNT, READ_AHEAD_SIZE
 from ffserve.client.reader import Reader
@@ -20,7 +20,7 @@ from ffserve.client.source import Batch, Int64s
 from ffserve.client.supply import Supply
 from ffserve.dataset import ShardInfo
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
+from ffserve.files import opener, os_error
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.formats.tfstream import (
     RECORD_LIMIT,
