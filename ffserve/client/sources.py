@@ -343,7 +343,6 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
 
     Raises:  UsageError, ReadError, and what opening the files raises.
     """
-
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     sources: list[Source] = []
     plain: list[str] = []
