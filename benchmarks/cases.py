@@ -168,7 +168,15 @@ def _cold(bench: Bench, data: Data) -> list[Group]:
         cold(
             bench, data, DEPTH,
             [Way("in_flight", "in_flight", 64), Way("batch256", "read_batch", 256)],
-            prefix="cold-extents", extents=True,
+            prefix="cold-extents", pattern="extents",
+        ),
+        *(
+            cold(
+                bench, data, batch,
+                [Way(f"batch{batch}", "read_batch", batch)],
+                prefix="cold-batches", pattern="batches",
+            )
+            for batch in (64, 256)
         ),
         stream(bench, data, limit=0.9),
     ]  # fmt: skip

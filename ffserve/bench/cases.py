@@ -18,6 +18,9 @@ from ffserve.errors import FFServeError
 
 MEMCPY = "memcpy"
 OURS = "ffserve"
+_SUCH = {
+    "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
+}  # fmt: skip
 DEPTH = 128
 """Reads in flight of a daemon, when nothing else is configured."""
 
@@ -91,13 +94,13 @@ def cold(
     rival_batch: int = 256,
     cpu_limit: float | None = None,
     prefix: str = "cold",
-    extents: bool = False,
+    pattern: yardsticks.Pattern = "blocks",
 ) -> Group:
     """Nothing in memory: every sample once, in random order.
 
     Args:
         depth: reads in flight of the yardstick.
-        extents: the yardstick reads what the samples need, instead of aligned blocks of their size.
+        pattern: what the yardstick reads.
         cpu_limit: microseconds of the daemon's CPU a missed sample, for the first way; None: no
             row about it.
     """
@@ -117,8 +120,8 @@ def cold(
         )  # fmt: skip
 
     return Group(
-        title=f"cold, {data.name}, against {depth} reads in flight{' of extents' * extents}",
-        **disk(bench, data, depth, extents=extents),
+        title=f"cold, {data.name}, against {depth} reads in flight{_SUCH[pattern]}",
+        **disk(bench, data, depth, pattern),
         entrants=(
             *(entrant(way, k == 0) for k, way in enumerate(ways)),
             *(rival(bench, peer, data, rival_batch, 1, name, cold=True) for peer in rivals),
@@ -152,22 +155,20 @@ def stream(bench: Bench, data: Data, limit: float | None) -> Group:
 
     return Group(
         title=f"from first to last, {data.name}",
-        **disk(bench, data, yardsticks.STREAM_DEPTH, stream=True),
+        **disk(bench, data, yardsticks.STREAM_DEPTH, "stream"),
         entrants=tuple(entrant(way) for way in ways),
         before=data.make,
         labels={"state": "stream", "bytes": data.mean, "clients": 1},
     )
 
 
-def disk(
-    bench: Bench, data: Data, depth: int, *, stream: bool = False, extents: bool = False
-) -> dict[str, Any]:
+def disk(bench: Bench, data: Data, depth: int, pattern: yardsticks.Pattern) -> dict[str, Any]:
     """Return the yardstick of the disk, as parts of a Group."""
     has = yardsticks.has_fio()
-    way = "fio in order" if stream else f"fio at depth {depth}{', extents' * extents}"
+    way = "fio in order" if pattern == "stream" else f"fio at depth {depth}{_SUCH[pattern]}"
     return {
         "against": way if has else f"{yardsticks.RAW_THREADS} Python threads of preadv (no fio)",
-        "yardstick": lambda: bench.fio(data, depth, stream=stream, extents=extents),
+        "yardstick": lambda: bench.fio(data, depth, pattern),
         "judged": has,
     }
 

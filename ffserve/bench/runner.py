@@ -332,10 +332,10 @@ class Bench:
                 raise ContestantFailed(words[-1] if words else f"{who} said nothing")
         return Result(tuple(map(json.loads, lines)), counting.found)
 
-    def fio(self, data: Data, depth: int, *, stream: bool = False, extents: bool = False) -> Result:
+    def fio(self, data: Data, depth: int, pattern: yardsticks.Pattern) -> Result:
         """Run the disk's yardstick, or its stand-in where fio is not installed."""
         if yardsticks.has_fio():
-            figures = yardsticks.fio(data, depth, self.seconds, stream=stream, extents=extents)
+            figures = yardsticks.fio(data, depth, self.seconds, pattern)
             return Result((figures,))
         who = "ffserve.bench.yardsticks:raw_reads"
         return self.run(who, data, batch=yardsticks.RAW_THREADS)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,33 +85,38 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def fio(
-    data: Data, depth: int, seconds: float, *, stream: bool = False, extents: bool = False
-) -> dict[str, Any]:
-    """Read random places of a data set's files with fio: io_uring, O_DIRECT, at a depth.
+Pattern = Literal["blocks", "extents", "batches", "stream"]
+"""What fio reads: random whole blocks of a sample's size; what direct I/O has to read for such a
+sample, which begins anywhere in the file (some logical blocks of the device, of which the sample's
+own bytes count); the same, `depth` of them at a time, the next when all have come; from the first
+byte to the last."""
+
+
+def fio(data: Data, depth: int, seconds: float, pattern: Pattern = "blocks") -> dict[str, Any]:
+    """Read a data set's files with fio: io_uring, O_DIRECT.
 
     Args:
-        data: reads have its mean sample's size, in whole blocks.
+        data: reads have its mean sample's size; those in order STREAM_BLOCK.
         depth: reads in flight.
-        stream: read from the first byte to the last instead, STREAM_BLOCK at a time.
-        extents: read what direct I/O has to read for such a sample, which begins anywhere in the
-            file: some logical blocks of the device. What counts is the samples' own bytes.
     Returns: figures as a contestant's.
     Raises:  FFServeError when fio fails.
     """
-    step = STREAM_BLOCK if stream else _whole_blocks(data.mean)
+    step = STREAM_BLOCK if pattern == "stream" else _whole_blocks(data.mean)
     counted, aligned = step, step
-    if extents:
+    if pattern in ("extents", "batches"):
         counted, (step, aligned) = data.mean, data.extent()
     names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in data.paths)
     command = [
         "fio", "--name=bench", f"--filename={names}", f"--bs={step}", f"--iodepth={depth}",
         f"--blockalign={aligned}",
-        f"--rw={'read' if stream else 'randread'}", "--ioengine=io_uring", "--direct=1",
-        "--readonly", "--norandommap", "--randrepeat=0", "--thread=1", "--registerfiles=1",
+        f"--rw={'read' if pattern == 'stream' else 'randread'}", "--ioengine=io_uring",
+        "--direct=1", "--readonly", "--norandommap", "--randrepeat=0", "--thread=1",
+        "--registerfiles=1",
         "--nonvectored=1", "--time_based", f"--runtime={max(1, round(seconds * 1000))}ms",
         "--output-format=json",
     ]  # fmt: skip
+    if pattern == "batches":
+        command += [f"--iodepth_batch_submit={depth}", f"--iodepth_batch_complete_min={depth}"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     try:
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
