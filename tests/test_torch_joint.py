@@ -16,6 +16,7 @@ from test_torch_transfer import alike
 import ffserve
 from ffserve.torch import ConcatDataset, DataLoader, Subset
 from ffserve.torch.joint import joint_of
+from ffserve.torch.parted import way_of
 
 COUNT = 60
 
@@ -199,3 +200,97 @@ def test_a_subset_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
     batches = DataLoader(other, batch_size=6, num_workers=1, bundle=4)
     rows = [row for batch in rows_of(batches) for row in batch]
     assert rows == [[k, k] for k in range(COUNT - 1, -1, -1)]
+
+
+# Concatenations
+
+
+class Odd(cases.Indexed):
+    """Asked for sample 17, it says no; it hands out a tensor more with sample 33."""
+
+    def process(self, indices: Any, data: list[Any]) -> Any:
+        if 17 in indices:
+            raise KeyError("seventeen")
+        made = super().process(indices, data)
+        return made + made[:1] if 33 in indices else made
+
+
+def concatenations(first: Any, second: Any) -> dict[str, Any]:
+    plain = torch.utils.data
+    return {
+        "two": ConcatDataset([first, second]),
+        "of subsets": ConcatDataset(
+            [Subset(first, range(59, -1, -2)), plain.Subset(second, [7, 7, 0]), Subset(first, [])]
+        ),
+        "a subset of": Subset(ConcatDataset([first, second]), range(119, 0, -3)),
+        "torch's subset of": plain.Subset(ConcatDataset([second, first]), range(40, 80)),
+        "of concatenations": ConcatDataset(
+            [ConcatDataset([first, Subset(second, [3])]), second, ConcatDataset([first])]
+        ),
+        "of itself": ConcatDataset([first, first]),
+    }
+
+
+@pytest.mark.parametrize("kind", [*concatenations(cases.Made(COUNT), cases.Made(COUNT))])
+@pytest.mark.parametrize("size", [4096, 20_480])
+def test_concatenations_are_read_together(
+    source: str, tmp_path: Path, kind: str, size: int
+) -> None:
+    first = cases.Indexed(written(tmp_path / "a.ffr", size))
+    second = cases.Indexed(written(tmp_path / "b.ffr", 48, odd=1))
+    whole = concatenations(first, second)[kind]
+    assert way_of(whole) is not None
+    order = np.random.default_rng(3).permutation(len(whole)).tolist()
+    expected = [sample.tolist() for sample in whole.__getitems__(order)]
+    for options in ({"bundle": 3}, {"bundle": 1}, {}):
+        batches = DataLoader(whole, batch_size=7, num_workers=1, sampler=order, **options)
+        assert [row for batch in rows_of(batches) for row in batch] == expected
+
+
+def test_what_fails_in_a_part_fails_its_batch_only(source: str, tmp_path: Path) -> None:
+    first = Odd(written(tmp_path / "a.ffr", 4096))
+    second = cases.Indexed(written(tmp_path / "b.ffr", 4096))
+    whole = ConcatDataset([first, second])
+    order = [0, 60, 16, 76, 17, 77, 18, 78, 33, 93, 34, 94, 119, 59, 119, 58]
+    batches = iter(DataLoader(whole, batch_size=2, sampler=order, num_workers=1, bundle=8))
+    assert next(batches)[:, 0].tolist() == [0, 0]
+    assert next(batches)[:, 0].tolist() == [16, 16]
+    with pytest.raises(KeyError, match="seventeen"):
+        next(batches)
+    assert next(batches)[:, 0].tolist() == [18, 18]
+    with pytest.raises(ffserve.UsageError, match=r"dataset 0 .Odd. answered 1 indices with 2"):
+        next(batches)
+    assert rows_of(batches) == [[[34, 34]] * 2, [[59, 59]] * 2, [[59, 59], [58, 58]]]
+
+
+def test_an_index_that_a_concatenation_lacks_fails_its_batch_only(
+    source: str, tmp_path: Path
+) -> None:
+    dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
+    whole = ConcatDataset([dataset, dataset])
+    batches = iter(DataLoader(whole, sampler=[5, 2 * COUNT, -1], num_workers=1, bundle=3))
+    assert next(batches).tolist() == [[5, 5]]
+    with pytest.raises(ffserve.SampleIndexError):
+        next(batches)
+    assert next(batches).tolist() == [[59, 59]]
+
+
+def test_a_part_is_read_once_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FFSERVE_SOCKET", "/nonexistent")
+    paths = [written(tmp_path / name, 4096) for name in ("a.ffr", "b.ffr")]
+    whole = ConcatDataset([cases.Calls(path) for path in paths])
+    order = [k for pair in zip(range(COUNT), range(COUNT, 2 * COUNT), strict=True) for k in pair]
+    batches = DataLoader(whole, batch_size=12, sampler=order, num_workers=1, bundle=5)
+    assert [batch[0].tolist() for batch in batches] == [
+        [k, 30 * (1 + k // 30)] for k in range(0, 60, 6)
+    ]
+
+
+def test_a_part_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
+    dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
+    whole = ConcatDataset([dataset, Other(dataset, range(COUNT))])
+    assert way_of(whole) is None
+    rows = [
+        row for batch in rows_of(DataLoader(whole, batch_size=6, num_workers=1)) for row in batch
+    ]
+    assert rows == [[k, k] for k in [*range(COUNT), *range(COUNT - 1, -1, -1)]]

@@ -246,12 +246,7 @@ class ConcatDataset(Dataset):
         for which in sorted(places):
             wanted = local_indices[which]
             answer = fetch_batch(self.datasets[which], wanted)
-            if len(answer) != len(wanted):
-                raise UsageError(
-                    f"dataset {which} ({type(self.datasets[which]).__name__}) answered "
-                    f"{len(wanted)} indices with {len(answer)} samples",
-                    hint="process must return one sample an index, in order",
-                )
+            check_answer(which, self.datasets[which], len(wanted), answer)
             for place, sample in zip(places[which], answer, strict=True):
                 samples[place] = sample
         return samples
@@ -292,6 +287,16 @@ class ConcatDataset(Dataset):
             index += total
         which = bisect.bisect_right(self.cumulative_sizes, index)
         return which, index - (self.cumulative_sizes[which - 1] if which else 0)
+
+
+def check_answer(which: int, dataset: Any, count: int, answer: Any) -> None:
+    """Refuse what a part of a concatenation answered, unless it is a sample an index."""
+    if len(answer) != count:
+        raise UsageError(
+            f"dataset {which} ({type(dataset).__name__}) answered "
+            f"{count} indices with {len(answer)} samples",
+            hint="process must return one sample an index, in order",
+        )
 
 
 SUBSETS.add(Subset)

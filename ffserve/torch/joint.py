@@ -36,58 +36,72 @@ class Joint(NamedTuple):
     reader: FileReader
     subsets: tuple[Any, ...] = ()
 
-    def all_numbers(self, tickets: Sequence[Ticket]) -> list[Int64s] | None:
-        """Return what to read for each ticket; None if it cannot be said of all of them."""
-        found = []
-        for ticket in tickets:
-            try:
-                numbers = self._numbers(ticket)
-            except (IndexError, TypeError, OverflowError, ValueError):
-                return None
-            if numbers is None:
-                return None
-            found.append(numbers)
-        return found
-
     def mean_size(self) -> int:
         """Return about how many bytes a sample has."""
         return self.reader.size // max(1, self.reader.n)
 
-    def _numbers(self, ticket: Ticket) -> Int64s | None:
-        asked = ticket.wanted if self.subsets else ticket.indices
-        if not ticket.drawn and type(asked) is not list:
+
+def asked_of(tickets: Sequence[Ticket], subsets: Sequence[Any]) -> list[Int64s] | None:
+    """Return the indices that each ticket asks for, below these subsets; None if it cannot be said
+    of all of them."""
+    asked = []
+    for ticket in tickets:
+        indices = ticket.wanted if subsets else ticket.indices
+        if not ticket.drawn and type(indices) is not list:
             return None
-        for subset in self.subsets:
-            indices = subset.indices
-            asked = [indices[i] for i in asked]
-        found: NDArray[Any] = np.asarray(asked, None if len(asked) else np.int64)
-        if found.ndim != 1 or found.dtype.kind != "i":
-            return None
-        return found.astype(np.int64, copy=False)
+        asked.append(indices)
+    return below(asked, subsets)
 
 
-def joint_of(dataset: Any) -> Joint | None:
-    """Return how to read for a data set, if all it does is what `Dataset` and subsets of it do."""
+def below(asked: Sequence[Any], subsets: Sequence[Any]) -> list[Int64s] | None:
+    """Return indices of what subsets are of, for indices of the subsets, batch by batch."""
+    found = []
+    for indices in asked:
+        try:
+            for subset in subsets:
+                own = subset.indices
+                indices = [own[i] for i in indices]
+            numbers: NDArray[Any] = np.asarray(indices, None if len(indices) else np.int64)
+        except (IndexError, TypeError, OverflowError, ValueError):
+            return None
+        if numbers.ndim != 1 or numbers.dtype.kind != "i":
+            return None
+        found.append(numbers.astype(np.int64, copy=False))
+    return found
+
+
+def seen_through(dataset: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return what subsets are of, and them; None if one of them does more than a subset does."""
     subsets = []
     while type(dataset) is torch.utils.data.Subset or isinstance(dataset, Subset):
         kind = type(dataset)
         if isinstance(dataset, Subset) and (
-            kind.__getitem__ is not Subset.__getitem__ or not _is_plain(dataset)
+            kind.__getitem__ is not Subset.__getitem__ or not is_plain(dataset)
         ):
             return None
         subsets.append(dataset)
         dataset = dataset.dataset
-    if not isinstance(dataset, Dataset) or not _is_plain(dataset):
+    return dataset, tuple(subsets)
+
+
+def joint_of(dataset: Any) -> Joint | None:
+    """Return how to read for a data set, if all it does is what `Dataset` and subsets of it do."""
+    found = seen_through(dataset)
+    if found is None:
+        return None
+    dataset, subsets = found
+    if not isinstance(dataset, Dataset) or not is_plain(dataset):
         return None
     if type(dataset).__getitem__ is not Dataset.__getitem__:
         return None
     reader = vars(dataset).get("reader")
     if not isinstance(reader, FileReader) or type(reader).read is not FileReader.read:
         return None
-    return None if "read" in vars(reader) else Joint(dataset, reader, tuple(subsets))
+    return None if "read" in vars(reader) else Joint(dataset, reader, subsets)
 
 
-def _is_plain(dataset: Dataset) -> bool:
+def is_plain(dataset: Dataset) -> bool:
+    """Whether a batch is asked of a data set as `Dataset` has it asked."""
     kind: Any = type(dataset)
     return (
         kind.__getattribute__ is object.__getattribute__
@@ -181,6 +195,12 @@ class Samples:
             # By itself, to tell whose error it is.
             samples = self._joint.reader.read(numbers)
         return self._joint.dataset.process(wanted, samples)
+
+    def skip(self) -> None:
+        """Leave the next batch out."""
+        number, self._next = self._next, self._next + 1
+        if self._rest is not None:
+            self._at += len(self._numbers[number])
 
     def _take(self, number: int) -> list[Bytes] | None:
         """Return the samples of a batch; None if they cannot be had with others."""

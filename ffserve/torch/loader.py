@@ -35,8 +35,9 @@ from ffserve.errors import FFServeError, UsageError
 from ffserve.torch.announcer import Announcer
 from ffserve.torch.bundles import Bundle, Bundles, batches_a_message
 from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method
-from ffserve.torch.joint import Samples, joint_of
+from ffserve.torch.joint import Joint
 from ffserve.torch.parcels import Packer
+from ffserve.torch.parted import Given, Split, numbers_of, way_of
 from ffserve.torch.plan import Plan, Run, Ticket
 from ffserve.torch.raw import RawBatches, changes_nothing
 from ffserve.torch.segments import Receiver, Senders, memory_limit
@@ -349,17 +350,21 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
     def _packed(self, bundle: Bundle, packer: Packer, worker: int) -> Any:
         """Answer in a worker, through shared memory."""
         packer.begin()
-        joint = joint_of(self._dataset) if self._batched and self._by_list else None
-        numbers = None if joint is None else joint.all_numbers(bundle.tickets)
-        given: Samples | None = None
-        if joint is not None and numbers is not None:
-            if changes_nothing(joint.dataset, self._collate):
-                parcel = packer.raw(joint.reader, numbers, bundle.heads)
+        way = way_of(self._dataset) if self._batched and self._by_list else None
+        numbers = None if way is None else numbers_of(way, bundle.tickets)
+        given: Given | None = None
+        if way is not None and numbers is not None:
+            if (
+                isinstance(way, Joint)
+                and not isinstance(numbers, Split)
+                and changes_nothing(way.dataset, self._collate)
+            ):
+                parcel = packer.raw(way.reader, numbers, bundle.heads)
                 if parcel is not None:
                     return parcel
                 packer.begin()
             else:
-                given = packer.samples(joint, numbers)
+                given = packer.samples(way, numbers)
         with placing(packer.place):
             answers = self._worker_answers(bundle.tickets, worker, given, packer.settle)
         return packer.pack(answers)
@@ -368,7 +373,7 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
         self,
         tickets: list[Ticket],
         worker: int,
-        given: Samples | None = None,
+        given: Given | None = None,
         settle: Callable[[], None] = lambda: None,
     ) -> list[tuple[Any, ...]]:
         """Answer tickets. One alone may raise; of several, each has its own answer or error."""
@@ -384,7 +389,7 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
             settle()
         return answers
 
-    def _worker_answer(self, ticket: Ticket, given: Samples | None) -> tuple[Any, ...]:
+    def _worker_answer(self, ticket: Ticket, given: Given | None) -> tuple[Any, ...]:
         """Answer a ticket; an error of ffserve is an answer, too."""
         try:
             return self._answer(ticket, given)
@@ -394,7 +399,7 @@ class TicketDataset(torch.utils.data.Dataset[Any]):
                 raise
             return tuple(failure)
 
-    def _answer(self, ticket: Ticket, given: Samples | None = None) -> tuple[Any, ...]:
+    def _answer(self, ticket: Ticket, given: Given | None = None) -> tuple[Any, ...]:
         """Make a batch; of the message's next samples, if these are read for it."""
         wanted = ticket.wanted
         samples = self._samples(wanted) if given is None else given.processed(wanted)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes, Int64s, placing
-from ffserve.torch.joint import PAUSE, Joint, Samples, Warm
+from ffserve.torch.joint import PAUSE, Samples, Warm
+from ffserve.torch.parted import Given, Numbers, Parted, PartedSamples, Split, Way
 from ffserve.torch.pickling import Pickler, is_plain
 from ffserve.torch.placed import ALIGNMENT, Alive, Placed, Rows, address_of, cut, laid, places
 from ffserve.torch.raw import Head, RawBatches, open_raw
@@ -105,8 +107,11 @@ class Packer:
         self._expected = 0
         self._placed: Placed | None = None
         self._tables: list[tuple[torch.Tensor, Alive]] = []
-        self._warm = Warm()
-        self._mean_size: int | None = None
+        self._known = False
+        """Whether `expected` comes from messages."""
+        self._warm: list[tuple[int, Warm]] = []
+        """Of each data set that is read for, in order, what its samples have in bytes, and memory
+        for them."""
         self._pause = 0
         """Messages for which samples are not placed, since the last ones did not cross as such."""
 
@@ -143,18 +148,34 @@ class Packer:
         with placing(place):
             return reader.read(numbers)
 
-    def samples(self, joint: Joint, numbers: Sequence[Int64s]) -> Samples:
+    def samples(self, way: Way, numbers: Numbers) -> Given:
         """Return what gives `process` the samples of a message.
 
-        Args: numbers: of each batch what is to be read.
+        Args: numbers: what is to be read.
         """
-        if self._mean_size is None:
-            self._mean_size = joint.mean_size()
-        size = self._mean_size
-        self._expected = self._expected or size * sum(map(len, numbers)) + SMALL_SIZE
+        self._known = bool(self._expected)
+        leaves = itertools.count()
+        given = self._given(way, numbers, leaves)
+        if not self._known:
+            self._expected += SMALL_SIZE
+        return given
+
+    def _given(self, way: Way, numbers: Numbers, leaves: Iterator[int]) -> Given:
+        if isinstance(way, Parted):
+            assert isinstance(numbers, Split)
+            parts = zip(way.parts, numbers.below, strict=True)
+            given = [self._given(part, below, leaves) for part, below in parts]
+            return PartedSamples(way, numbers, given)
+        assert not isinstance(numbers, Split)
+        leaf = next(leaves)
+        if leaf == len(self._warm):
+            self._warm.append((way.mean_size(), Warm()))
+        size, warm = self._warm[leaf]
+        if not self._known:
+            self._expected += size * sum(map(len, numbers))
         in_place = self._may_cross(size)
-        warm = self._warm if not in_place and self._warm.begin() else None
-        return Samples(joint, numbers, functools.partial(self.read, in_place=in_place), warm)
+        read = functools.partial(self.read, in_place=in_place)
+        return Samples(way, numbers, read, warm if not in_place and warm.begin() else None)
 
     def _may_cross(self, size: int) -> bool:
         """Whether samples of about this size, in bytes, may cross as they were read."""
