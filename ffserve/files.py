@@ -21,6 +21,8 @@ _HINTS = {
     **dict.fromkeys(_NAMES_NOTHING, "is the path right on this machine?"),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "the machine has no file descriptors left",
+    errno.ENOMEM: "is a limit on address space (ulimit -v) in force?",
+    errno.EFBIG: "is a limit on the size of files (ulimit -f) in force?",
     errno.ENOSPC: "free some space and try again",
     errno.ESTALE: "the network file system lost the file; open it again",
     errno.EIO: "the device failed; see the kernel's log",
@@ -34,7 +36,12 @@ def os_error(error: OSError, path: str, *, hint: str | None = None) -> FFServeEr
     if isinstance(error, PermissionError):
         return AccessDenied(reason, path=path, hint=hint or _DENIED)
     kind = MissingFile if names_nothing(error) else ReadError
-    return kind(reason, path=path, hint=hint or _HINTS.get(error.errno or 0))
+    return kind(reason, path=path, hint=hint or os_hint(error))
+
+
+def os_hint(error: OSError) -> str | None:
+    """Return what can be done about it, where that is known."""
+    return _HINTS.get(error.errno or 0)
 
 
 def names_nothing(error: OSError) -> bool:

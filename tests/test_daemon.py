@@ -153,6 +153,24 @@ def test_socket_has_the_mode_and_the_group_that_were_asked_for() -> None:
         assert status.st_gid == 65534
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("RLIMIT_NOFILE, (40, 40)", "40 open files are allowed"),
+        ("RLIMIT_FSIZE, (1 << 20, 1 << 20)", "ulimit -f"),
+    ],
+)
+def test_a_limit_that_is_too_low_for_a_daemon_is_named(limit: str, said: str) -> None:
+    daemon = Daemon(patch=f"import resource; resource.setrlimit(resource.{limit})")
+    try:
+        process = daemon.start(wait=False).process
+        assert process is not None and process.wait(DEADLINE_S) > 0
+        assert said in daemon.text() and "Errno" not in daemon.text()
+        assert os.listdir(daemon.directory) == ["log"]
+    finally:
+        daemon.close()
+
+
 def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> None:
     daemon = Daemon(options=["--socket-group", "nobody-is-called-so"])
     try:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
+from ffserve.files import os_hint
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
@@ -99,9 +100,11 @@ class SharedMemory:
         except (OSError, ValueError) as error:
             if self.fd >= 0:
                 os.close(self.fd)
+            reason, hint = str(error), None
+            if isinstance(error, OSError):
+                reason, hint = error.strerror or reason, os_hint(error)
             raise ReadError(
-                f"cannot set up {size} bytes of shared memory for {name}: {error}",
-                hint="is an address-space limit (ulimit -v) in force?",
+                f"cannot set up {size} bytes of shared memory for {name}: {reason}", hint=hint
             ) from error
         self.array: NDArray[np.uint8] = np.asarray(mapping)
         self.address: int = self.array.ctypes.data

@@ -114,6 +114,8 @@ def report(error: BaseException) -> None:
     from ffserve.cli.terminal import printable
 
     hint = error.hint if isinstance(error, FFServeError) else None
+    if isinstance(error, MemoryError):
+        hint = "free some memory, or lift the limit on it (ulimit -v, the cgroup's)"
     text = str(error) or type(error).__name__
     if hint:
         text = text.removesuffix(f" ({hint})")

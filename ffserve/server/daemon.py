@@ -12,6 +12,7 @@ import fcntl
 import grp
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -32,6 +33,8 @@ log = logging.getLogger("ffserve")
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP is the end of the terminal; who wants to outlive it (nohup) has it ignored."""
 _BACKLOG = 1024
+LEAST_FILES = 64
+"""Descriptors: its own take two dozen, and a client some more while it is greeted."""
 OWN_SIZE = 32 * 1024 * 1024
 """What a daemon takes beside its arena as it starts, and a little; samples and orders come on top
 of it (docs/CONFIGURATION.md)."""
@@ -45,8 +48,8 @@ def serve(config: ServerConfig) -> int:
         AccessDenied, ReadError: the socket or the shared memory cannot be made.
     """
     logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
-    _check_machine(config)
     raise_file_limit()
+    _check_machine(config)
     # Who can connect can also tell us to stop, before the loop is there to hear it.
     early: list[int] = []
     stopping = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
@@ -63,7 +66,14 @@ def serve(config: ServerConfig) -> int:
 
 
 def _check_machine(config: ServerConfig) -> None:
-    """Refuse an arena that cannot be; say which roots are not there. Raises: UsageError."""
+    """Refuse what cannot be; say which roots are not there. Raises: UsageError."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files < LEAST_FILES:
+        raise UsageError(
+            f"{most_files} open files are allowed, a daemon needs {LEAST_FILES} and one for each "
+            "file that it serves",
+            hint="raise the limit (ulimit -n, LimitNOFILE= of its unit)",
+        )
     memory = usable_memory()
     if config.arena_size > memory - OWN_SIZE:
         raise UsageError(
