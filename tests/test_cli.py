@@ -30,6 +30,7 @@ from ffserve import cli
 from ffserve.cli import COMMANDS
 from ffserve.cli.recordfiles import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
+from ffserve.engine.frames import crc32c
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)
@@ -265,6 +266,20 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
         os.close(fd)
     assert process.returncode == 130
     assert (out, error.strip()) == ("", "")
+
+
+def test_a_sample_too_large_for_memory_is_named_and_the_others_are_read(
+    packed: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, [b"one"])
+    frame = (1 << 43).to_bytes(8, "little")
+    crc = crc32c(frame)
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    path.write_bytes(path.read_bytes() + frame + masked.to_bytes(4, "little"))
+    os.truncate(path, path.stat().st_size + (1 << 43) + 4)
+    said = text_of("verify", path, packed, code=1)
+    assert f"{path}: a sample is too large" in said and "2 files" in said
 
 
 def test_ctrl_c_waits_for_no_search_through_damage(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all
 from ffserve.cli.recordfiles import files_of, format_option, jobs_option, json_option
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError, ReadError, UsageError
 
 if TYPE_CHECKING:
     from ffserve.client.stream import StreamReader
@@ -79,6 +79,8 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
         findings.file(path, error)
     except OSError as error:
         findings.file(path, os_error(error, path))
+    except MemoryError as error:
+        findings.file(path, ReadError(f"a sample is too large for this machine's memory: {error}"))
 
 
 def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None:
