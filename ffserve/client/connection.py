@@ -147,15 +147,17 @@ class Connection:
         self._send(protocol.Lease(tag, dataset, protocol.pack_indices(indices)), tag)
         return tag
 
-    def release(self, tag: int) -> None:
-        """Give a lease back. What was leased over a connection that broke is given back together,
+    def release(self, tags: list[int]) -> None:
+        """Give leases back. What was leased over a connection that broke is given back together,
         with the last of it."""
-        with contextlib.suppress(FFServeError):
-            self._send(protocol.Release(protocol.pack_tags([tag])), None)
-        with self._lock:
-            self._leased.discard(tag)
-            if self._broken is not None:
-                self._hang_up()
+        try:
+            with contextlib.suppress(FFServeError):
+                self._send(protocol.Release(protocol.pack_tags(tags)), None)
+        finally:
+            with self._lock:
+                self._leased.difference_update(tags)
+                if self._broken is not None:
+                    self._hang_up()
 
     def wait_ready(self, tag: int) -> protocol.Ready:
         """Wait for the answer to `get` or `lease`."""
@@ -319,6 +321,15 @@ class Connection:
             return tag
 
     def _send(self, message: Message, tag: int | None) -> None:
+        try:
+            self._send_whole(message, tag)
+        except FFServeError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _send_whole(self, message: Message, tag: int | None) -> None:
         frame = protocol.encode(message)
         if isinstance(message, (protocol.Get, protocol.Lease)):
             self._make_room(message.tag)
@@ -336,9 +347,6 @@ class Connection:
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             raise self._gone() from error
-        except BaseException:
-            self._interrupted()
-            raise
 
     def _send_if_room(self, message: Message) -> bool:
         """Send a message far below a page, which the socket takes whole or not at all.
@@ -391,24 +399,30 @@ class Connection:
 
     def _receive_until(self, over: Callable[[], bool]) -> None:
         """Receive, or let another thread receive, until something has come about."""
-        while True:
-            mine = False
-            try:
-                with self._lock:
-                    while not over() and self._broken is None and self._receiving:
-                        self._state.wait()
-                    if over():
-                        return
-                    if self._broken is not None:
-                        raise self._gone()
-                    mine = self._receiving = True
-                while not over() and self._broken is None:
-                    self._receive()
-            finally:
-                if mine:
-                    with self._lock:
-                        self._receiving = False
-                        self._state.notify_all()
+        try:
+            while not self._received(over):
+                pass
+        except FFServeError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _received(self, over: Callable[[], bool]) -> bool:
+        with self._lock:
+            while not over() and self._broken is None and self._receiving:
+                self._state.wait()
+            if over():
+                return True
+            if self._broken is not None:
+                raise self._gone()
+            self._receiving = True
+        while not over() and self._broken is None:
+            self._receive()
+        with self._lock:
+            self._receiving = False
+            self._state.notify_all()
+        return over()
 
     def _receive(self) -> None:
         messages = self._next_messages()
@@ -441,9 +455,6 @@ class Connection:
             raise self._gone() from error
         except ProtocolError as error:
             self._break(error)
-            raise
-        except BaseException:
-            self._interrupted()
             raise
         for message in messages:
             if isinstance(message, protocol.Fail) and message.tag == 0:

@@ -35,9 +35,9 @@ class Asked:
         """Give all of them back."""
         if self._lease is not None:
             self._lease.release()
-        while self._tags:
-            self._connection.release(self._tags[-1])
-            del self._tags[-1:]
+        tags, self._tags = self._tags, []
+        if tags:
+            self._connection.release(tags)
 
 
 class Leasing:

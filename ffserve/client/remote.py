@@ -394,7 +394,11 @@ class RemoteSource:
         lease = None if self._leaser is None else self._leaser.lease_all(indices)
         if lease is None:
             return None
-        self._tally.took(indices, lease.size)
+        try:
+            self._tally.took(indices, lease.size)
+        except BaseException:
+            lease.release()
+            raise
         return Leased(self._arena, lease.starts, lease.sizes, _NO_COPIES, lease)
 
     def lease(self, indices: Int64s) -> Leased:
@@ -410,8 +414,12 @@ class RemoteSource:
         lease = self._leaser.lease(indices)
         hits = len(indices) - lease.left
         if hits:
-            self._tally.note_seen(indices if not lease.left else indices[lease.starts >= 0])
-            self._tally.count(hits, 0, lease.size)
+            try:
+                self._tally.note_seen(indices if not lease.left else indices[lease.starts >= 0])
+                self._tally.count(hits, 0, lease.size)
+            except BaseException:
+                lease.release()
+                raise
         if lease.left:
             return self._lease_by_asking(indices, lease.starts, lease.sizes, lease)
         return Leased(self._arena, lease.starts, lease.sizes, {}, lease)

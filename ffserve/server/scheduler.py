@@ -186,8 +186,10 @@ class Scheduler:
                 self._cache.release(pins)
 
     def release(self, owner: Owner, tags: list[int]) -> None:
-        """These leases are over."""
+        """These leases are over. One that has not come yet is pinned as for a GET."""
         for tag in tags:
+            if tag in owner.waiting:
+                owner.waiting[tag].lease = False
             fetch = owner.leases.pop(tag, None)
             if fetch is not None:
                 self.leased_size -= fetch.pinned_size
