@@ -15,6 +15,7 @@ from test_torch_transfer import alike
 
 import ffserve
 from ffserve.torch import ConcatDataset, DataLoader, Subset
+from ffserve.torch.dataset import has_batch_method
 from ffserve.torch.joint import joint_of
 from ffserve.torch.parted import way_of
 
@@ -294,3 +295,31 @@ def test_a_part_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
         row for batch in rows_of(DataLoader(whole, batch_size=6, num_workers=1)) for row in batch
     ]
     assert rows == [[k, k] for k in [*range(COUNT), *range(COUNT - 1, -1, -1)]]
+
+
+def test_torchs_concatenation_is_asked_once_a_batch(source: str, tmp_path: Path) -> None:
+    plain = torch.utils.data.ConcatDataset
+    path = written(tmp_path / "a.ffr", 4096)
+    whole = plain([cases.Indexed(path), plain([Subset(cases.Indexed(path), [3, 9])])])
+    order = [61, 5, 59, 60, -1, -62]
+    expected = [[9, 9], [5, 5], [59, 59], [3, 3], [9, 9], [0, 0]]
+    assert way_of(whole) is not None
+    for options in ({"num_workers": 1}, {"num_workers": 0}, {"threads": 2}):
+        batches = DataLoader(whole, batch_size=4, sampler=order, **options)
+        assert [row for batch in rows_of(batches) for row in batch] == expected
+    calls = plain([cases.Calls(path), cases.Calls(path)])
+    batch = next(iter(DataLoader(calls, batch_size=8, num_workers=0)))
+    assert batch[:, 1].tolist() == [8] * 8
+    other = plain([cases.Indexed(path), torch.utils.data.TensorDataset(torch.zeros(2, 2))])
+    assert way_of(other) is None and not has_batch_method(other)
+
+
+def test_an_index_that_torchs_concatenation_lacks_is_an_index_error(
+    source: str, tmp_path: Path
+) -> None:
+    whole = torch.utils.data.ConcatDataset([cases.Indexed(written(tmp_path / "a.ffr", 4096))])
+    batches = iter(DataLoader(whole, sampler=[5, COUNT, 7], num_workers=1, bundle=3))
+    assert next(batches).tolist() == [[5, 5]]
+    with pytest.raises(IndexError):
+        next(batches)
+    assert next(batches).tolist() == [[7, 7]]

@@ -235,21 +235,7 @@ class ConcatDataset(Dataset):
         """
         if not isinstance(indices, (list, tuple)):
             return self[[as_index(indices)]][0]
-        places: dict[int, list[int]] = {}
-        local_indices: dict[int, list[int]] = {}
-        for place, index in enumerate(indices):
-            which, local_index = self._convert_index(index)
-            places.setdefault(which, []).append(place)
-            local_indices.setdefault(which, []).append(local_index)
-
-        samples: list[Any] = [None] * len(indices)
-        for which in sorted(places):
-            wanted = local_indices[which]
-            answer = fetch_batch(self.datasets[which], wanted)
-            check_answer(which, self.datasets[which], len(wanted), answer)
-            for place, sample in zip(places[which], answer, strict=True):
-                samples[place] = sample
-        return samples
+        return concatenated(self, indices)
 
     def ffreaders(self) -> list[FileReader]:
         """Return the readers among the attributes, then those of every dataset."""
@@ -277,16 +263,36 @@ class ConcatDataset(Dataset):
     def _listeners(self) -> list[Any]:
         return self.datasets
 
-    def _convert_index(self, index: int) -> tuple[int, int]:
-        total = self.cumulative_sizes[-1]
-        if index < -total:
-            raise UsageError(f"index {index} is before the first of {total} samples")
-        if index >= total:
-            raise SampleIndexError(f"the datasets hold {total} samples", index=int(index))
-        if index < 0:
-            index += total
-        which = bisect.bisect_right(self.cumulative_sizes, index)
-        return which, index - (self.cumulative_sizes[which - 1] if which else 0)
+
+def concatenated(concatenation: Any, indices: Sequence[int]) -> list[Any]:
+    """Return samples of a concatenation, torch's or ours: each part concerned is asked once."""
+    places: dict[int, list[int]] = {}
+    local_indices: dict[int, list[int]] = {}
+    for place, index in enumerate(indices):
+        which, local_index = _convert_index(concatenation.cumulative_sizes, index)
+        places.setdefault(which, []).append(place)
+        local_indices.setdefault(which, []).append(local_index)
+
+    samples: list[Any] = [None] * len(indices)
+    for which in sorted(places):
+        wanted = local_indices[which]
+        answer = fetch_batch(concatenation.datasets[which], wanted)
+        check_answer(which, concatenation.datasets[which], len(wanted), answer)
+        for place, sample in zip(places[which], answer, strict=True):
+            samples[place] = sample
+    return samples
+
+
+def _convert_index(ends: list[int], index: int) -> tuple[int, int]:
+    total = ends[-1]
+    if index < -total:
+        raise UsageError(f"index {index} is before the first of {total} samples")
+    if index >= total:
+        raise SampleIndexError(f"the datasets hold {total} samples", index=int(index))
+    if index < 0:
+        index += total
+    which = bisect.bisect_right(ends, index)
+    return which, index - (ends[which - 1] if which else 0)
 
 
 def check_answer(which: int, dataset: Any, count: int, answer: Any) -> None:
@@ -317,10 +323,19 @@ def as_index(value: Any) -> int:
 
 
 def has_batch_method(dataset: Any) -> bool:
-    """Say whether torch's fetcher would ask this dataset for a whole batch."""
-    return callable(getattr(dataset, "__getitems__", None))
+    """Say whether a dataset can be asked for a whole batch: torch's fetcher would do it, or it is
+    torch's concatenation of such datasets."""
+    if callable(getattr(dataset, "__getitems__", None)):
+        return True
+    return type(dataset) is torch.utils.data.ConcatDataset and all(
+        map(has_batch_method, dataset.datasets)
+    )
 
 
 def fetch_batch(dataset: Any, indices: list[int]) -> Any:
     """Ask a dataset for a batch in one call: by ``__getitems__``, else by a list as index."""
-    return dataset.__getitems__(indices) if has_batch_method(dataset) else dataset[indices]
+    if callable(getattr(dataset, "__getitems__", None)):
+        return dataset.__getitems__(indices)
+    if type(dataset) is torch.utils.data.ConcatDataset:
+        return concatenated(dataset, indices)
+    return dataset[indices]

@@ -85,10 +85,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """Load batches like torch's DataLoader, with one dataset call a batch.
 
     ``collate_fn`` gets the list of samples that the dataset returned. A dataset is asked for a
-    whole batch if it is an ``ffserve.torch.Dataset``, if it has torch's ``__getitems__``,
-    or if it refuses a single index and takes a list; any other is asked sample by sample, as torch
-    does. With ``batch_size=None`` an ``ffserve.torch.Dataset`` is asked for a list of one and
-    ``collate_fn`` gets that list, as in ffrecord. An IterableDataset goes through torch unchanged.
+    whole batch if it is an ``ffserve.torch.Dataset``, if it has torch's ``__getitems__`` or is
+    torch's ``ConcatDataset`` of such data sets, or if it refuses a single index and takes a list;
+    any other is asked sample by sample, as torch does. With ``batch_size=None`` an
+    ``ffserve.torch.Dataset`` is asked for a list of one and ``collate_fn`` gets that list, as in
+    ffrecord. An IterableDataset goes through torch unchanged.
 
     Errors of ffserve reach the loop as they were raised in the worker, with class, text,
     path, index and offset.

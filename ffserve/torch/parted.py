@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch.utils.data
 
 from ffserve.client.source import Int64s
 from ffserve.torch.dataset import ConcatDataset, check_answer
@@ -20,7 +21,7 @@ from ffserve.torch.plan import Ticket
 class Parted(NamedTuple):
     """A concatenation whose parts can all be read for; subsets of it: as for `Joint`."""
 
-    concatenation: ConcatDataset
+    concatenation: Any
     parts: tuple[Joint | Parted, ...]
     subsets: tuple[Any, ...] = ()
 
@@ -56,7 +57,7 @@ def way_of(dataset: Any) -> Way | None:
     if found is None:
         return None
     concatenation, subsets = found
-    if (
+    if type(concatenation) is not torch.utils.data.ConcatDataset and (
         not isinstance(concatenation, ConcatDataset)
         or not is_plain(concatenation)
         or type(concatenation).__getitem__ is not ConcatDataset.__getitem__
