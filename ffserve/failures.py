@@ -65,8 +65,8 @@ def read_failure(
         )
     if status == TOO_LARGE:
         return ReadError(
-            f"the sample, or the chunk it lies in, of {length} bytes does not fit into the "
-            f"daemon's arena of {arena_size} bytes",
+            f"the sample, or the chunk it lies in, of {length} bytes and read in whole blocks, "
+            f"does not fit into the daemon's arena of {arena_size} bytes",
             path=path,
             index=index,
             offset=offset,
