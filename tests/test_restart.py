@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -327,6 +328,22 @@ def test_iteration_goes_on_across_a_restart(path: str) -> None:
                 daemon.end(signal.SIGKILL)
                 daemon.start()
         assert got == [sample(i, SIZES) for i in range(COUNT)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # unclosed socket
+def test_readers_that_nobody_closes_keep_no_descriptors_of_daemons_that_are_gone(path: str) -> None:
+    with serving() as daemon, daemon.open(path) as reader:
+        counts = []
+        for _ in range(3):
+            other = daemon.open(path)
+            assert other[0].tobytes() == sample(0, SIZES)
+            daemon.end(signal.SIGKILL)
+            daemon.start()
+            assert reader[1 + len(counts)].tobytes() == sample(1 + len(counts), SIZES)
+            del other
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[0] == counts[-1], counts
 
 
 STOPPED = """

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class Greeting:
         self.decoder = protocol.Decoder(protocol.FROM_SERVER)
         self.leases: Leases | None = None
         self._fds: list[int] = []
+        weakref.finalize(self, _close_all, self._fds).atexit = False
         self.socket = _connect(path)
         try:
             self._take(self._greet(job, payload), payload)
@@ -147,9 +149,12 @@ class Greeting:
 
     def drop_fds(self) -> None:
         """Close the descriptors of what is mapped; mappings stay."""
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        _close_all(self._fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def greet(path: str, job: str) -> Greeting:
