@@ -76,8 +76,6 @@ def test_daemon_and_jobs_killed_at_random(tmp_path: Path) -> None:
     with serving(arena="2MiB") as daemon:
         while time.monotonic() < deadline:
             with jobs(3, path, daemon.socket, pause=0.01) as running:
-                for job in running:
-                    job.begun()
                 time.sleep(chance.random() * 0.3)
                 victim = chance.choice(("daemon", "job", "worker", "stop"))
                 if victim == "daemon":
