@@ -37,7 +37,7 @@ def mixed(case: Case) -> Delivered:
 
 def opening(case: Case) -> dict[str, float]:
     """Open a data set that another client has open already; the modules are there."""
-    import ffserve.client.reader
+    import ffserve.reader
 
     before = memory_now()
     begun = time.perf_counter()

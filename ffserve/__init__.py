@@ -26,24 +26,24 @@ from ffserve.errors import (
 
 if TYPE_CHECKING:
     from ffserve import aio, convert, example, grain, hf, recordio, tensorflow, torch, utils
-    from ffserve.client.fileio import FileReader, FileWriter
-    from ffserve.client.packed import PackedFolder, pack_folder
-    from ffserve.client.reader import Reader, open
     from ffserve.client.source import Batch
-    from ffserve.client.writer import Writer, create
+    from ffserve.compat.ffrecord import FileReader, FileWriter
+    from ffserve.compat.packed_folder import PackedFolder, pack_folder
+    from ffserve.reader import Reader, open
+    from ffserve.writer import Writer, create
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "open": "ffserve.client.reader",
-    "Reader": "ffserve.client.reader",
+    "open": "ffserve.reader",
+    "Reader": "ffserve.reader",
     "Batch": "ffserve.client.source",
-    "create": "ffserve.client.writer",
-    "Writer": "ffserve.client.writer",
-    "FileReader": "ffserve.client.fileio",
-    "FileWriter": "ffserve.client.fileio",
-    "PackedFolder": "ffserve.client.packed",
-    "pack_folder": "ffserve.client.packed",
+    "create": "ffserve.writer",
+    "Writer": "ffserve.writer",
+    "FileReader": "ffserve.compat.ffrecord",
+    "FileWriter": "ffserve.compat.ffrecord",
+    "PackedFolder": "ffserve.compat.packed_folder",
+    "pack_folder": "ffserve.compat.packed_folder",
 }
 _MODULES = (
     "aio",

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client import reader as readers
-from ffserve.client import writer as writers
-from ffserve.client.appender import Appender
-from ffserve.client.reader import Reader
-from ffserve.client.writer import Writer, flat
+from ffserve import reader as readers
+from ffserve import writer as writers
+from ffserve.appender import Appender
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.files import open_regular, read_at_of
 from ffserve.formats.recordio import FORMAT
+from ffserve.reader import Reader
+from ffserve.writer import Writer, flat
 
 if TYPE_CHECKING:
     from ffserve.torch.recordio import TorchDataset

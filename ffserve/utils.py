@@ -11,10 +11,10 @@ import time
 import warnings
 from typing import Any
 
-from ffserve.client import parallel
-from ffserve.client.fileio import FileWriter
-from ffserve.client.staging import staged_directory
+from ffserve import parallel
+from ffserve.compat.ffrecord import FileWriter
 from ffserve.errors import UsageError
+from ffserve.output import staged_directory
 
 _PROCESSES_MAX = 16
 _REPORT_EVERY = 256

@@ -16,7 +16,7 @@ import bisect
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.memory import SharedMemory, private_zeros
+from ffserve.cache.shm import SharedMemory, private_zeros
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
 

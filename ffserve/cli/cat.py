@@ -17,8 +17,8 @@ from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.client.folder_index import Folder
     from ffserve.client.stream import StreamReader
+    from ffserve.compat.folder_index import Folder
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:
@@ -151,7 +151,7 @@ def _turns(wanted: list[range]) -> Iterator[tuple[int, bool]]:
 
 def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
     """Return each shard's first sample and names, for the shards that have names."""
-    from ffserve.client import folder_index
+    from ffserve.compat import folder_index
 
     folders = []
     for shard in reader.shards:

@@ -165,7 +165,7 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
 def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
     """Pack the files into shards and see that none of it stays in the page cache."""
     import ffserve
-    from ffserve.client import packed
+    from ffserve.compat import packed_folder
 
     say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")
@@ -174,7 +174,7 @@ def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(path, link)
     started = time.monotonic()
-    written = packed.pack([tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1))
+    written = packed_folder.pack([tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1))
     seconds = time.monotonic() - started
     for path in written.paths:
         with open(path, "rb") as file:

@@ -57,7 +57,7 @@ def _load(path: str, format_name: str | None) -> _Tables:
 
 def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
     """Return how many files the last sample names; None when it is a sample like the others."""
-    from ffserve.client import folder_index
+    from ffserve.compat import folder_index
 
     if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
         return None

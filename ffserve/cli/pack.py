@@ -42,10 +42,10 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.client import packed
+    from ffserve.compat import packed_folder
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = packed.pack(
+        written = packed_folder.pack(
             paths, out, shards=shards, jobs=jobs, progress=lambda _count, size: shown.advance(size)
         )
     if as_json:

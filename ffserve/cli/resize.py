@@ -9,7 +9,7 @@ import click
 
 from ffserve.cli.terminal import print_json
 from ffserve.config import format_size, parse_size
-from ffserve.places import find_socket
+from ffserve.socket_path import find_socket
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0

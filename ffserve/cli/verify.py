@@ -58,8 +58,8 @@ class _Findings:
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
     from ffserve.client import stream
-    from ffserve.client.reader import Reader
     from ffserve.files import is_compressed, os_error
+    from ffserve.reader import Reader
 
     try:
         if format_name in (None, "tfrecord") and is_compressed(path):

@@ -29,8 +29,8 @@ from ffserve import protocol
 from ffserve.client.greeting import greet
 from ffserve.client.inbox import FRAME_CHUNK, Inbox, Sink
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.places import find_socket
 from ffserve.protocol import Message
+from ffserve.socket_path import find_socket
 
 M = TypeVar("M")
 

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.cache.memory import is_sealed, map_read_only
+from ffserve.cache.shm import is_sealed, map_read_only
 from ffserve.client.inbox import CHUNK
 from ffserve.engine.hazards import TABLE_SIZE, Leases, Table
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
-from ffserve.places import MAX_SOCKET_PATH
 from ffserve.protocol import Message
+from ffserve.socket_path import MAX_SOCKET_PATH
 
 CONNECT_TIMEOUT_S = 5.0
 

@@ -31,7 +31,7 @@ from ffserve.client.request import Awaited, RemotePending, Steps
 from ffserve.client.source import Bytes, Int64s, Source, Target
 from ffserve.engine.ring import probe
 from ffserve.errors import FFServeError, ServerUnavailable
-from ffserve.places import find_socket
+from ffserve.socket_path import find_socket
 
 T = TypeVar("T")
 Failed: TypeAlias = dict[int, FFServeError]

@@ -15,7 +15,6 @@ import numpy as np
 from ffserve.client.base import BaseReader
 from ffserve.client.choice import Wanted
 from ffserve.client.in_order import READ_AHEAD_COUNT, READ_AHEAD_SIZE
-from ffserve.client.reader import Reader
 from ffserve.client.source import Batch, Int64s
 from ffserve.client.supply import Supply
 from ffserve.dataset import ShardInfo
@@ -31,6 +30,7 @@ from ffserve.formats.tfstream import (
     compression_of,
     record_error,
 )
+from ffserve.reader import Reader
 
 READ_SIZE = 256 << 10
 

@@ -29,7 +29,7 @@ from ffserve.client.local import LocalSource
 from ffserve.client.remote import RemoteSource
 from ffserve.client.source import Source
 from ffserve.errors import FFServeError, ServerUnavailable
-from ffserve.places import find_socket
+from ffserve.socket_path import find_socket
 
 T = TypeVar("T")
 

@@ -22,11 +22,11 @@ import uvloop
 from ffserve.config import ServerConfig, format_size
 from ffserve.errors import ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
-from ffserve.memory import usable_memory
-from ffserve.places import prepare_socket_directory
+from ffserve.machine import usable_memory
 from ffserve.server import systemd
 from ffserve.server.node import Node
 from ffserve.server.server import Server
+from ffserve.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 

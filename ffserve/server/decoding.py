@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from ffserve.cache.directory import Directory
 from ffserve.cache.fetch import Failure, Int64s
-from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.cache.shm import SharedMemory
 from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Batch, Engine
 from ffserve.engine.view import publish_run

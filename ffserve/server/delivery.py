@@ -19,7 +19,7 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.fetch import Int64s
-from ffserve.cache.memory import SharedMemory
+from ffserve.cache.shm import SharedMemory
 from ffserve.engine.sending import Run
 from ffserve.server.references import Unread
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
 from ffserve.cache.directory import Directory
-from ffserve.cache.memory import sealed_file
+from ffserve.cache.shm import sealed_file
 from ffserve.config import format_size
 from ffserve.engine import hazards
 from ffserve.errors import FFServeError, ProtocolError, ReadError

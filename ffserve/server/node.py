@@ -20,14 +20,14 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache
 from ffserve.cache.directory import Directory
 from ffserve.cache.fetch import Failure, Int64s, Load
-from ffserve.cache.memory import SharedMemory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shards import ShardTable
+from ffserve.cache.shm import SharedMemory
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.view import retract
 from ffserve.errors import AccessDenied, ChecksumError, ReadError
 from ffserve.failures import CHECKSUM
-from ffserve.memory import free_memory, usable_memory
+from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
 from ffserve.server.hazards import LeaseTables

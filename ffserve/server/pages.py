@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from ffserve.cache.memory import SharedMemory
+from ffserve.cache.shm import SharedMemory
 from ffserve.server.reading import Reading
 
 _STEP = 2 * 1024 * 1024

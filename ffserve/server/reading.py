@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import Arena
 from ffserve.cache.directory import Directory
 from ffserve.cache.fetch import Failure, Int64s, Load
-from ffserve.cache.memory import SharedMemory
 from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.cache.shm import SharedMemory
 from ffserve.config import EngineName
 from ffserve.engine.answers import Answer
 from ffserve.engine.ring import Batch, Engine, refused

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.utils.data
 
-from ffserve.client.fileio import FileReader
+from ffserve.compat.ffrecord import FileReader
 from ffserve.torch.dataset import ReaderRegistry
 from ffserve.torch.listeners import CONCATENATIONS, SUBSETS
 from ffserve.torch.plan import Plan, Ticket

@@ -17,7 +17,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve.client.fileio import FileReader, reader_of
+from ffserve.compat.ffrecord import FileReader, reader_of
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.listeners import (
     CONCATENATIONS,

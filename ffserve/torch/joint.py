@@ -16,8 +16,8 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes, Int64s
+from ffserve.compat.ffrecord import FileReader
 from ffserve.torch.dataset import Dataset, Subset
 from ffserve.torch.placed import ALIGNMENT, Alive, address_of
 from ffserve.torch.plan import Ticket

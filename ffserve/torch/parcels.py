@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from ffserve.client.fileio import FileReader
 from ffserve.client.source import Bytes, Int64s, placing
+from ffserve.compat.ffrecord import FileReader
 from ffserve.torch.joint import PAUSE, Samples, Warm
 from ffserve.torch.parted import Given, Numbers, Parted, PartedSamples, Split, Way
 from ffserve.torch.pickling import Pickler, is_plain

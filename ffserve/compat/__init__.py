@@ -1,0 +1,1 @@
+"""Readers and writers under the names of other packages: ffrecord and pyrecordio."""

@@ -1,0 +1,475 @@
+"""Packed folders: many small files in one record file, with their names.
+
+A packed folder is an FFRecord file whose samples are the files of a directory, depth first and
+sorted by name, followed by one sample that holds the names (``folder_index``). It is the
+original's layout, readable and writable from both sides. Split over several shards, every shard
+is a packed folder of its own with a run of the files, so that each can also be used alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import parallel
+from ffserve.compat import folder_index
+from ffserve.compat.ffrecord import FileNameError, FileReader
+from ffserve.compat.folder_index import Folder
+from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.files import os_error
+from ffserve.output import staged_directory
+from ffserve.writer import create
+
+BLOCK_SIZE = 8 << 20
+"""Files are read in pieces of this size; no file is ever in memory whole."""
+
+_REPORT_FILES = 256
+_REPORT_SIZE = 64 << 20
+
+
+class NoSuchName(UsageError, AssertionError, LookupError):
+    """A packed folder has no file or directory of this name (or the other of the two)."""
+
+
+class NotPackedError(UsageError):
+    """A record file whose last sample holds no names."""
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What ``pack`` wrote."""
+
+    paths: tuple[str, ...]
+    """The files written, in order."""
+    files: int
+    """Files packed; every shard holds one sample more, its index."""
+    bytes: int
+    """Of the files packed."""
+
+
+class PackedFolder:
+    """Read a packed folder by name.
+
+    Args:
+        f: the file; or a directory or list of shards each of which is a packed folder, whose
+            names then appear as one folder.
+        check_data: compare checksums.
+    Raises:  NotPackedError (a ValueError) when there are no names in it; FormatError when the
+             names cannot be trusted; and what ``FileReader`` raises.
+    Cost:    as ``FileReader``, and the index sample of each shard.
+    Source:  HFAiLab/ffrecord 1.4; the format of the names: ``folder_index``.
+    """
+
+    def __init__(self, f: Any, check_data: bool = True) -> None:
+        self.reader = FileReader(f, check_data)
+        try:
+            self.structure, self._files = _structure(self.reader)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def num_files(self) -> int:
+        """Return how many files are packed."""
+        return self._files
+
+    def read_one(self, fname: str | os.PathLike[str]) -> NDArray[np.uint8]:
+        """Return the bytes of one file: a writable array, the caller's own.
+
+        Raises:  NoSuchName (an AssertionError) when there is none, or it is a directory.
+        """
+        return self.reader.read_one(self._index(fname))
+
+    def read(self, fnames: Sequence[str | os.PathLike[str]]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of several files in one batch, in their order.
+
+        Args:    fnames: list or tuple of names; repeats are allowed.
+        Raises:  as ``read_one``, before anything is read.
+        """
+        if not isinstance(fnames, (list, tuple)):
+            raise NoSuchName(f"names come as a list or tuple, not {type(fnames).__name__}")
+        return self.reader.read([self._index(name) for name in fnames])
+
+    def list(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        list_file: bool = True,
+        list_dir: bool = True,
+        recursive: bool = False,
+    ) -> list[str | Path]:
+        """Return the names below a directory, in the order of the file.
+
+        Args:
+            path: the directory; None for the top.
+            list_file, list_dir: whether to name files, directories.
+            recursive: also name what lies in directories below, relative to ``path``.
+        Returns: str for what lies directly in ``path``, Path for what lies deeper, as the
+                 original has it.
+        Raises:  NoSuchName when there is no such directory.
+        """
+        folder = self.structure if path is None else self._find(path)
+        if not isinstance(folder, OrderedDict):
+            raise NoSuchName(f"{os.fspath(path or '')!r} is not a directory but a file")
+        found: list[str | Path] = []
+        for parts, node in _walk(folder, recursive):
+            if list_file if isinstance(node, int) else list_dir:
+                found.append(parts[0] if len(parts) == 1 else Path(*parts))
+        return found
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Say whether there is a file or directory of this name."""
+        return self._lookup(path) is not None
+
+    def is_file(self, path: str | os.PathLike[str]) -> bool:
+        """Say whether there is a file of this name."""
+        return isinstance(self._lookup(path), int)
+
+    def is_dir(self, path: str | os.PathLike[str]) -> bool:
+        """Say whether there is a directory of this name."""
+        return isinstance(self._lookup(path), OrderedDict)
+
+    def close(self) -> None:
+        """Close the reader below; the names stay."""
+        self.reader.close()
+
+    def __enter__(self) -> PackedFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reader.fnames, self.reader.check_data)
+
+    def _lookup(self, path: str | os.PathLike[str]) -> Any:
+        node: Any = self.structure
+        for part in Path(path).parts:
+            if not isinstance(node, OrderedDict) or part not in node:
+                return None
+            node = node[part]
+        return node
+
+    def _find(self, path: str | os.PathLike[str]) -> Any:
+        node = self._lookup(path)
+        if node is None:
+            raise NoSuchName(
+                f"{os.fspath(path)!r} does not exist",
+                path=self.reader.fnames[0],
+                hint="list(recursive=True) names what is there",
+            )
+        return node
+
+    def _index(self, path: str | os.PathLike[str]) -> int:
+        node = self._find(path)
+        if not isinstance(node, int):
+            raise NoSuchName(f"{os.fspath(path)!r} is not a file but a directory")
+        return node
+
+
+def index_samples(reader: Any) -> list[int]:
+    """Tell which samples of an opened reader are names and no data.
+
+    Args:    reader: an ``ffserve.Reader`` or a ``FileReader``.
+    Returns: global indices, ascending; one for every shard that is a packed folder.
+    Raises:  what reading raises.
+    Cost:    reads the last sample of every shard.
+    """
+    inner = reader._open() if isinstance(reader, FileReader) else reader
+    last = [shard.first + shard.count - 1 for shard in inner.shards if shard.count]
+    return [
+        index
+        for index, sample in zip(last, inner.read(last), strict=True)
+        if folder_index.is_index(sample[:16].tobytes())
+    ]
+
+
+def pack_folder(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str], verbose: bool = False
+) -> None:
+    """Pack a directory into one file, byte for byte as the original does.
+
+    Args:
+        folder: the directory; links in it are followed.
+        out: the file to write, ending in ``.ffr``.
+        verbose: print a line a file.
+    Raises:  UsageError when ``folder`` is no directory (an AssertionError also), or holds what
+             is no file (a socket, a pipe), or a link to a directory around itself; ReadError
+             when a file cannot be read. Nothing is left behind then.
+    Cost:    one pass over the files, in pieces of 8 MiB.
+    """
+    if not os.path.isdir(folder):
+        raise FileNameError("this is no directory", path=os.fsdecode(folder))
+    tree = _scan([os.fsdecode(folder)], os.fsdecode(out))
+    _write_shard(_checked_out(out), tree, _nobody, print if verbose else None)
+
+
+def pack(
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    shards: int = 1,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> PackReport:
+    """Pack directories and files into packed folders.
+
+    Args:
+        paths: one directory, whose contents are packed; or several files and directories, which
+            are packed under their own names.
+        out: with one shard a file ending in ``.ffr``; with several a directory that does not
+            exist or is empty, which gets ``PART_00000.ffr`` and so on, each with a run of the
+            sorted files.
+        shards: how many files to write.
+        jobs: processes at a time (started afresh: a script needs its ``__main__`` guard).
+        progress: called with the samples and bytes done since the last call.
+    Returns: what was written.
+    Raises:  UsageError for what cannot be packed; ReadError or AccessDenied when reading or
+             writing fails. Nothing is left behind then.
+    Cost:    one pass over the files, in pieces of 8 MiB.
+    """
+    if shards < 1 or jobs < 1:
+        raise UsageError(f"shards={shards} and jobs={jobs} have to be 1 at least")
+    target = os.fsdecode(out)
+    tree = _scan([os.fsdecode(path) for path in paths], target)
+    if shards == 1:
+        size = _write_shard(_checked_out(target), tree, progress or _nobody)
+        return PackReport((target,), tree.count, size)
+    if tree.count < shards:
+        raise UsageError(
+            f"{tree.count} files do not fill {shards} shards", hint=f"shards={tree.count} at most"
+        )
+    names = [f"PART_{k:05d}.ffr" for k in range(shards)]
+    with staged_directory(target) as staging:
+        work = [
+            (os.path.join(staging, name), part)
+            for name, part in zip(names, tree.split(shards), strict=True)
+        ]
+        sizes = parallel.run(_write_shard, work, jobs=jobs, method="spawn", progress=progress)
+    return PackReport(tuple(os.path.join(target, name) for name in names), tree.count, sum(sizes))
+
+
+@dataclass
+class _Tree:
+    """What is to be packed, depth first: (parts of the name, file) or (parts, None): directory."""
+
+    entries: list[tuple[tuple[str, ...], str | None]]
+
+    @property
+    def count(self) -> int:
+        return sum(source is not None for _, source in self.entries)
+
+    def split(self, shards: int) -> list[_Tree]:
+        """Cut into runs of as equal a number of files as can be; empty directories go along."""
+        count, done, parts = self.count, 0, [_Tree([]) for _ in range(shards)]
+        for parts_of_name, source in self.entries:
+            shard = min(done * shards // count, shards - 1)
+            parts[shard].entries.append((parts_of_name, source))
+            done += source is not None
+        return parts
+
+    def structure(self) -> Folder:
+        """Number the files in their order."""
+        top: Folder = OrderedDict()
+        count = 0
+        for parts, source in self.entries:
+            node = top
+            for part in parts[:-1]:
+                node = node.setdefault(part, OrderedDict())
+            if source is None:
+                node.setdefault(parts[-1], OrderedDict())
+            else:
+                node[parts[-1]] = count
+                count += 1
+        return top
+
+
+def _scan(paths: list[str], out: str) -> _Tree:
+    """List everything to be packed, before anything is written."""
+    final = os.path.realpath(out)
+    tree = _Tree([])
+    if len(paths) == 1 and os.path.isdir(paths[0]):
+        _descend(paths[0], (), tree, final, [])
+        return tree
+    named: dict[str, str] = {}
+    for path in paths:
+        name = os.path.basename(os.path.abspath(path))
+        if name in named:
+            raise UsageError(
+                f"two of the files are called {name!r}", path=path, hint="pack their directory"
+            )
+        named[name] = path
+    if not named:
+        raise UsageError("there is nothing to pack")
+    for name in sorted(named):
+        _enter(named[name], (name,), tree, final, [])
+    return tree
+
+
+def files_below(path: str, out: str) -> list[tuple[str, str]]:
+    """List the files below a directory, depth first and by name.
+
+    Args:    path: the directory. out: what will be written, which may not be among them.
+    Returns: (name below the directory, path) of each.
+    Raises:  UsageError for what is no file; ReadError, AccessDenied.
+    """
+    entries = _scan([path], out).entries
+    return [("/".join(parts), source) for parts, source in entries if source is not None]
+
+
+def _descend(
+    folder: str, parts: tuple[str, ...], tree: _Tree, final: str, above: list[tuple[int, int]]
+) -> None:
+    with _reading(folder):
+        found = os.stat(folder)
+        here = (found.st_dev, found.st_ino)
+        if here in above:
+            raise UsageError("a link leads back to a directory around it", path=folder)
+        if len(above) >= folder_index.DEPTH_MAX:
+            raise UsageError("directories lie too deep inside one another", path=folder)
+        names = sorted(os.listdir(folder))
+    for name in names:
+        _enter(os.path.join(folder, name), (*parts, name), tree, final, [*above, here])
+
+
+def _enter(
+    path: str, parts: tuple[str, ...], tree: _Tree, final: str, above: list[tuple[int, int]]
+) -> None:
+    with _reading(path):
+        mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        tree.entries.append((parts, None))
+        _descend(path, parts, tree, final, above)
+    elif not stat.S_ISREG(mode):
+        raise UsageError(
+            "this is neither a file nor a directory", path=path, hint="take it out of the folder"
+        )
+    elif os.path.realpath(path) == final:
+        raise UsageError("the output would be packed into itself", path=path)
+    else:
+        tree.entries.append((parts, path))
+
+
+def _write_shard(
+    out: str,
+    tree: _Tree,
+    report: parallel.Progress,
+    say: Callable[[str], object] | None = None,
+) -> int:
+    """Write one packed folder; return the bytes of its files."""
+    index = folder_index.encode(tree.structure())
+    count, width = tree.count, len(str(tree.count))
+    total = reported = reported_bytes = 0
+    with create(out, format="ffrecord", n=count + 1) as writer:
+        for parts, source in tree.entries:
+            if source is None:
+                continue
+            before = writer.position
+            writer.write_pieces(_blocks(source))
+            total += writer.position - before
+            if say is not None:
+                say(f"{writer.count:{width}}/{count} {'/'.join(parts)}")
+            if writer.count - reported >= _REPORT_FILES or total - reported_bytes >= _REPORT_SIZE:
+                report(writer.count - reported, total - reported_bytes)
+                reported, reported_bytes = writer.count, total
+        writer.write(index)
+    report(count - reported, total - reported_bytes)
+    return total
+
+
+def _blocks(source: str) -> Iterator[bytes]:
+    with _reading(source), open(source, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_SIZE):
+            yield block
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn errors of the operating system into ours, naming what was to be packed."""
+    try:
+        yield
+    except FFServeError:
+        raise
+    except OSError as error:
+        hint = "a link that leads nowhere?" if os.path.islink(path) else None
+        raise os_error(error, path, hint=hint) from error
+
+
+def _checked_out(out: str | os.PathLike[str]) -> str:
+    name = os.fsdecode(out)
+    if not name.endswith(".ffr"):
+        raise FileNameError(
+            "the file's name does not end in .ffr", path=name, hint="several shards need a name too"
+        )
+    return name
+
+
+def _structure(reader: FileReader) -> tuple[Folder, int]:
+    """Return the names in a reader's files and the number of files named."""
+    shards = reader._open().shards
+    if reader.n == 0:
+        raise NotPackedError("this is no packed folder: it holds nothing", path=reader.fnames[0])
+    last = [shard.first + shard.count - 1 for shard in shards if shard.count]
+    samples = reader.read(last)
+    packed = [folder_index.is_index(sample[:16].tobytes()) for sample in samples]
+    if not packed[-1]:
+        raise NotPackedError(
+            "this is no packed folder: its last sample holds no names",
+            path=reader.fnames[-1],
+            hint="read it with FileReader",
+        )
+    if not all(packed):  # one folder in several files: the last sample of all names everything
+        return folder_index.decode(samples[-1].data, reader.n - 1), reader.n - 1
+    merged: Folder = OrderedDict()
+    first = 0
+    for end, sample, shard in zip(last, samples, (s for s in shards if s.count), strict=True):
+        try:
+            part = folder_index.decode(sample.data, end - first)
+        except FormatError as error:
+            raise error.located(path=shard.path, index=end) from None
+        if len(samples) == 1:
+            return part, end
+        _merge(merged, part, first, shard.path)
+        first = end + 1
+    return merged, reader.n - len(samples)
+
+
+def _merge(target: Folder, part: Folder, first: int, path: str) -> None:
+    """Add one shard's names, its sample numbers moved by ``first``."""
+    pairs = [(target, part)]
+    for into, of in pairs:
+        for name, node in of.items():
+            there = into.get(name)
+            if isinstance(node, int):
+                if there is not None:
+                    raise FormatError(f"{name!r} is in two shards", path=path)
+                into[name] = node + first
+            elif there is None or isinstance(there, OrderedDict):
+                pairs.append((into.setdefault(name, OrderedDict()), node))
+            else:
+                raise FormatError(f"{name!r} is a file in one shard, not in another", path=path)
+
+
+def _walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (parts of the name, node), depth first, without recursion of our own."""
+    stack: list[tuple[tuple[str, ...], Iterator[tuple[str, Any]]]] = [((), iter(folder.items()))]
+    while stack:
+        above, items = stack[-1]
+        for name, node in items:
+            yield (*above, name), node
+            if recursive and isinstance(node, OrderedDict):
+                stack.append(((*above, name), iter(node.items())))
+                break
+        else:
+            stack.pop()
+
+
+def _nobody(samples: int, size: int) -> None:
+    """Progress that nobody asked for."""

@@ -1,0 +1,382 @@
+"""What ``convert`` can read: record files, compressed streams, directories, tar files, arrays.
+
+A source pickles (each process that writes a shard opens it anew), says how many records it has,
+and gives those of a run of them in order. None is ever in memory whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from ffserve import formats
+from ffserve.client.source import Batch
+from ffserve.compat import folder_index
+from ffserve.compat.packed_folder import files_below, index_samples
+from ffserve.dataset import PathLike, expand_paths
+from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
+from ffserve.files import is_compressed, os_error, wrap_os_error
+
+BATCH_COUNT = 16_384
+_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record, a buffer; and its name where the source has names: parts joined by "/"."""
+
+    payload: Any
+    name: str | None = None
+
+
+class Source(Protocol):
+    """Records in order."""
+
+    named: bool
+    sized: bool
+    """Whether ``count`` is known without a pass over the records."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """What it is read from."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Records; where nothing tells, a first pass counts them."""
+        ...
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
+        """Yield the records from first to stop, which is not among them; None: to the end.
+
+        Those without names may come as batches.
+        """
+        ...
+
+
+class RecordFiles:
+    """Record files, as ``ffserve.open`` reads them. Packed folders have names."""
+
+    sized = True
+
+    def __init__(self, files: tuple[str, ...]) -> None:
+        self.files = files
+        self._skipped: list[int] = []
+        self._names: dict[int, str] = {}
+        with self._open() as reader:
+            total = len(reader)
+            if any(shard.format == "ffrecord" for shard in reader.shards):
+                self._skipped = index_samples(reader)
+                self._read_names(reader)
+        self.count = total - len(self._skipped)
+        self.named = bool(self._names)
+
+    def _open(self) -> Any:
+        import ffserve
+
+        return ffserve.open(self.files, server="off")
+
+    def _read_names(self, reader: Any) -> None:
+        last = {shard.first + shard.count - 1: shard for shard in reader.shards if shard.count}
+        for index in self._skipped:
+            shard = last[index]
+            folder = folder_index.decode(reader[index].data, shard.count - 1)
+            self._names.update(_flat_names(folder, shard.first))
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
+        """Yield the records from first to stop, those that hold names left out."""
+        with self._open() as reader:
+            wanted = np.arange(len(reader), dtype=np.int64)
+            if self._skipped:
+                wanted = np.delete(wanted, self._skipped)
+            wanted = wanted[first:stop]
+            indices = iter(wanted.tolist() if self.named else ())
+            for batch in reader.batches(wanted, count=BATCH_COUNT):
+                if not self.named:
+                    yield batch
+                    continue
+                for sample in batch:
+                    yield Record(sample, self._names.get(next(indices)))
+
+
+def _flat_names(folder: Any, first: int) -> Iterator[tuple[int, str]]:
+    waiting = [("", folder)]
+    while waiting:
+        prefix, node = waiting.pop()
+        for name, value in node.items():
+            if isinstance(value, int):
+                yield first + value, prefix + name
+            else:
+                waiting.append((f"{prefix}{name}/", value))
+
+
+class Stream:
+    """Compressed TFRecord files."""
+
+    named = False
+    sized = False
+
+    def __init__(self, files: tuple[str, ...]) -> None:
+        self.files = files
+
+    @cached_property
+    def count(self) -> int:
+        """Records, by reading them all."""
+        return sum(map(len, self._batches()))
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
+        """Yield the records from first to stop, having read those before."""
+        if first == 0 and stop is None:
+            yield from self._batches()
+        else:
+            samples = (sample for batch in self._batches() for sample in batch)
+            yield from map(Record, islice(samples, first, stop))
+
+    def _batches(self) -> Iterator[Batch]:
+        import ffserve
+
+        with ffserve.open(self.files, format="tfrecord", server="off") as reader:
+            yield from reader.batches(count=BATCH_COUNT)
+
+
+class Folder:
+    """The files below a directory, depth first and by name, as ``ffserve pack`` takes them."""
+
+    named = True
+    sized = True
+
+    def __init__(self, path: str, out: str) -> None:
+        self._entries = files_below(path, out)
+        self.count = len(self._entries)
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The files themselves."""
+        return [path for _, path in self._entries]
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the files from first to stop."""
+        for name, path in self._entries[first:stop]:
+            yield Record(wrap_os_error(_content, path), name)
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+_PIECE_SIZE = 1 << 20
+
+
+class Tar:
+    """The regular files of a tar file, in its order."""
+
+    named = True
+    sized = False
+
+    def __init__(self, path: str) -> None:
+        self.files = (path,)
+
+    @cached_property
+    def count(self) -> int:
+        """Files, by one pass over the headers."""
+        return sum(1 for _ in self._members(content=False))
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the files from first to stop, having passed those before."""
+        for k, record in enumerate(self._members(content=True)):
+            if stop is not None and k >= stop:
+                return
+            if k >= first:
+                yield record
+
+    def _members(self, *, content: bool) -> Iterator[Record]:
+        [path] = self.files
+        try:
+            with tarfile.open(path) as archive:
+                place = archive.fileobj
+                assert place is not None
+                plain = isinstance(place, io.BufferedReader)
+                size = os.path.getsize(path)
+                for member in archive:
+                    # What it remembers of each member would grow with the archive.
+                    archive.members = []  # type: ignore[attr-defined]
+                    if member.isreg():
+                        if member.issparse():
+                            raise FormatError(
+                                f"the member {member.name!r} is a sparse file",
+                                path=path,
+                                hint="make the tar file without --sparse",
+                            )
+                        if plain and member.offset_data + member.size > size:
+                            raise tarfile.ReadError("unexpected end of data")
+                        data = _member(archive, member) if content else b""
+                        yield Record(data, _clean(member.name, path))
+                # To tarfile anything that is no header is the end; the end is a block of zeros.
+                place.seek(archive.offset)
+                if place.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError(f"no header and no end at byte {archive.offset}")
+                if not plain:
+                    while place.read(_PIECE_SIZE):  # the checksum of what is compressed stands last
+                        pass
+        except (FFServeError, MemoryError):
+            raise
+        except OSError as error:
+            raise os_error(error, path) from error
+        except Exception as error:  # of tarfile, and of what decompresses for it
+            raise FormatError(f"the tar file is damaged: {error}", path=path) from error
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Read a member in pieces, since its size is only what the header says."""
+    file, pieces, left = archive.extractfile(member), list[bytes](), member.size
+    assert file is not None
+    while left and (piece := file.read(min(left, _PIECE_SIZE))):
+        pieces.append(piece)
+        left -= len(piece)
+    if left:
+        raise tarfile.ReadError("unexpected end of data")
+    return b"".join(pieces)
+
+
+def _clean(name: str, path: str) -> str:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts:
+        raise FormatError(f"a member is called {name!r}, which is no name", path=path)
+    return "/".join(parts)
+
+
+class Rows:
+    """The rows of a NumPy array: what a[0], a[1], … hold, in C order. dtype and shape are lost."""
+
+    named = False
+    sized = True
+
+    def __init__(self, path: str) -> None:
+        self.files = (path,)
+        array = self._open()
+        self.count = len(array)
+
+    def _open(self) -> Any:
+        [path] = self.files
+        try:
+            with np.errstate(over="ignore"):  # of a shape that it refuses then
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise FormatError(f"this is no array that can be read: {error}", path=path) from None
+        except OSError as error:
+            raise os_error(error, path) from error
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            raise UsageError("an array of rows is needed", path=path)
+        if len(array) and not array.size:  # of which a header can claim any number
+            raise UsageError(f"the rows of an array of shape {array.shape} are empty", path=path)
+        return array
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the rows from first to stop."""
+        for row in self._open()[first:stop]:
+            yield Record(np.ascontiguousarray(row))
+
+
+class Grouped:
+    """A source with names as one ``tf.train.Example`` for each run of files with the same key."""
+
+    named = False
+    sized = False
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Those of the source."""
+        return self._source.files
+
+    @cached_property
+    def count(self) -> int:
+        """Groups, by reading them all."""
+        return sum(1 for _ in self.records(0, None))
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the groups from first to stop."""
+        yield from islice(self._groups(), first, stop)
+
+    def _groups(self) -> Iterator[Record]:
+        from ffserve import example
+
+        features: dict[str, Any] = {}
+        for record in self._source.records(0, None):
+            assert isinstance(record, Record)
+            key, extension = split_name(record.name or "")
+            if features and (features["__key__"] != key or extension in features):
+                yield Record(example.encode(features))
+                features = {}
+            features["__key__"] = key
+            features[extension] = bytes(record.payload)
+        if features:
+            yield Record(example.encode(features))
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return key and extension as WebDataset has them: up to the first dot of the last part, and
+    what follows it; "data" where nothing does."""
+    folder, slash, last = name.rpartition("/")
+    begin = len(last) - len(last.lstrip("."))
+    stem, _, extension = last[begin:].partition(".")
+    return folder + slash + last[:begin] + stem, extension or "data"
+
+
+# ---- what a user meant ---------------------------------------------------------------------------
+
+
+def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source]:
+    """Return the sources that paths mean, in order; neighbouring record files are one source.
+
+    Raises:  UsageError, ReadError, and what opening the files raises.
+    """
+    paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    sources: list[Source] = []
+    plain: list[str] = []
+
+    def flush() -> None:
+        if plain:
+            sources.append(RecordFiles(tuple(plain)))
+            plain.clear()
+
+    for path in (file for given in paths for file in _expand(os.fsdecode(given))):
+        if os.path.realpath(path) == os.path.realpath(out):
+            raise UsageError("the output is among the input", path=path)
+        lower = path.lower()
+        if os.path.isdir(path) or lower.endswith((*_TAR_SUFFIXES, ".npy")) or is_compressed(path):
+            flush()
+            if os.path.isdir(path):
+                sources.append(Folder(path, out))
+            elif lower.endswith(".npy"):
+                sources.append(Rows(path))
+            elif lower.endswith(_TAR_SUFFIXES):
+                sources.append(Tar(path))
+            else:
+                sources.append(Stream((path,)))
+        else:
+            plain.append(path)
+    flush()
+    return sources
+
+
+def _expand(path: str) -> tuple[str, ...]:
+    """Return the files that a path means; a directory of other files stays a directory."""
+    if os.path.isdir(path):
+        for suffixes in (formats.suffixes(), _TAR_SUFFIXES):
+            with contextlib.suppress(ReadError):
+                return expand_paths(path, suffixes=suffixes)
+        return (path,)
+    return expand_paths(path)

@@ -1,0 +1,435 @@
+"""The benchmark: what it computes, and that its cases run, small."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ffserve
+from benchmarks import cases as developers
+from benchmarks import compare, picture
+from ffserve.bench import cases, peers, records, report
+from ffserve.bench.runner import (
+    Bench,
+    ContestantFailed,
+    Entrant,
+    Group,
+    Result,
+    Row,
+    measure,
+    ratio,
+)
+from ffserve.errors import UsageError
+
+KIB = 1024
+
+
+def ran(rate: float, **more: Any) -> Result:
+    """One client that delivered at a rate."""
+    figures = {"samples": 10, "size": int(rate), "seconds": 1.0, "cpu": 1e-4, "took": [0.1, 0.2]}
+    return Result(({**figures, **more},))
+
+
+def group(*entrants: Entrant, base: list[float], **more: Any) -> Group:
+    rates = iter(base)
+    return Group("title", "a yardstick", lambda: ran(next(rates)), entrants, **more)
+
+
+def entrant(name: str, rates: list[float], limit: float | None = None, **more: Any) -> Entrant:
+    left = iter(rates)
+    return Entrant(name, lambda: ran(next(left)), (Row(name, name, ratio, limit=limit),), **more)
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_a_row_is_the_median_of_the_ratios_of_the_turns() -> None:
+    found = measure(group(entrant("x", [50, 90, 80], limit=0.5), base=[100, 100, 200]), 3)
+    [row] = found
+    assert row["value"] == pytest.approx(0.5)
+    assert (row["low"], row["high"], row["turns"]) == (0.4, 0.9, 3)
+    assert row["reached"] is True
+    assert row["mb_s"] == pytest.approx(80e-6)
+    assert row["yardstick_mb_s"] == pytest.approx(100e-6)
+    assert row["cpu_us"] == pytest.approx(10)
+
+
+def test_every_other_turn_goes_the_other_way_round() -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Result:
+        order.append(name)
+        return ran(1)
+
+    both = tuple(
+        Entrant(name, lambda name=name: noting(name), (Row(name, name, ratio),)) for name in "ab"
+    )
+    measure(Group("", "y", lambda: noting("y"), both), 3)
+    assert "".join(order) == "yabbayyab"
+
+
+def test_limits_go_both_ways_and_a_stand_in_judges_nothing() -> None:
+    low = Row("low", "", lambda result, base: 3.0, "µs", limit=4.0, at_most=True)
+    high = dataclasses.replace(low, name="high", limit=2.0)
+    free = dataclasses.replace(low, name="free", limit=None)
+    one = Entrant("x", lambda: ran(1), (low, high, free))
+    rows = measure(group(one, base=[1]), 1)
+    assert [row["reached"] for row in rows] == [True, False, None]
+    rows = measure(group(one, base=[1], judged=False), 1)
+    assert [row["reached"] for row in rows] == [None, None, None]
+
+
+def test_several_clients_and_a_daemon_are_added_up() -> None:
+    clients = (
+        {"samples": 10, "size": 100, "seconds": 1.0, "cpu": 1e-3, "own": 5, "took": [0.1] * 99},
+        {"samples": 30, "size": 300, "seconds": 2.0, "cpu": 1e-3, "own": 7, "took": [1.0]},
+    )
+    result = Result(clients, {"cpu_s": 2e-3, "pss": 11, "blocks_read": 8, "wall_s": 2.0})
+    assert result.rate == 250 and result.rates == [100, 150]
+    assert result.cpu_us == pytest.approx(100)
+    assert result.total("own") == 12
+    assert result.batch_s(50) == pytest.approx(0.1)
+    assert result.batch_s(99.9) > 0.9
+    assert cases._miss_us(result, None) == pytest.approx(250)
+
+
+def test_only_an_optional_contestant_may_fail() -> None:
+    def fail() -> Result:
+        raise ContestantFailed("it broke")
+
+    broken = Entrant("x", fail, (Row("x", "x", ratio),), optional=True)
+    notes: list[str] = []
+    rows = measure(group(broken, entrant("y", [1, 1]), base=[1, 1]), 2, notes.append)
+    assert [row["who"] for row in rows] == ["y"]
+    assert notes == ["x is left out: it broke"]
+    with pytest.raises(ContestantFailed):
+        measure(group(dataclasses.replace(broken, optional=False), base=[1]), 1)
+
+
+def test_only_keeps_the_contestants_of_matching_rows() -> None:
+    both = group(entrant("hot/a", []), entrant("cold/b", []), base=[])
+    kept = both.only(("cold",))
+    assert kept is not None and [e.who for e in kept.entrants] == ["cold/b"]
+    assert both.only(("warm",)) is None
+    assert both.only(()) is both
+
+
+def test_the_verdict_names_the_fastest_peer_and_what_was_missed() -> None:
+    labels = {"state": "hot", "bytes": 4096}
+    rows = [
+        *measure(group(entrant("ffserve read", [80], limit=0.9), entrant("LMDB", [40]),
+                       entrant("slow", [10]), base=[100], labels=labels), 1),
+    ]  # fmt: skip
+    for row in rows:
+        row["name"] = f"hot/x/{row['who']}"
+    said = report.verdict(rows)
+    assert "0.80 of a yardstick, 2.0 times" in said[0] and "LMDB, 0.40" in said[0]
+    assert said[1] == "0 of 1 limits are reached."
+    assert "hot/x/ffserve read (0.80, >= 0.90)" in said[2]
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_sizes_are_named_as_people_name_them() -> None:
+    assert [records.label(n) for n in (100, 4096, 102_400, 1 << 20, 1500)] == [
+        "100B", "4KiB", "100KiB", "1MiB", "1500B",
+    ]  # fmt: skip
+
+
+def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "mine.ffr"
+    with ffserve.create(path) as writer:
+        for size in (100, 200, 300, 400):
+            writer.write(bytes(size))
+    some = records.existing([str(path)], 650)
+    assert (some.count, some.size, some.mean) == (3, 600, 200)
+    assert records.existing([str(path)], 50).count == 1
+    assert [len(sample) for sample in some.samples()] == [100, 200, 300]
+    with ffserve.create(tmp_path / "none.ffr") as writer:
+        writer.write(b"")
+    with pytest.raises(UsageError):
+        records.existing([str(tmp_path / "none.ffr")], 650)
+
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_path: Path) -> None:
+    """Some leave what they opened to the collector."""
+    if peer.missing or peer.name in ("TFRecord", "MosaicML"):
+        pytest.skip(peer.missing or "its import takes half a minute")
+    path = tmp_path / "some.ffr"
+    sizes = [700] * 40 if even else [1 + 37 * k for k in range(40)]
+    with ffserve.create(path) as writer:
+        for size in sizes:
+            writer.write(bytes(size))
+    data = records.existing([str(path)], 1 << 30)
+    peer.make(str(tmp_path), data)
+    place = peer.place(str(tmp_path), data)
+    chosen = np.array([5, 39, 0, 7, 5]) if not peer.in_order else np.arange(40)
+    assert peer.open(place)(chosen) == sum(sizes[k] for k in chosen)
+    gc.collect()
+
+
+def test_the_adapter_for_ffrecord_runs_with_its_drop_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ffrecord", ffserve)
+    data = records.generated(tmp_path, 100, 10_000)
+    data.make()
+    peer = peers.BY_NAME["ffrecord"]
+    peer.make(str(tmp_path), data)
+    assert peer.open(peer.place(str(tmp_path), data))(np.array([3, 99, 3])) == 300
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    with Bench(str(tmp_path), 0.02) as made:
+        yield made
+
+
+def small(folder: Path, step: int = 4 * KIB) -> records.Data:
+    data = records.generated(folder, step, 1 << 20)
+    data.make()
+    return data
+
+
+def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path) -> None:
+    result = bench.run("ffserve.bench.ours:read_batch", small(tmp_path), clients=3)
+    assert len(result.clients) == 3
+    for client in result.clients:
+        assert client["size"] == 4 * KIB * client["samples"] > 0
+        assert len(client["took"]) * 64 == client["samples"]
+        assert client["cpu"] > 0 and client["own"] > 0 and client["pss"] >= client["own"]
+
+
+def test_a_contestant_that_fails_is_quoted(bench: Bench, tmp_path: Path) -> None:
+    gone = records.generated(tmp_path, 4 * KIB, 1 << 20)
+    with pytest.raises(ContestantFailed, match="ffr"):
+        bench.run("ffserve.bench.ours:read_batch", gone)
+
+
+def test_what_is_hot_is_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> None:
+    data = small(tmp_path)
+    rows = measure(cases.hot(bench, data, 16, 2, {"read_batch": 0.1, "lease": None}), 1)
+    assert [row["name"] for row in rows] == [
+        "hot/4KiB/batch16/clients2/read_batch", "hot/4KiB/batch16/clients2/lease",
+    ]  # fmt: skip
+    assert all(row["value"] > 0 and row["clients"] == 2 for row in rows)
+    assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
+
+
+def test_what_comes_through_the_socket_comes_from_a_daemon_that_sends_it(
+    bench: Bench, tmp_path: Path
+) -> None:
+    data = small(tmp_path)
+    [row] = measure(cases.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
+    assert row["name"] == "inline/4KiB/batch16/clients1/read_batch" and row["state"] == "inline"
+    with ffserve.open(data.paths, server=bench.hot_daemon(data, inline=True).socket) as reader:
+        assert reader.stats()["hits"] == 0 and reader[3].nbytes == data.mean
+        assert reader.stats()["hits"] == 0, "who cannot look into memory counts no hits"
+
+
+# ---------------------------------------------------------------- the command
+
+ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error"}
+SMALL = ("--size", "1MiB", "--seconds", "0.02", "--turns", "1")
+
+
+def command(
+    *arguments: str | Path, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ffserve", "bench", *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, env={**ENVIRONMENT, **environment},
+    )  # fmt: skip
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
+    only = ("hot/4KiB/batch256/clients1/read_batch", "clients1/preadv", "cold/100KiB/depth128/mmap")
+    done = command("--dir", tmp_path, *SMALL, *(word for name in only for word in ("--only", name)))
+    assert "hot, 4KiB, batches of 256, 1 client; 1.00 is memcpy" in done.stdout
+    assert "times what the fastest of the others does (" in done.stdout
+    assert "cold, 100KiB" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_users_files_are_read_and_not_touched(tmp_path: Path) -> None:
+    path, work = tmp_path / "mine.ffr", tmp_path / "work"
+    work.mkdir()
+    with ffserve.create(path) as writer:
+        for size in range(1, 600):
+            writer.write(bytes(size))
+    path.chmod(0o400)
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    only = ("--only", "depth64", "--only", "clients2", "--only", "clients1/mmap")
+    done = command(path, "--dir", work, *SMALL, *only, "--json")
+    result = json.loads(done.stdout)
+    names = [row["name"] for row in result["rows"]]
+    assert names == [
+        "hot/files/batch256/clients1/mmap",
+        "hot/files/batch64/clients2/read_batch",
+        "cold/files/depth64/batch64",
+    ]
+    assert all(row["value"] > 0 and row["bytes"] == 300 for row in result["rows"])
+    assert result["machine"]["cores"] >= 1 and str(tmp_path) not in json.dumps(result["machine"])
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert list(work.iterdir()) == []
+
+
+def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None:
+    done = command(
+        "--dir", tmp_path, *SMALL, "--only", "cold/4KiB/depth64", "--json", PATH=str(tmp_path)
+    )
+    result = json.loads(done.stdout)
+    [row] = result["rows"]
+    assert row["reached"] is None and "no fio" in row["against"] and row["value"] > 0
+    assert any("apt-get install fio" in note for note in result["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--only", "nothing"), 2, "--list"),
+        (("--size", "4KiB"), 2, "1 MiB"),
+        (("--size", "much"), 2, "much"),
+        (("/no/such/file.ffr",), 2, "/no/such/file.ffr"),
+        (("--dir", "/no/such/directory"), 1, "/no/such/directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(arguments: Any, code: int, words: str) -> None:
+    assert words in command(*arguments, code=code).stderr
+
+
+def test_the_rows_can_be_listed() -> None:
+    names = command("--list").stdout.split()
+    assert "cold/4KiB/depth128/in_flight" in names and "hot/100KiB/batch256/clients1/mmap" in names
+    assert len(names) == len(set(names))
+
+
+# ---------------------------------------------------------------- the developers' part
+
+ROOT = Path(__file__).parents[2]
+
+
+def recorded(name: str, value: float, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "value": value, "low": value, "high": value, "unit": "×", "who": "ffserve x",
+        "at_most": False, **more,
+    }  # fmt: skip
+
+
+def test_worse_is_what_the_best_turn_is_too() -> None:
+    old = [recorded("a", 0.8), recorded("b", 0.8), recorded("c", 4.0, at_most=True)]
+    slow, edge = 0.8 * (1 - compare.TOLERANCE) - 0.01, 0.8 * (1 - compare.TOLERANCE) + 0.01
+    assert compare.compare(old, [recorded("a", edge)]) == ([], 0, 1)
+    worse, _, _ = compare.compare(old, [recorded("a", slow), recorded("b", slow, high=0.8)])
+    assert [line.split(":")[0] for line in worse] == ["a"]
+    worse, better, compared = compare.compare(
+        old, [recorded("b", 1.2), recorded("c", 6.0, at_most=True)]
+    )
+    assert ([line.split(":")[0] for line in worse], better, compared) == (["c"], 1, 2)
+
+
+def test_times_peers_and_new_rows_are_not_compared() -> None:
+    old = [recorded("a", 0.8, unit="ms"), recorded("b", 0.8, who="LMDB"), recorded("c", 0.8)]
+    new = [recorded("a", 0.1, unit="ms"), recorded("b", 0.1, who="LMDB"), recorded("d", 0.1)]
+    assert compare.compare(old, new) == ([], 0, 0)
+
+
+def benchmarks(*arguments: str | Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout
+
+
+TINY = ("--scale", "0.02", "--seconds", "0.02", "--turns", "1")
+
+
+def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    some = (*TINY, "--folder", tmp_path, "--no-peers", "--only", "tokens")
+    benchmarks(*some, "--record", file)
+    first = json.loads(file.read_text())
+    [row] = [row for row in first["rows"] if row["name"] == "tokens/100B/numpy"]
+    row["value"] = 1000.0
+    first["rows"].insert(0, recorded("another", 1.0))
+    file.write_text(json.dumps(first))
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(first))
+    assert "1 worse" in benchmarks(*some, "--compare", old, "--record", file, code=1)
+    again = json.loads(file.read_text())
+    assert [row["name"] for row in again["rows"]] == [row["name"] for row in first["rows"]]
+    assert again["rows"][0]["value"] == 1.0 and again["rows"][1]["value"] < 1000
+
+
+def test_every_row_is_explained() -> None:
+    text = (ROOT / "docs" / "BENCHMARKS.md").read_text()
+    patterns = [
+        re.sub("SIZE", "[^/]+", re.sub(r"batchB", r"batch\\d+", word)).replace("clientsC", r"\w+")
+        for word in re.findall(r"`([a-z-]+/[^` ]+)`", text)
+    ]
+    with Bench(str(ROOT), 1.0) as bench:
+        found, _ = cases.installed()
+        for each in developers.groups(bench, found):
+            for one in each.entrants:
+                for row in one.rows:
+                    known = any(re.fullmatch(p.replace("…", ".*"), row.name) for p in patterns)
+                    assert known, row.name
+                    if row.limit is not None:
+                        assert f"{row.limit:g}" in text
+
+
+@pytest.mark.soak
+def test_all_cases_run_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    benchmarks(*TINY, "--folder", tmp_path, "--record", file)
+    rows = json.loads(file.read_text())["rows"]
+    names = set(benchmarks(*TINY, "--folder", tmp_path, "--list").split())
+    assert {row["name"] for row in rows} == names
+    assert all(row["value"] >= 0 for row in rows)
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    benchmarks("--draw-only", "--record", file, "--picture", tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_a_curve_for_everybody() -> None:
+    def row(who: str, size: int, clients: int, value: float, **more: Any) -> dict[str, Any]:
+        return {
+            "name": f"hot-peers/x/{who}", "what": who, "who": who, "bytes": size, "unit": "×",
+            "clients": clients, "value": value, "low": value / 2, "high": value * 2,
+            "at_most": False, "against": "memcpy", "mb_s": 1.0, "yardstick_mb_s": 2000.0, **more,
+        }  # fmt: skip
+
+    rows = [
+        row("ffserve read_batch", 4096, 1, 0.5), row("ffserve in_flight", 4096, 1, 0.75),
+        row("LMDB", 4096, 1, 0.25), row("LMDB", 1024, 1, 0.1), row("LMDB", 4096, 2, 0.2),
+    ]  # fmt: skip
+    by_size = picture.curves(rows, "hot", "bytes")
+    assert by_size["ffserve"] == {4096: (0.75, 0.375, 1.5)}
+    assert sorted(by_size["LMDB"]) == [1024, 4096]
+    assert by_size["yardstick"][4096] == (2.0, 2.0, 2.0)
+    assert sorted(picture.curves(rows, "hot", "clients")["LMDB"]) == [1, 2]
+    assert picture.curves(rows, "cold", "bytes") == {}

@@ -1,0 +1,89 @@
+"""The commands over files of all formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from daemon import sample, write
+from test_cli import error_of, run, text_of
+
+import ffserve
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tfrecord"
+SAMPLES = [sample(i) for i in range(40)]
+
+
+@pytest.fixture(params=["a.ffr", "a.tfrecord"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A file of each format."""
+    return write(tmp_path / request.param, SAMPLES)
+
+
+def test_inspect_verify_and_cat(path: str) -> None:
+    [facts] = json.loads(text_of("inspect", "--json", path))
+    assert facts["samples"] == 40 and facts["cut_samples"] == []
+    assert facts["sample_size_bytes"]["max"] == 70_000
+    assert "all sound" in text_of("verify", path)
+    assert run("cat", path, "3", "5:8").stdout == SAMPLES[3] + b"".join(SAMPLES[5:8])
+
+
+def test_verify_names_the_damaged(tmp_path: Path) -> None:
+    for name in ("small.tfrecord", "bad_data.tfrecord", "trunc_30.tfrecord"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    found = json.loads(text_of("verify", "--json", tmp_path, code=1))
+    assert [(entry["index"], entry["error"]) for entry in found["damaged"]] == [
+        (3, "checksum"),
+        (7, "truncated"),
+    ]
+    assert found["unreadable"] == []
+
+
+def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
+    for name in ("small.tfrecord", "mixed.tfrecord", "trunc_30.tfrecord"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    write(tmp_path / "b.ffr", SAMPLES)
+    done = run("index", tmp_path, code=1)
+    assert done.stdout.decode() == (
+        "2 files indexed, 57 samples; 1 file without need of an index; 1 unreadable file\n"
+    )
+    assert b"trunc_30.tfrecord, byte 413" in done.stderr
+    facts = json.loads(text_of("index", "--json", "--renew", tmp_path / "small.tfrecord"))
+    assert facts[0]["samples"] == 8 and os.path.exists(facts[0]["index"])
+
+
+def test_index_of_nothing(tmp_path: Path) -> None:
+    assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=2)
+
+
+@pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
+def test_compressed_files(name: str, tmp_path: Path) -> None:
+    path = GOLDEN / name
+    [facts] = json.loads(text_of("inspect", "--json", path))
+    [plain] = json.loads(text_of("inspect", "--json", GOLDEN / "mixed.tfrecord"))
+    same = ("samples", "sample_size_bytes", "histogram")
+    assert [facts[key] for key in same] == [plain[key] for key in same]
+    assert "49 samples" in text_of("verify", path)
+    which = ("4", "2", "2", "7:9", "8", "3:3", "1:9")
+    expected = run("cat", GOLDEN / "mixed.tfrecord", *which).stdout
+    assert len(expected) > 70_000 and run("cat", path, *which).stdout == expected
+    assert "outside the dataset of 49 samples" in error_of("cat", path, "49", code=2)
+    assert "neither names nor an end" in error_of("cat", path, "name", code=2)
+    (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
+    found = json.loads(text_of("verify", "--json", tmp_path / name, code=1))
+    assert [entry["error"] for entry in found["damaged"]] == ["truncated"]
+    assert "convert" in error_of("index", path, code=2)
+
+
+def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "none.tfrecord", [])
+    assert "outside the dataset of 0 samples" in error_of("cat", path, "0", code=2)
+    with ffserve.create(tmp_path / "none.tfrecord.gz", compression="gzip"):
+        pass
+    for which in ("0", f"0:{10**30}"):
+        error = error_of("cat", tmp_path / "none.tfrecord.gz", which, code=2)
+        assert "sample index 0 is outside the dataset of 0 samples" in error
+    assert run("cat", tmp_path / "none.tfrecord.gz", "0:0").stdout == b""

@@ -1,0 +1,93 @@
+"""Loads read by a real engine, without a daemon around them."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+from ffserve.cache.arena import Arena
+from ffserve.cache.cache import Cache
+from ffserve.cache.directory import Directory
+from ffserve.cache.fetch import Failure, Fetch, Load
+from ffserve.cache.shards import ShardTable
+from ffserve.cache.shm import SharedMemory
+from ffserve.engine import ring
+from ffserve.engine.view import View
+from ffserve.server.reading import Reading
+
+COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ring.probe() if kind != "aio"])
+def test_what_cannot_be_read_does_not_take_its_neighbours_along(kind: ring.Kind) -> None:
+    """The file is memory of this process of which a part is lost: that reads as an I/O error
+    (and files of /proc cannot be read by Linux AIO)."""
+    held = os.memfd_create("test-file", os.MFD_CLOEXEC)
+    os.ftruncate(held, -(-COUNT * SIZE // mmap.PAGESIZE) * mmap.PAGESIZE)
+    pages = np.frombuffer(mmap.mmap(held, 0), np.uint8)
+    pages[:] = np.random.default_rng(2).integers(0, 256, len(pages), np.uint8)
+    content = pages.tobytes()
+    start = pages.ctypes.data
+    lost = GOOD_PAGES * mmap.PAGESIZE
+    os.ftruncate(held, lost)
+
+    arena = Arena(4 * MIB)
+    memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
+    table = ShardTable(directory)
+    cache = Cache(arena, directory, table, lambda *_: None)
+    reading = Reading(kind, 16, memory, arena, directory, table)
+    fd = os.open("/proc/self/mem", os.O_RDONLY)
+    engine, file = reading.add_file(0, fd, 1)
+    base = directory.reserve(COUNT)
+    places = range(0, COUNT * SIZE, SIZE)
+    directory.offsets[base : base + COUNT] = [start + at for at in places]
+    directory.set_lengths(base, np.full(COUNT, SIZE, np.uint64))
+    directory.checksums[base : base + COUNT] = [
+        zlib.crc32(content[at : at + SIZE]) for at in places
+    ]
+    table.add(
+        base,
+        COUNT,
+        payload_size=COUNT * SIZE,
+        alignment=1,
+        checksum_kind=1,
+        file=file,
+        engine=engine,
+    )
+    loop = asyncio.new_event_loop()
+    ended: list[dict[int, Failure]] = []
+
+    def done(load: Load, failures: dict[int, Failure]) -> None:
+        ended.append(failures)
+        loop.stop()
+
+    reading.done = done
+    reading.attach(loop)
+    fetch = Fetch(np.arange(base, base + COUNT))
+    load = cache.advance(fetch, COUNT, 1 << 30)
+    assert load is not None and len(load.slots) == COUNT
+    reading.submit(load)
+    loop.run_forever()
+
+    bad = {base + k for k, at in enumerate(places) if at + SIZE > lost}
+    assert [set(failures) for failures in ended] == [bad]
+    assert all(-200 < failure.status < 0 for failure in ended[0].values())
+    view = View(memory.address, arena.size, [(directory.entries_memory.address, 0, COUNT)])
+    offsets, missing, _ = view.locate(np.arange(COUNT))
+    assert {base + k for k in missing.tolist()} == bad
+    buffer = np.zeros(int(offsets[-1]), np.uint8)
+    good = np.delete(np.arange(COUNT), missing)
+    left = view.gather(np.arange(COUNT), offsets, buffer, positions=good)
+    assert left is not None and not len(left)
+    for k in good.tolist():
+        assert buffer[k * SIZE : (k + 1) * SIZE].tobytes() == content[k * SIZE : (k + 1) * SIZE]
+    reading.close()
+    loop.close()
+    os.close(fd)
+    os.close(held)

@@ -1,0 +1,325 @@
+"""TFRecord in order: compressed files, streams fed byte by byte, bombs, damage."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import pickle
+import tracemalloc
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tfrecord_format import SMALL, starts, written
+
+import ffserve
+from ffserve.client.stream import StreamReader
+from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
+from ffserve.formats import by_name, detect
+from ffserve.formats.tfrecord import frame_header
+from ffserve.formats.tfstream import PIECE_SIZE, FrameStream, Inflater, compression_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tfrecord"
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+MANY = [bytes([k % 251]) * (k % 40) for k in range(300)]
+PACK: dict[str, Any] = {
+    "none": bytes,
+    "gzip": gzip.compress,
+    "zlib": zlib.compress,
+}
+
+
+def through(pieces: Iterable[bytes], compression: str, **options: Any) -> list[bytes]:
+    """Records of a file that comes in pieces; an error is kept for after the records."""
+    inflater, stream = Inflater("some", compression), FrameStream("some", **options)
+    found: list[bytes] = []
+
+    def take(data: bytes) -> None:
+        while (records := stream.feed(data)) is not None:
+            data = b""
+            for offset, length, bad in zip(
+                records.offsets.tolist(), records.lengths.tolist(), records.damaged, strict=True
+            ):
+                if bad:
+                    raise ChecksumError("damaged", index=len(found))
+                found.append(records.block[offset : offset + length])
+
+    try:
+        for piece in pieces:
+            for plain in inflater.feed(piece):
+                assert 0 < len(plain) <= max(PIECE_SIZE, len(piece))
+                take(plain)
+        inflater.close()
+        stream.close()
+    except FFServeError as error:
+        error.found = found  # type: ignore[attr-defined]
+        raise
+    return found
+
+
+def one_by_one(content: bytes) -> list[bytes]:
+    return [content[k : k + 1] for k in range(len(content))]
+
+
+def outcome(pieces: Iterable[bytes], compression: str) -> tuple[list[bytes], type | None]:
+    try:
+        return through(pieces, compression), None
+    except FFServeError as error:
+        return error.found, type(error)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("compression", PACK)
+def test_whole_feed_equals_byte_by_byte(compression: str) -> None:
+    content = PACK[compression](written(SMALL))
+    assert through([content], compression) == SMALL
+    assert through(one_by_one(content), compression) == SMALL
+    assert through([b"", content[:7], b"", content[7:], b""], compression) == SMALL
+
+
+@pytest.mark.parametrize("compression", PACK)
+def test_every_cut_raises_or_leaves_whole_records(compression: str) -> None:
+    plain = written(SMALL)
+    content, places = PACK[compression](plain), starts(SMALL)
+    for size in range(len(content)):
+        found, error = outcome([content[:size]], compression)
+        assert outcome(one_by_one(content[:size]), compression) == (found, error)
+        whole = compression == "none" and size in places
+        assert error is (None if whole else TruncatedError)
+        assert found == SMALL[: len(found)]
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zlib"])
+def test_every_flipped_bit_raises_or_changes_nothing(compression: str) -> None:
+    content = PACK[compression](written(SMALL))
+    changed_nothing = 0
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        found, error = outcome([bytes(damaged)], compression)
+        assert outcome(one_by_one(bytes(damaged)), compression) == (found, error)
+        assert found == SMALL[: len(found)]
+        assert found == SMALL if error is None else issubclass(error, FormatError)
+        changed_nothing += error is None
+    # the headers have a time, an operating system, a window size: nothing checks those
+    assert changed_nothing < (90 if compression == "gzip" else 8)
+
+
+@given(st.lists(st.binary(max_size=200), max_size=20), st.data())
+def test_members_and_pieces_as_they_come(payloads: list[bytes], data: st.DataObject) -> None:
+    plain = written(payloads)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(plain)), max_size=4)))
+    edges = [0, *cuts, len(plain)]
+    members = [gzip.compress(plain[a:b]) for a, b in pairwise(edges)]
+    content = b"".join(members) + bytes(data.draw(st.integers(0, 3)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=4)))
+    edges = [0, *cuts, len(content)]
+    pieces = [content[a:b] for a, b in pairwise(edges)]
+    assert through(pieces, "gzip") == payloads
+
+
+def test_rest_behind_a_stream() -> None:
+    content = zlib.compress(written(SMALL))
+    with pytest.raises(FormatError, match="bytes follow the end") as caught:
+        through([content + b"x"], "zlib")
+    assert caught.value.offset == len(content)
+    with pytest.raises(FormatError, match="gzip stream is damaged"):
+        through([gzip.compress(written(SMALL)) + b"garbage that is no member"], "gzip")
+
+
+def test_sniffing_is_by_the_bytes() -> None:
+    for name in ("mixed.tfrecord.gz", "mixed.tfrecord.zlib"):
+        head = (GOLDEN / name).read_bytes()[:4096]
+        assert compression_of(head) == {"gz": "gzip", "zlib": "zlib"}[name.rsplit(".", 1)[1]]
+        assert detect(head, "no-suffix", 75000).name == "tfrecord"
+    for other in (b"", b"x", b"\x1f", b"x\x9c", b"x^2 is x times x", b"plain", written(MANY)):
+        assert compression_of(other) is None
+    assert compression_of(b"\x1f\x8b\x08") == "gzip", "cut, but surely that"
+    assert compression_of(gzip.compress(b"short")) is None
+    assert compression_of(zlib.compress(b"short")) is None
+    assert compression_of(gzip.compress(b"")) == "gzip"
+    assert compression_of(zlib.compress(b"")) == "zlib"
+    assert compression_of(gzip.compress(b"no frames here, none at all")) is None
+    assert compression_of(zlib.compress(b"no frames here, none at all")) is None
+    assert compression_of(gzip.compress(b"") + gzip.compress(written(SMALL))) == "gzip"
+    # plain files whose first length begins like a compressed file
+    for length in (0x088B1F, 0x9C78):
+        assert compression_of(frame_header(length) + bytes(100)) is None
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zlib"])
+def test_bomb_costs_no_more_than_the_limit(compression: str) -> None:
+    zeros = zlib.compressobj(9, zlib.DEFLATED, 31 if compression == "gzip" else 15)
+    huge = 256 << 20
+    bomb = zeros.compress(written([b"first"]) + frame_header(huge))
+    for _ in range(huge >> 20):
+        bomb += zeros.compress(bytes(1 << 20))
+    bomb += zeros.flush()
+    assert len(bomb) < 300_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="1048576 are allowed") as caught:
+            through([bomb], compression, limit=1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert caught.value.found == [b"first"]  # type: ignore[attr-defined]
+    assert caught.value.index == 1
+
+
+@pytest.mark.parametrize("length", [2**31, 2**62, 2**64 - 1])
+def test_absurd_length(length: int) -> None:
+    with pytest.raises(FormatError, match=f"record 1 says that it has {length} bytes"):
+        through([written([b"a"]) + frame_header(length) + b"rest"], "none")
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
+def test_golden_reads_as_tensorflow_wrote_it(name: str) -> None:
+    with ffserve.open(GOLDEN / name) as reader:
+        for _ in range(2):
+            found = [
+                {"len": len(s), "sha256": hashlib.sha256(s.tobytes()).hexdigest()} for s in reader
+            ]
+            assert found == MANIFEST["files"][name]["samples"]
+        assert reader.source == "stream" and reader.stats()["samples"] == len(found)
+
+
+def packed(path: Path, payloads: Sequence[bytes], **options: Any) -> Path:
+    with ffserve.create(path, format="tfrecord", **options) as writer:
+        for payload in payloads:
+            writer.write(payload)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("a.tfrecord.gz", {}, "gzip"),
+        ("a.tfrecord.zlib", {}, "zlib"),
+        ("a.tfrecord", {"compression": "gzip"}, "gzip"),
+        ("a.bin", {"compression": "zlib"}, "zlib"),
+        ("a.tfrecord.gz", {"compression": "none"}, None),
+    ],
+)
+def test_written_and_read(
+    tmp_path: Path, name: str, options: dict[str, str], expected: str | None
+) -> None:
+    path = packed(tmp_path / name, MANY, **options)
+    assert compression_of(path.read_bytes()[:4096]) == expected
+    with ffserve.open(path, server="off") as reader:
+        assert isinstance(reader, StreamReader) is (expected is not None)
+        assert [sample.tobytes() for sample in reader] == MANY
+        assert all(sample.flags.writeable for sample in reader)
+        batches = list(reader.batches(count=7, size=100))
+        assert max(map(len, batches)) <= 7 and sum(map(len, batches)) == len(MANY)
+
+
+def test_empty_compressed_file(tmp_path: Path) -> None:
+    with ffserve.open(packed(tmp_path / "a.tfrecord.gz", [])) as reader:
+        assert list(reader) == []
+
+
+def test_what_only_an_index_could_answer_says_convert(tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.tfrecord.gz", MANY)
+    with ffserve.open(path) as reader:
+        assert reader and len(list(reader)) == len(MANY)
+        attempts: list[Any] = [
+            lambda: len(reader),
+            lambda: reader[0],
+            lambda: reader.read([0]),
+            lambda: reader.read_batch([0]),
+            lambda: reader.sizes(),
+            lambda: reader.shards,
+            lambda: reader.tables(0),
+            lambda: reader.announce([0]),
+            lambda: reader.lease([0]).__enter__(),
+            lambda: list(reader.batches([0])),
+        ]
+        for attempt in attempts:
+            with pytest.raises(UsageError, match="ffserve convert"):
+                attempt()
+        assert "a.tfrecord.gz" in repr(reader)
+        copy = pickle.loads(pickle.dumps(reader))
+        assert sum(1 for _ in copy) == len(MANY)
+    for server in ("require", "/nowhere.sock"):
+        with pytest.raises(UsageError, match="ffserve convert"):
+            ffserve.open(path, server=server)
+    with pytest.raises(UsageError, match="ffserve convert"):
+        by_name("tfrecord").open(
+            lambda offset, into: (
+                into.__setitem__(slice(None), path.read_bytes()[: len(into)]) or len(into)
+            ),
+            path.stat().st_size,
+            "x",
+        )
+
+
+def test_several_files_some_plain(tmp_path: Path) -> None:
+    paths = [
+        packed(tmp_path / "a.tfrecord.gz", MANY[:100]),
+        packed(tmp_path / "b.tfrecord", MANY[100:200]),
+        packed(tmp_path / "c.tfrecord.zlib", MANY[200:]),
+    ]
+    with ffserve.open(paths) as reader:
+        assert [sample.tobytes() for sample in reader] == MANY
+    with pytest.raises(UsageError, match="ffserve convert"):
+        ffserve.open(paths[1:], server="off")
+
+
+def test_records_larger_than_the_pieces(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    payloads = [rng.bytes(size) for size in (3 << 20, 5, 1 << 20, 0, 2_500_000)]
+    with ffserve.open(packed(tmp_path / "a.tfrecord.gz", payloads)) as reader:
+        assert [sample.tobytes() for sample in reader] == payloads
+
+
+def test_damaged_record_in_a_stream(tmp_path: Path) -> None:
+    plain, places = bytearray(written(MANY)), starts(MANY)
+    for record in (7, 250):
+        plain[places[record] + 12] ^= 1
+    path = tmp_path / "a.tfrecord.gz"
+    path.write_bytes(gzip.compress(bytes(plain)))
+    seen = []
+    with ffserve.open([path, path]) as reader, pytest.raises(ChecksumError) as caught:
+        for sample in reader:
+            seen.append(sample.tobytes())
+    assert seen == MANY[:7] and (caught.value.index, caught.value.path) == (7, str(path))
+    with ffserve.open([path, path], on_error="skip") as reader:
+        intact = [m for k, m in enumerate(MANY) if k not in (7, 250)]
+        for _ in range(2):
+            assert [sample.tobytes() for sample in reader] == 2 * intact
+            assert [error.index for error in reader.damaged] == [7, 250, 307, 550]
+    with ffserve.open(path, verify=False) as reader:
+        assert len(list(reader)) == len(MANY)
+
+
+def test_cut_and_damaged_streams_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    whole, path = gzip.compress(written(MANY)), tmp_path / "a.tfrecord.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    other = packed(tmp_path / "b.tfrecord.gz", SMALL)
+    with ffserve.open([path, other]) as reader, pytest.raises(TruncatedError):
+        list(reader)
+    with ffserve.open([path, other], on_error="skip") as reader:
+        found = [sample.tobytes() for sample in reader]
+        [error] = reader.damaged
+    some = len(found) - len(SMALL)
+    assert 0 < some < len(MANY) and found == MANY[:some] + SMALL
+    assert isinstance(error, TruncatedError) and (error.index, error.path) == (some, str(path))
+
+
+def test_file_that_vanished(tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.tfrecord.gz", SMALL)
+    for mode in ("raise", "skip"):
+        with ffserve.open([path, packed(tmp_path / "b.tfrecord.gz", SMALL)], on_error=mode) as r:  # type: ignore[arg-type]
+            (tmp_path / "b.tfrecord.gz").unlink()
+            with pytest.raises(ffserve.ReadError, match=r"b\.tfrecord\.gz"):
+                list(r)

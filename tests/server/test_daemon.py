@@ -1,0 +1,969 @@
+"""The daemon as a process: its socket, its clients, their files, and what befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    damage,
+    get,
+    run_python,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
+
+import ffserve
+from ffserve import protocol
+from ffserve.client import connection, greeting
+from ffserve.client.remote import RemoteSource
+from ffserve.client.source import Batch, Bytes
+from ffserve.errors import (
+    AccessDenied,
+    ChecksumError,
+    FFServeError,
+    ReadError,
+    ServerUnavailable,
+    TruncatedError,
+)
+from ffserve.machine import usable_memory
+
+AS_NOBODY = """
+import os, sys, ffserve
+from ffserve.errors import AccessDenied, ServerUnavailable
+# Everything is imported while that is still allowed.
+with ffserve.open(sys.argv[1], server=sys.argv[2]) as r: r.read([0])
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+"""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A file of 200 samples of very different sizes."""
+    return write(tmp_path / "a.ffr", [sample(i) for i in range(200)])
+
+
+def text(sample: Bytes | FFServeError) -> bytes:
+    """A sample's bytes, which must be there."""
+    assert not isinstance(sample, FFServeError), sample
+    return sample.tobytes()
+
+
+@contextlib.contextmanager
+def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own that says "ready" and is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stdin):
+            assert pipe is not None
+            pipe.close()
+
+
+# ---- the socket -------------------------------------------------------------------------------
+
+
+def test_second_daemon_refuses_and_the_first_goes_on(daemon: Daemon) -> None:
+    done = subprocess.run(
+        daemon.command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"another daemon (pid {daemon.pid}) serves this socket" in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+    assert daemon.status()["pid"] == daemon.pid
+
+
+def test_stale_socket_is_replaced_after_a_kill(path: str) -> None:
+    with serving() as daemon:
+        first = daemon.pid
+        assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
+        assert stat.S_ISSOCK(os.lstat(daemon.socket).st_mode)
+        with pytest.raises(ServerUnavailable, match="no daemon answers"):
+            daemon.open(path)
+        daemon.start()
+        assert daemon.status()["pid"] != first
+        assert daemon.end() == 0
+        assert not os.path.lexists(daemon.socket)
+        assert os.listdir(daemon.directory) == ["log"]
+
+
+def test_something_else_in_the_sockets_place_is_left_alone() -> None:
+    daemon = Daemon(expect=[".*"])
+    try:
+        Path(daemon.socket).write_text("precious")
+        daemon.start(wait=False)
+        assert daemon.process is not None
+        assert daemon.process.wait(30) == 2
+        assert "something that is no socket is in the socket's place" in daemon.text()
+        assert Path(daemon.socket).read_text() == "precious"
+    finally:
+        daemon.close()
+
+
+def test_another_programs_socket_is_left_alone() -> None:
+    daemon = Daemon(expect=[".*"])
+    try:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(daemon.socket)
+            other.listen()
+            daemon.start(wait=False)
+            assert daemon.process is not None
+            assert daemon.process.wait(30) == 2
+            assert "another program answers on this socket" in daemon.text()
+            assert os.path.exists(daemon.socket)
+    finally:
+        daemon.close()
+
+
+@needs_root
+def test_socket_has_the_mode_and_the_group_that_were_asked_for() -> None:
+    with serving(options=["--socket-mode", "0620", "--socket-group", "65534"]) as daemon:
+        status = os.stat(daemon.socket)
+        assert stat.S_IMODE(status.st_mode) == 0o620
+        assert status.st_gid == 65534
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("RLIMIT_NOFILE, (40, 40)", "40 open files are allowed"),
+        ("RLIMIT_FSIZE, (1 << 20, 1 << 20)", "ulimit -f"),
+    ],
+)
+def test_a_limit_that_is_too_low_for_a_daemon_is_named(limit: str, said: str) -> None:
+    daemon = Daemon(patch=f"import resource; resource.setrlimit(resource.{limit})")
+    try:
+        process = daemon.start(wait=False).process
+        assert process is not None and process.wait(DEADLINE_S) > 0
+        assert said in daemon.text() and "Errno" not in daemon.text()
+        assert os.listdir(daemon.directory) == ["log"]
+    finally:
+        daemon.close()
+
+
+def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> None:
+    daemon = Daemon(options=["--socket-group", "nobody-is-called-so"])
+    try:
+        process = daemon.start(wait=False).process
+        assert process is not None and process.wait(DEADLINE_S) == 2
+        assert "no group is called" in daemon.text()
+        assert os.listdir(daemon.directory) == ["log"]
+    finally:
+        daemon.close()
+
+
+@needs_root
+def test_a_file_that_the_daemon_may_not_read_is_said_to_be_the_daemons_trouble() -> None:
+    patch = (
+        "import os, uvloop, ffserve.cli.serve, ffserve.server.daemon, ffserve.cli.terminal\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    )
+    daemon = Daemon(patch=patch)
+    try:
+        daemon.directory.chmod(0o777)
+        path = write(daemon.directory / "a.ffr", [b"one"])
+        os.chmod(path, 0o600)
+        daemon.start()
+        with pytest.raises(AccessDenied, match="the daemon, user 65534, may not read this file"):
+            daemon.open(path)
+        os.chmod(path, 0o644)
+        with daemon.open(path) as reader:
+            assert bytes(reader[0]) == b"one"
+    finally:
+        daemon.close()
+
+
+def test_a_clock_that_is_set_back_changes_no_duration() -> None:
+    back = "import itertools, time; c = itertools.count(2e9, -1e6); time.time = lambda: next(c)"
+    with serving(patch=back) as daemon:
+        assert 0 <= daemon.status()["uptime_s"] <= daemon.status()["uptime_s"] < 1e5
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_the_terminal_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
+    patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" if ignored else ""
+    with serving(patch=patch) as daemon:
+        if ignored:
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert daemon.status()["pid"] == daemon.pid
+        else:
+            assert daemon.end(signal.SIGHUP) == 0
+            assert not os.path.exists(daemon.socket)
+
+
+def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(32) as pool:
+        listener.bind(path)
+        listener.listen(1)
+        listener.settimeout(DEADLINE_S)
+        coming = [pool.submit(greeting._connect, path) for _ in range(32)]
+        for _ in coming:
+            listener.accept()[0].close()
+        for each in coming:
+            each.result().close()
+
+
+def test_a_daemon_that_takes_nobody_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(greeting, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("FFSERVE_SOCKET", str(tmp_path / "s"))
+    file = write(tmp_path / "a.ffr", [b"one"])
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        waiting.connect(str(tmp_path / "s"))
+        with ffserve.open(file) as reader:
+            assert reader.source.startswith("engine") and bytes(reader[0]) == b"one"
+    assert "reading without the daemon" in caplog.text and "it is stopped, or" in caplog.text
+    caplog.clear()
+
+
+def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(1000)])
+    with serving() as daemon:
+        with Raw(daemon.socket) as raw:
+            opened = raw.open(path)
+            with stopped(daemon.pid):
+                # Everything, and then SIGTERM, is there when the daemon goes on.
+                raw.send(*(get(k + 1, opened.dataset, range(k, 1000, 4)) for k in range(4)))
+                os.kill(daemon.pid, signal.SIGTERM)
+            answers = 0
+            with contextlib.suppress(EOFError, ConnectionError):
+                while True:
+                    ready = raw.receive()
+                    assert isinstance(ready, protocol.Ready)
+                    assert ready.count == 250 and not ready.errors
+                    answers += 1
+        assert daemon.process is not None
+        assert daemon.process.wait(30) == 0
+        daemon.process = None
+        assert not os.path.lexists(daemon.socket)
+        assert answers in (0, 4), "SIGTERM came before the requests, or after all of them"
+
+
+def test_a_daemon_that_stands_still_holds_nobody_up_who_only_hits(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "TELL_INTERVAL_S", -1.0)
+    with serving() as daemon, daemon.open(path) as reader:
+        reader.read(range(200))
+        before = daemon.status()["jobs"][0]["hits"]
+        done = []
+
+        def hit() -> None:
+            other = daemon.open(path)
+            turn.set()
+            go.wait()
+            for k in range(2000):
+                reader.read([k % 200])
+            other.close()
+            done.append(True)
+
+        turn, go = threading.Event(), threading.Event()
+        loop = threading.Thread(target=hit, daemon=True)
+        loop.start()
+        turn.wait()
+        with stopped(daemon.pid):
+            go.set()
+            loop.join(DEADLINE_S)
+            assert done == [True]
+
+        def told() -> Any:
+            reader.read([0])
+            [job], [shard] = (daemon.status()[key] for key in ("jobs", "shards"))
+            return job["hits"] > before + 2000 and shard["sessions"] == 1
+
+        until(told, "every hit was counted, and one data set closed")
+
+
+def test_sigterm_ends_the_daemon_though_clients_keep_asking(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(500)])
+    program = """
+import sys, ffserve
+from ffserve.errors import ServerUnavailable
+import ffserve.client.choice as choice
+choice.RECONNECT_S["require"] = 0
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+print("ready", flush=True)
+try:
+    while True:
+        r.read(range(500))
+except ServerUnavailable:
+    pass
+print("over", flush=True)
+"""
+    with (
+        serving(arena="2MiB", options=["--drain-timeout", "60"]) as daemon,
+        client(program, path, daemon.socket) as one,
+        client(program, path, daemon.socket) as two,
+    ):
+        assert daemon.end() == 0, "long before the requests have to be answered"
+        for process in (one, two):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "over\n"
+
+
+# ---- one read for all -------------------------------------------------------------------------
+
+
+def test_same_missing_samples_are_read_once(path: str) -> None:
+    with serving() as daemon, Raw(daemon.socket) as one, Raw(daemon.socket) as two:
+        sets = [raw.open(path).dataset for raw in (one, two)]
+        with stopped(daemon.pid):
+            for raw, number in zip((one, two), sets, strict=True):
+                raw.send(get(1, number, range(200)))
+        for raw in (one, two):
+            ready = raw.receive()
+            assert isinstance(ready, protocol.Ready)
+            assert (ready.count, ready.errors) == (200, [])
+        cache = daemon.cache()
+        assert cache["asked"] == 400
+        assert cache["blocks_read"] <= 200
+        assert cache["read_size"] < 2 * os.path.getsize(path)
+
+
+def test_threads_and_processes_at_once_read_everything_once(path: str) -> None:
+    program = """
+import sys, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+print(sum(len(s) for s in r.read(range(len(r)))), flush=True)
+"""
+    total = sum(len(sample(i)) for i in range(200))
+    with serving() as daemon, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(client(program, path, daemon.socket)) for _ in range(3)]
+        for one in clients:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        for one in clients:
+            assert one.stdout is not None
+            assert one.stdout.readline() == f"{total}\n"
+        assert daemon.cache()["blocks_read"] <= 200
+
+
+def test_next_job_finds_what_the_last_one_left(path: str) -> None:
+    with serving() as daemon:
+        with daemon.open(path) as reader:
+            reader.read(range(200))
+        until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "the shard is idle")
+        read = daemon.cache()["blocks_read"]
+        done = run_python(
+            "import sys, ffserve\n"
+            "r = ffserve.open(sys.argv[1], server=sys.argv[2]); r.read(range(200))\n"
+            "print(r.stats()['hits'])",
+            path,
+            daemon.socket,
+        )
+        assert done.stdout == "200\n"
+        assert daemon.cache()["blocks_read"] == read
+
+
+# ---- sizes ------------------------------------------------------------------------------------
+
+
+def test_a_file_opened_by_its_formats_name_is_the_same_shard(path: str) -> None:
+    with (
+        serving() as daemon,
+        daemon.open(path) as found,
+        daemon.open(path, format="ffrecord") as named,
+    ):
+        found.read(range(200))
+        before = daemon.cache()["blocks_read"]
+        named.read(range(200))
+        assert daemon.cache()["blocks_read"] == before > 0
+
+
+def test_arena_far_smaller_than_the_data_set(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(i, [100, 9000, 60_000, 300_000]) for i in range(200)])
+    with serving(arena="2MiB") as daemon, daemon.open(path) as reader:
+        order = np.random.default_rng(1).permutation(200)
+        for _ in range(2):
+            for index, got in zip(order, reader.read(order), strict=True):
+                assert got.tobytes() == sample(int(index), [100, 9000, 60_000, 300_000])
+        assert daemon.cache()["evicted"] > 0
+        assert daemon.status()["arena"]["used"] <= 2 << 20
+
+
+def test_sample_larger_than_the_arena_fails_alone(tmp_path: Path) -> None:
+    sizes = [4000, 3_000_000, 5000]
+    path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(9)])
+    with serving(arena="1MiB") as daemon, daemon.open(path) as reader:
+        got = reader.read(range(9), errors="return")
+        for i, one in enumerate(got):
+            if i % 3 == 1:
+                assert isinstance(one, ReadError)
+                assert (one.path, one.index) == (path, i)
+                assert one.hint is not None and "--arena" in one.hint
+                assert "3000000 bytes" in str(one)
+            else:
+                assert text(one) == sample(i, sizes)
+        with pytest.raises(ReadError, match="does not fit into the daemon's arena"):
+            reader.read([0, 4])
+        with pytest.raises(ReadError, match="does not fit"), reader.lease([4]):
+            pass
+        assert reader[8].tobytes() == sample(8, sizes)
+        assert reader.sizes([1]).tolist() == [3_000_000]
+
+
+def test_a_hundred_thousand_indices_at_once_and_none_at_all(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        indices = np.random.default_rng(2).integers(0, 28, 100_000) * 7 + 3
+        batch = reader.read_batch(indices)
+        assert len(batch) == 100_000
+        assert all(
+            one.tobytes() == sample(int(i))
+            for one, i in zip(batch[::997], indices[::997], strict=True)
+        )
+        assert reader.read([]) == []
+        assert len(reader.read_batch([])) == 0
+        with reader.lease([]) as views:
+            assert list(views) == []
+
+
+def test_a_hundred_thousand_missing_samples_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [i.to_bytes(4, "little") * 10 for i in range(100_000)])
+    with serving(arena="4MiB") as daemon, daemon.open(path) as reader:
+        batch = reader.read_batch(np.arange(100_000)[::-1])
+        numbers = batch.buffer.view("<u4")[::10]
+        assert np.array_equal(numbers, np.arange(100_000)[::-1])
+
+
+# ---- files that change, and files that are none ------------------------------------------------
+
+
+def other(i: int) -> bytes:
+    return sample(i, seed=1)
+
+
+def test_deleted_file_is_served_to_whoever_has_it_open(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        os.unlink(path)
+        assert [s.tobytes() for s in reader.read(range(200))] == [sample(i) for i in range(200)]
+        with pytest.raises(ReadError, match="no such file"):
+            daemon.open(path)
+
+
+def test_replaced_file_old_session_old_bytes_new_session_new_bytes(
+    daemon: Daemon, path: str
+) -> None:
+    with daemon.open(path) as old:
+        old.read(range(100))
+        write(path, [other(i) for i in range(150)])
+        with daemon.open(path) as new:
+            assert (len(old), len(new)) == (200, 150)
+            assert [s.tobytes() for s in new.read(range(150))] == [other(i) for i in range(150)]
+            assert [s.tobytes() for s in old.read(range(200))] == [sample(i) for i in range(200)]
+
+
+def test_cut_file_fails_only_what_was_cut_off(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        offsets, lengths, _ = reader.tables(0)
+        os.truncate(path, int(offsets[150]))
+        got = reader.read(range(200), errors="return")
+        for i, one in enumerate(got):
+            if i < 150 or lengths[i] == 0:
+                assert text(one) == sample(i)
+            else:
+                assert isinstance(one, TruncatedError)
+                assert (one.path, one.index, one.offset) == (path, i, int(offsets[i]))
+        with daemon.open(path, verify=False) as late:
+            assert late[3].tobytes() == sample(3)
+            with pytest.raises(TruncatedError):
+                late.read([199])
+
+
+def test_file_rewritten_in_place_gives_an_old_session_errors_not_wrong_bytes(
+    daemon: Daemon, path: str, tmp_path: Path
+) -> None:
+    with daemon.open(path) as old:
+        old.read(range(10))
+        content = Path(write(tmp_path / "b.ffr", [other(i) for i in range(200)])).read_bytes()
+        with open(path, "r+b") as file:
+            file.write(content)
+        with daemon.open(path) as new:
+            assert [s.tobytes() for s in new.read(range(200))] == [other(i) for i in range(200)]
+        for i, one in enumerate(old.read(range(200), errors="return")):
+            if isinstance(one, FFServeError):
+                assert isinstance(one, ChecksumError) and one.index == i
+            else:
+                assert one.tobytes() == sample(i)
+        assert isinstance(old.read([12], errors="return")[0], ChecksumError)
+
+
+def test_file_rewritten_with_its_size_and_time_kept_gives_a_new_session_new_bytes(
+    daemon: Daemon, path: str, tmp_path: Path
+) -> None:
+    with daemon.open(path) as old:
+        old.read(range(100))
+        before = os.stat(path)
+        turned = [sample(i)[::-1] for i in range(200)]
+        with open(path, "r+b") as file:
+            file.write(Path(write(tmp_path / "b.ffr", turned)).read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert os.stat(path).st_size == before.st_size
+        with daemon.open(path) as new:
+            assert [s.tobytes() for s in new.read(range(200))] == turned
+
+
+@pytest.mark.parametrize("suffix", ["ffr", "recordio"])
+def test_errors_name_the_file_as_this_client_did(tmp_path: Path, suffix: str) -> None:
+    first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    write(first, [bytes(5000)] * 9)
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    os.link(first, second)
+    with serving() as daemon, daemon.open(first) as one, daemon.open(second) as other:
+        for reader, path in ((one, first), (other, second), (one, first)):
+            [error] = reader.read([8], errors="return")
+            assert isinstance(error, ChecksumError)
+            assert (error.path, error.index) == (str(path), 8)
+        assert len(daemon.status()["shards"]) == 1
+
+
+def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "inside2"
+    inside.mkdir()
+    outside.mkdir()
+    good = write(inside / "a.ffr", [b"good"])
+    bad = write(outside / "b.ffr", [b"bad"])
+    (inside / "link.ffr").symlink_to(bad)
+    (inside / "dotted.ffr").symlink_to("a.ffr")
+    os.mkfifo(inside / "fifo.ffr")
+    (inside / "directory.ffr").mkdir()
+    with serving(roots=[inside]) as daemon:
+        for path in (bad, inside / "link.ffr", f"{inside}/../inside2/b.ffr", "/dev/zero"):
+            with pytest.raises(AccessDenied, match="outside its roots") as caught:
+                daemon.open(path)
+            assert caught.value.hint is not None and str(inside) in caught.value.hint
+        with pytest.raises(AccessDenied, match="regular files only"):
+            daemon.open(inside / "fifo.ffr")
+        with pytest.raises(ReadError, match="holds no"):
+            daemon.open(inside / "directory.ffr")
+        with Raw(daemon.socket) as raw:
+            for k, path in enumerate((inside / "directory.ffr", outside / "not there", inside)):
+                what = {"paths": [str(path)], "format": None, "verify": True}
+                raw.send(protocol.Open(k + 1, what))
+                answer = raw.receive()
+                assert isinstance(answer, protocol.Fail) and answer.tag == k + 1
+                assert isinstance(protocol.error_from_wire(answer.error), AccessDenied)
+        with daemon.open([good, inside / "dotted.ffr"]) as reader:
+            assert [s.tobytes() for s in reader] == [b"good", b"good"]
+        # What the daemon refuses, an engine of one's own may still read.
+        program = (
+            "import os, sys, ffserve, logging; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
+            "logging.basicConfig(format='%(message)s')\n"
+            "r = ffserve.open(sys.argv[1]); s = ffserve.open(sys.argv[1])\n"
+            "print(r[0].tobytes(), r.source)"
+        )
+        done = run_python(program, bad, daemon.socket)
+        assert done.stdout.startswith("b'bad' engine ")
+        assert done.stderr.count("reading without the daemon") == 1
+
+
+@needs_root
+def test_peer_gets_only_what_it_could_open_itself() -> None:
+    with serving(options=["--socket-mode", "0666"]) as daemon:
+        path = write(daemon.directory / "a.ffr", [b"one", b"two"])
+        program = AS_NOBODY + (
+            "try: print(ffserve.open(sys.argv[1], server=sys.argv[2])[1].tobytes())\n"
+            "except AccessDenied as e: print(e)"
+        )
+
+        def asked() -> str:
+            return run_python(program, path, daemon.socket).stdout
+
+        os.chmod(path, 0o600)
+        assert "user 65534 may not read this file" in asked()
+        os.chmod(path, 0o604)
+        assert asked() == "b'two'\n"
+        os.chown(path, -1, 65534)
+        assert "may not read" in asked(), "the group's bits count for its members"
+        os.chmod(path, 0o640)
+        assert asked() == "b'two'\n"
+        with daemon.open(path) as reader:
+            assert reader[0].tobytes() == b"one"
+            os.chmod(daemon.directory, 0o700)
+            with Raw(daemon.socket) as raw:
+                raw.open(path)
+            os.chmod(daemon.directory, 0o755)
+            os.chmod(path, 0)
+            assert "may not read" in asked(), "open for others, not for this user"
+
+
+@needs_root
+def test_no_permission_on_the_socket_itself(path: str) -> None:
+    program = AS_NOBODY + (
+        "try: ffserve.open(sys.argv[1], server=sys.argv[2])\n"
+        "except ServerUnavailable as e: print(e)"
+    )
+    with serving(options=["--socket-mode", "0600"]) as daemon:
+        own = write(daemon.directory / "a.ffr", [b"one"])
+        assert "Permission denied" in run_python(program, own, daemon.socket).stdout
+
+
+def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> None:
+    """So that the first samples are copied while the last ones are read."""
+    truth = [sample(i, sizes=(1 << 20, (1 << 20) + 7, 100)) for i in range(30)]
+    path = write(tmp_path / "large.ffr", truth)
+    damage(path, 25)
+    order = np.random.default_rng(0).permutation(30)
+    bad = order.tolist().index(25)
+    with daemon.open(path) as reader:
+        source = reader._supply.current()
+        assert isinstance(source, RemoteSource)
+        pending = source.start(order, apart=False)
+        assert 2 <= len(pending.asked) <= 4
+        assert np.concatenate([part for _, part in pending.asked]).tolist() == list(range(30))
+        failed = source.finish(pending)
+        assert list(failed) == [bad]
+        assert isinstance(failed[bad], ChecksumError) and failed[bad].index == 25
+        for k, one in enumerate(Batch(pending.target.buffer, pending.target.offsets)):
+            assert k == bad or one.tobytes() == truth[order[k]]
+        intact = np.delete(order, bad)
+        got = reader.read(intact)
+        assert [one.tobytes() for one in got] == [truth[i] for i in intact]
+
+
+def test_damaged_sample_fails_alone_and_poisons_nobody(daemon: Daemon, path: str) -> None:
+    damage(path, 33)
+    wrong = sample(33)[:-1] + bytes([sample(33)[-1] ^ 1])
+    with daemon.open(path) as reader, daemon.open(path, verify=False) as careless:
+        offset = int(reader.tables(0)[0][33])
+        for _ in range(2):
+            assert careless[33].tobytes() == wrong
+            got = reader.read(range(200), errors="return")
+            for i, one in enumerate(got):
+                if i == 33:
+                    assert isinstance(one, ChecksumError)
+                    assert (one.path, one.index, one.offset) == (path, 33, offset)
+                else:
+                    assert text(one) == sample(i)
+            with pytest.raises(ChecksumError), reader.lease([32, 33]):
+                pass
+            with pytest.raises(ChecksumError, match="sample 33"):
+                reader.read_batch([1, 33])
+    assert daemon.cache()["checksum_failures"] >= 1
+    with daemon.open(path, on_error="skip") as intact:
+        assert len(intact) == 199
+        assert intact[33].tobytes() == sample(34)
+        assert [error.index for error in intact.damaged] == [33]
+
+
+# ---- nothing leaks ----------------------------------------------------------------------------
+
+
+def everything_is_given_back(daemon: Daemon) -> None:
+    """Fill the whole arena anew: that works only when nothing is pinned."""
+    path = write(daemon.directory / "large.ffr", [sample(1, [0, 900_000])])
+    with daemon.open(path) as reader:
+        assert len(reader[0]) == 900_000
+    os.unlink(path)
+
+
+def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:
+    with serving(arena="1MiB") as daemon:
+        with daemon.open(path) as reader:
+            reader.read(range(5))
+        daemon.status()
+        before = daemon.fd_count()
+        for k in range(200):
+            if k % 2:
+                with daemon.open(path) as reader, reader.lease([1, 2]):
+                    reader.read([k, (k + 7) % 200])
+            else:
+                with Raw(daemon.socket) as raw:
+                    raw.send(get(1, raw.open(path).dataset, range(k, 200)))
+        until(lambda: daemon.fd_count() <= before, "the descriptors are given back")
+        status = daemon.status()
+        assert [shard["sessions"] for shard in status["shards"]] == [0]
+        assert sum(job["sessions"] for job in status["jobs"]) == 0
+        everything_is_given_back(daemon)
+
+
+def test_clients_killed_while_they_wait_or_hold_leave_nothing_behind(path: str) -> None:
+    program = """
+import sys, threading, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+lease = r.lease([5, 6, 12]); views = lease.__enter__()
+def work():
+    while True: r.read(range(200))
+for _ in range(2): threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+    with serving(arena="1MiB") as daemon:
+        with daemon.open(path) as reader:
+            reader.read([0])
+        before = daemon.fd_count()
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(client(program, path, daemon.socket)) for _ in range(3)]
+            time.sleep(0.2)
+            for one in clients:
+                one.kill()
+        until(lambda: daemon.fd_count() <= before, "the descriptors are given back")
+        until(lambda: not daemon.status()["shards"][0]["sessions"], "the sessions have ended")
+        everything_is_given_back(daemon)
+
+
+def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
+    """Several clients at once, and piece by piece: a shard may be opened again while it goes."""
+    patch = (
+        "import resource, ffserve.server.catalog as c; c.DROP_COUNT = 2\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    )
+    truth = [[sample(5 * k + i) for i in range(5)] for k in range(300)]
+    paths = [write(tmp_path / f"{k}.ffr", samples) for k, samples in enumerate(truth)]
+    with serving(patch=patch) as daemon:
+        problems: list[BaseException] = []
+
+        def walk(numbers: Sequence[int]) -> None:
+            try:
+                for k in numbers:
+                    with daemon.open(paths[k]) as reader:
+                        assert [s.tobytes() for s in reader.read(range(5))] == truth[k]
+            except BaseException as error:
+                problems.append(error)
+
+        orders = (range(300), range(299, -1, -1), [k % 200 for k in range(0, 2100, 7)])
+        threads = [threading.Thread(target=walk, args=(order,)) for order in orders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems
+        assert daemon.fd_count() < 256
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(daemon.open(path)) for path in paths[:150]]
+            assert all(
+                r[0].tobytes() == samples[0] for r, samples in zip(readers, truth, strict=False)
+            )
+
+
+def test_three_hundred_readers_in_one_process(daemon: Daemon, tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{k:03}.ffr", [sample(k)]) for k in range(300)]
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(daemon.open(path)) for path in paths]
+        assert all(r[0].tobytes() == sample(k) for k, r in enumerate(readers))
+    with daemon.open(paths) as reader:
+        assert [s.tobytes() for s in reader] == [sample(k) for k in range(300)]
+
+
+def test_more_sessions_than_allowed(path: str) -> None:
+    with serving(options=["--max-sessions", "2"]) as daemon:
+        with (
+            Raw(daemon.socket),
+            Raw(daemon.socket),
+            pytest.raises(ServerUnavailable, match="serves 2 sessions already"),
+        ):
+            daemon.open(path)
+
+        def again() -> bool:
+            with contextlib.suppress(ServerUnavailable):
+                return len(daemon.open(path)) == 200
+            return False
+
+        until(again, "it takes clients again")
+
+
+# ---- leases -----------------------------------------------------------------------------------
+
+
+def test_lease_is_in_place_and_read_only(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader, reader.lease([6, 5, 6, 0]) as views:
+        assert [v.tobytes() for v in views] == [sample(i) for i in (6, 5, 6, 0)]
+        assert not any(v.flags.writeable for v in views)
+        assert views[0].__array_interface__["data"] == views[2].__array_interface__["data"]
+        assert not views[0].flags.owndata
+        for view in views[:2]:
+            with pytest.raises(ValueError, match="read-only"):
+                view[0] = 1
+            with pytest.raises(ValueError):
+                view.flags.writeable = True
+
+
+def test_leases_of_more_than_the_arena_holds(tmp_path: Path) -> None:
+    sizes = [70_000, 50_000]
+    path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(60)])
+    with (
+        serving(arena="2MiB") as daemon,
+        daemon.open(path) as reader,
+        reader.lease(range(60)) as all_of_them,
+        reader.lease([1, 59]) as some,
+    ):
+        assert [v.tobytes() for v in reader.read(range(60))] == [
+            sample(i, sizes) for i in range(60)
+        ]
+        assert [v.tobytes() for v in all_of_them] == [sample(i, sizes) for i in range(60)]
+        assert [v.tobytes() for v in some] == [sample(i, sizes) for i in (1, 59)]
+
+
+def test_leased_bytes_stay_while_everything_else_is_evicted(tmp_path: Path) -> None:
+    sizes = [30_000]
+    path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(200)])
+    with serving(arena="1MiB") as daemon, daemon.open(path) as reader:
+        with reader.lease(range(10)) as views:
+            for start in range(10, 200, 10):
+                reader.read(range(start, start + 10))
+            assert [v.tobytes() for v in views] == [sample(i, sizes) for i in range(10)]
+        everything_is_given_back(daemon)
+
+
+def test_stopped_client_with_pins_does_not_stop_its_neighbour(tmp_path: Path) -> None:
+    sizes = [40_000]
+    path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])
+    with serving(arena="1MiB") as daemon, Raw(daemon.socket) as hoarder:
+        # It asks for everything, piece by piece, and never acknowledges.
+        dataset = hoarder.open(path).dataset
+        for tag in range(1, 30):
+            hoarder.send(get(tag, dataset, range(3 * tag, 3 * tag + 3)))
+            assert isinstance(hoarder.receive(), protocol.Ready)
+        with daemon.open(path) as reader:
+            assert [s.tobytes() for s in reader.read(range(100))] == [
+                sample(i, sizes) for i in range(100)
+            ]
+
+
+def test_process_stopped_in_mid_batch_does_not_stop_its_neighbour(tmp_path: Path) -> None:
+    sizes = [40_000]
+    path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])
+    program = """
+import sys, ffserve
+r = ffserve.open(sys.argv[1], server=sys.argv[2])
+lease = r.lease(range(3)); lease.__enter__()
+print("ready", flush=True)
+while True: r.read(range(100))
+"""
+    with serving(arena="1MiB") as daemon, client(program, path, daemon.socket) as process:
+        for _ in range(3):
+            with stopped(process.pid), daemon.open(path) as reader:
+                got = [s.tobytes() for s in reader.read(range(100))]
+                assert got == [sample(i, sizes) for i in range(100)]
+            time.sleep(0.05)
+
+
+# ---- opening at the same time ------------------------------------------------------------------
+
+
+def test_one_users_bad_shard_does_not_fail_the_opening_of_another(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{k}.ffr", [sample(k)]) for k in range(20)]
+    bad = tmp_path / "bad.ffr"
+    bad.write_bytes(b"nothing of the kind" * 100)
+    with serving() as daemon:
+        problems: list[BaseException] = []
+
+        def open_all(names: list[str], good: bool) -> None:
+            try:
+                for _ in range(10):
+                    try:
+                        with daemon.open(names, format="ffrecord") as reader:
+                            assert good and len(reader) == 20
+                    except FFServeError as error:
+                        assert not good and error.path == str(bad), error
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [
+            threading.Thread(target=open_all, args=(names, good))
+            for names, good in (
+                (paths, True),
+                ([str(bad), *paths], False),
+                (paths[::-1], True),
+                ([*paths, str(bad)], False),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems
+
+
+def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
+    directory = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(directory)
+    name = os.fsdecode(directory + b"/\xff.ffr")
+    samples = [sample(i) for i in range(20)]
+    write(name, samples)
+    with serving() as daemon, daemon.open(os.fsdecode(directory)) as reader:
+        assert [one.tobytes() for one in reader.read(range(20))] == samples
+        assert reader.shards[0].path == name
+        assert daemon.status()["shards"][0]["path"] == name
+
+
+@needs_root
+def test_a_socket_that_may_not_be_used_is_said() -> None:
+    with serving() as daemon:
+        path = write(daemon.directory / "a.ffr", [b"one"])
+        program = AS_NOBODY + (
+            "os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
+            "for _ in range(2): print(ffserve.open(sys.argv[1]).source)"
+        )
+        # The first engine of the process is started while files can still be imported.
+        program = program.replace(
+            "os.setgroups", "ffserve.open(sys.argv[1], server='off')[0]\nos.setgroups", 1
+        )
+        ended = run_python(program, path, daemon.socket)
+    assert ended.stdout.startswith("engine ")
+    assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
+
+
+def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    missing = tmp_path / "nodata"
+    line = f"there is no directory {missing}: nothing is served from there until it is"
+    with serving(roots=[missing], expect=[line]) as daemon:
+        assert line in daemon.text()
+        missing.mkdir()
+        path = write(missing / "a.ffr", [b"x"])
+        with daemon.open(path) as reader:
+            assert reader[0].tobytes() == b"x"
+
+
+@pytest.mark.parametrize("arena", ["4096TiB", str(usable_memory() - (16 << 20))])
+def test_an_arena_that_memory_has_no_room_for_is_refused(tmp_path: Path, arena: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ffserve", "serve", "--arena", arena),
+            *("--socket", tmp_path / "s"),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "an arena of" in done.stderr and "smaller --arena" in done.stderr
+    assert not (tmp_path / "s").exists()

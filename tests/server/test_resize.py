@@ -1,0 +1,271 @@
+"""The arena of a running daemon grows and shrinks: real daemons, real clients, real leases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from daemon import Daemon, Raw, run_python, serving, until, write
+
+import ffserve
+from ffserve import machine, protocol
+from ffserve.cli import cli
+from ffserve.client.connection import Connection
+from ffserve.errors import ReadError, UsageError
+
+MIB = 1 << 20
+SIZE = 50_000
+COUNT = 1000
+HOLDING = """
+import sys, ffserve
+with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader, reader.lease(range(980, 1000)):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[bytes]:
+    rng = np.random.default_rng(7)
+    return [rng.bytes(SIZE) for _ in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, truth: list[bytes]) -> str:
+    return write(tmp_path_factory.mktemp("resize") / "x.ffr", truth)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with serving(arena="16MiB", options=("--max-arena", "256MiB")) as running:
+        yield running
+
+
+def resize(daemon: Daemon, size: str, *options: str, code: int = 0) -> str:
+    """Run the command; return what it says."""
+    done = CliRunner().invoke(cli, ["resize", size, "--socket", daemon.socket, *options])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def memory_size(daemon: Daemon) -> int:
+    """Bytes of memory that the arena's file has."""
+    folder = Path(f"/proc/{daemon.pid}/fd")
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a client's, which has gone
+            if "ffserve-arena" in os.readlink(entry):
+                return entry.stat().st_blocks * 512
+    raise AssertionError("the daemon has no arena")
+
+
+class Load:
+    """A thread that reads random batches for as long as it is told, and checks every byte."""
+
+    def __init__(self, daemon: Daemon, path: str, truth: list[bytes], seed: int) -> None:
+        self.batches = 0
+        self.error: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(daemon, path, truth, seed))
+
+    def _run(self, daemon: Daemon, path: str, truth: list[bytes], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            with daemon.open(path) as reader:
+                while not self._stop.is_set():
+                    indices = rng.integers(0, COUNT, 32)
+                    for index, found in zip(indices, reader.read(indices), strict=True):
+                        assert bytes(found) == truth[index]
+                    self.batches += 1
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert self.error is None, self.error
+        assert self.batches
+
+
+def test_grows_under_load(daemon: Daemon, path: str, truth: list[bytes]) -> None:
+    with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
+        until(lambda: load.batches > 3, "reading goes on")
+        assert resize(daemon, "96MiB") == "the arena has 96.0 MiB now\n"
+        until(lambda: load.batches > 10, "reading goes on")
+    arena = daemon.status()["arena"]
+    assert arena["size"] == arena["target"] == arena["populated"] == 96 * MIB
+    with daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        before = daemon.cache()["blocks_read"]
+        assert [bytes(found) for found in reader.read(range(COUNT))] == truth
+        assert daemon.cache()["blocks_read"] == before, "all of it has room now"
+    assert memory_size(daemon) >= 96 * MIB
+
+
+def test_shrinks_under_load_and_gives_its_memory_back(path: str, truth: list[bytes]) -> None:
+    with serving(arena="96MiB") as daemon:
+        until(lambda: daemon.status()["arena"]["populated"] == 96 * MIB, "all memory is taken")
+        assert memory_size(daemon) >= 96 * MIB
+        with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
+            until(lambda: load.batches > 3, "reading goes on")
+            assert resize(daemon, "8MiB") == "the arena has 8.00 MiB now\n"
+            assert memory_size(daemon) <= 8 * MIB
+            done = load.batches
+            until(lambda: load.batches > done + 3, "reading goes on")
+        assert memory_size(daemon) <= 8 * MIB
+        arena = daemon.status()["arena"]
+        assert arena["size"] == arena["target"] == arena["populated"] == 8 * MIB >= arena["used"]
+
+
+def test_changes_size_again_and_again_under_load(path: str, truth: list[bytes]) -> None:
+    with (
+        serving(arena="32MiB", options=("--max-arena", "128MiB")) as daemon,
+        Load(daemon, path, truth, 1) as load,
+    ):
+        for size in (8, 128, 16, 64, 4, 100, 32) * 3:
+            resize(daemon, f"{size}MiB", *(["--no-wait"] if size % 3 else []))
+        assert resize(daemon, "32MiB") == "the arena has 32.0 MiB now\n"
+        done = load.batches
+        until(lambda: load.batches > done + 3, "reading goes on")
+        assert memory_size(daemon) <= 32 * MIB
+
+
+def test_leases_are_waited_for(path: str, truth: list[bytes]) -> None:
+    with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        with reader.lease(range(0, COUNT, 10)) as views:
+            said = resize(daemon, "8MiB", "--no-wait")
+            assert said == "the arena is on its way from 96.0 MiB to 8.00 MiB\n"
+            until(lambda: daemon.status()["arena"]["used"] < 90 * MIB, "what is free is emptied")
+            arena = daemon.status()["arena"]
+            assert arena["resizing"] and arena["held"] and arena["leased"] >= COUNT // 10 * SIZE
+            assert arena["size"] == 96 * MIB and arena["target"] == 8 * MIB
+            assert [bytes(v) for v in views] == truth[::10], "what is leased stays"
+            # Others go on in what is left, and a change of mind ends the waiting.
+            assert [bytes(found) for found in reader.read(range(50))] == truth[:50]
+            assert resize(daemon, "96MiB") == "the arena has 96.0 MiB now\n"
+            resize(daemon, "8MiB", "--no-wait")
+            assert [bytes(v) for v in views] == truth[::10]
+        until(lambda: not daemon.status()["arena"]["resizing"], "the arena is small")
+        assert memory_size(daemon) <= 8 * MIB
+        assert [bytes(found) for found in reader.read(range(COUNT))] == truth
+
+
+def test_a_client_that_is_killed_holds_nothing_up(path: str) -> None:
+    with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        holder = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", HOLDING, path, daemon.socket],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert holder.stdout is not None and holder.stdin is not None
+            assert holder.stdout.readline() == b"held\n"
+            resize(daemon, "4MiB", "--no-wait")
+            until(lambda: daemon.status()["arena"]["used"] < 8 * MIB, "what is free is emptied")
+            assert daemon.status()["arena"]["held"], "the last samples lie high"
+            holder.send_signal(signal.SIGKILL)
+            until(lambda: not daemon.status()["arena"]["resizing"], "the arena is small")
+            assert memory_size(daemon) <= 4 * MIB
+        finally:
+            holder.kill()
+            holder.communicate()
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("1KiB", "an arena of 1.00 KiB is too small"),
+        ("300MiB", "the arena cannot grow to 300 MiB: this daemon was started for at most 256 MiB"),
+        ("many", "'many' is not a size"),
+    ],
+)
+def test_sizes_that_cannot_be(daemon: Daemon, size: str, said: str) -> None:
+    assert said in resize(daemon, size, code=2)
+    assert daemon.status()["arena"]["target"] == 16 * MIB
+
+
+def test_sizes_on_the_wire_that_are_none(daemon: Daemon) -> None:
+    with Raw(daemon.socket) as raw:
+        for tag, size in enumerate((-1, 0, 1 << 63, (1 << 64) - 1), 1):
+            raw.send(protocol.Resize(tag, size))
+            answer = raw.receive()
+            assert isinstance(answer, protocol.Fail) and answer.tag == tag
+            assert isinstance(protocol.error_from_wire(answer.error), UsageError)
+
+
+def test_more_than_is_free_is_refused() -> None:
+    whole = machine.usable_memory() // (4 * MIB) * 4 * MIB
+    with serving(arena="16MiB", options=("--max-arena", str(2 * whole))) as daemon:
+        connection = Connection(daemon.socket, "resize")
+        try:
+            with pytest.raises(ReadError, match="of memory are free"):
+                connection.resize(2 * whole)
+        finally:
+            connection.close()
+        assert daemon.status()["arena"]["target"] == 16 * MIB
+
+
+def test_another_user_may_not() -> None:
+    program = """
+import os
+from ffserve.config import ServerConfig
+from ffserve.errors import AccessDenied
+from ffserve.server.access import Peer
+from ffserve.server.node import Node
+small, large = 16 << 20, 32 << 20
+node = Node(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
+try:
+    node.resize(large, Peer(1, os.geteuid() + 1, frozenset()))
+except AccessDenied as error:
+    print(error)
+assert node.arena.size == small
+node.resize(large, Peer(1, os.geteuid(), frozenset()))
+assert node.arena.size == large
+node.close()
+"""
+    assert "may not resize the arena" in run_python(program).stdout
+
+
+def test_registered_buffers_follow() -> None:
+    if "registered" not in ffserve.engine.ring.probe():
+        pytest.skip("no registered buffers here")
+    options = ("--max-arena", "256MiB", "--engine", "registered")
+    with serving(arena="16MiB", options=options) as daemon:
+        bounces = (256 << 10) * 128
+        for size in (64, 200, 24, 16):
+            resize(daemon, f"{size}MiB")
+
+            def registered(size: int = size) -> bool:
+                found = int(daemon.status()["engine"]["registered"])
+                return size * MIB <= found <= size * MIB + bounces
+
+            until(registered, f"{size} MiB are registered")
+
+
+def test_memory_that_is_free(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   90 kB\n")
+    (tmp_path / "cgroup").write_text("0::/a\n")
+    group = tmp_path / "a"
+    group.mkdir()
+    files = (tmp_path / "meminfo", tmp_path / "cgroup", tmp_path)
+    assert machine.free_memory(*files) == 90 << 10
+    (group / "memory.max").write_text("50000\n")
+    (group / "memory.current").write_text("40000\n")
+    (group / "memory.stat").write_text("file 9000\ninactive_file 2000\nactive_file 1000\n")
+    assert machine.free_memory(*files) == 13_000
+    (group / "memory.current").write_text("60000\n")
+    assert machine.free_memory(*files) == 0

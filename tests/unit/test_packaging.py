@@ -1,0 +1,156 @@
+"""What importing costs, and what the metadata promise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+from ffserve.cli import own
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "ffserve" / "engine"
+HEAVY = {"torch", "uvloop", "click", "rich", "pytest", "asyncio", "setuptools", "cffi"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has after a statement."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_ffserve_is_light() -> None:
+    # pip's editable installs may import parts of setuptools through .pth files.
+    loaded = modules_after("import ffserve") - modules_after("pass")
+    assert not loaded & (HEAVY - {"setuptools"})
+
+
+def test_reading_needs_neither_torch_nor_the_servers_loop() -> None:
+    loaded = modules_after("import ffserve; ffserve.open; ffserve.create; ffserve.FileReader")
+    assert not loaded & {"torch", "uvloop", "click", "rich"}
+
+
+def test_the_list_of_commands_imports_no_command() -> None:
+    statement = "import ffserve.cli; ffserve.cli.run(['--help'])"
+    assert not modules_after(statement) & {"numpy", "torch", "uvloop", "rich", "msgpack"}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    import ffserve
+
+    with pytest.raises(AttributeError):
+        ffserve.no_such_name  # noqa: B018
+
+
+def test_the_command_is_installed() -> None:
+    [command] = entry_points(group="console_scripts", name="ffserve")
+    assert command.value == "ffserve.cli:main"
+
+
+def test_a_source_distribution_has_every_file_of_the_core() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        [core] = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
+    for names, suffix in ((core["sources"], "c"), (core["depends"], "h")):
+        there = {f"ffserve/engine/{path.name}" for path in ENGINE.glob(f"*.{suffix}")}
+        assert sorted(names) == sorted(there - {"ffserve/engine/_core.c"})
+
+
+def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(ENGINE.parent, tmp_path / "ffserve")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    engine = tmp_path / "ffserve" / "engine"
+
+    def loaded(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *(arguments or ("ffserve", "inspect", "/none.ffr"))],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "No such file" in loaded()
+    with (engine / "slots.c").open("a") as source:
+        source.write("/* from now on */\n")
+    stale = loaded()
+    assert "built from other sources" in stale and "ffserve.engine.build_core" in stale
+    assert loaded("benchmarks", "--help") == stale
+    for path in engine.glob("*.[ch]"):
+        path.unlink()
+    assert "No such file" in loaded(), "an installed package has no sources beside it"
+    for path in engine.glob("_core*.so"):
+        path.unlink()
+    assert "cannot be loaded" in loaded()
+
+
+def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "ffserve").mkdir()
+    (tmp_path / "ffserve" / "__init__.py").write_text("raise SystemExit('a checkout')")
+    done = subprocess.run(
+        [*own.python("ffserve"), "inspect", "/none.ffr"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "No such file" in done.stderr, done.stderr
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    import ffserve
+
+    assert ffserve.__version__ == version("ffserve")
+    assert f"## {ffserve.__version__}" in (ROOT / "docs" / "CHANGELOG.md").read_text()
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "ffserve" / "py.typed").exists()
+
+
+def test_the_top_level_stays_as_it_is_listed() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
+        ".ci", ".gitignore", "Makefile", "README.md", "benchmarks", "docs", "ffserve",
+        "pyproject.toml", "systemd", "tests",
+    }  # fmt: skip
+
+
+def test_readme_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text and "make test" in text
+
+
+def test_the_first_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    program = text.split("\n## Read\n")[1].split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("2 daemon ", "2 engine "))
