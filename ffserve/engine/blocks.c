@@ -3,7 +3,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "core.h"
+#include "plan.h"
 
 #define FEW 256 /* blocks: a turn of the scheduler */
 

@@ -52,6 +52,8 @@ SOURCES = (
     "orders.c",
     "sending.c",
 )
+HEADERS = ("core.h", "plan.h")
+"""The headers that Python sees, in the order in which they declare."""
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]
 
 LIBURING_TRIAL = """
@@ -82,11 +84,14 @@ TRIALS: tuple[tuple[str, str, str, tuple[tuple[str, ...], ...]], ...] = (
 
 
 def declarations() -> str:
-    """The part of core.h that Python sees."""
-    text = (HERE / "core.h").read_text(encoding="utf-8")
-    found = re.search(r"/\* cdef \*/\n(.*)/\* end cdef \*/", text, re.DOTALL)
-    assert found, "core.h has lost its cdef marks"
-    return found.group(1)
+    """Return the parts of the headers that Python sees."""
+    parts = []
+    for name in HEADERS:
+        text = (HERE / name).read_text(encoding="utf-8")
+        found = re.search(r"/\* cdef \*/\n(.*)/\* end cdef \*/", text, re.DOTALL)
+        assert found, f"{name} has lost its cdef marks"
+        parts.append(found.group(1))
+    return "".join(parts)
 
 
 def emit(target: Path) -> None:
@@ -94,7 +99,8 @@ def emit(target: Path) -> None:
     builder = cffi.FFI()
     fingerprint = runpy.run_path(str(HERE / "sources.py"))["fingerprint"](HERE)
     builder.cdef(declarations() + "#define FFS_SOURCES ...\n")
-    builder.set_source(MODULE, f'#include "core.h"\n#define FFS_SOURCES {fingerprint}u')
+    includes = "".join(f'#include "{name}"\n' for name in HEADERS)
+    builder.set_source(MODULE, f"{includes}#define FFS_SOURCES {fingerprint}u")
     target.parent.mkdir(parents=True, exist_ok=True)
     builder.emit_c_code(str(target))
 

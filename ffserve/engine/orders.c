@@ -2,7 +2,7 @@
  * epoch a sample comes. See ffserve/cache/orders.py and narrow.py. */
 #include <math.h>
 
-#include "core.h"
+#include "plan.h"
 
 /* Slots whose rows are asked for from memory while others are looked at. */
 #define AHEAD 16

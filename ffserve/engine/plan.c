@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "core.h"
+#include "plan.h"
 
 enum { FIRST, COUNT, BEGIN, END, SIZE, SHARD };
 

@@ -5,7 +5,7 @@
  */
 #include <stdbool.h>
 
-#include "core.h"
+#include "plan.h"
 
 /* Slots whose rows are asked for from memory while others are looked at. */
 #define AHEAD 16

@@ -6,7 +6,7 @@
  */
 #include <stdbool.h>
 
-#include "core.h"
+#include "plan.h"
 
 #define SEEN 0x80
 #define MARK -1
