@@ -39,7 +39,7 @@ Failed: TypeAlias = dict[int, FFServeError]
 
 LARGE_COPY_SIZE = 1024 * 1024
 """Bytes from which on a copy leaves the loop to others. Copying so much takes 0.12 ms (ratios in
-docs/decisions/README.md), which is what the way to a thread and back costs too."""
+docs/decisions/requests.md), which is what the way to a thread and back costs too."""
 
 
 @dataclass(slots=True)

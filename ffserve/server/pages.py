@@ -2,7 +2,7 @@
 
 Taking pages ahead keeps the fault of a first touch out of the reads; a read that overtakes this
 thread takes its own. Before pages go, the engines are told, so that no buffer stays registered
-that would keep them (docs/decisions, 19).
+that would keep them (docs/decisions/engine.md).
 """
 
 from __future__ import annotations
