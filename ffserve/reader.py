@@ -22,7 +22,6 @@ from ffserve.client import connections
 from ffserve.client.announced import Announced, check_count
 from ffserve.client.base import BaseReader, check_options
 from ffserve.client.choice import Wanted, closed_error
-from ffserve.client.hazards import Leasing
 from ffserve.client.in_order import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
@@ -40,8 +39,6 @@ from ffserve.files import is_compressed
 
 if TYPE_CHECKING:
     from ffserve.client.source import Source
-
-_INT64 = np.dtype(np.int64)
 
 
 def open(
@@ -220,25 +217,6 @@ class Reader(BaseReader, Sequence[Bytes]):
             self._used(indices)
         return batch
 
-    def _leased_array(self, indices: NDArray[Any]) -> Leased:
-        source = self._supply.source
-        leased = None if source is None else source.leased(indices)
-        if leased is None:
-            return self._leased(self._numbers(indices))
-        return self._note_leased(leased, indices)
-
-    def _leased(self, numbers: Int64s) -> Leased:
-        leased = self._supply.retrying(lambda source: source.lease(numbers))
-        return self._note_leased(leased, numbers)
-
-    def _note_leased(self, leased: Leased, numbers: Int64s) -> Leased:
-        try:
-            self._used(numbers)
-        except BaseException:
-            leased.release()
-            raise
-        return leased
-
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
 
@@ -249,16 +227,22 @@ class Reader(BaseReader, Sequence[Bytes]):
             samples' bytes afterwards. A child that was forked meanwhile sees the same for as long
             as its parent holds them; that a daemon ends changes nothing.
 
-        Raises: as `read`, on entry. Indices are looked at at once, but those in an int64 array.
+        Raises: SampleIndexError at once; the rest as `read`, on entry.
 
-        Cost: no copy, and no round trip for what is in memory, within what the daemon allows this
-            process to hold (its share of three eighths of the arena). What is not, or is more than
-            that, costs a round trip, or is copied. Leased samples cannot be evicted: leave soon.
+        Cost: one round trip to the daemon, one message more on leaving, no copy. All leases of all
+            processes together hold at most half of the arena; samples beyond that are copied.
+            Leased samples cannot be evicted: leave soon.
         """
-        plain = type(indices) is np.ndarray and indices.dtype == _INT64 and indices.ndim == 1
-        if plain and self._intact is None:
-            return Leasing(self._leased_array, indices)
-        return Leasing(self._leased, self._numbers(indices))
+        return self._leasing(self._numbers(indices))
+
+    @contextlib.contextmanager
+    def _leasing(self, numbers: Int64s) -> Iterator[Leased]:
+        leased = self._supply.retrying(lambda source: source.lease(numbers))
+        try:
+            self._used(numbers)
+            yield leased
+        finally:
+            leased.release()
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Bytes: ...

@@ -138,7 +138,7 @@ class Connection:
     def lease(self, dataset: int, indices: NDArray[np.int64], tags: list[int]) -> int:
         """Ask for samples to be pinned; return the tag to `wait_ready` for.
 
-        Args: tags: the tag is added to these, all of which the caller will `release`.
+        Args: tags: the tag is added to these, all of which the caller will `release`, in any case.
         """
         tag = self._tag()
         tags.append(tag)
@@ -484,8 +484,7 @@ class Connection:
     def _hang_up(self) -> None:
         """End the session, or leave that to whoever gives back the last that is leased over it."""
         with self._lock:
-            by_table = self.given.leases is not None and self.given.leases.end(self._hang_up)
-            if by_table or self._leased:
+            if self._leased:
                 _kept.add(self)
                 return
             _kept.discard(self)
@@ -520,8 +519,6 @@ class Connection:
     def abandon(self) -> None:
         """Close the descriptors and nothing else."""
         self._broken = self._broken or ServerUnavailable("closed", path=self.path)
-        if self.given.leases is not None:
-            self.given.leases.forget()
         self._socket.close()
         self.given.drop_fds()
 

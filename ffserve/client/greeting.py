@@ -1,9 +1,8 @@
 """The greeting: a socket to the daemon, and what it gives of its memory.
 
-Three descriptors come with WELCOME, four where the daemon takes part in leasing without asking:
-arena, directory, index, and a table of this connection's own. They are mapped read-only, all but
-the table. Where they do not reach us (another container, a limit on descriptors or on the address
-space) samples come through the socket instead.
+Three descriptors come with WELCOME: arena, directory, index. They are mapped read-only. Where they
+do not reach us (another container, a limit on descriptors or on the address space) samples come
+through the socket instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.cache.shm import is_sealed, map_read_only
 from ffserve.client.inbox import CHUNK
-from ffserve.engine.hazards import TABLE_SIZE, Leases, Table
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.socket_path import MAX_SOCKET_PATH
@@ -40,8 +38,7 @@ class Greeting:
     Args: path: of the socket. job: name of the training run. payload: how samples may come.
 
     arena_size: bytes, as large as it may become. takes_orders: whether ORDER is of use. inline:
-    samples come through the socket, and nothing is mapped. leases: for leasing without asking, if
-    the daemon takes part in it.
+    samples come through the socket, and nothing is mapped.
     """
 
     arena: NDArray[np.uint8]
@@ -49,7 +46,6 @@ class Greeting:
     def __init__(self, path: str, job: str, payload: list[str]) -> None:
         self.path = path
         self.decoder = protocol.Decoder(protocol.FROM_SERVER)
-        self.leases: Leases | None = None
         self._fds: list[int] = []
         weakref.finalize(self, _close_all, self._fds).atexit = False
         self.socket = _connect(path)
@@ -70,7 +66,6 @@ class Greeting:
                 "job": job,
                 "pid": os.getpid(),
                 "payload": payload,
-                "leases": "shared" in payload,
             }
         )
         try:
@@ -117,15 +112,12 @@ class Greeting:
             return
         if "shared" not in payload:
             raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
-        table_size = about.get("leases")
-        if len(self._fds) != (3 if table_size is None else 4):
+        if len(self._fds) != 3:
             raise _NoMemory("no descriptors came with the daemon's WELCOME", path=self.path)
         if not all(map(is_sealed, self._fds)):
             raise ProtocolError("the daemon's memory is not sealed", path=self.path)
         try:
             self.arena = map_read_only(self._fds[0], 0, self.arena_size)
-            if table_size is not None:
-                self.leases = map_table(self._fds.pop(), table_size, self.path)
         except ReadError as error:
             raise _NoMemory(error.message, path=self.path) from error
 
@@ -168,19 +160,6 @@ def greet(path: str, job: str) -> Greeting:
         return Greeting(path, job, ["shared", "inline"])
     except _NoMemory:
         return Greeting(path, job, ["inline"])
-
-
-def map_table(fd: int, size: object, path: str) -> Leases:
-    """Map the table that the daemon at `path` has given, and close its descriptor.
-
-    Raises: ProtocolError when it is none; ReadError when the kernel maps no more.
-    """
-    try:
-        if size != TABLE_SIZE or os.fstat(fd).st_size != TABLE_SIZE or not is_sealed(fd):
-            raise ProtocolError("the daemon's table of leases is none", path=path)
-        return Leases(Table(fd))
-    finally:
-        os.close(fd)
 
 
 def _connect(path: str) -> socket.socket:

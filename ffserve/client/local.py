@@ -419,10 +419,6 @@ class LocalSource:
         ends = self._offsets[indices] + lengths
         return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
 
-    def leased(self, indices: Int64s) -> Leased | None:
-        """None: nothing is in memory."""
-        return None
-
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of one buffer."""
         pending = self.start(indices, apart=False)

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.client import buffers
 from ffserve.client.connection import Connection
-from ffserve.client.hazards import Asked
 from ffserve.client.in_order import cut
 from ffserve.client.request import Awaited, Copy, RemotePending, Steps, Unsized, failures_of
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.client.tally import Tally
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.hazards import Lease, Leaser
 from ffserve.engine.view import View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -46,9 +44,6 @@ EARLY_IDLE_S = 0.25
 _MOST_EMPTY_ROUNDS = 1000
 
 
-_NO_COPIES: dict[int, Bytes] = {}
-
-
 class RemoteSource:
     """A data set of the daemon, opened over a connection.
 
@@ -62,8 +57,6 @@ class RemoteSource:
     ) -> None:
         self.connection = connection
         self._mappings: list[NDArray[np.uint8]] = []
-        self._leaser: Leaser | None = None
-        self._lease_extra = 0
         self.dataset = opened.dataset
         self._set_up(opened, paths)
         self.description = f"daemon {connection.path}"
@@ -79,7 +72,6 @@ class RemoteSource:
             raise ProtocolError("the daemon opened another number of shards than asked for")
         table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
         self._bases = table["base"].astype(np.int64)
-        self._lease_extra = int(table["lease_extra"].max())
         self.layout = Layout(table["count"].astype(np.int64), self._bases)
         self.count = self.layout.count
         self.shards = [
@@ -93,18 +85,14 @@ class RemoteSource:
         self._map()
 
     def _map(self) -> None:
-        segments, bases = [], []
+        segments = []
         for first, base, count in self.layout.runs():
-            bases.append(base)
             mapping = self.connection.given.entries(base, count)
             self._mappings.append(mapping)
             segments.append((mapping.__array_interface__["data"][0], first, count))
         arena = self.connection.given.arena
         self._arena = arena
         self._view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
-        leases = self.connection.given.leases
-        if leases is not None:
-            self._leaser = Leaser(leases, self._view, bases, self._lease_extra)
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; what lies in chunks that nobody read yet is read."""
@@ -389,64 +377,39 @@ class RemoteSource:
 
     # ---- leases ---------------------------------------------------------------------------
 
-    def leased(self, indices: Int64s) -> Leased | None:
-        """Lease a batch if all of it can be leased without asking; the short way, as `copied`."""
-        lease = None if self._leaser is None else self._leaser.lease_all(indices)
-        if lease is None:
-            return None
-        try:
-            self._tally.took(indices, lease.size)
-        except BaseException:
-            lease.release()
-            raise
-        return Leased(self._arena, lease.starts, lease.sizes, _NO_COPIES, lease)
-
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of the arena that stay what they are until they are released.
 
-        What is in memory, within this process's budget, needs no answer of the daemon. The rest it
-        is asked for, and what it cannot pin (leases together take at most half of the arena) is
-        copied.
+        The daemon pins the samples; those beyond what it pins (leases together take at most half
+        of the arena) are copied.
         """
-        if self._leaser is None:
-            starts = np.full(len(indices), -1, np.int64)
-            return self._lease_by_asking(indices, starts, self.known_sizes(indices), None)
-        lease = self._leaser.lease(indices)
-        hits = len(indices) - lease.left
-        if hits:
-            try:
-                self._tally.note_seen(indices if not lease.left else indices[lease.starts >= 0])
-                self._tally.count(hits, 0, lease.size)
-            except BaseException:
-                lease.release()
-                raise
-        if lease.left:
-            return self._lease_by_asking(indices, lease.starts, lease.sizes, lease)
-        return Leased(self._arena, lease.starts, lease.sizes, {}, lease)
-
-    def _lease_by_asking(
-        self, indices: Int64s, starts: Int64s, sizes: Int64s, lease: Lease | None
-    ) -> Leased:
-        """Lease those that have no place (start) yet."""
-        held = Asked(self.connection, lease)
+        offsets, missing, _ = self._view.locate(indices)
+        sizes = np.diff(offsets)
+        starts = np.full(len(indices), -1, np.int64)
+        held = _Held(self.connection)
         try:
-            rest = np.flatnonzero(starts < 0)
-            for first in range(0, len(rest), protocol.MAX_GET_COUNT):
-                positions = rest[first : first + protocol.MAX_GET_COUNT]
-                part = indices[positions]
+            first, refused = 0, False
+            while first < len(indices) and not refused:
+                part = indices[first : first + protocol.MAX_GET_COUNT]
                 ready = self.connection.wait_ready(held.ask(self.dataset, part))
                 if not 0 <= ready.count <= len(part):
                     raise ProtocolError("the daemon leased samples it was not asked for")
                 for _, error in sorted(failures_of(ready.errors, ready.count).items()):
                     raise error
                 places = self._view.places(part[: ready.count])
-                starts[positions[: ready.count]] = places.view(np.int64)  # NOWHERE: -1
-            sizes[rest] = self.known_sizes(indices[rest])
+                starts[first : first + ready.count] = places.view(np.int64)  # NOWHERE: -1
+                first, refused = first + ready.count, ready.count == 0
+            if len(missing):
+                sizes = self.known_sizes(indices)
             copied = np.flatnonzero(starts < 0)
             copies: dict[int, Bytes] = {}
             if len(copied):
                 copies = dict(zip(copied.tolist(), self._copies(indices[copied]), strict=True))
                 sizes[copied] = [copy.nbytes for copy in copies.values()]
+            pinned = len(indices) - len(copied)
+            misses = min(len(missing), pinned)
+            size = int(sizes.sum() - sizes[copied].sum())
+            self._tally.count_asked(pinned - misses, misses, size)
             return Leased(self._arena, starts, sizes, copies, held)
         except BaseException:
             held.release()
@@ -510,3 +473,23 @@ class RemoteSource:
             self._tally.enter_fresh()
             self.connection.close_dataset(self.dataset)
         self.connection.leave()
+
+
+class _Held:
+    """Leases that the daemon has been asked for; fulfils `source.Held`."""
+
+    __slots__ = ("_connection", "_tags")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tags: list[int] = []
+
+    def ask(self, dataset: int, indices: Int64s) -> int:
+        """Send a LEASE; return its tag."""
+        return self._connection.lease(dataset, indices, self._tags)
+
+    def release(self) -> None:
+        """Give all of them back. A second call does nothing."""
+        tags, self._tags = self._tags, []
+        if tags:
+            self._connection.release(tags)

@@ -247,11 +247,6 @@ class Source(Protocol):
         """
         ...
 
-    def leased(self, indices: Int64s) -> Leased | None:
-        """Return a lease that needs nothing but memory, None when `lease` has to be tried; indices
-        as for `copied`."""
-        ...
-
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views, in place where possible, until they are released."""
         ...

@@ -66,12 +66,16 @@ class Tally:
 
     def count(self, hits: int, misses: int, size: int) -> None:
         """Count a request: samples found in memory, samples asked for, bytes of all."""
+        self.count_asked(hits, misses, size)
+        if hits:
+            self._connection.count_hits(hits, size * hits // (hits + misses))
+
+    def count_asked(self, hits: int, misses: int, size: int) -> None:
+        """Count a request of which the daemon knows everything: all of it was asked for."""
         with self._lock:
             self._hits += hits
             self._misses += misses
             self._size += size
-        if hits:
-            self._connection.count_hits(hits, size * hits // (hits + misses))
 
     def facts(self) -> dict[str, int | float | str]:
         """Return the counters."""

@@ -330,7 +330,7 @@ class Session:
         if numbers is None:
             return
         assert self.job is not None
-        self._count(numbers)
+        self._count(numbers, hits_unreported=lease or self.inline)
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
         crowded = owner.waiting or self._node.scheduler.request_count >= MOST_PROMISED
         if self._promise is not None and not (crowded or lease or self.inline):
@@ -361,11 +361,11 @@ class Session:
             return None
         return layout.numbers(indices)
 
-    def _count(self, numbers: Int64s) -> None:
-        """Count hits for who cannot know of them himself."""
+    def _count(self, numbers: Int64s, *, hits_unreported: bool) -> None:
+        """Count a request's samples, and the hits among them if the client does not report them."""
         assert self.job is not None
         hits = 0
-        if self.inline:
+        if hits_unreported:
             hit = numbers[self._node.directory.entries["seq"][numbers] & 1 == 1]
             hits = len(hit)
             self.job.hits += hits

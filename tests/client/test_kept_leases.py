@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from daemon import DEADLINE_S, Daemon, sample, serving, stopped, until, write
 from test_daemon import client, everything_is_given_back
-from test_leases import SIZES, leased_by, warm
+from test_leases import SIZES
 
-import ffserve
 from ffserve.client import connection, greeting
 from ffserve.client.choice import RECONNECT_S
 from ffserve.errors import ServerUnavailable
 
-WAYS = pytest.mark.parametrize("asked", [False, True], ids=["by table", "by asking"])
 LEASED = range(5)
 
 
@@ -31,12 +29,6 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 1)
     monkeypatch.setattr(greeting, "CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
-
-
-def prepare(reader: ffserve.Reader, asked: bool) -> None:
-    """A session's first lease is always asked for."""
-    if not asked:
-        warm(reader, LEASED)
 
 
 def evict_all_but(daemon: Daemon, path: str, views: Sequence[object]) -> None:
@@ -54,25 +46,18 @@ def nothing_is_kept(daemon: Daemon) -> None:
     everything_is_given_back(daemon)
 
 
-@WAYS
-def test_leased_bytes_changed_after_a_stop_that_the_client_took_for_the_end(
-    path: str, asked: bool
-) -> None:
+def test_leased_bytes_changed_after_a_stop_that_the_client_took_for_the_end(path: str) -> None:
     with serving(arena="1MiB") as daemon, daemon.open(path) as reader:
-        prepare(reader, asked)
         with reader.lease(LEASED) as views:
-            assert leased_by(reader) == (0 if asked else 5)
             with stopped(daemon.pid), pytest.raises(ServerUnavailable):
                 reader.read(range(50, 60))
             evict_all_but(daemon, path, views)
         nothing_is_kept(daemon)
 
 
-@WAYS
-def test_leased_bytes_changed_when_their_reader_was_closed(path: str, asked: bool) -> None:
+def test_leased_bytes_changed_when_their_reader_was_closed(path: str) -> None:
     with serving(arena="1MiB") as daemon:
         reader = daemon.open(path)
-        prepare(reader, asked)
         with reader.lease(LEASED) as views:
             reader.close()
             evict_all_but(daemon, path, views)
@@ -82,8 +67,6 @@ def test_leased_bytes_changed_when_their_reader_was_closed(path: str, asked: boo
 PARENT = """
 import os, sys, ffserve
 reader = ffserve.open(sys.argv[1], server=sys.argv[2])
-if sys.argv[3] == "False":
-    with reader.lease(range(5)): pass
 lease = reader.lease(range(5)); views = lease.__enter__()
 reader.close()
 if os.fork() == 0:
@@ -94,10 +77,9 @@ os.wait()
 """
 
 
-@WAYS
-def test_a_child_held_its_parents_leases(path: str, asked: bool) -> None:
+def test_a_child_held_its_parents_leases(path: str) -> None:
     """It had a copy of the socket over which they are kept."""
-    with serving(arena="1MiB") as daemon, client(PARENT, path, daemon.socket, asked) as parent:
+    with serving(arena="1MiB") as daemon, client(PARENT, path, daemon.socket) as parent:
         assert daemon.status()["arena"]["leased"] >= 4 * SIZES[0]
         parent.kill()
         nothing_is_kept(daemon)
