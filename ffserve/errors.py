@@ -1,26 +1,27 @@
-"""The one tree of errors.
+"""All errors of ffserve: one tree of classes, and one table from read status to error.
 
-Every class has a stable ``code`` (it travels in protocol frames), says by ``retryable``
-whether asking again may help, and carries a hint that its reader can act on. All of them are
-``RuntimeError`` because programs written for the original ffrecord catch that; the more
-specific built-in that a caller of Python would expect is inherited beside it. They pickle
-whole, since they cross from DataLoader workers to the training process.
+Every class has a stable ``code`` that travels in protocol messages, a flag ``retryable`` that says
+whether another attempt may succeed, and a hint that the user can act on. Every class is a
+``RuntimeError``, because programs written for the original ffrecord catch that, and also inherits
+the more specific built-in exception that a Python programmer expects. Errors pickle completely,
+since they cross from DataLoader workers to the training process.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 
 class FFServeError(RuntimeError):
-    """Base of everything that ffserve raises on purpose.
+    """Base class of all errors that ffserve raises.
 
     Args:
-        message: what happened, in one sentence.
-        path: the file concerned, if any.
-        index: the sample's index in the dataset as the caller numbered it, if any.
+        message: what failed and why, in one sentence.
+        path: the file, directory or socket concerned, if any.
+        index: the sample's index in the caller's dataset, if any.
         offset: byte offset in ``path``, if any.
-        hint: what the reader can do about it.
+        hint: what the user can do about it.
     """
 
     code: ClassVar[str] = "error"
@@ -57,7 +58,7 @@ class FFServeError(RuntimeError):
         return _rebuild, (type(self), self.message, self.path, self.index, self.offset, self.hint)
 
     def located(self, *, path: str | None = None, index: int | None = None) -> FFServeError:
-        """Return the same error with what was still unknown about its place filled in."""
+        """Return a copy of this error with `path` filled in if it was missing, and `index` set."""
         return _rebuild(
             type(self),
             self.message,
@@ -80,31 +81,31 @@ def _rebuild(
 
 
 class FormatError(FFServeError):
-    """The file is not what its format demands: foreign, inconsistent, or unfinished."""
+    """The file violates its format: another format, inconsistent content, or unfinished."""
 
     code = "format"
 
 
 class ChecksumError(FormatError):
-    """Bytes do not match the checksum stored with them."""
+    """Data does not match its stored checksum."""
 
     code = "checksum"
 
 
 class TruncatedError(FormatError):
-    """The file ends before the bytes that its tables promise."""
+    """The file is shorter than its header or tables say."""
 
     code = "truncated"
 
 
 class SampleIndexError(FFServeError, IndexError):
-    """An index outside the dataset."""
+    """A sample index is outside the dataset."""
 
     code = "index"
 
 
 class AccessDenied(FFServeError, PermissionError):
-    """The peer may not read this file, or the daemon does not serve it."""
+    """The user may not read this file, or the daemon does not serve it."""
 
     code = "access"
 
@@ -117,33 +118,33 @@ class ServerUnavailable(FFServeError, ConnectionError):
 
 
 class ProtocolError(FFServeError):
-    """The other side sent what the protocol does not allow; its text says whose fault it is."""
+    """A peer violated the protocol; the message says which side is at fault."""
 
     code = "protocol"
 
 
 class ReadError(FFServeError, OSError):
-    """The operating system failed to read or write, or the file changed under us."""
+    """The operating system failed to read or write a file, or the file changed while in use."""
 
     code = "read"
     retryable = True
 
 
 class MissingFile(ReadError, FileNotFoundError):
-    """There is no such file, or none in a directory or of a pattern."""
+    """The path does not exist, the directory has no record files, or no file matches a pattern."""
 
     code = "missing"
     retryable = False
 
 
 class UsageError(FFServeError, ValueError):
-    """The call itself is wrong: an option, a type or a value that cannot be meant."""
+    """The call is wrong: an unknown option, a wrong type, or a value out of range."""
 
     code = "usage"
 
 
 class CoreError(FFServeError, ImportError):
-    """The compiled part of ffserve is not there, or does not belong to these sources."""
+    """The compiled C core is missing, or was built from other sources."""
 
     code = "core"
 
@@ -164,4 +165,80 @@ BY_CODE: dict[str, type[FFServeError]] = {
         UsageError,
     )
 }
-"""Every class by its code on the wire; an unknown code becomes a plain FFServeError."""
+"""Error class by code on the wire; an unknown code becomes a plain FFServeError."""
+
+# ---- the status of a failed read -------------------------------------------------------------
+
+STATUS_CHECKSUM, STATUS_TRUNCATED = -100_001, -100_002
+"""FFS_ECHECKSUM and FFS_ETRUNCATED of the C core."""
+STATUS_TOO_LARGE = -100_100
+"""No slot of the arena can hold the sample, or the chunk that contains it."""
+STATUS_ARENA_BUSY = -100_101
+"""The arena stayed full of samples that are leased or being read for too long."""
+STATUS_FORMAT = -100_102
+"""The chunk that contains the sample is damaged; the format's own error says how."""
+
+GAP_CHECKSUM = 0xFFFFFFFF
+"""Stored checksum of a gap: the entry of length 0 that a tolerant scan puts where it had to skip
+damaged bytes of unknown meaning."""
+
+_VERIFY = "restore the file from a copy; `ffserve verify` lists all damaged samples"
+
+_BY_STATUS: dict[int, tuple[type[FFServeError], str, str]] = {
+    STATUS_CHECKSUM: (
+        ChecksumError,
+        "checksum mismatch: the file stores {expected:08x}, its bytes give {found:08x}",
+        _VERIFY,
+    ),
+    STATUS_TRUNCATED: (TruncatedError, "the file ends inside this sample", _VERIFY),
+    STATUS_TOO_LARGE: (
+        ReadError,
+        "the sample, or the chunk that contains it, takes {length} bytes in whole disk blocks and "
+        "does not fit into the daemon's arena of {arena_size} bytes",
+        "start the daemon with a larger --arena, or open with server='off'",
+    ),
+    STATUS_ARENA_BUSY: (
+        ReadError,
+        "no memory became free: the daemon's arena stayed full of samples that are leased or being "
+        "read",
+        "release leases sooner, start the daemon with a larger --arena, or check for a disk that "
+        "hangs",
+    ),
+}
+"""Error class, message and hint by status; any other status is a negative errno."""
+
+
+def status_error(
+    status: int,
+    *,
+    path: str,
+    index: int | None,
+    offset: int | None = None,
+    length: int = 0,
+    found: int = 0,
+    expected: int = 0,
+    arena_size: int = 0,
+) -> FFServeError:
+    """Return the error for the status of a failed read.
+
+    Args:
+        status: negative errno, or one of the statuses above.
+        path, index, offset, length: the sample, and the extent of its payload in the file.
+        found, expected: computed and stored checksum.
+        arena_size: bytes of the daemon's arena.
+    """
+    kind: type[FFServeError]
+    if status == STATUS_CHECKSUM and length == 0 and expected == GAP_CHECKSUM:
+        kind, text, hint = (
+            ChecksumError,
+            "damaged bytes of unknown meaning; the samples up to the next intact one are lost",
+            "restore the file from a copy",
+        )
+    else:
+        kind, text, hint = _BY_STATUS.get(status) or (
+            ReadError,
+            f"read failed: {os.strerror(-status)}",
+            "check the kernel log for device errors",
+        )
+    message = text.format(found=found, expected=expected, length=length, arena_size=arena_size)
+    return kind(message, path=path, index=index, offset=offset, hint=hint)

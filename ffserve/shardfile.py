@@ -1,13 +1,13 @@
-"""From an open file to its shard: which format it has, and what an earlier walk over it found."""
+"""Opening a shard: detect the format of an open file and load its tables or its index file."""
 
 from __future__ import annotations
 
 import os
 
-from ffserve import formats, sidecar
+from ffserve import formats, index_file
 from ffserve.errors import ReadError
 from ffserve.files import open_regular, read_at_of
-from ffserve.formats.base import HEAD_SIZE, ReadAt, WalkedFormat, WalkedShard
+from ffserve.formats.base import HEAD_SIZE, ReadAt, ScannedFormat, ScannedShard
 
 
 def open_shard(
@@ -17,73 +17,72 @@ def open_shard(
     *,
     verify: bool = True,
     tolerant: bool = False,
-    keep: sidecar.Keep = "own",
+    keep: index_file.Keep = "own",
 ) -> formats.Shard:
-    """Parse an open file.
+    """Open the shard in an open file.
 
     Args:
-        fd: opened for reading, without O_DIRECT; needed until the shard is loaded.
-        path: its name, for errors, suffix and sidecar.
-        format_name: None to tell by content, then by suffix.
+        fd: descriptor, opened for reading without O_DIRECT; needed until the shard is loaded.
+        path: name of the file, for errors, for its suffix, and to find its index file.
+        format_name: format; None detects it by content, then by suffix.
         verify, tolerant: see ``formats.base.Format.open``.
-        keep: where a sidecar may be written.
+        keep: where an index file may be written.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
-    Cost:    that of the format; for one that has to be walked over, a sidecar saves the walk.
+    Cost:    that of the format; an index file saves the scan of a format without tables.
     """
-    chosen, read_at, size = _tell(fd, path, format_name)
-    if not isinstance(chosen, WalkedFormat) or size < sidecar.WORTH_SIZE:
+    chosen, read_at, size = _detect(fd, path, format_name)
+    if not isinstance(chosen, ScannedFormat) or size < index_file.MIN_INDEXED_SIZE:
         return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
-    identity = sidecar.Identity.of(fd, path, chosen.name)
-    if (kept := sidecar.find(fd, path, identity)) is not None:
-        shard = chosen.restore(kept.lengths, kept.checksums, size, path)
+    identity = index_file.Identity.of(fd, path, chosen.name)
+    if (indexed := index_file.find(fd, path, identity)) is not None:
+        shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
         if shard is not None:
             return shard
-    walked = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
-    if verify and walked.sound:
-        sidecar.store(fd, path, identity, walked, keep)
-    return walked
+    scanned = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
+    if verify and scanned.sound:
+        index_file.store(fd, path, identity, scanned, keep)
+    return scanned
 
 
-def index_file(
+def write_index_file(
     path: str, format_name: str | None = None, *, renew: bool = False
-) -> tuple[WalkedShard, str] | None:
-    """Walk over a file and keep what was found, beside it or else in the user's cache.
+) -> tuple[ScannedShard, str] | None:
+    """Scan a file and write its index file beside it, else into the user's cache.
 
     Args:
         path: the file.
-        format_name: None to tell by content, then by suffix.
-        renew: walk also when there is a sound sidecar.
-    Returns: what is in the file, and where the sidecar lies; None when the file's format has
-             tables of its own.
-    Raises:  FormatError, ChecksumError, TruncatedError, AccessDenied; ReadError also when a
-             sidecar can be written nowhere.
-    Cost:    one walk over the file, unless there is a sound sidecar.
+        format_name: format; None detects it by content, then by suffix.
+        renew: scan even if there is a valid index file.
+    Returns: the shard and the path of its index file; None if the format has tables of its own.
+    Raises:  FormatError, ChecksumError, TruncatedError, AccessDenied; ReadError also if the index
+             file cannot be written anywhere.
+    Cost:    one scan of the file, unless there is a valid index file.
     """
     fd = open_regular(path)
     try:
-        chosen, read_at, size = _tell(fd, path, format_name)
-        if not isinstance(chosen, WalkedFormat):
+        chosen, read_at, size = _detect(fd, path, format_name)
+        if not isinstance(chosen, ScannedFormat):
             return None
-        identity = sidecar.Identity.of(fd, path, chosen.name)
-        if not renew and (kept := sidecar.find(fd, path, identity)) is not None:
-            shard = chosen.restore(kept.lengths, kept.checksums, size, path)
+        identity = index_file.Identity.of(fd, path, chosen.name)
+        if not renew and (indexed := index_file.find(fd, path, identity)) is not None:
+            shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
             if shard is not None:
-                return shard, kept.place
-        walked = chosen.open(read_at, size, path)
-        place = sidecar.store(fd, path, identity, walked, "beside")
+                return shard, indexed.path
+        scanned = chosen.open(read_at, size, path)
+        written = index_file.store(fd, path, identity, scanned, "beside")
     finally:
         os.close(fd)
-    if place is None:
+    if written is None:
         raise ReadError(
-            "an index can be written neither beside the file nor in the user's cache, or the "
-            "file is being written to",
+            "cannot write the index file: neither the file's directory nor the user's cache is "
+            "writable, or the file changed during the scan",
             path=path,
-            hint="set XDG_CACHE_HOME to a directory that can be written to",
+            hint="set XDG_CACHE_HOME to a writable directory, or wait until the file is complete",
         )
-    return walked, place
+    return scanned, written
 
 
-def _tell(fd: int, path: str, format_name: str | None) -> tuple[formats.Format, ReadAt, int]:
+def _detect(fd: int, path: str, format_name: str | None) -> tuple[formats.Format, ReadAt, int]:
     size, read_at = os.fstat(fd).st_size, read_at_of(fd, path)
     if format_name:
         return formats.by_name(format_name), read_at, size

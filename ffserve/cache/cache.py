@@ -28,7 +28,7 @@ from ffserve.cache.room import Retract, Room, by_class
 from ffserve.cache.shards import LARGEST_SHARED_BLOCK, Blocks, ShardTable
 from ffserve.engine.plan import MOST_CLASSES, Planner
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
-from ffserve.failures import TOO_LARGE
+from ffserve.errors import STATUS_TOO_LARGE
 
 MOST_LOADS = (1 << 31) - 1
 """Loads are numbered up to here, then from 1 again."""
@@ -214,7 +214,7 @@ class Cache:
             for column in np.flatnonzero(~fits).tolist():
                 told = int(blocks.sizes[column])
                 told = told if self.shards.chunked[blocks.shards[column]] else 0
-                first, failure = blocks.firsts[column], Failure(TOO_LARGE, size=told)
+                first, failure = blocks.firsts[column], Failure(STATUS_TOO_LARGE, size=told)
                 inside = part[(part >= first) & (part < first + blocks.counts[column])]
                 fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
             blocks, where = blocks.take(fits), where[fits]

@@ -18,8 +18,8 @@ Int64s: TypeAlias = NDArray[np.int64]
 class Failure:
     """Why a sample could not be read.
 
-    status: -errno or FFS_E* of engine/core.h, or TOO_LARGE; found, expected: checksums; size: of
-    the chunk that was TOO_LARGE, in bytes; error: what its format says instead of all that.
+    status: negative errno or a status of `errors.py`; found, expected: checksums; size: bytes of
+    the chunk for STATUS_TOO_LARGE; error: the format's own error, which replaces all others.
     """
 
     status: int

@@ -36,11 +36,11 @@ def index(
     from ffserve.cli.pack import total_size
     from ffserve.dataset import expand_paths
     from ffserve.formats import suffixes
-    from ffserve.shardfile import index_file
+    from ffserve.shardfile import write_index_file
 
     def walk(path: str) -> dict[str, Any]:
         try:
-            found = index_file(path, format_name, renew=renew)
+            found = write_index_file(path, format_name, renew=renew)
         except UsageError:
             raise
         except FFServeError as error:

@@ -22,8 +22,7 @@ from ffserve.client.source import Bytes, Int64s, Target
 from ffserve.engine.chunks import scatter
 from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Engine
-from ffserve.errors import FFServeError
-from ffserve.failures import read_failure
+from ffserve.errors import FFServeError, status_error
 from ffserve.formats.base import ChunkedShard
 
 KEPT_SIZE = 64 << 20
@@ -183,7 +182,7 @@ class ChunkStore:
         shard = self._shards[key[0]]
         if status:
             begin = int(shard.chunks.begins[key[1]])
-            error = read_failure(status, path=shard.path, index=None, offset=begin)
+            error = status_error(status, path=shard.path, index=None, offset=begin)
         else:
             try:
                 buffer = np.empty(self.size(key), np.uint8)

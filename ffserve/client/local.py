@@ -26,9 +26,8 @@ from ffserve.engine import ring
 from ffserve.engine.direct import open_direct
 from ffserve.engine.ring import Engine
 from ffserve.engine.view import NOWHERE
-from ffserve.errors import FFServeError, ServerUnavailable
+from ffserve.errors import FFServeError, ServerUnavailable, status_error
 from ffserve.extents import MERGED_SIZE, merged
-from ffserve.failures import read_failure
 from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
@@ -403,7 +402,7 @@ class LocalSource:
             index = int(indices[position])
             record = batch.records[position]
             shard = int(self.layout.shards(indices[position : position + 1])[0])
-            errors[position] = read_failure(
+            errors[position] = status_error(
                 int(status[position]),
                 path=self.shards[shard].path,
                 index=index,

@@ -242,7 +242,7 @@ class Format(Protocol):
 
 
 @runtime_checkable
-class WalkedShard(Shard, Protocol):
+class ScannedShard(Shard, Protocol):
     """A shard whose records follow from their lengths alone."""
 
     lengths: NDArray[np.uint64]
@@ -253,10 +253,10 @@ class WalkedShard(Shard, Protocol):
 
 
 @runtime_checkable
-class WalkedFormat(Format, Protocol):
+class ScannedFormat(Format, Protocol):
     """A format without tables, so that opening a file means a walk over the whole of it.
 
-    What the walk found is kept in a sidecar (``ffserve/sidecar.py``).
+    What the walk found is kept in an index file (``ffserve/index_file.py``).
     """
 
     def open(
@@ -267,13 +267,13 @@ class WalkedFormat(Format, Protocol):
         *,
         verify: bool = True,
         tolerant: bool = False,
-    ) -> WalkedShard:
+    ) -> ScannedShard:
         """Walk over a file."""
         ...
 
     def restore(
         self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
-    ) -> WalkedShard | None:
+    ) -> ScannedShard | None:
         """Return the shard that an earlier walk found; None when such records do not fill it."""
         ...
 

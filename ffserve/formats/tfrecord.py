@@ -10,7 +10,7 @@ Little-endian frames, one after the other, without magic or table::
 with mask(c) = ((c >> 15) | (c << 17)) + 0xa282ead8 modulo 2^32. Where a record lies is known only
 to who walked over all records before it, so opening a file is a walk from header to header: in
 large reads where records are small, from place to place where they are large. What a walk over a
-sound file found is the same as long as the file is; ``sidecar.py`` keeps it.
+sound file found is the same as long as the file is; ``index_file.py`` keeps it.
 
 A damaged header loses the frames behind it. A tolerant walk finds them again. The next frame
 begins where the payload read so far matches the checksum in front of it: that is proof, also when
@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from ffserve.engine import frames
 from ffserve.engine.frames import FOOTER_SIZE, FRAME_SIZE, HEADER_SIZE
-from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
-from ffserve.failures import LOST_CHECKSUM
+from ffserve.errors import GAP_CHECKSUM, ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats.base import (
     CHECKSUM_CRC32C,
     HEAD_SIZE,
@@ -158,7 +157,7 @@ class _Scan:
         self.sound = False
         if why == frames.BAD_HEADER:
             if self._listing:
-                self._walk.add(at, 0, LOST_CHECKSUM)
+                self._walk.add(at, 0, GAP_CHECKSUM)
             self._walk.skip_to(self._find(at))
             return True
         # Longer than the rest of the file: whoever reads it is told that the file was cut.

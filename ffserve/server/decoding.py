@@ -30,8 +30,7 @@ from ffserve.cache.shm import SharedMemory
 from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Batch, Engine
 from ffserve.engine.view import publish_run
-from ffserve.errors import FFServeError
-from ffserve.failures import FORMAT
+from ffserve.errors import STATUS_FORMAT, FFServeError
 from ffserve.formats.base import ChunkedShard
 
 GROUP_SIZE = 1 << 20
@@ -205,13 +204,13 @@ class Decoding:
                     chunk, raw[begin - block.begin : end - block.begin], into
                 )
             except FFServeError as error:
-                _fail(failures, first, count, Failure(FORMAT, error=error))
+                _fail(failures, first, count, Failure(STATUS_FORMAT, error=error))
             except MemoryError:
                 _fail(failures, first, count, Failure(-errno.ENOMEM))
             except Exception as error:
                 # A request that is never answered would be worse than not knowing why.
                 found = FFServeError(f"the decoder of {block.shard.format} failed: {error!r}")
-                _fail(failures, first, count, Failure(FORMAT, error=found))
+                _fail(failures, first, count, Failure(STATUS_FORMAT, error=found))
             else:
                 entries = self._directory.entries_memory.address
                 publish_run(entries, first, place, starts, lengths)

@@ -25,8 +25,7 @@ from ffserve.cache.shards import ShardTable
 from ffserve.cache.shm import SharedMemory
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.view import retract
-from ffserve.errors import AccessDenied, ChecksumError, ReadError
-from ffserve.failures import CHECKSUM
+from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
@@ -98,7 +97,8 @@ class Node:
 
     def _loaded(self, load: Load, failures: dict[int, Failure]) -> None:
         self.checksum_failures += sum(
-            f.status == CHECKSUM or isinstance(f.error, ChecksumError) for f in failures.values()
+            f.status == STATUS_CHECKSUM or isinstance(f.error, ChecksumError)
+            for f in failures.values()
         )
         self.scheduler.loaded(load, failures, time.monotonic())
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from ffserve.cache.cache import Cache
 from ffserve.cache.fetch import Failure, Fetch, Int64s, Load
-from ffserve.failures import ARENA_BUSY
+from ffserve.errors import STATUS_ARENA_BUSY
 from ffserve.server.ahead import ReadAhead
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
@@ -388,7 +388,7 @@ class Scheduler:
 
     def _give_up(self, request: Request, now: float) -> None:
         fetch = request.fetch
-        fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(ARENA_BUSY)
+        fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(STATUS_ARENA_BUSY)
         fetch.cursor += 1
         self._finish(request, now)
 

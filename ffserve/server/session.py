@@ -26,8 +26,7 @@ from ffserve import protocol
 from ffserve.cache.fetch import Fetch, Int64s
 from ffserve.cache.walk import Walk
 from ffserve.dataset import Layout
-from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
-from ffserve.failures import read_failure
+from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError, status_error
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.announcing import Announcing
@@ -459,7 +458,7 @@ class Session:
                 error.path = path
                 errors.append([position, *protocol.error_to_wire(error)])
                 continue
-            error = read_failure(
+            error = status_error(
                 failure.status,
                 path=path,
                 index=index,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ffserve.recordio import File
+from ffserve.compat.pyrecordio import File
 
 
 class TorchDataset(Dataset[Any]):

@@ -23,8 +23,7 @@ from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
 from ffserve.cache.shm import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.dataset import bound_lengths
 from ffserve.engine.slots import FREE, RESIDENT
-from ffserve.errors import FormatError, ReadError, UsageError
-from ffserve.failures import ARENA_BUSY, TOO_LARGE
+from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, ReadError, UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.server.scheduler import (
     GIVE_UP_S,
@@ -518,7 +517,7 @@ def test_a_sample_larger_than_the_arena_fails_alone() -> None:
     node = Node([[5000, 3 * MIB, 5000]])
     fetch, loads = node.fetch([0, 1, 2])
     assert fetch.cursor == 3
-    assert {n: f.status for n, f in fetch.failures.items()} == {1: TOO_LARGE}
+    assert {n: f.status for n, f in fetch.failures.items()} == {1: STATUS_TOO_LARGE}
     assert sum(len(load.slots) for load in loads) == 2
     node.directory.close()
 
@@ -700,7 +699,7 @@ def test_only_a_lease_makes_a_request_give_up() -> None:
         now = deadline
         scheduler.pump(now)
     statuses = {failure.status for failure in late.fetch.failures.values()}
-    assert statuses <= {ARENA_BUSY}
+    assert statuses <= {STATUS_ARENA_BUSY}
     node.directory.close()
 
 

@@ -1,30 +1,30 @@
-"""What a walk over a record file found, kept in a small file for the next time.
+"""Index files: the record lengths and checksums of a file without tables, kept for later openings.
 
-A TFRecord file says nowhere how many records it has or where they lie: one has to walk over it.
-The lengths and checksums found are the *sidecar*: 8 bytes a record (12 from 4 GiB a record on)
-instead of a walk over everything. It lies beside the file as ``.NAME.ffx``, hidden so that no
-pattern for data files matches it, or in the user's cache directory.
+A TFRecord file stores neither the number of its records nor their offsets; opening it means a scan
+of the whole file. The index file of a file holds the result: 8 bytes per record (12 if a record
+has 4 GiB or more). It lies beside the file as ``.NAME.ffx``, hidden so that no pattern for data
+files matches it, or in the user's cache directory.
 
-A sidecar is hostile until checked. Which bytes make a record cannot be told without the walk, so
-first of all it must come from somebody who could have changed the file as well, or from
-ourselves: its owner is the file's, this user, or root, and nobody else may write to it. Then it
-must be about this file (size, time of change, first and last 4 KiB), be whole (checksum), and its
-records must fill the file to the byte. Whatever else is found is as good as nothing: the walk is
-done again. Payloads are held against their checksums when they are read, as always.
+An index file is untrusted input. Record boundaries cannot be checked without a scan, so the owner
+decides first: the index file must belong to the owner of the file, to this user or to root, and
+nobody else may have write permission. It must describe this file (size, modification time, first
+and last 4 KiB), match its own checksum, and its records must fill the file to the byte. Any other
+index file is ignored and the file is scanned again. Payloads are verified when they are read, as
+always.
 
-Little-endian::
+Layout, little-endian::
 
-    0    8 bytes   "ffserve\\n"
+    0    8 bytes   "ffserve\n"
     8    u32       version, 1
-    12   u32       bytes of one length: 4 or 8
+    12   u32       bytes per length: 4 or 8
     16   16 bytes  name of the format, padded with zeros
     32   u64       size of the file
-    40   i64       its time of change, in ns
+    40   i64       modification time of the file, in ns
     48   u32       CRC-32C of its first 4096 bytes
     52   u32       CRC-32C of its last 4096 bytes
     56   u64       N, number of records
     64   lengths[N], then u32 checksums[N]
-    end  u32       CRC-32C of all before
+    end  u32       CRC-32C of all bytes before
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from numpy.typing import NDArray
 from ffserve.engine.frames import crc32c
 from ffserve.errors import FFServeError
 from ffserve.files import read_at_of
-from ffserve.formats.base import WalkedShard
+from ffserve.formats.base import ScannedShard
 
 MAGIC = b"ffserve\n"
 VERSION = 1
 END_SIZE = 4096
-"""How much of the file's head and tail is held against the sidecar."""
+"""Bytes at each end of the file that the index file has a checksum of."""
 CACHE_LIMIT = 4 << 30
-"""Bytes of sidecars in a cache directory: those of about 500 million records."""
-WORTH_SIZE = 1 << 20
-"""Files below this are walked over each time unless a sidecar is asked for."""
+"""Total bytes of index files in a cache directory, enough for about 500 million records."""
+MIN_INDEXED_SIZE = 1 << 20
+"""Smaller files get no index file unless the user asks for one; their scan is cheap."""
 
 _HEADER = struct.Struct("<8sII16sQqIIQ")
 _NAME_MAX = 255
 
 Keep = Literal["beside", "own", "cache"]
-"""Where to put one: beside the file or else in the cache; beside files that lie in directories of
-this user's own and else in the cache; in the cache only."""
+"""Where to write an index file. "beside": beside the file, else in the cache. "own": the same, but
+beside the file only if file and directory belong to this user alone. "cache": in the cache only."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a sidecar says about all records of its file."""
+class Indexed:
+    """The content of a valid index file."""
 
-    place: str
-    """Where it lies."""
+    path: str
+    """Of the index file."""
     lengths: NDArray[np.uint64]
     checksums: NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a sidecar knows of its file."""
+    """The properties by which an index file recognizes its file."""
 
     format: str
     size: int
@@ -85,7 +85,7 @@ class Identity:
 
     @classmethod
     def of(cls, fd: int, path: str, format: str) -> Identity:
-        """Return that of an open file."""
+        """Return the identity of an open file."""
         status, read_at = os.fstat(fd), read_at_of(fd, path)
         ends = []
         for offset in (0, max(0, status.st_size - END_SIZE)):
@@ -96,7 +96,7 @@ class Identity:
 
 
 def encode(identity: Identity, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32]) -> bytes:
-    """Return a sidecar's bytes."""
+    """Return the bytes of an index file."""
     width = 4 if not len(lengths) or int(lengths.max()) < 1 << 32 else 8
     body = b"".join(
         (
@@ -118,8 +118,8 @@ def encode(identity: Identity, lengths: NDArray[np.uint64], checksums: NDArray[n
     return body + struct.pack("<I", crc32c(body))
 
 
-def decode(content: bytes, identity: Identity, place: str = "") -> Kept | None:
-    """Return what is in a sidecar's bytes; None when it is damaged or about another file."""
+def decode(content: bytes, identity: Identity, path: str = "") -> Indexed | None:
+    """Parse the bytes of an index file; None if it is damaged or describes another file."""
     if len(content) < _HEADER.size + 4:
         return None
     magic, version, width, name, size, mtime_ns, head, tail, count = _HEADER.unpack_from(content)
@@ -133,20 +133,20 @@ def decode(content: bytes, identity: Identity, place: str = "") -> Kept | None:
         return None
     lengths = np.frombuffer(content, f"<u{width}", count, _HEADER.size)
     checksums = np.frombuffer(content, "<u4", count, _HEADER.size + width * count)
-    return Kept(place, lengths.astype(np.uint64), checksums.astype(np.uint32))
+    return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32))
 
 
 def beside(path: str) -> str | None:
-    """Return the name of the sidecar beside a file; None when that would be too long."""
+    """Return the path of the index file beside a file; None if the name would be too long."""
     directory, name = os.path.split(os.path.realpath(path))
     hidden = f".{name}.ffx"
     return os.path.join(directory, hidden) if len(os.fsencode(hidden)) <= _NAME_MAX else None
 
 
 def cached(path: str) -> str | None:
-    """Return the name of a file's sidecar in the user's cache; None when there is no such place.
+    """Return the path of a file's index file in the user's cache; None without a cache directory.
 
-    The place is what systemd gives the service (``CacheDirectory=``), else
+    The cache directory is the service's ``CacheDirectory=`` if systemd sets one, else
     ``$XDG_CACHE_HOME/ffserve``, else ``~/.cache/ffserve``.
     """
     root = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
@@ -156,32 +156,32 @@ def cached(path: str) -> str | None:
     if not os.path.isabs(root):
         return None
     name = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
-    return os.path.join(root, "sidecars", f"{name}.ffx")
+    return os.path.join(root, "index", f"{name}.ffx")
 
 
-def find(fd: int, path: str, identity: Identity) -> Kept | None:
-    """Return what a trusted sidecar says about an open file; None when there is none.
+def find(fd: int, path: str, identity: Identity) -> Indexed | None:
+    """Return the content of a trusted index file of an open file, or None.
 
     Args:
         fd: the file.
-        path: its name, by which sidecars are looked for.
-        identity: of the file, now.
-    Cost:    nothing that grows with the file; one read of 8 bytes a record.
+        path: its name; index files are found by name.
+        identity: the file's current identity.
+    Cost:    one read of 8 bytes per record; the file itself is not read.
     """
     owners = {0, os.geteuid(), os.fstat(fd).st_uid}
-    for place in (beside(path), cached(path)):
-        if place and (content := _read(place, owners, identity.size)) is not None:
-            kept = decode(content, identity, place)
-            if kept is not None:
-                return kept
+    for candidate in (beside(path), cached(path)):
+        if candidate and (content := _read(candidate, owners, identity.size)) is not None:
+            indexed = decode(content, identity, candidate)
+            if indexed is not None:
+                return indexed
     return None
 
 
-def _read(place: str, owners: set[int], file_size: int) -> bytes | None:
-    """Return a sidecar's bytes if it belongs to one of `owners` and only they may write to it."""
+def _read(path: str, owners: set[int], file_size: int) -> bytes | None:
+    """Return the bytes of an index file if one of `owners` owns it and nobody else may write."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        fd = os.open(place, flags)
+        fd = os.open(path, flags)
     except OSError:
         return None
     try:
@@ -189,11 +189,11 @@ def _read(place: str, owners: set[int], file_size: int) -> bytes | None:
         trusted = stat.S_ISREG(status.st_mode) and status.st_uid in owners
         if not trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return None
-        # A record has a byte at least, so no sound one is larger; nothing larger is read.
+        # A frame has at least one byte, which bounds the size of a valid index file.
         if status.st_size > _HEADER.size + 12 * file_size + 4:
             return None
         content = bytearray(status.st_size)
-        got = read_at_of(fd, place)(0, memoryview(content))
+        got = read_at_of(fd, path)(0, memoryview(content))
         return bytes(content) if got == len(content) else None
     except FFServeError:
         return None
@@ -201,35 +201,35 @@ def _read(place: str, owners: set[int], file_size: int) -> bytes | None:
         os.close(fd)
 
 
-def store(fd: int, path: str, identity: Identity, walked: WalkedShard, keep: Keep) -> str | None:
-    """Write a sidecar, whole or not at all.
+def store(fd: int, path: str, identity: Identity, scanned: ScannedShard, keep: Keep) -> str | None:
+    """Write an index file atomically.
 
     Args:
-        fd: the file that was walked over.
+        fd: the file that was scanned.
         path: its name.
-        identity: of the file, before the walk; a file that changed meanwhile gets no sidecar.
-        walked: what the walk found.
-        keep: where it may lie.
-    Returns: where it lies; None when it could not be written anywhere, which is no error.
+        identity: the file's identity before the scan; a file that changed since gets no index file.
+        scanned: result of the scan.
+        keep: where the index file may be written.
+    Returns: path of the index file; None if it could not be written, which is not an error.
     """
     if Identity.of(fd, path, identity.format) != identity:
         return None
     places = [cached(path)]
     if keep == "beside" or (keep == "own" and _own(fd, path)):
         places.insert(0, beside(path))
-    content = encode(identity, walked.lengths, walked.checksums)
+    content = encode(identity, scanned.lengths, scanned.checksums)
     return next((p for p in places if p is not None and _write(p, content)), None)
 
 
 def _make_room(directory: str, size: int) -> bool:
-    """Remove the oldest sidecars of a cache directory until another one fits."""
-    there: list[tuple[int, int, str]] = []
+    """Remove the oldest index files from a cache directory until `size` more bytes fit."""
+    found: list[tuple[int, int, str]] = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
-            there.append((status.st_mtime_ns, status.st_size, entry.path))
-    total = sum(each for _, each, _ in there) + size
-    for _, each, path in sorted(there):
+            found.append((status.st_mtime_ns, status.st_size, entry.path))
+    total = sum(each for _, each, _ in found) + size
+    for _, each, path in sorted(found):
         if total <= CACHE_LIMIT:
             break
         with contextlib.suppress(OSError):
@@ -239,7 +239,7 @@ def _make_room(directory: str, size: int) -> bool:
 
 
 def _own(fd: int, path: str) -> bool:
-    """Whether the file and its directory belong to this user, and nobody else may write there."""
+    """Whether file and directory belong to this user, and nobody else may write."""
     with contextlib.suppress(OSError):
         directory = os.stat(os.path.dirname(os.path.realpath(path)))
         owners = {directory.st_uid, os.fstat(fd).st_uid}

@@ -1,4 +1,4 @@
-"""What is kept of a walk over a file: trusted where it may be, and done again where it may not."""
+"""Index files: trusted only if owner, identity and content are right; else a scan replaces them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve import shardfile, sidecar
+from ffserve import index_file, shardfile
 from ffserve.engine.frames import crc32c
 from ffserve.errors import ChecksumError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord
-from ffserve.sidecar import Identity, decode, encode
+from ffserve.index_file import Identity, decode, encode
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 SAMPLES = [bytes([k]) * (1000 + k) for k in range(250)] * 5
@@ -31,18 +31,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
-    return tmp_path / "cache" / "ffserve" / "sidecars"
+    return tmp_path / "cache" / "ffserve" / "index"
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were walked over, one entry a walk."""
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were scanned, one entry per scan."""
     done: list[str] = []
-    walk = TFRecord.open
+    scan = TFRecord.open
 
     def watched(self: Any, read_at: Any, size: int, path: str, **options: Any) -> Any:
         done.append(path)
-        return walk(self, read_at, size, path, **options)
+        return scan(self, read_at, size, path, **options)
 
     monkeypatch.setattr(TFRecord, "open", watched)
     return done
@@ -50,7 +50,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A file that is large enough for a sidecar, in a directory of this user's own."""
+    """A file that is large enough for an index file, in a directory of this user's own."""
     directory = tmp_path / "data"
     directory.mkdir(mode=0o755)
     with ffserve.create(directory / "a.tfrecord") as writer:
@@ -85,10 +85,10 @@ def test_what_was_encoded_is_decoded(rows: list[tuple[int, int]], size: int, tim
     who = Identity("recordio", size, time, 2**32 - 1, 0)
     lengths = np.array([length for length, _ in rows], np.uint64)
     checksums = np.array([checksum for _, checksum in rows], np.uint32)
-    kept = decode(encode(who, lengths, checksums), who, "there")
-    assert kept is not None and kept.place == "there"
-    assert kept.lengths.tolist() == lengths.tolist()
-    assert kept.checksums.tolist() == checksums.tolist()
+    indexed = decode(encode(who, lengths, checksums), who, "there")
+    assert indexed is not None and indexed.path == "there"
+    assert indexed.lengths.tolist() == lengths.tolist()
+    assert indexed.checksums.tolist() == checksums.tolist()
 
 
 def test_eight_bytes_a_record() -> None:
@@ -109,7 +109,7 @@ def test_every_cut_and_every_flipped_bit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", ["format", "size", "mtime_ns", "head", "tail"])
-def test_another_files_sidecar_is_refused(change: str) -> None:
+def test_index_file_of_another_file_is_refused(change: str) -> None:
     other = {**vars(WHO), change: "recordio" if change == "format" else 10}
     assert decode(encode(WHO, LENGTHS, CHECKSUMS), Identity(**other)) is None
 
@@ -124,46 +124,46 @@ def test_absurd_count_with_a_right_checksum_is_refused(count: int) -> None:
 # ---- where it lies ----------------------------------------------------------------------------
 
 
-def test_second_opening_does_not_walk(path: str, walks: list[str]) -> None:
+def test_second_opening_does_not_scan(path: str, scans: list[str]) -> None:
     check(path)
-    assert walks == [path] and beside(path).stat().st_mode & 0o022 == 0
+    assert scans == [path] and beside(path).stat().st_mode & 0o022 == 0
     check(path)
     check(path, verify=False)
-    assert walks == [path]
+    assert scans == [path]
     assert [name for name in os.listdir(os.path.dirname(path)) if name[0] != "."] == ["a.tfrecord"]
     with ffserve.open(os.path.dirname(path), server="off") as reader:
         assert len(reader) == len(SAMPLES)
 
 
-def test_small_file_gets_none_unless_asked_for(tmp_path: Path, walks: list[str]) -> None:
+def test_small_file_gets_none_unless_asked_for(tmp_path: Path, scans: list[str]) -> None:
     path = str(tmp_path / "small.tfrecord")
     with ffserve.create(path) as writer:
         writer.write(b"x")
     with ffserve.open(path, server="off") as reader:
         assert len(reader) == 1
     assert not beside(path).exists()
-    found = shardfile.index_file(path)
+    found = shardfile.write_index_file(path)
     assert found is not None and found[1] == str(beside(path)) and beside(path).exists()
-    assert shardfile.index_file(path) is not None and len(walks) == 2
-    assert shardfile.index_file(path, renew=True) is not None and len(walks) == 3
+    assert shardfile.write_index_file(path) is not None and len(scans) == 2
+    assert shardfile.write_index_file(path, renew=True) is not None and len(scans) == 3
 
 
 def test_format_with_tables_of_its_own_needs_none(tmp_path: Path) -> None:
     with ffserve.create(tmp_path / "a.ffr") as writer:
         writer.write(bytes(2 << 20))
-    assert shardfile.index_file(str(tmp_path / "a.ffr")) is None
+    assert shardfile.write_index_file(str(tmp_path / "a.ffr")) is None
     assert os.listdir(tmp_path) == ["a.ffr"]
 
 
 def test_directory_of_others_gets_none_of_ours_but_the_cache_does(
-    path: str, cache: Path, walks: list[str]
+    path: str, cache: Path, scans: list[str]
 ) -> None:
     os.chmod(os.path.dirname(path), 0o1777)
     check(path)
     assert not beside(path).exists() and len(os.listdir(cache)) == 1
     assert cache.stat().st_mode & 0o077 == 0
     check(path)
-    assert len(walks) == 1
+    assert len(scans) == 1
 
 
 def test_cache_directory_is_bounded(
@@ -174,37 +174,37 @@ def test_cache_directory_is_bounded(
     [first] = os.listdir(cache)
     size = (cache / first).stat().st_size
     os.utime(cache / first, (1, 1))
-    monkeypatch.setattr(sidecar, "CACHE_LIMIT", 2 * size)
+    monkeypatch.setattr(index_file, "CACHE_LIMIT", 2 * size)
     for name in ("b.tfrecord", "c.tfrecord"):
         other = os.path.join(os.path.dirname(path), name)
         shutil.copy(path, other)
         check(other)
     assert len(os.listdir(cache)) == 2 and first not in os.listdir(cache)
-    monkeypatch.setattr(sidecar, "CACHE_LIMIT", size - 1)
+    monkeypatch.setattr(index_file, "CACHE_LIMIT", size - 1)
     check(path)
     assert os.listdir(cache) == []
 
 
-def test_name_too_long_for_one_beside_it(path: str, cache: Path, walks: list[str]) -> None:
+def test_name_too_long_for_one_beside_it(path: str, cache: Path, scans: list[str]) -> None:
     long = os.path.join(os.path.dirname(path), "n" * 245 + ".tfrecord")
     os.rename(path, long)
     check(long)
     check(long)
-    assert len(walks) == 1 and len(os.listdir(cache)) == 1
+    assert len(scans) == 1 and len(os.listdir(cache)) == 1
 
 
 def test_nowhere_to_write_is_no_error_but_for_index(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, walks: list[str]
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: list[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     os.chmod(os.path.dirname(path), 0o1777)
     check(path)
     check(path)
-    assert len(walks) == 2
+    assert len(scans) == 2
     long = os.path.join(os.path.dirname(path), "n" * 245 + ".tfrecord")
     os.rename(path, long)
-    with pytest.raises(ReadError, match="neither beside the file nor in the user's cache"):
-        shardfile.index_file(long)
+    with pytest.raises(ReadError, match="cannot write the index file"):
+        shardfile.write_index_file(long)
 
 
 @needs_root
@@ -217,7 +217,7 @@ from ffserve import shardfile
 with ffserve.open(sys.argv[1], server="off", verify=False): pass   # imports, while that is allowed
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 os.environ["XDG_CACHE_HOME"] = sys.argv[2]
-print(shardfile.index_file(sys.argv[1], renew=True)[1])
+print(shardfile.write_index_file(sys.argv[1], renew=True)[1])
 """
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 65534, 65534)
@@ -240,13 +240,13 @@ def rewrite(path: str, change: Callable[[bytearray], None], *, keep_time: bool) 
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_stale_one_is_replaced(path: str, walks: list[str]) -> None:
+def test_stale_one_is_replaced(path: str, scans: list[str]) -> None:
     check(path)
     os.utime(path, ns=(5, 5))
     check(path)
-    assert len(walks) == 2
+    assert len(scans) == 2
     check(path)
-    assert len(walks) == 2
+    assert len(scans) == 2
     with open(path, "ab") as file:
         file.write(Path(path).read_bytes()[: 16 + len(SAMPLES[0])])
     with ffserve.open(path, server="off") as reader:
@@ -257,7 +257,7 @@ def test_stale_one_is_replaced(path: str, walks: list[str]) -> None:
 
 
 def test_changed_head_or_tail_is_noticed_though_size_and_time_stayed(
-    path: str, walks: list[str]
+    path: str, scans: list[str]
 ) -> None:
     def last_payload_byte(content: bytearray) -> None:
         content[-5] ^= 1
@@ -266,7 +266,7 @@ def test_changed_head_or_tail_is_noticed_though_size_and_time_stayed(
     rewrite(path, last_payload_byte, keep_time=True)
     with ffserve.open(path, server="off") as reader, pytest.raises(ChecksumError):
         reader.read([len(SAMPLES) - 1])
-    assert len(walks) == 2
+    assert len(scans) == 2
 
 
 def test_change_in_the_middle_gives_an_error_never_other_bytes(path: str) -> None:
@@ -282,7 +282,7 @@ def test_change_in_the_middle_gives_an_error_never_other_bytes(path: str) -> Non
 
 
 def hostile(path: str) -> bytes:
-    """A sidecar that is right in everything, but cuts the file into other records."""
+    """An index file that is right in everything, but cuts the file into other records."""
     fd = os.open(path, os.O_RDONLY)
     identity = Identity.of(fd, path, "tfrecord")
     os.close(fd)
@@ -308,13 +308,13 @@ def test_one_that_others_may_write_to_is_not_believed(path: str, mode: int) -> N
 
 
 @needs_root
-def test_one_of_another_user_is_not_believed_and_replaced(path: str, walks: list[str]) -> None:
+def test_one_of_another_user_is_not_believed_and_replaced(path: str, scans: list[str]) -> None:
     beside(path).write_bytes(hostile(path))
     os.chown(beside(path), 65534, 65534)
     check(path)
     assert beside(path).stat().st_uid == os.geteuid()
     check(path)
-    assert len(walks) == 1
+    assert len(scans) == 1
 
 
 def test_symbolic_links_pipes_and_directories_in_its_place(path: str, tmp_path: Path) -> None:
@@ -332,14 +332,14 @@ def test_symbolic_links_pipes_and_directories_in_its_place(path: str, tmp_path: 
     check(path)
 
 
-def test_garbage_and_huge_ones_are_replaced(path: str, walks: list[str]) -> None:
+def test_garbage_and_huge_ones_are_replaced(path: str, scans: list[str]) -> None:
     for content in (b"", b"garbage", hostile(path)[:-1], bytes(100)):
         beside(path).write_bytes(content)
         check(path)
     with open(beside(path), "wb") as file:
         os.truncate(file.fileno(), 2**40)
     check(path)
-    assert len(walks) == 5 and beside(path).stat().st_size < 20_000
+    assert len(scans) == 5 and beside(path).stat().st_size < 20_000
 
 
 def test_damaged_file_gets_none(path: str, cache: Path) -> None:
