@@ -52,7 +52,7 @@ bench:
 	@$(python) -m benchmarks --record .bench/bench.json --picture .bench/bench.png
 
 clean:
-	rm -rf build dist ffserve/engine/_core.c ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info
+	rm -rf build dist ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .bench
 	rm -f .venv/.stamp-*
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

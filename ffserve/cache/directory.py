@@ -1,7 +1,7 @@
 """The node-wide tables: one entry a sample of every open shard.
 
 Three arrays run in parallel, addressed by a sample's node-wide number: the *directory* (seqlock,
-place in the arena, length: 16 bytes, `ffs_entry` in engine/core.h), the *index* (payload offset
+place in the arena, length: 16 bytes, `ffs_entry` in engine/shm.h), the *index* (payload offset
 in the file, 8 bytes; expected checksum, 4 bytes), and the daemon's own `slot_of` (4 bytes). The
 first two are memfds that clients map read-only. They are sized for the whole node at once and take
 memory only where shards lie, so they never move and never grow under a client's mapping. A shard

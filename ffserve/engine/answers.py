@@ -1,4 +1,4 @@
-"""Answers that the engine's I/O thread sends by itself: see engine/answers.c."""
+"""Answers that the engine's I/O thread sends by itself: see engine/io.c."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Line:
     """
 
     def __init__(self, fd: int) -> None:
-        c = lib.ffs_line_new(fd)
+        c = lib.ffs_reply_socket_new(fd)
         if c == _NULL:
             raise MemoryError("no memory for a line")
-        self.c: Any = ffi.gc(c, lib.ffs_line_free)
+        self.c: Any = ffi.gc(c, lib.ffs_reply_socket_free)
         self.held = False
 
     def hold(self, held: bool) -> None:
         """Let no answer out any more, or again. It is over when this returns."""
         if held != self.held:
             self.held = held
-            lib.ffs_line_hold(self.c, held)
+            lib.ffs_reply_socket_block(self.c, held)
 
 
 class Answer:
@@ -42,22 +42,22 @@ class Answer:
 
     def __init__(self, line: Line, frame: bytes) -> None:
         self._line = line
-        c = self._c = ffi.new("ffs_answer *")
-        c.line, c.left, c.size = line.c, 1, len(frame)
+        c = self._c = ffi.new("ffs_reply *")
+        c.socket, c.left, c.size = line.c, 1, len(frame)
         c.frame = frame
 
     def awaits(self, batch: Batch) -> None:
         """It waits for this batch too, which is not submitted yet."""
         batch.keep = self
-        lib.ffs_batch_answer(batch._c, self._c)
+        lib.ffs_reply_wait_for(self._c, batch._c)
 
     def withhold(self) -> None:
         """It is not to go out."""
-        lib.ffs_batch_answer(_NULL, self._c)
+        lib.ffs_reply_wait_for(self._c, _NULL)
 
     def settle(self) -> None:
         """It waits for nothing further; before this is called it does not go out."""
-        lib.ffs_answer_settle(self._c)
+        lib.ffs_reply_arm(self._c)
 
     @property
     def sent(self) -> bool:

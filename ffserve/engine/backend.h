@@ -1,13 +1,13 @@
-/* The seam between the engine (core.c) and the ways of reading a file (uring.c, aio.c, threads.c).
+/* The seam between the engine (io.c) and the ways of reading a file (uring.c, aio.c, threads.c).
  *
- * A backend knows nothing of batches, records, checksums or directories. It owns its threads'
- * loop, asks the core for the next read (ffs_take), issues it, tells the core what came of it
- * (ffs_advance), issues the rest when the core says so, and lets the core verify and publish what
- * has landed (ffs_settle) and wake whoever waits (ffs_flush).
+ * A backend knows nothing of batches, records, checksums or directories. It owns the loop of its
+ * threads. It takes the next read (ffs_take), issues it, reports the result (ffs_advance) and issues
+ * the rest if there is one. Then it has the engine verify and publish what has landed (ffs_settle)
+ * and wake those who wait for it (ffs_flush).
  *
- * Landing and settling are apart because a checksum of 100 KiB costs as much as the read: an I/O
- * thread first refills the device's queue and settles while the device is busy again. So there are
- * twice as many ops as reads may be in flight.
+ * Landing and settling are separate because a checksum of 100 KiB costs as much as the read: an I/O
+ * thread first refills the device's queue and settles while the device is busy. So there are twice
+ * as many ops as reads may be in flight.
  */
 #ifndef FFSERVE_BACKEND_H
 #define FFSERVE_BACKEND_H
@@ -15,42 +15,43 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-#include "core.h"
+#include "io.h"
 
-/* A larger read is carried out in pieces of at most this, in flight side by side. A bounce buffer of
- * this size stays warm and mapped; memory for all of a large record would be fresh pages for every
- * one. A read into a slot of 4 KiB pages that has more of them than the disk takes segments would be
- * handed to a kernel thread, to wait there (the block layer cannot split what must not block). */
+/* A larger read is split into pieces of at most this size, which are in flight together. A bounce
+ * buffer of this size stays mapped and in cache, while memory for a whole large record would be
+ * fresh pages each time. And a read into more 4 KiB pages than the disk takes segments would be
+ * passed to a kernel thread, because the block layer does not split non-blocking requests. */
 #define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
 #define FFS_ALIGNMENT_MAX ((uint32_t)128 << 10)
-/* The arena is registered in pieces. The kernel takes up to 1 GiB as one buffer; the I/O thread
- * stands still while it pins one, so they are smaller: see docs/decisions. */
+/* The arena is registered in pieces of this size. The kernel takes up to 1 GiB as one buffer, but
+ * the I/O thread stops while it pins one. */
 #define FFS_PIECE ((uint64_t)128 << 20)
-/* Threads that wait for one batch each are woken with those whose batches share a bell. */
-#define FFS_BELLS 16
+/* Batches are spread over so many condition variables: a batch that ends wakes only the threads
+ * that wait for a batch of its group. */
+#define FFS_WAIT_GROUPS 16
 
-/* A read that is carried out in pieces. */
+/* The state of a read that may be split into pieces. */
 typedef struct {
     _Atomic uint32_t left;      /* pieces that have not ended */
-    _Atomic int32_t error;      /* one of theirs */
+    _Atomic int32_t error;      /* of one of them */
 } ffs_pieced;
 
-/* A batch as the engine sees it: the public face first. */
+/* A batch as the engine sees it: the public part first. */
 typedef struct ffs_job {
     ffs_batch face;
-    ffs_pieced *pieced;          /* one a read */
+    ffs_pieced *pieced;          /* one per read */
     struct ffs_job *next;       /* in the FIFO, then the finished list, then the done list */
     uint32_t taken;             /* reads handed to a backend so far */
-    uint32_t pieces;            /* of the next one that are left, if some were taken already */
+    uint32_t pieces;            /* left of the next read, if some were taken */
     _Atomic uint32_t remaining; /* reads that have not ended */
     bool submitted, notify;
-    ffs_answer *answer;         /* waits for it, or NULL */
+    ffs_reply *reply;           /* that waits for it, or NULL */
 } ffs_job;
 
-/* One read, or a piece of one, being carried out. Backends look at the fields above the line only. */
+/* One read, or one piece of a read, being carried out. Backends use the fields above the line only. */
 typedef struct ffs_op {
     int fd, file;
-    uint32_t generation;        /* tells a reused file id from the one before */
+    uint32_t generation;        /* distinguishes a file id from its earlier use */
     uint8_t *to;                /* where this attempt's bytes go */
     uint64_t offset;            /* this attempt: position and size */
     uint64_t size;
@@ -60,21 +61,21 @@ typedef struct ffs_op {
     uint32_t alignment;
     ffs_job *job;               /* NULL: the op is spare */
     const ffs_read *read;
-    uint32_t piece;             /* which of the read's */
+    uint32_t piece;             /* which one of the read */
     uint64_t lo, hi;            /* its extent widened to the alignment */
-    uint64_t end;               /* of what is needed of it */
+    uint64_t end;               /* where the bytes that are needed end */
     uint64_t got;               /* bytes from lo that have arrived */
-    uint64_t bytes;             /* read in all, repeated ones included */
+    uint64_t bytes;             /* read in total, repeated ones included */
     int error;                  /* what it landed with */
 } ffs_op;
 
 typedef struct {
-    /* Called in the new thread, so that the one which owns a ring is the one which made it. */
+    /* Called in the new thread: a ring belongs to the thread that made it. */
     int (*start)(ffs_engine *e, uint32_t thread, void **state);
     /* Runs until ffs_stopping() and nothing is in flight. */
     void (*loop)(ffs_engine *e, void *state);
     void (*stop)(void *state);
-    /* In a forked child, where the threads and the DONTFORK mappings are not. */
+    /* In a forked child, which has neither the threads nor the DONTFORK mappings. */
     void (*forget)(void *state);
     bool many_threads;          /* wakes by condition variable, else by wake_fd */
 } ffs_backend;
@@ -92,20 +93,20 @@ struct ffs_engine {
     pthread_mutex_t lock;       /* guards everything down to `threads` */
     pthread_cond_t work;        /* threads backend: the FIFO is not empty, or stop */
     pthread_cond_t settled;     /* a thread has started; the last waiter has left */
-    pthread_cond_t bells[FFS_BELLS]; /* a batch has ended: which one, by its address */
-    uint32_t listeners[FFS_BELLS];   /* who waits for that */
+    pthread_cond_t ended[FFS_WAIT_GROUPS]; /* a batch of the group has ended */
+    uint32_t listeners[FFS_WAIT_GROUPS];   /* threads that wait for that */
     ffs_job *head, *tail;       /* FIFO of batches with reads not yet taken */
-    ffs_job *finished;          /* ended, not yet told */
+    ffs_job *finished;          /* ended, their owners not yet woken */
     ffs_job *done_head, *done_tail;
     ffs_file *files; uint32_t file_room, generation;
     uint64_t arena_ready;       /* pages below may be registered */
-    uint64_t arena_end;         /* of what is in use: below it pieces are whole but for the last */
+    uint64_t arena_end;         /* of the part in use: below it all pieces but the last are full */
     uint64_t arena_floor;       /* the lowest that `arena_ready` was since the I/O thread looked */
     uint32_t idle, waiters, started;
     int start_error, broken;
     bool notify, joined;
-    bool left;                  /* a thread may sleep for ever, and has what is here */
-    bool told;                  /* done_fd was written, or is about to be, and not read */
+    bool abandoned;             /* a thread could not be woken and still uses this memory */
+    bool notified;              /* done_fd was written, or is about to be, and not read */
     pthread_t *threads; void **states;
 
     int wake_fd, done_fd;
@@ -128,8 +129,6 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
 void ffs_settle(ffs_engine *e, ffs_op *op);
 /* Wake those whose batches have ended since the last call. */
 void ffs_flush(ffs_engine *e);
-/* A batch with an answer has ended; under the engine's lock, before its owner can hear of it. */
-void ffs_send_answer(ffs_job *job);
 /* Threads backend: block until there may be work; false to stop. */
 bool ffs_await_work(ffs_engine *e);
 /* I/O thread backends: true if it may block now; ffs_wake() is then sure to write wake_fd. */
@@ -146,17 +145,17 @@ static inline uint32_t ffs_queued(ffs_engine *e)
 {
     return atomic_load_explicit(&e->queued, memory_order_acquire);
 }
-/* Of the file that has this id now, 0 for none. */
+/* The generation of the file that has this id now, 0 for none. */
 uint32_t ffs_file_generation(ffs_engine *e, int id);
-/* Write wake_fd. False: it is not there any more, and whoever sleeps over it sleeps for ever. */
+/* Write wake_fd. False: it is closed, and a thread that waits for it cannot be woken. */
 bool ffs_wake(ffs_engine *e);
-/* Fail what stands in the FIFO; under the lock. */
+/* Fail the reads in the FIFO; under the lock. */
 void ffs_cancel_queued(ffs_engine *e, int error);
-/* The backend is of no more use (its ring is gone): fail all that is or will be queued. */
+/* The backend no longer works (its ring is gone): fail all reads that are or will be queued. */
 void ffs_break(ffs_engine *e, int error);
-/* Fail the reads that are in flight and cannot be awaited. The backend is broken. */
+/* Fail the reads in flight, whose completion cannot be awaited: the backend is broken. */
 void ffs_lose(ffs_engine *e);
-/* Reads settled at a stretch before the I/O thread looks at the device again. */
+/* Reads settled in a row before the I/O thread looks at the device again. */
 #define FFS_STRETCH 8
 /* Pieces that a read of a file with this alignment takes: 1 or more. */
 uint32_t ffs_pieces(const ffs_read *read, uint32_t alignment);

@@ -1,11 +1,16 @@
-"""How the C core is compiled: for pip, in place, or with a sanitizer.
+"""Build of the C core: for pip, in place, or with a sanitizer.
 
-pip reaches ``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and loads this file
-alone, not the package, so nothing of ffserve may be imported here. What the machine has is found
-by building something small against it; whatever is missing is left out, and the engine with it:
-without liburing there is Linux AIO, without that threads, without ISA-L tables.
+Every C file of this folder is part of the core; there is no other list of them. pip reaches
+``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and loads this file alone, not
+the package, so nothing of ffserve may be imported here. Optional libraries are found by linking a
+small program; without liburing the core has no io_uring engines, without ISA-L it computes
+checksums by tables.
 
-Run as a program it builds a copy of the package outside of any installation::
+``FFSERVE_BUILD_WITHOUT``: macros of libraries to leave out (``FFS_HAVE_URING,FFS_HAVE_ISAL``).
+``FFSERVE_BUILD_STRICT``: compiler warnings are errors (continuous integration, sanitizers); a
+user's compiler may be newer than the code.
+
+As a program it builds a copy of the package outside of any installation::
 
     python -m ffserve.engine.build_core                     # into the source tree
     python -m ffserve.engine.build_core --sanitize address -o build/asan
@@ -30,31 +35,9 @@ from setuptools.errors import BaseError, CCompilerError  # type: ignore[import-u
 MODULE = "ffserve.engine._core"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SOURCES = (
-    "core.c",
-    "answers.c",
-    "life.c",
-    "op.c",
-    "uring.c",
-    "buffers.c",
-    "aio.c",
-    "threads.c",
-    "shared.c",
-    "hazards.c",
-    "copy.c",
-    "checksum.c",
-    "frames.c",
-    "chunks.c",
-    "blocks.c",
-    "slots.c",
-    "residents.c",
-    "plan.c",
-    "orders.c",
-    "sending.c",
-)
-HEADERS = ("core.h", "plan.h")
-"""The headers that Python sees, in the order in which they declare."""
-WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-pthread"]
+HEADERS = ("codec.h", "shm.h", "hazards.h", "io.h", "sending.h", "plan.h")
+"""Headers whose declarations Python sees, each after those that it includes."""
+COMPILER_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-pthread")
 
 LIBURING_TRIAL = """
 #include <liburing.h>
@@ -76,7 +59,7 @@ ISAL_TRIAL = """
 unsigned trial(unsigned char *p) { return crc32_gzip_refl(0, p, 1) + crc32_iscsi(p, 1, 0); }
 """
 TRIALS: tuple[tuple[str, str, str, tuple[tuple[str, ...], ...]], ...] = (
-    # what, macro, program, ways to link it (the first that works is taken)
+    # name, macro, program, linker arguments to try in order
     ("io_uring", "FFS_HAVE_URING", LIBURING_TRIAL, (("-l:liburing.a",), ("-luring",))),
     ("Linux AIO", "FFS_HAVE_AIO", AIO_TRIAL, ((),)),
     ("ISA-L", "FFS_HAVE_ISAL", ISAL_TRIAL, (("-l:libisal.a",), ("-lisal",))),
@@ -97,7 +80,7 @@ def declarations() -> str:
 def emit(target: Path) -> None:
     """Write the generated C module."""
     builder = cffi.FFI()
-    fingerprint = runpy.run_path(str(HERE / "sources.py"))["fingerprint"](HERE)
+    fingerprint = runpy.run_path(str(HERE / "fingerprint.py"))["fingerprint"](HERE)
     builder.cdef(declarations() + "#define FFS_SOURCES ...\n")
     includes = "".join(f'#include "{name}"\n' for name in HEADERS)
     builder.set_source(MODULE, f"{includes}#define FFS_SOURCES {fingerprint}u")
@@ -110,13 +93,22 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
     sanitize: str = ""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        for ext in self.extensions:
+            if ext.name == MODULE:  # a source distribution carries what stands here
+                ext.sources = [os.path.relpath(path) for path in sorted(HERE.glob("*.c"))]
+                ext.depends = [os.path.relpath(path) for path in sorted(HERE.glob("*.h"))]
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name == MODULE:
             generated = Path(self.build_temp) / "_core.c"
             emit(generated)
-            ext.sources = [str(generated), *(os.path.relpath(HERE / name) for name in SOURCES)]
+            ext.sources = [str(generated), *ext.sources]
             ext.include_dirs.append(str(HERE))
-            ext.extra_compile_args += WARNINGS
+            ext.extra_compile_args += COMPILER_FLAGS
+            if self.sanitize or os.environ.get("FFSERVE_BUILD_STRICT"):
+                ext.extra_compile_args.append("-Werror")
             ext.extra_link_args.append("-pthread")
             if self.sanitize:
                 ext.extra_compile_args += [
@@ -131,9 +123,9 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
     def _find_libraries(self, ext: Extension) -> None:
         unwanted = set(filter(None, os.environ.get("FFSERVE_BUILD_WITHOUT", "").split(",")))
-        for what, macro, program, ways in TRIALS:
+        for name, macro, program, ways in TRIALS:
             way = None if macro in unwanted else self._first_that_links(program, ways)
-            print(f"ffserve: {what}: {'not found' if way is None else ' '.join(way) or 'found'}")
+            print(f"ffserve: {name}: {'not found' if way is None else ' '.join(way) or 'found'}")
             if way is not None:
                 ext.define_macros.append((macro, "1"))
                 ext.extra_link_args += way
@@ -147,7 +139,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
             for way in ways:
                 try:
                     objects = self.compiler.compile([str(source)], output_dir=folder)
-                    # A shared object, since a static library that is not PIC links only without.
+                    # A shared object: a static library that is not PIC would link into a program.
                     self.compiler.link_shared_object(
                         objects,
                         str(Path(folder, "trial.so")),
@@ -163,9 +155,9 @@ def build(target: Path, sanitize: str = "") -> Path:
     """Compile the core into ``target`` (the directory that holds the package ffserve).
 
     Args:
-        target: the source tree, or any other directory: the package's Python files are copied.
-        sanitize: what -fsanitize gets, or nothing.
-    Returns: the compiled module's path.
+        target: the source tree, or another directory, to which the Python files are copied.
+        sanitize: argument of -fsanitize, or "".
+    Returns: path of the compiled module.
     """
     target = target.resolve()
     if target != ROOT:
@@ -190,7 +182,7 @@ def build(target: Path, sanitize: str = "") -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile ffserve's C core.")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT, help="where to build")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT, help="directory of the build")
     parser.add_argument("--sanitize", default="", help="address, thread, undefined")
     arguments = parser.parse_args()
     print(build(arguments.output, arguments.sanitize))

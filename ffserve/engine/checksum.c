@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#include "core.h"
+#include "codec.h"
 
 #ifdef FFS_HAVE_ISAL
 #include <isa-l/crc.h>

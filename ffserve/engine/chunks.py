@@ -1,4 +1,4 @@
-"""The Python face of chunks.c: the walk from chunk to chunk, and the records inside a decoded one.
+"""The Python face of codec.c: the walk from chunk to chunk, and the records inside a decoded one.
 
 Nothing here reads a file. A ``Walk`` says which bytes it wants next and takes them as a window;
 its tables take 37 bytes a chunk and grow with what it found: a chunk has 21 bytes at least.
@@ -48,7 +48,7 @@ class Walk:
     """
 
     def __init__(self, file_size: int, *, records_allowed: int, records_a_byte: int) -> None:
-        self._c = ffi.new("ffs_chunk_walk *")
+        self._c = ffi.new("ffs_chunk_scan *")
         self._c.file_size = file_size
         self._c.records_allowed = records_allowed
         self._c.records_a_byte = records_a_byte

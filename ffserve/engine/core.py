@@ -1,8 +1,8 @@
-"""The compiled core, provided that it was built from the sources that lie beside it.
+"""The compiled core: loads it, and refuses one that was built from other sources.
 
-In a checkout the sources may change without the module that was built from them (``git pull``);
-what does not fit together then fails far from here, or does not fail and is wrong. What is
-installed came together, with the sources or without.
+In a checkout the sources may change without a new build (``git pull``). A core that does not fit
+them fails in unrelated places or returns wrong results, so it is refused here. An installed package
+has a core that fits, whether its sources are installed or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ffserve.engine.sources import fingerprint
+from ffserve.engine.fingerprint import fingerprint
 from ffserve.errors import CoreError
 
 _BUILD = f"run {sys.executable} -m ffserve.engine.build_core"
@@ -25,7 +25,7 @@ ffi, lib = _core.ffi, _core.lib
 _found = fingerprint(Path(__file__).parent)
 if _found and getattr(lib, "FFS_SOURCES", None) != _found:
     raise CoreError(
-        "the C core was built from other sources than those that lie beside it",
+        "the C core was built from other sources than those in its folder",
         path=_core.__file__,
         hint=_BUILD,
     )

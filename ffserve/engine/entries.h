@@ -1,7 +1,7 @@
-/* Entries of the directory: finding a sample's, and looking at it as engine/shared.c says. */
+/* Entries of the directory: finding a sample's, and looking at it as engine/shm.c says. */
 #ifndef FFSERVE_ENTRIES_H
 #define FFSERVE_ENTRIES_H
-#include "core.h"
+#include "shm.h"
 
 #define UNKNOWN ((((uint64_t)1) << 48) - 1)
 

@@ -1,4 +1,4 @@
-"""The Python face of frames.c: TFRecord's CRC-32C, and the walk over its frames.
+"""The Python face of codec.c: TFRecord's CRC-32C, and the walk over its frames.
 
 Nothing here reads a file. A ``Walk`` says which bytes it wants next and takes them as a window;
 tables grow as it goes and are bounded by the file: a frame has 16 bytes at least.
@@ -71,7 +71,7 @@ class Walk:
     """
 
     def __init__(self, file_size: int, *, verify: bool = True) -> None:
-        self._c = ffi.new("ffs_frame_walk *")
+        self._c = ffi.new("ffs_frame_scan *")
         self._c.file_size = file_size
         self._c.verify = verify
         self._offsets = np.empty(0, np.uint64)

@@ -23,6 +23,7 @@
 #include <sys/mman.h>
 
 #include "entries.h"
+#include "hazards.h"
 
 #define WORD 64
 

@@ -3,7 +3,7 @@
  */
 #ifndef FFSERVE_PLAN_H
 #define FFSERVE_PLAN_H
-#include "core.h"
+#include "io.h"
 
 /* cdef */
 /* ---- planning what to read: the daemon's own tables ---------------------------------------

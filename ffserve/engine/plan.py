@@ -76,7 +76,7 @@ class Planner:
 class Plan:
     """What was chosen.
 
-    found: whether it is one; if not, nothing was done. c: the fields of `ffs_plan` in core.h.
+    found: whether it is one; if not, nothing was done. c: the fields of `ffs_plan` in plan.h.
     table: int64[ROWS, n], the blocks. slots: int64[n], for them. taken: the same slots, the free
         ones by size class, then those with victims by size class.
     contents: int64[4, victims], see `Slots.contents`.

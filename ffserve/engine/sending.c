@@ -18,7 +18,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "core.h"
+#include "sending.h"
 
 enum {
     MOST_PIECES = 512,

@@ -1,7 +1,7 @@
 """The shared directory: looking samples up in it, copying them out of the arena, changing it.
 
 Arrays go in as numpy buffers, one C call is made a batch, and the GIL is released during it. Why a
-copy that the daemon's eviction overtakes is never taken stands in engine/shared.c.
+copy that the daemon's eviction overtakes is never taken stands in engine/shm.c.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The way through a RecordIO file, from chunk to chunk.
 
-The scan runs in C (``engine/chunks.c``) over all that is sound; at what is not it stops, and
+The scan runs in C (``engine/codec.c``) over all that is sound; at what is not it stops, and
 ``Scan._look`` finds out what that is. The two agree (``tests/test_recordio_walk.py``). All that a
 header claims is held against the bytes that are there: the payload against the file, the decoded
 size against what the compression can do at best, the number of records against the decoded size.

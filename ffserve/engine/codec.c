@@ -1,11 +1,122 @@
-/* RecordIO: a walk from chunk to chunk, and the records inside a decoded one. Pure functions of
- * bytes in memory. The walk takes sound chunks only and says nothing about others: what is wrong
- * with one is found out in Python (formats/recordio_scan.py), which also knows the layouts' names. */
+/* TFRecord frames and RecordIO chunks: see codec.h.
+ *
+ * The chunk scan accepts valid chunks only and does not say what is wrong with others: that is
+ * found out in Python (formats/recordio_scan.py), which knows the names of the layouts.
+ */
 #include <string.h>
 
-#include "core.h"
+#include "codec.h"
 
-#define HEADER 20 /* five u32: py magic, records, checksum, compressor, size; go magic, checksum, */
+static uint32_t get32(const uint8_t *p)
+{
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+/* ---- TFRecord frames --------------------------------------------------------------------- */
+#define FRAME_HEADER 12 /* u64 length, u32 masked CRC-32C of those 8 bytes */
+#define FRAME_FOOTER 4  /* u32 masked CRC-32C of the payload */
+
+static uint64_t get64(const uint8_t *p)
+{
+    return get32(p) | (uint64_t)get32(p + 4) << 32;
+}
+
+static uint32_t unmask(uint32_t masked)
+{
+    uint32_t turned = masked - 0xA282EAD8u;
+    return turned >> 17 | turned << 15;
+}
+
+static int header_holds(const uint8_t *p)
+{
+    return ffs_checksum(FFS_CRC_32C, 0, p, 8) == unmask(get32(p + 8));
+}
+
+int ffs_frames(ffs_frame_scan *w, const uint8_t *window, uint64_t base, uint64_t size)
+{
+    uint64_t end = base + size;
+    for (;;) {
+        if (w->owed && w->at - FRAME_FOOTER >= base && w->at <= end) {
+            w->checksums[w->count - 1] = unmask(get32(window + (w->at - FRAME_FOOTER - base)));
+            w->owed = 0;
+        }
+        if (w->owed)
+            return FFS_FRAMES_MORE;
+        if (w->at == w->file_size)
+            return FFS_FRAMES_END;
+        if (w->file_size - w->at < FRAME_HEADER)
+            return FFS_FRAMES_CUT_HEADER;
+        if (w->at < base || end < w->at || end - w->at < FRAME_HEADER)
+            return FFS_FRAMES_MORE;
+        const uint8_t *header = window + (w->at - base);
+        if (w->verify && !header_holds(header))
+            return FFS_FRAMES_BAD_HEADER;
+        uint64_t length = get64(header), left = w->file_size - w->at - FRAME_HEADER;
+        if (left < FRAME_FOOTER || length > left - FRAME_FOOTER)
+            return FFS_FRAMES_CUT_RECORD;
+        if (w->count == w->room)
+            return FFS_FRAMES_FULL;
+        w->offsets[w->count] = w->at + FRAME_HEADER;
+        w->lengths[w->count++] = length;
+        w->at += FRAME_HEADER + length + FRAME_FOOTER;
+        w->owed = 1;
+    }
+}
+
+static uint32_t masked(const uint8_t *p, uint64_t size)
+{
+    uint32_t crc = ffs_checksum(FFS_CRC_32C, 0, p, size);
+    return (crc >> 15 | crc << 17) + 0xA282EAD8u;
+}
+
+static void put32(uint8_t *p, uint32_t value)
+{
+    for (int k = 0; k < 4; k++)
+        p[k] = (uint8_t)(value >> 8 * k);
+}
+
+void ffs_frame_all(const uint8_t *payloads, const uint64_t *edges, int64_t n, uint8_t *out)
+{
+    for (int64_t k = 0; k < n; k++) {
+        const uint8_t *payload = payloads + edges[k];
+        uint64_t length = edges[k + 1] - edges[k];
+        put32(out, (uint32_t)length);
+        put32(out + 4, (uint32_t)(length >> 32));
+        put32(out + 8, masked(out, 8));
+        if (length)
+            memcpy(out + FRAME_HEADER, payload, length);
+        put32(out + FRAME_HEADER + length, masked(payload, length));
+        out += FRAME_HEADER + length + FRAME_FOOTER;
+    }
+}
+
+int ffs_frame_search(ffs_frame_finder *f, const uint8_t *window, uint64_t base, uint64_t size)
+{
+    uint64_t end = base + size;
+    for (; f->at <= f->file_size && f->at <= end; f->at++) {
+        const uint8_t *here = window + (f->at - base);
+        if (f->proven) {
+            uint64_t upto = f->at - FRAME_FOOTER;
+            f->crc = ffs_checksum(FFS_CRC_32C, f->crc, window + (f->summed - base),
+                                  upto - f->summed);
+            f->summed = upto;
+            if (f->crc != unmask(get32(here - FRAME_FOOTER)))
+                continue;
+            if (f->at == f->file_size)
+                return 1;
+        }
+        if (f->file_size - f->at < FRAME_HEADER + FRAME_FOOTER)
+            continue;
+        if (end - f->at < FRAME_HEADER)
+            return 0;
+        if (header_holds(here) && get64(here) <= f->file_size - f->at - FRAME_HEADER - FRAME_FOOTER)
+            return 1;
+    }
+    return 0;
+}
+
+/* ---- RecordIO chunks --------------------------------------------------------------------- */
+#define CHUNK_HEADER 20 /* five u32: py magic, records, checksum, compressor, size; go magic, checksum, */
                   /* compressor, size, records */
 #define MAGIC 0x01020304u
 #define PY 0
@@ -21,13 +132,8 @@ typedef struct {
     uint32_t compression;
 } header;
 
-static uint32_t get32(const uint8_t *p)
-{
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-}
-
 /* The window's bytes [place, place + n), or NULL: they are not in it. */
-static const uint8_t *look(ffs_chunk_walk *w, const uint8_t *window, uint64_t base, uint64_t size,
+static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size,
                            uint64_t place, uint64_t n)
 {
     if (place >= base && place - base <= size && size - (place - base) >= n)
@@ -37,7 +143,7 @@ static const uint8_t *look(ffs_chunk_walk *w, const uint8_t *window, uint64_t ba
 }
 
 /* 1: the words may be a header of the file's dialect. */
-static int understand(ffs_chunk_walk *w, header *h)
+static int understand(ffs_chunk_scan *w, header *h)
 {
     const uint32_t *words = w->words;
     int dialect = words[3] <= 3 ? PY : GO;
@@ -50,7 +156,7 @@ static int understand(ffs_chunk_walk *w, header *h)
     h->compressor = dialect == PY ? words[3] : words[2];
     h->size = dialect == PY ? words[4] : words[3];
     h->compression = h->compressor - (dialect == PY ? 1 : 0);
-    return h->compression <= GZIP && h->size && h->size <= w->file_size - w->at - HEADER;
+    return h->compression <= GZIP && h->size && h->size <= w->file_size - w->at - CHUNK_HEADER;
 }
 
 /* The u32 that begins a raw snappy block, or -1. */
@@ -88,10 +194,10 @@ static int64_t frame(const uint8_t *p, uint64_t left, uint64_t *size)
 }
 
 /* Find out what the payload decodes to as it tells itself: FFS_CHUNKS_END, w->decoded is that. */
-static int told(ffs_chunk_walk *w, const header *h, const uint8_t *window, uint64_t base,
+static int told(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint64_t base,
                 uint64_t size)
 {
-    uint64_t begin = w->at + HEADER, end = begin + h->size, n = 0;
+    uint64_t begin = w->at + CHUNK_HEADER, end = begin + h->size, n = 0;
     const uint8_t *p;
 
     if (h->compression == NONE) {
@@ -126,10 +232,10 @@ static int told(ffs_chunk_walk *w, const header *h, const uint8_t *window, uint6
     return FFS_CHUNKS_END;
 }
 
-static int believable(const ffs_chunk_walk *w, const header *h)
+static int believable(const ffs_chunk_scan *w, const header *h)
 {
     static const uint64_t times[] = {1, 22, 1032}; /* see most_decoded */
-    uint64_t end = w->at + HEADER + h->size;
+    uint64_t end = w->at + CHUNK_HEADER + h->size;
 
     return w->decoded <= UINT32_MAX && w->decoded <= h->size * times[h->compression] &&
            h->records > 0 && h->records <= w->decoded / 4 &&
@@ -137,23 +243,23 @@ static int believable(const ffs_chunk_walk *w, const header *h)
                w->records_allowed + w->records_a_byte * end;
 }
 
-int ffs_chunks(ffs_chunk_walk *w, const uint8_t *window, uint64_t base, uint64_t size)
+int ffs_chunks(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size)
 {
     header h;
 
     while (w->at != w->file_size) {
         if (w->count == w->room)
             return FFS_CHUNKS_FULL;
-        if (w->file_size - w->at < HEADER)
+        if (w->file_size - w->at < CHUNK_HEADER)
             return FFS_CHUNKS_FAULT;
         if (!w->inside) {
-            const uint8_t *p = look(w, window, base, size, w->at, HEADER);
+            const uint8_t *p = look(w, window, base, size, w->at, CHUNK_HEADER);
             if (!p)
                 return FFS_CHUNKS_MORE;
             for (int k = 0; k < 5; k++)
                 w->words[k] = get32(p + 4 * k);
             w->inside = 1;
-            w->place = w->at + HEADER;
+            w->place = w->at + CHUNK_HEADER;
             w->decoded = 0;
         }
         int why = understand(w, &h) ? told(w, &h, window, base, size) : FFS_CHUNKS_FAULT;
@@ -164,7 +270,7 @@ int ffs_chunks(ffs_chunk_walk *w, const uint8_t *window, uint64_t base, uint64_t
             return FFS_CHUNKS_FAULT;
         int64_t k = w->count++;
         w->begins[k] = (int64_t)w->at;
-        w->at += HEADER + h.size;
+        w->at += CHUNK_HEADER + h.size;
         w->ends[k] = (int64_t)w->at;
         w->firsts[k + 1] = w->firsts[k] + (int64_t)h.records;
         w->sizes[k] = (int64_t)w->decoded;

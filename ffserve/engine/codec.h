@@ -1,0 +1,104 @@
+/* Codecs: checksums, TFRecord frames, RecordIO chunks.
+ *
+ * Pure functions of bytes in memory. Python decides which bytes of a file are read; the scanners
+ * here say which bytes they need next. Everything between the cdef marks is also declared to
+ * Python (cffi).
+ */
+#ifndef FFSERVE_CODEC_H
+#define FFSERVE_CODEC_H
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef */
+#define FFS_CRC_NONE 0
+#define FFS_CRC_32 1             /* zlib's CRC-32 */
+#define FFS_CRC_32C 2            /* Castagnoli */
+
+/* ---- checksums --------------------------------------------------------------------------- */
+/* Checksum of `size` bytes. seed: the checksum of the bytes before them, or 0. */
+uint32_t ffs_checksum(int kind, uint32_t seed, const void *bytes, uint64_t size);
+/* For each of n records: out[k] = checksum of [base + offsets[k], + lengths[k]). */
+void ffs_checksums(int kind, const uint8_t *base, const uint64_t *offsets, const uint64_t *lengths,
+                   int64_t n, uint32_t *out);
+/* Name of the implementation: "ISA-L" or "tables". */
+const char *ffs_checksum_library(void);
+
+/* ---- TFRecord frames --------------------------------------------------------------------- */
+#define FFS_FRAMES_MORE 0        /* needs a window from `at`, or from at - 4 while `owed` is set */
+#define FFS_FRAMES_FULL 1        /* the tables have no room for another record */
+#define FFS_FRAMES_END 2         /* the file ends after a complete frame */
+#define FFS_FRAMES_BAD_HEADER 3  /* the header at `at` does not match its checksum */
+#define FFS_FRAMES_CUT_HEADER 4  /* the file ends inside the header at `at` */
+#define FFS_FRAMES_CUT_RECORD 5  /* the file ends inside the frame at `at` */
+
+/* Scan of a file's frames: the current position and the records found so far. */
+typedef struct {
+    uint64_t file_size, at;       /* at: position of the next header */
+    uint64_t *offsets, *lengths;  /* of payloads, `room` each */
+    uint32_t *checksums;          /* as stored, unmasked */
+    int64_t count, room;
+    int32_t verify;               /* compare headers with their checksums */
+    int32_t owed;                 /* the checksum of the last record, at - 4, is still missing */
+} ffs_frame_scan;
+
+/* Continue through the file's bytes [base, base + size). Returns one of FFS_FRAMES_*. */
+int ffs_frames(ffs_frame_scan *scan, const uint8_t *window, uint64_t base, uint64_t size);
+
+/* Write the frames of n adjacent payloads, payload k = payloads[edges[k] .. edges[k + 1]). out has
+ * room for all payloads and 16 bytes more for each. */
+void ffs_frame_all(const uint8_t *payloads, const uint64_t *edges, int64_t n, uint8_t *out);
+
+/* Search for the next frame after a damaged header. at: the next candidate. proven: accept a
+ * candidate only if the four bytes before it are the checksum of the payload that began at
+ * `summed` (`crc` is the checksum so far); the end of the file is then a candidate too. */
+typedef struct {
+    uint64_t file_size, at, summed;
+    uint32_t crc;
+    int32_t proven;
+} ffs_frame_finder;
+
+/* Continue through the file's bytes [base, base + size), which include `at` and, if proven,
+ * `summed`. Returns 1 when `at` is a frame; 0 when a window that begins at `at` (proven: at
+ * `summed`) is needed or the file ended. */
+int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t base,
+                     uint64_t size);
+
+/* ---- RecordIO chunks --------------------------------------------------------------------- */
+#define FFS_CHUNKS_MORE 0   /* needs a window with 20 bytes from `wanted` on, or all that is left */
+#define FFS_CHUNKS_FULL 1   /* the tables have no room for another chunk */
+#define FFS_CHUNKS_END 2    /* the file ends after a complete chunk */
+#define FFS_CHUNKS_FAULT 3  /* there is no valid chunk at `at` */
+
+/* Scan of a file's chunk headers: the current position and the chunks found so far. */
+typedef struct {
+    uint64_t file_size;
+    uint64_t at;            /* position of the next chunk; all before it are in the tables */
+    uint64_t wanted;        /* out: with FFS_CHUNKS_MORE */
+    int64_t *begins, *ends; /* extents in the file, headers included, `room` each */
+    int64_t *firsts;        /* number of the first record, room + 1 of them, the first is 0 */
+    int64_t *sizes;         /* decoded size that each chunk states */
+    uint32_t *checksums;
+    uint8_t *compressors;   /* as the dialect numbers them */
+    int64_t count, room;
+    uint64_t records_allowed, records_a_byte; /* limit: so many, plus so many per byte of file */
+    int32_t dialect;        /* 0 py, 1 go, -1: the first chunk decides */
+    int32_t inside;         /* private: the header at `at` was read, */
+    uint64_t place;         /*   the payload is examined from here on, */
+    uint64_t decoded;       /*   and decodes to so many bytes up to there */
+    uint32_t words[5];
+} ffs_chunk_scan;
+
+/* Continue through the file's bytes [base, base + size). Returns one of FFS_CHUNKS_*. */
+int ffs_chunks(ffs_chunk_scan *scan, const uint8_t *window, uint64_t base, uint64_t size);
+
+/* Find at most n records (u32 length, bytes) in `size` bytes, each directly after the one before.
+ * starts[], lengths[]: of the complete ones; returns their number; *end: where the last one ends.
+ * The bytes hold exactly n records if n is returned and *end equals size. */
+int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts,
+                  int64_t *lengths, uint64_t *end);
+
+/* Copy n pieces, piece k to dests[k]. */
+void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *lengths, int64_t n,
+                 uint8_t *const *dests);
+/* end cdef */
+#endif
