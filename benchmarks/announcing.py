@@ -145,7 +145,7 @@ def announcing(folder: Path, samples: int = 10_000_000) -> list[dict[str, Any]]:
             seen = [json.loads(_heard(each)) for each in witnesses]
             for process in (*witnesses, *jobs):
                 process.communicate()
-            wait_for(lambda: not status(socket)["walks"], [server])
+            wait_for(lambda: not status(socket)["progress"], [server])
             left = _memory(server.pid) - memory
         row: dict[str, Any] = {
             "daemon": tells,

@@ -296,18 +296,18 @@ def against_pages(
 # --------------------------------------------------------------------------- the policy's cost
 
 
-POLICY = ("victims", "doubt", "keep", "let_pass", "enter", "leave", "idle_victims")
+POLICY = ("victims", "invalidate", "keep", "admit_expendable", "enter", "leave", "idle_victims")
 
 
 def policy_cost(
     samples: int = 1_000_000, job_count: int = 2, batches: tuple[int, ...] = (64, 256, 1024)
 ) -> dict[str, float]:
     """Return the microseconds a used sample that the policy takes in the daemon, by batch size;
-    and what the jobs' walks take beside it (where they are, and whether they keep to it)."""
+    and what the jobs' progress takes beside it (positions, and departures from orders)."""
     jobs = [Job(shuffled(samples, k), pace=1e5) for k in range(job_count)]
     simulation = Simulation(samples, 0.25, jobs)
     simulation.run(warm_s=0.6 * samples / 1e5, seconds=0.01)
-    spent = {"policy": 0.0, "walks": 0.0}
+    spent = {"policy": 0.0, "progress": 0.0}
 
     def timed(inner: Any, whose: str) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
@@ -322,25 +322,25 @@ def policy_cost(
     for name in POLICY:
         policy = simulation.cache.policy
         setattr(policy, name, timed(getattr(policy, name), "policy"))
-    for walk in simulation._walks:
-        for name in ("asked", "reached"):
-            setattr(walk, name, timed(getattr(walk, name), "walks"))
+    for progress in simulation._progress:
+        for name in ("asked", "advance_to"):
+            setattr(progress, name, timed(getattr(progress, name), "progress"))
     costs: dict[str, float] = {}
     for batch in batches:
         # The middle of several parts: others may run on the machine.
         parts: list[tuple[float, float]] = []
         for _ in range(6):
-            spent["policy"] = spent["walks"] = 0.0
+            spent["policy"] = spent["progress"] = 0.0
             used = sum(job.used for job in jobs)
             for _ in range(50 * 1024 // batch // job_count):
-                for job, walk in zip(jobs, simulation._walks, strict=True):
+                for job, progress in zip(jobs, simulation._progress, strict=True):
                     job.batch = batch
-                    simulation._step(job, walk, simulation.uses.now + batch / 1e5 / job_count)
+                    simulation._step(job, progress, simulation.uses.now + batch / 1e5 / job_count)
             used = sum(job.used for job in jobs) - used
-            parts.append((1e6 * spent["policy"] / used, 1e6 * spent["walks"] / used))
-        costs[f"policy, batches of {batch}"], costs[f"walks, batches of {batch}"] = np.median(
-            parts, axis=0
-        ).tolist()
+            parts.append((1e6 * spent["policy"] / used, 1e6 * spent["progress"] / used))
+        costs[f"policy, batches of {batch}"], costs[f"job progress, batches of {batch}"] = (
+            np.median(parts, axis=0).tolist()
+        )
     simulation.close()
     return costs
 

@@ -10,28 +10,94 @@ A slot's life:
                          └────failed────▶ FAILED ──last pin released──▶ FREE
 
 A pin keeps a slot from being evicted. `advance` takes one pin a slot for its fetch, `release`
-gives them back; what clients lease without asking (`Room.leases`) keeps it likewise. LOADING slots
-are never evicted, whoever died: the kernel still writes into them.
+gives them back; what clients lease without asking (`Allocator.leases`) keeps it likewise. LOADING
+slots are never evicted, whoever died: the kernel still writes into them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.cache.allocator import Allocator, CacheCounters, Retract, by_class
 from ffserve.cache.arena import Arena
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import CacheCounters, Failure, Fetch, Int64s, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
-from ffserve.cache.room import Retract, Room, by_class
-from ffserve.cache.shards import LARGEST_SHARED_BLOCK, Blocks, ShardTable
+from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Blocks, Directory, ShardTable
 from ffserve.engine.plan import MOST_CLASSES, Planner
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
-from ffserve.errors import STATUS_TOO_LARGE
+from ffserve.errors import STATUS_TOO_LARGE, FFServeError
+
+Int64s: TypeAlias = NDArray[np.int64]
 
 MOST_LOADS = (1 << 31) - 1
 """Loads are numbered up to here, then from 1 again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample could not be read.
+
+    status: negative errno or a status of `errors.py`; found, expected: checksums; size: bytes of
+    the chunk for STATUS_TOO_LARGE; error: the format's own error, which replaces all others.
+    """
+
+    status: int
+    found: int = 0
+    expected: int = 0
+    size: int = 0
+    error: FFServeError | None = None
+
+
+class Fetch:
+    """One request for samples on its way through the cache.
+
+    Args:
+        numbers: int64[n] of one data set, repeats allowed; dealt with in this order.
+        latest: read ahead for what is wanted at this time: only what will be wanted after it may
+            be evicted; None: it is wanted now.
+    """
+
+    __slots__ = ("cursor", "failures", "latest", "numbers", "pinned_size", "pins", "waiting")
+
+    def __init__(self, numbers: Int64s, latest: float | None = None) -> None:
+        self.numbers = numbers
+        self.latest = latest
+        self.cursor = 0
+        """How many of `numbers` were dealt with: they are resident, on their way, or failed."""
+        self.waiting = 0
+        """Loads that have to end before the first `cursor` samples are all decided."""
+        self.pins: list[Int64s] = []
+        self.pinned_size = 0
+        self.failures: dict[int, Failure] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was asked for and has come."""
+        return self.waiting == 0 and self.cursor == len(self.numbers)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks that must be read now, each into its slot.
+
+    number: its own while it is read. parts: the slots by size class and whether they came at
+    another's cost. size: bytes of the blocks, widened. reads: of the device; who reads it sets that
+    to less where neighbours are read together.
+    """
+
+    number: int
+    blocks: Blocks
+    slots: Int64s
+    offsets: Int64s
+    sizes: Int64s
+    parts: list[tuple[int, Int64s, bool]]
+    size: int
+    reads: int
+    fetches: list[Fetch] = field(default_factory=list)
 
 
 class Cache:
@@ -72,13 +138,13 @@ class Cache:
             self._load_of,
             *arena.tables(),
         )
-        self.room = Room(arena, shards, self._slots, self.policy, retract, self.counters)
+        self.allocator = Allocator(arena, shards, self._slots, self.policy, retract, self.counters)
         self.plans_at_once = True
         """Whether plain misses are planned at once; for tests."""
         self._planner = Planner(
             self._slots,
             shards.c,
-            self.policy.shelves.residents,
+            self.policy.buckets.residents,
             arena.class_sizes,
             arena.slab_used,
             LARGEST_SHARED_BLOCK,
@@ -138,7 +204,7 @@ class Cache:
         group = self.uses.group_of(int(part[0]))
         usual = self._usual_classes.get(group, ())
         for _ in range(3):
-            stocks = [self.room.stock(size_class, group, len(part)) for size_class in usual]
+            stocks = [self.allocator.stock(size_class, group, len(part)) for size_class in usual]
             if stocks and not any(len(stock[1]) or stock[2] or stock[3] for stock in stocks):
                 return None
             plan = self._planner.choose(part, size, group, stocks)
@@ -222,7 +288,7 @@ class Cache:
                 return None, cut
         classes = self.arena.classes(blocks.sizes)
         group = self.uses.group_of(int(blocks.firsts[0]))
-        slots, passing = self.room.allocate(classes, blocks.sizes, group, fetch.latest)
+        slots, passing = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
         if np.minimum.reduce(slots) < 0:
             cut = int(where[int(np.argmax(slots < 0))])
             surplus = slots[(where >= cut) & (slots >= 0)]
@@ -238,8 +304,8 @@ class Cache:
         self.policy.enter(slots, group, held)
         self.shards.c.count(blocks.firsts, sizes, 1)
         if fetch.latest is not None:
-            self.policy.came_ahead(slots)
-            self.counters.read_ahead += len(slots)
+            self.policy.prefetched(slots)
+            self.counters.prefetched += len(slots)
         fetch.pins.append(slots)
         fetch.pinned_size += held
         parts = _parts(slots, classes, passing)
@@ -265,7 +331,7 @@ class Cache:
             if failures:
                 chosen = chosen[self.state[chosen] == RESIDENT]
             if passing:
-                self.policy.let_pass(chosen, size_class)
+                self.policy.admit_expendable(chosen, size_class)
             else:
                 self.policy.keep(chosen, size_class)
         ready = []
@@ -329,14 +395,14 @@ class Cache:
 
     def used(self, numbers: Int64s) -> None:
         """These samples were just asked for, be they there or on their way."""
-        if self.counters.read_ahead:
+        if self.counters.prefetched:
             self.policy.asked(self._slots.taken(numbers))
 
-    def doubt(self, numbers: Int64s) -> None:
+    def invalidate(self, numbers: Int64s) -> None:
         """These samples were just used, so that they will be wanted at another time than before."""
         slots = self._slots.resident(numbers)
         if len(slots):
-            self.policy.doubt(slots)
+            self.policy.invalidate(slots)
 
     def drop(self, base: int) -> bool:
         """Forget a shard that nobody has open. False while there is a slot with a sample of it."""

@@ -1,7 +1,7 @@
 """When each sample will be wanted next, by anybody.
 
 Walks whose data sets share shards form a *group*: they want the same samples, and what is kept for
-one may serve another. Groups compete for memory (see `policy`), walks within a group do not.
+one may serve another. Groups compete for memory (see `policy`), jobs within a group do not.
 No clock: whoever knows the time sets `now`, monotonic seconds.
 """
 
@@ -12,8 +12,8 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving, Order
-from ffserve.cache.walk import Walk
 from ffserve.engine.orders import Future, Silent
 from ffserve.errors import UsageError
 
@@ -33,55 +33,55 @@ class Group:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.walks: list[Walk] = []
+        self.jobs: list[JobProgress] = []
         self._silent: Silent | None = None
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
-    def active(self, now: float) -> list[Walk]:
-        """Return the walks that get on."""
-        return [walk for walk in self.walks if walk.active(now)]
+    def active(self, now: float) -> list[JobProgress]:
+        """Return the jobs that get on."""
+        return [progress for progress in self.jobs if progress.active(now)]
 
     def static(self, now: float) -> bool:
         """Whether nothing beats keeping what is there: a sole job that visits the same samples
         once in every epoch, or nobody."""
-        walks = self.active(now)
-        return not walks or (len(walks) == 1 and walks[0].same_set())
+        jobs = self.active(now)
+        return not jobs or (len(jobs) == 1 and jobs[0].same_set())
 
     @property
     def announced(self) -> bool:
-        """Whether any walk announced its order."""
-        return any(walk.orders for walk in self.walks)
+        """Whether any progress announced its order."""
+        return any(progress.orders for progress in self.jobs)
 
     def epoch_s(self, now: float) -> float:
-        """Return how long the fastest walk's epoch takes."""
-        return min((walk.epoch_s(now) for walk in self.active(now)), default=np.inf)
+        """Return how long the fastest progress's epoch takes."""
+        return min((progress.epoch_s(now) for progress in self.active(now)), default=np.inf)
 
     def future(self, now: float) -> Future:
         """Return what is known of when samples will be wanted next."""
         announced = [
             (order.c, times)
-            for walk in self.walks
-            if walk.orders
-            for order, times in walk.tables(now)
+            for progress in self.jobs
+            if progress.orders
+            for order, times in progress.tables(now)
         ]
         return Future(announced, self._expected(now), now)
 
     def _expected(self, now: float) -> Silent | None:
         """Return what silent jobs want; of many, what was true a moment ago."""
-        many = len(self.walks) > FEW_JOBS
-        if many and self._known_at <= now < self._known_until and len(self.walks) == self._known:
+        many = len(self.jobs) > FEW_JOBS
+        if many and self._known_at <= now < self._known_until and len(self.jobs) == self._known:
             return self._silent
-        walks = [walk for walk in self.walks if not walk.orders and walk.active(now)]
-        self._silent = Silent([walk.expected(now) for walk in walks]) if walks else None
-        self._known, self._known_at = len(self.walks), now
+        jobs = [progress for progress in self.jobs if not progress.orders and progress.active(now)]
+        self._silent = Silent([progress.expected(now) for progress in jobs]) if jobs else None
+        self._known, self._known_at = len(self.jobs), now
         if many:
-            left_s = min((walk.left_s(now) for walk in walks), default=1.0)
+            left_s = min((progress.left_s(now) for progress in jobs), default=1.0)
             self._known_until = now + min(left_s / MOMENTS, LONGEST_MOMENT_S)
         return self._silent
 
 
 class NextUse:
-    """All walks and groups.
+    """All jobs and groups.
 
     Args: most_size: bytes that all orders together may take.
     """
@@ -92,7 +92,7 @@ class NextUse:
         self.merged: list[tuple[int, int]] = []
         """(old, new): groups that turned out to be one; for the policy to take note of."""
         self.most_size = most_size
-        self._walks: dict[tuple[str, bytes], Walk] = {}
+        self._jobs: dict[tuple[str, bytes], JobProgress] = {}
         self._arriving: WeakSet[Arriving] = WeakSet()
         self._bases = np.zeros(0, np.int64)
         self._group_of_base = np.zeros(0, np.int64)
@@ -100,19 +100,19 @@ class NextUse:
 
     # ---- who is there ---------------------------------------------------------------------
 
-    def join(self, job: str, bases: Int64s, counts: Int64s) -> Walk:
+    def join(self, job: str, bases: Int64s, counts: Int64s) -> JobProgress:
         """A session of a job has a data set open, whose shards own these runs of numbers."""
         key = job, np.stack((bases, counts)).tobytes()
-        walk = self._walks.get(key)
-        if walk is None:
+        progress = self._jobs.get(key)
+        if progress is None:
             filled = counts > 0
             low = int(bases[filled].min(initial=1 << 62)) if filled.any() else 0
             high = int((bases + counts)[filled].max(initial=0))
-            walk = self._walks[key] = Walk(job, int(counts.sum()), low, high - low)
-            walk.group = self._unite(np.unique(bases[filled]))
-            self.groups[walk.group].walks.append(walk)
-        walk.sessions += 1
-        return walk
+            progress = self._jobs[key] = JobProgress(job, int(counts.sum()), low, high - low)
+            progress.group = self._unite(np.unique(bases[filled]))
+            self.groups[progress.group].jobs.append(progress)
+        progress.sessions += 1
+        return progress
 
     def _unite(self, bases: Int64s) -> int:
         """Return the group of these shards, made one if there were several."""
@@ -129,9 +129,9 @@ class NextUse:
         group = self.groups.setdefault(number, Group(number))
         for old in found[1:]:
             self._group_of_base[self._group_of_base == old] = number
-            for walk in self.groups.pop(old, Group(old)).walks:
-                walk.group = number
-                group.walks.append(walk)
+            for progress in self.groups.pop(old, Group(old)).jobs:
+                progress.group = number
+                group.jobs.append(progress)
             self.merged.append((old, number))
         fresh = bases[~known]
         if len(fresh):
@@ -141,20 +141,20 @@ class NextUse:
             self._bases, self._group_of_base = every[rising], groups[rising]
         return int(number)
 
-    def leave(self, walk: Walk, announcer: object) -> None:
+    def leave(self, progress: JobProgress, announcer: object) -> None:
         """A session has the data set open no more."""
-        walk.end(announcer)
-        walk.sessions -= 1
-        if walk.sessions == 0:
-            self._walks = {key: w for key, w in self._walks.items() if w is not walk}
-            self.groups[walk.group].walks.remove(walk)
+        progress.end(announcer)
+        progress.sessions -= 1
+        if progress.sessions == 0:
+            self._jobs = {key: w for key, w in self._jobs.items() if w is not progress}
+            self.groups[progress.group].jobs.remove(progress)
 
     def drop(self, base: int) -> None:
         """A shard is open no more."""
         others = self._bases != base
         self._bases, self._group_of_base = self._bases[others], self._group_of_base[others]
         left = set(self._group_of_base.tolist())
-        for number in [n for n, g in self.groups.items() if n not in left and not g.walks]:
+        for number in [n for n, g in self.groups.items() if n not in left and not g.jobs]:
             del self.groups[number]
 
     def group_of(self, number: int) -> int:
@@ -163,13 +163,13 @@ class NextUse:
         return int(self._group_of_base[row]) if row >= 0 else 0
 
     @property
-    def walks(self) -> list[Walk]:
-        """Return every job's walks."""
-        return list(self._walks.values())
+    def jobs(self) -> list[JobProgress]:
+        """Return every job's jobs."""
+        return list(self._jobs.values())
 
     # ---- what they announce ---------------------------------------------------------------
 
-    def arriving(self, walk: Walk, count: int, *, replacement: bool) -> Arriving:
+    def arriving(self, progress: JobProgress, count: int, *, replacement: bool) -> Arriving:
         """Make room for an order.
 
         Raises: UsageError when it cannot be meant, or all orders together would be too large,
@@ -177,12 +177,12 @@ class NextUse:
         """
         arriving = Arriving(
             count,
-            sample_count=walk.sample_count,
-            low=walk.low,
-            span=walk.span,
+            sample_count=progress.sample_count,
+            low=progress.low,
+            span=progress.span,
             replacement=replacement,
         )
-        size = sum(w.size for w in self._walks.values()) + 6 * count
+        size = sum(w.size for w in self._jobs.values()) + 6 * count
         size += sum(6 * other.count for other in self._arriving)
         if size > self.most_size:
             raise UsageError(
@@ -193,12 +193,12 @@ class NextUse:
         return arriving
 
     def announced(
-        self, walk: Walk, epoch: int, order: Order, name: str | None, announcer: object
+        self, progress: JobProgress, epoch: int, order: Order, name: str | None, announcer: object
     ) -> None:
         """Take a whole order in; what another job announced likewise is held once."""
-        for other in self._walks.values():
+        for other in self._jobs.values():
             for known in other.orders.values():
                 if known.same(order):
                     order.share(known)
                     break
-        walk.announced(epoch, order, name, announcer, self.now)
+        progress.announced(epoch, order, name, announcer, self.now)

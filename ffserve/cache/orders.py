@@ -3,7 +3,7 @@
 Two views of one permutation, four bytes a sample together (`narrow`; five from 268 million samples
 on). *Pieces* say which sample stands at a position (for reading ahead); a piece is forgotten when
 it has been passed. The *table* says in
-which of BUCKETS equal parts of the epoch a sample stands (for what to keep): 32 to 64 parts equal
+which of PARTS equal parts of the epoch a sample stands (for what to keep): 32 to 64 parts equal
 exact positions to a tenth of a point of hit rate, so a byte is enough. A sample that comes more
 than once (sampling with replacement) stands at its next place, and `following` has the places
 after that, a byte a position.
@@ -20,7 +20,7 @@ from ffserve.cache.narrow import Narrow
 from ffserve.engine.orders import Table
 from ffserve.errors import SampleIndexError, UsageError
 
-BUCKETS = 250
+PARTS = 250
 """Parts of an epoch; 0 in a table means that the sample does not come (any more)."""
 PIECE = 65_536
 """Positions that are kept, and forgotten, together."""
@@ -65,12 +65,12 @@ class Order:
         return held + self.count * (1 if self.following is None else 2)
 
     def bucket(self, position: int) -> int:
-        """Return the bucket of a position; BUCKETS + 1 at the end."""
-        return 1 + position * BUCKETS // self.count
+        """Return the bucket of a position; PARTS + 1 at the end."""
+        return 1 + position * PARTS // self.count
 
     def edge(self, bucket: int) -> int:
         """Return the first position of a bucket."""
-        return -(-(bucket - 1) * self.count // BUCKETS)
+        return -(-(bucket - 1) * self.count // PARTS)
 
     def numbers(self, start: int, stop: int) -> Int64s:
         """Return the sample numbers at positions [start, stop), without those forgotten."""
@@ -170,8 +170,8 @@ class Arriving:
         if stop > self.count:
             raise UsageError(f"the order has more positions than the {self.count} announced")
         if not self._replacement:
-            low, high = start * BUCKETS // self.count, (stop - 1) * BUCKETS // self.count
-            edges = -(-np.arange(low, high + 2) * self.count // BUCKETS)
+            low, high = start * PARTS // self.count, (stop - 1) * PARTS // self.count
+            edges = -(-np.arange(low, high + 2) * self.count // PARTS)
             edges[0], edges[-1] = start, stop
             buckets = np.arange(low + 1, high + 2, dtype=np.uint8)
             self._table[numbers - self._low] = np.repeat(buckets, np.diff(edges))
@@ -209,7 +209,7 @@ class Arriving:
     def _link(self, order: Order) -> Bytes:
         """From the end to the beginning, a bucket at a time: within one it makes no difference."""
         following = np.zeros(self.count, np.uint8)
-        for bucket in range(BUCKETS, 0, -1):
+        for bucket in range(PARTS, 0, -1):
             start, stop = order.edge(bucket), order.edge(bucket + 1)
             places = order.numbers(start, stop) - self._low
             following[start:stop] = self._table[places]

@@ -9,8 +9,7 @@ Two rules, each the best that is known for its case:
 * *Next use*: everything else. The sample whose next use, by any job, is farthest in time goes
   (Belady, with the future that jobs announced; `next_use` has what silent jobs let one expect).
 
-Residents lie on stacks by when they are believed to be wanted next (`shelves`); how the farthest of
-them is found says `farthest`.
+`next_use_buckets` keeps residents by their estimated next use and searches for victims there.
 
 Data sets that share no shard compete (groups). A group below its floor of size / 2J for each of
 its jobs takes from those above theirs; otherwise what is wanted later by a quarter and more gives
@@ -27,9 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.farthest import PARTS, Farthest, Usable
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.shelves import FAR, IDLE, PASSING, READY, UNSURE, Shelf, Shelves
+from ffserve.cache.next_use_buckets import (
+    BUCKETS_PER_EPOCH,
+    EXPENDABLE,
+    FAR,
+    IDLE,
+    READY,
+    UNSURE,
+    BucketSet,
+    EvictionSearch,
+    NextUseBuckets,
+    Usable,
+)
 from ffserve.engine.plan import AtHand
 from ffserve.engine.residents import MIXED
 
@@ -55,8 +64,8 @@ class Policy:
     ) -> None:
         self._arena = arena
         self._uses = uses
-        self.shelves = Shelves(arena)
-        self._farthest = Farthest(self.shelves, uses, first, count)
+        self.buckets = NextUseBuckets(arena)
+        self._search = EvictionSearch(self.buckets, uses, first, count)
         self._static: dict[int, bool] = {}
         """By which rule each group gave its last victims."""
         self.used: dict[int, int] = {}
@@ -66,30 +75,30 @@ class Policy:
 
     def enter(self, slots: Int64s, group: int, size: int) -> None:
         """Slots that are being filled for a group, and their bytes."""
-        self.shelves.group[slots] = group
+        self.buckets.group[slots] = group
         self.used[group] = self.used.get(group, 0) + size
 
     def replaced(self, group: int, held: int, freed: int) -> None:
         """A group has so many bytes of slots more, and so many less."""
         self.used[group] = self.used.get(group, 0) + held - freed
 
-    def came_ahead(self, slots: Int64s) -> None:
+    def prefetched(self, slots: Int64s) -> None:
         """Slots that are being filled though nobody asked for them."""
-        self.shelves.ahead[slots] = True
+        self.buckets.ahead[slots] = True
 
     def asked(self, slots: Int64s) -> None:
         """Slots of samples that somebody asked for."""
-        self.shelves.ahead[slots] = False
+        self.buckets.ahead[slots] = False
 
     def leave(self, slots: Int64s) -> int:
         """Slots that hold nothing any more. Returns: how many of these came ahead and were not
         used."""
-        group, size, unused = self.shelves.residents.leave(slots)
+        group, size, unused = self.buckets.residents.leave(slots)
         if group != MIXED:
             self._give_back(group, size)
             return unused
         sizes = self._arena.sizes(slots)
-        for group, rows in self.shelves.by_group(slots):
+        for group, rows in self.buckets.by_group(slots):
             self._give_back(group, int(np.add.reduce(sizes[rows])))
         return unused
 
@@ -100,51 +109,53 @@ class Policy:
 
     def keep(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled while there was room."""
-        self.shelves.put(slots, size_class, UNSURE)
+        self.buckets.put(slots, size_class, UNSURE)
 
-    def let_pass(self, slots: Int64s, size_class: int) -> None:
+    def admit_expendable(self, slots: Int64s, size_class: int) -> None:
         """Slots that were filled at another's cost."""
-        for group, rows in self.shelves.by_group(slots):
-            key = PASSING if self._static.get(group, True) else UNSURE
-            self.shelves.put(slots[rows], size_class, key)
+        for group, rows in self.buckets.by_group(slots):
+            key = EXPENDABLE if self._static.get(group, True) else UNSURE
+            self.buckets.put(slots[rows], size_class, key)
 
     def abandon(self, slots: Int64s, size_class: int) -> None:
         """Slots of shards that nobody has open."""
-        self.shelves.put(slots[self.shelves.key[slots] != IDLE], size_class, IDLE)
+        self.buckets.put(slots[self.buckets.key[slots] != IDLE], size_class, IDLE)
 
-    def doubt(self, slots: Int64s) -> None:
+    def invalidate(self, slots: Int64s) -> None:
         """These residents were just used: what was believed of them has changed."""
-        slots, group, size_class = self.shelves.residents.doubt(slots, UNSURE)
+        slots, group, size_class = self.buckets.residents.invalidate(slots, UNSURE)
         if not len(slots):
             return
         if group != MIXED and size_class != MIXED:
-            self.shelves.push(self.shelves.shelf(group, size_class), UNSURE, slots)
+            self.buckets.push(self.buckets.bucket_set(group, size_class), UNSURE, slots)
             return
         classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
         for size_class in np.unique(classes).tolist():
             rows = classes == size_class
-            self.shelves.put(
-                slots[rows], size_class if size_class >= 0 else self.shelves.large, UNSURE
+            self.buckets.put(
+                slots[rows], size_class if size_class >= 0 else self.buckets.large, UNSURE
             )
 
     # ---- victims --------------------------------------------------------------------------
 
     def has_idle(self, size_class: int) -> bool:
         """Whether there may be slots that nobody wants."""
-        return any(IDLE in shelf.stacks for shelf in self.shelves.of_class[size_class].values())
+        return any(
+            IDLE in bucket_set.buckets for bucket_set in self.buckets.of_class[size_class].values()
+        )
 
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
         found, missing = [_NO_SLOTS], count
-        shelves = self.shelves.of_class[size_class].values()
-        there = [shelf for shelf in shelves if IDLE in shelf.stacks]
-        for shelf in there:
-            while IDLE in shelf.stacks and missing:
-                slots = self.shelves.pop(shelf, IDLE, missing)
+        bucket_sets = self.buckets.of_class[size_class].values()
+        there = [bucket_set for bucket_set in bucket_sets if IDLE in bucket_set.buckets]
+        for bucket_set in there:
+            while IDLE in bucket_set.buckets and missing:
+                slots = self.buckets.pop(bucket_set, IDLE, missing)
                 good = usable(slots)
                 found.append(slots[good])
                 missing -= len(found[-1])
-                self.shelves.put(slots[~good], size_class, UNSURE)
+                self.buckets.put(slots[~good], size_class, UNSURE)
         return np.concatenate(found) if there else _NO_SLOTS
 
     def victims(
@@ -157,7 +168,7 @@ class Policy:
         """
         if self._uses.merged:
             self._merge()
-        if self.shelves.of_class[size_class].keys() == {taker}:
+        if self.buckets.of_class[size_class].keys() == {taker}:
             return self._take(taker, size_class, count, usable, latest), 0
         found, others = [_NO_SLOTS], 0
         own = _NO_SLOTS
@@ -176,23 +187,23 @@ class Policy:
 
     def at_hand(self, size_class: int, taker: int) -> AtHand | None:
         """Return where `victims` would take from, where that needs no choice; see `took`."""
-        shelf = self.shelves.of_class[size_class].get(taker)
-        if shelf is None or len(self.shelves.of_class[size_class]) > 1 or self._uses.merged:
+        bucket_set = self.buckets.of_class[size_class].get(taker)
+        if bucket_set is None or len(self.buckets.of_class[size_class]) > 1 or self._uses.merged:
             return None
-        stacks = shelf.stacks
-        if not stacks or IDLE in stacks:
+        buckets = bucket_set.buckets
+        if not buckets or IDLE in buckets:
             return None
-        if READY in stacks:
-            return stacks[READY].held, READY, True
+        if READY in buckets:
+            return buckets[READY].held, READY, True
         group = self._uses.groups.get(taker)
         if group is not None and not group.static(self._uses.now):
             return None
-        key = PASSING if PASSING in stacks else max(stacks)
-        return stacks[key].held, key, key != PASSING
+        key = EXPENDABLE if EXPENDABLE in buckets else max(buckets)
+        return buckets[key].held, key, key != EXPENDABLE
 
     def took(self, size_class: int, taker: int, key: int, count: int, *, newest: bool) -> None:
-        """So many entries of a stack `at_hand` were looked at; what was good of them is evicted."""
-        self.shelves.of_class[size_class][taker].pop(key, count, newest=newest)
+        """So many entries of a bucket `at_hand` were examined; those still valid are evicted."""
+        self.buckets.of_class[size_class][taker].pop(key, count, newest=newest)
         if key != READY:
             self._static[taker] = True
 
@@ -200,29 +211,29 @@ class Policy:
         while self._uses.merged:
             old, new = self._uses.merged.pop()
             moved = [
-                (size_class, key, self.shelves.pop(shelf, key, shelf.entries))
-                for size_class, shelves in enumerate(self.shelves.of_class)
-                if (shelf := shelves.pop(old, None)) is not None
-                for key in list(shelf.stacks)
+                (size_class, key, self.buckets.pop(bucket_set, key, bucket_set.entries))
+                for size_class, bucket_sets in enumerate(self.buckets.of_class)
+                if (bucket_set := bucket_sets.pop(old, None)) is not None
+                for key in list(bucket_set.buckets)
             ]
-            self.shelves.group[self.shelves.group == old] = new
-            self._farthest.widths.pop(old, None)
+            self.buckets.group[self.buckets.group == old] = new
+            self._search.widths.pop(old, None)
             self._static.pop(old, None)
             if old in self.used:
                 self.used[new] = self.used.get(new, 0) + self.used.pop(old)
             for size_class, key, slots in moved:
-                self.shelves.put(slots, size_class, max(key, UNSURE))
+                self.buckets.put(slots, size_class, max(key, UNSURE))
 
     def _sources(self, size_class: int, taker: int) -> list[int]:
         """Return the groups to take from, in order."""
-        shelves = self.shelves.of_class[size_class]
-        for number in [n for n, shelf in shelves.items() if not shelf.entries]:
-            del shelves[number]
-        there = list(shelves)
+        bucket_sets = self.buckets.of_class[size_class]
+        for number in [n for n, bucket_set in bucket_sets.items() if not bucket_set.entries]:
+            del bucket_sets[number]
+        there = list(bucket_sets)
         if there == [taker]:
             return there
         floors = self.floors()
-        worth = {number: self._spared_s(number, shelves[number]) for number in there}
+        worth = {number: self._spared_s(number, bucket_sets[number]) for number in there}
         above = [n for n in there if n != taker and self.used.get(n, 0) > floors.get(n, 0)]
         above.sort(key=lambda n: -worth[n])
         own = [taker] if taker in worth else []
@@ -246,47 +257,49 @@ class Policy:
             return group.epoch_s(now) if group else np.inf
         return worth.get(taker, 0.0)
 
-    def _spared_s(self, number: int, shelf: Shelf) -> float:
+    def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
         """Return in how many seconds what a group can do without soonest will be wanted."""
         group, now = self._uses.groups.get(number), self._uses.now
         if group is None or not group.active(now):
             return np.inf
-        if PASSING in shelf.stacks or group.static(now):
+        if EXPENDABLE in bucket_set.buckets or group.static(now):
             return group.epoch_s(now)
-        keys = [key for key in shelf.stacks if key < FAR]
+        keys = [key for key in bucket_set.buckets if key < FAR]
         if not keys:
             return group.epoch_s(now)
-        return max(max(keys) * self._farthest.width(group) - now, 0.0)
+        return max(max(keys) * self._search.width(group) - now, 0.0)
 
     def _take(
         self, number: int, size_class: int, count: int, usable: Usable, latest: float | None
     ) -> Int64s:
-        shelf = self.shelves.of_class[size_class].get(number)
-        if shelf is None or not shelf.entries:
+        bucket_set = self.buckets.of_class[size_class].get(number)
+        if bucket_set is None or not bucket_set.entries:
             return _NO_SLOTS
-        ready = self._take_ready(shelf, count, usable, latest)
+        ready = self._take_ready(bucket_set, count, usable, latest)
         if len(ready) == count:
             return ready
         group = self._uses.groups.get(number)
         static = self._static[number] = group is None or group.static(self._uses.now)
         if static:
-            rest = self._take_static(shelf, count - len(ready), usable)
+            rest = self._take_static(bucket_set, count - len(ready), usable)
         else:
             assert group is not None
-            rest = self._farthest.take(group, shelf, count - len(ready), usable, latest)
+            rest = self._search.take(group, bucket_set, count - len(ready), usable, latest)
         return np.concatenate((ready, rest))
 
-    def _take_ready(self, shelf: Shelf, count: int, usable: Usable, latest: float | None) -> Int64s:
+    def _take_ready(
+        self, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None
+    ) -> Int64s:
         """Take what was looked for before."""
-        if latest is not None and shelf.ready_s <= latest:
+        if latest is not None and bucket_set.ready_s <= latest:
             return _NO_SLOTS
         found: list[Int64s] = []
         missing = count
-        while missing and READY in shelf.stacks:
-            slots = self.shelves.pop(shelf, READY, missing)
+        while missing and READY in bucket_set.buckets:
+            slots = self.buckets.pop(bucket_set, READY, missing)
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
-                self.shelves.put(slots[~good], shelf.size_class, UNSURE)
+                self.buckets.put(slots[~good], bucket_set.size_class, UNSURE)
                 slots = slots[good]
             found.append(slots)
             missing -= len(slots)
@@ -294,12 +307,12 @@ class Policy:
             return found[0]
         return np.concatenate(found) if found else _NO_SLOTS
 
-    def _take_static(self, shelf: Shelf, count: int, usable: Usable) -> Int64s:
+    def _take_static(self, bucket_set: BucketSet, count: int, usable: Usable) -> Int64s:
         """What passes, oldest first; then what is kept, newest first."""
         found, spared, missing, looked = [_NO_SLOTS], [], count, 0
-        while shelf.stacks and missing and looked < MOST_LOOKED_AT:
-            key = PASSING if PASSING in shelf.stacks else max(shelf.stacks)
-            slots = self.shelves.pop(shelf, key, missing, newest=key != PASSING)
+        while bucket_set.buckets and missing and looked < MOST_LOOKED_AT:
+            key = EXPENDABLE if EXPENDABLE in bucket_set.buckets else max(bucket_set.buckets)
+            slots = self.buckets.pop(bucket_set, key, missing, newest=key != EXPENDABLE)
             looked += len(slots)
             good = usable(slots)
             found.append(slots[good])
@@ -307,21 +320,21 @@ class Policy:
             if not good.all():
                 spared.append((key, slots[~good]))
         for key, slots in reversed(spared):
-            self.shelves.put(slots, shelf.size_class, key)
+            self.buckets.put(slots, bucket_set.size_class, key)
         return np.concatenate(found)
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:
         """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once
         or kept for good."""
-        keys = self.shelves.key[slots]
-        weights = np.where((keys >= PASSING) | (keys == READY) | (keys == FAR), 0.0, 1.0)
+        keys = self.buckets.key[slots]
+        weights = np.where((keys >= EXPENDABLE) | (keys == READY) | (keys == FAR), 0.0, 1.0)
         timed = np.flatnonzero((keys >= 0) & (keys < FAR))
-        groups = self.shelves.group[slots[timed]]
+        groups = self.buckets.group[slots[timed]]
         for number in np.unique(groups).tolist():
             group = self._uses.groups.get(number)
             rows = timed[groups == number]
             if group is None or group.static(self._uses.now):
                 continue
-            ahead = keys[rows] - self._uses.now / self._farthest.widths.get(number, 1.0)
-            weights[rows] = 1 / (1 + np.maximum(ahead, 0) / PARTS)
+            ahead = keys[rows] - self._uses.now / self._search.widths.get(number, 1.0)
+            weights[rows] = 1 / (1 + np.maximum(ahead, 0) / BUCKETS_PER_EPOCH)
         return weights

@@ -15,13 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Fetch
+from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
-from ffserve.cache.shards import ShardTable
-from ffserve.cache.walk import Walk
+from ffserve.cache.tables import Directory, ShardTable
 
 Int64s = NDArray[np.int64]
 
@@ -140,7 +138,7 @@ class Simulation:
             engine=0,
         )
         self.table.sessions[:] = len(jobs)
-        self._walks: list[Walk] = []
+        self._progress: list[JobProgress] = []
         self._trace: list[Int64s] = []
 
     @property
@@ -154,7 +152,7 @@ class Simulation:
         bases, counts = np.array([self._base]), np.array([self.samples])
         for k, job in enumerate(self.jobs):
             job.name = job.name or f"job {k}"
-            self._walks.append(self.uses.join(job.name, bases, counts))
+            self._progress.append(self.uses.join(job.name, bases, counts))
         heapq.heapify(turns)
         measured_from = -1
         while turns[0][0] < warm_s + seconds:
@@ -164,7 +162,7 @@ class Simulation:
                 for job in self.jobs:
                     job.used = job.hits = 0
                     job.waited_s = 0.0
-            heapq.heappush(turns, (self._step(self.jobs[k], self._walks[k], now), k))
+            heapq.heappush(turns, (self._step(self.jobs[k], self._progress[k], now), k))
             if self._check is not None:
                 self._check(self)
         return Result(
@@ -176,7 +174,7 @@ class Simulation:
             measured_from,
         )
 
-    def _step(self, job: Job, walk: Walk, now: float) -> float:
+    def _step(self, job: Job, progress: JobProgress, now: float) -> float:
         """Have a job use its next batch; return when it asks again."""
         self.uses.now = now
         if job.position == len(job.order):
@@ -185,23 +183,23 @@ class Simulation:
             job.order = job.orders(job.epoch)
             if job.announces:
                 if job.epoch == 0:
-                    self._announce(job, walk, 0, job.order)
-                self._announce(job, walk, job.epoch + 1, job.orders(job.epoch + 1))
+                    self._announce(job, progress, 0, job.order)
+                self._announce(job, progress, job.epoch + 1, job.orders(job.epoch + 1))
         numbers = job.order[job.position : job.position + job.batch] + self._base
         self._trace.append(numbers)
         missing = numbers[self.directory.slot_of[numbers] == 0]
         if len(missing):
-            self.cache.doubt(walk.asked(missing, now))
+            self.cache.invalidate(progress.asked(missing, now))
             self._read(np.unique(missing) if job.replacement else missing)
-        if not walk.orders and len(missing) < len(numbers):
+        if not progress.orders and len(missing) < len(numbers):
             hits = numbers[~np.isin(numbers, missing)]
-            walk.visited(hits, now)
-            self.cache.doubt(hits)
+            progress.visited(hits, now)
+            self.cache.invalidate(hits)
         job.position += len(numbers)
         job.used += len(numbers)
         job.hits += len(numbers) - len(missing)
-        if walk.orders:
-            self.cache.doubt(walk.reached(job.epoch, job.position, now))
+        if progress.orders:
+            self.cache.invalidate(progress.advance_to(job.epoch, job.position, now))
         ready = now + len(numbers) / job.pace
         if self._disk_rate is None or not len(missing):
             return ready
@@ -209,11 +207,11 @@ class Simulation:
         job.waited_s += max(self._disk_free - ready, 0.0)
         return max(ready, self._disk_free)
 
-    def _announce(self, job: Job, walk: Walk, epoch: int, order: Int64s) -> None:
-        arriving = self.uses.arriving(walk, len(order), replacement=job.replacement)
+    def _announce(self, job: Job, progress: JobProgress, epoch: int, order: Int64s) -> None:
+        arriving = self.uses.arriving(progress, len(order), replacement=job.replacement)
         for start in range(0, len(order), PIECE):
             arriving.add(order[start : start + PIECE] + self._base)
-        self.uses.announced(walk, epoch, arriving.finish(), None, job)
+        self.uses.announced(progress, epoch, arriving.finish(), None, job)
 
     def _read(self, missing: Int64s) -> None:
         fetch = Fetch(missing)

@@ -106,32 +106,32 @@ def _print(facts: dict[str, Any]) -> None:
         if len(jobs) > JOBS_SHOWN:
             click.echo(f"and {len(jobs) - JOBS_SHOWN:,} more (--json shows all)")
 
-    _print_walks(facts)
+    _print_progress(facts)
 
 
-def _print_walks(facts: dict[str, Any]) -> None:
+def _print_progress(facts: dict[str, Any]) -> None:
     """Where the jobs are in their epochs, and who keeps what."""
     names = {job["name"]: job for job in facts["jobs"]}
-    walks = [walk for walk in facts.get("walks", ()) if walk["count"] is not None]
-    if walks:
+    rows = [row for row in facts.get("progress", ()) if row["count"] is not None]
+    if rows:
         click.echo()
         print_table(
             ["job", "order", "epoch", "position", "a second", "ends in", "ahead", "waited",
              "from disk", "alone"],
             [
                 [
-                    walk["job"][:12],
-                    walk["name"] or walk["kind"],
-                    str(walk["epoch"]) if walk["announced"] else "",
-                    percent(walk["position"], walk["count"]),
-                    f"{walk['rate']:,.0f}",
-                    duration(walk["epoch_end_s"]) if walk["epoch_end_s"] is not None else "",
-                    f"{walk['window']:,}",
-                    duration(names[walk["job"]]["waited_s"]) if walk["job"] in names else "",
-                    format_size(names[walk["job"]]["read_size"]) if walk["job"] in names else "",
-                    format_size(names[walk["job"]]["alone_size"]) if walk["job"] in names else "",
+                    row["job"][:12],
+                    row["name"] or row["kind"],
+                    str(row["epoch"]) if row["announced"] else "",
+                    percent(row["position"], row["count"]),
+                    f"{row['rate']:,.0f}",
+                    duration(row["epoch_end_s"]) if row["epoch_end_s"] is not None else "",
+                    f"{row['window']:,}",
+                    duration(names[row["job"]]["waited_s"]) if row["job"] in names else "",
+                    format_size(names[row["job"]]["read_size"]) if row["job"] in names else "",
+                    format_size(names[row["job"]]["alone_size"]) if row["job"] in names else "",
                 ]
-                for walk in walks[:JOBS_SHOWN]
+                for row in rows[:JOBS_SHOWN]
             ],
         )  # fmt: skip
     groups = [group for group in facts.get("groups", ()) if group["used"]]

@@ -1,5 +1,5 @@
 /* From samples to blocks (what is read, verified and evicted together), and from blocks to the
- * batch that reads them. See ffserve/cache/shards.py for what a block is. */
+ * batch that reads them. See ffserve/cache/tables.py for what a block is. */
 #include <stdbool.h>
 #include <stdlib.h>
 

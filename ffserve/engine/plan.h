@@ -144,7 +144,7 @@ int ffs_residents_put(const ffs_residents *r, const int64_t *slots, int64_t n, i
 /* n slots were used: they are not ahead any more. moved[]: those, repeats kept, whose key is below
  * `key` (as unsigned numbers, so that FFS_NO_KEY is not), which becomes theirs; whose[2]: their
  * group and size class, or FFS_MIXED. Returns how many these are, or FFS_ERANGE: nothing was done. */
-int64_t ffs_residents_doubt(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
+int64_t ffs_residents_invalidate(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
                             int64_t *moved, int64_t *whose);
 /* n slots, each named once, hold nothing any more. found[3]: their group or FFS_MIXED, their bytes,
  * how many were ahead. 0, or FFS_ERANGE: nothing was done. */

@@ -105,7 +105,7 @@ int ffs_residents_put(const ffs_residents *r, const int64_t *slots, int64_t n, i
     return 0;
 }
 
-int64_t ffs_residents_doubt(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
+int64_t ffs_residents_invalidate(const ffs_residents *r, const int64_t *slots, int64_t n, int64_t key,
                             int64_t *moved, int64_t *whose)
 {
     int64_t count = 0;

@@ -92,14 +92,14 @@ class Residents:
         group: int = found[0]
         return group
 
-    def doubt(self, slots: Int64s, key: int) -> tuple[Int64s, int, int]:
+    def invalidate(self, slots: Int64s, key: int) -> tuple[Int64s, int, int]:
         """Slots were used, so they are not ahead any more; those on stacks of a key below `key` get
         that.
 
         Returns: these, repeats kept; the group of all and the size class of all, or MIXED.
         """
         moved, found = np.empty(len(slots), np.int64), self._found
-        count = lib.ffs_residents_doubt(
+        count = lib.ffs_residents_invalidate(
             self.c,
             _from_buffer(_I64S, slots),
             len(slots),

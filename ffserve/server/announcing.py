@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ffserve import protocol
-from ffserve.cache.fetch import Int64s
+from ffserve.cache.cache import Int64s
 from ffserve.cache.orders import Arriving
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.server.report import MOST_COUNTED
@@ -103,9 +103,9 @@ class Announcing:
         except SampleIndexError as error:
             assert error.index is not None
             raise error.located(index=layout.index(error.index)) from None
-        walk, uses = announcement.dataset.walk, self._node.uses
-        self._node.scheduler.ahead.replaced(walk, announcement.epoch)
-        uses.announced(walk, announcement.epoch, whole, announcement.name, dataset)
+        progress, uses = announcement.dataset.progress, self._node.uses
+        self._node.scheduler.ahead.replaced(progress, announcement.epoch)
+        uses.announced(progress, announcement.epoch, whole, announcement.name, dataset)
         return protocol.Ready(message.tag, whole.count, [])
 
     def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
@@ -114,5 +114,7 @@ class Announcing:
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
             raise ProtocolError("the client announced an order of no known kind")
-        arriving = self._node.uses.arriving(dataset.walk, message.count, replacement=replacement)
+        arriving = self._node.uses.arriving(
+            dataset.progress, message.count, replacement=replacement
+        )
         return _Announcement(message.tag, dataset, message.epoch, name, arriving)

@@ -23,8 +23,7 @@ import numpy as np
 
 from ffserve import formats
 from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.shards import ShardTable
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.direct import open_direct
 from ffserve.errors import AccessDenied, FFServeError, ReadError
@@ -301,7 +300,7 @@ class Catalog:
                 self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
                 self._idle[shard.key] = shard
-                self._cache.room.idle_changed = True
+                self._cache.allocator.idle_changed = True
 
     def _room_for(self, keys: list[Key]) -> bool:
         return len(self._open.keys() | keys) <= self._most_open
@@ -318,7 +317,7 @@ class Catalog:
                 await asyncio.sleep(0)
                 if self._idle.get(shard.key) is not shard:
                     return True
-                if not self._cache.room.evict(first, min(first + DROP_COUNT, end)):
+                if not self._cache.allocator.evict(first, min(first + DROP_COUNT, end)):
                     break
             else:
                 if shard.count == 0 or self._cache.drop(shard.base):

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Int64s
-from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.cache.cache import Failure, Int64s
 from ffserve.cache.shm import SharedMemory
+from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.ring import Batch, Engine
 from ffserve.engine.view import publish_run

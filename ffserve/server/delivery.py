@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.fetch import Int64s
+from ffserve.cache.cache import Int64s
 from ffserve.cache.shm import SharedMemory
 from ffserve.engine.sending import Run
 from ffserve.server.references import Unread

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
-from ffserve.cache.directory import Directory
 from ffserve.cache.shm import sealed_file
+from ffserve.cache.tables import Directory
 from ffserve.config import format_size
 from ffserve.engine import hazards
 from ffserve.errors import FFServeError, ProtocolError, ReadError

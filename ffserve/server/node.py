@@ -17,12 +17,10 @@ import numpy as np
 
 from ffserve import __version__, protocol
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Int64s, Load
+from ffserve.cache.cache import Cache, Failure, Int64s, Load
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
-from ffserve.cache.shards import ShardTable
 from ffserve.cache.shm import SharedMemory
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.view import retract
 from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadError
@@ -34,7 +32,7 @@ from ffserve.server.job import Job
 from ffserve.server.pages import Pages
 from ffserve.server.reading import Reading
 from ffserve.server.references import References
-from ffserve.server.report import group_facts, job_facts, walk_facts
+from ffserve.server.report import group_facts, job_facts, progress_facts
 from ffserve.server.resizing import Resizing
 from ffserve.server.scheduler import Scheduler
 
@@ -66,7 +64,7 @@ class Node:
             self.uses,
         )
         self.leases = LeaseTables(self.arena, self.directory)
-        self.cache.room.leases = self.leases
+        self.cache.allocator.leases = self.leases
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
@@ -194,7 +192,7 @@ class Node:
                 "read_size": self.reading.read_size,
                 "checksum_failures": self.checksum_failures,
                 "blocked": self.scheduler.blocked_count,
-                "read_ahead": counters.read_ahead,
+                "prefetched": counters.prefetched,
                 "wasted": counters.wasted,
             },
             "shards": [
@@ -209,7 +207,7 @@ class Node:
                 }
                 for shard in self.catalog.shards()[:1000]
             ],
-            "walks": [walk_facts(self, walk, now) for walk in self.uses.walks],
+            "progress": [progress_facts(self, progress, now) for progress in self.uses.jobs],
             "groups": group_facts(self, now),
             "jobs": [job_facts(self, job, now) for job in self._jobs.values()],
         }

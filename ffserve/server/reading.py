@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Int64s, Load
-from ffserve.cache.shards import Blocks, ShardTable
+from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.shm import SharedMemory
+from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.answers import Answer
 from ffserve.engine.ring import Batch, Engine, refused

@@ -19,8 +19,7 @@ import contextlib
 import socket
 from collections import deque
 
-from ffserve.cache.cache import Cache
-from ffserve.cache.fetch import Int64s
+from ffserve.cache.cache import Cache, Int64s
 from ffserve.engine.sending import unread
 
 REFERRED_SHARE = 8

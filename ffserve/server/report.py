@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ffserve.cache.walk import Walk
+from ffserve.cache.jobs import JobProgress
 
 if TYPE_CHECKING:
     from ffserve.server.job import Job
@@ -15,37 +15,37 @@ MOST_COUNTED = (1 << 63) - 1
 """Beyond this a report could not be encoded; only what a client lied about gets there."""
 
 
-def walk_facts(node: Node, walk: Walk, now: float) -> dict[str, Any]:
+def progress_facts(node: Node, progress: JobProgress, now: float) -> dict[str, Any]:
     """One job's way through one data set."""
-    order, rate = walk.order, walk.pace.rate(now)
-    position = walk.position if order else walk.seen_count
-    count = order.count if order else walk.sample_count
-    known = order is not None or walk.seen is not None
+    order, rate = progress.order, progress.pace.rate(now)
+    position = progress.position if order else progress.seen_count
+    count = order.count if order else progress.sample_count
+    known = order is not None or progress.seen is not None
     return {
-        "job": walk.job,
-        "group": walk.group,
-        "kind": kind_of(walk),
-        "active": walk.active(now),
-        "epoch": walk.epoch,
+        "job": progress.job,
+        "group": progress.group,
+        "kind": kind_of(progress),
+        "active": progress.active(now),
+        "epoch": progress.epoch,
         "position": position,
         "count": count if known else None,
-        "announced": sorted(walk.orders),
-        "name": walk.name,
+        "announced": sorted(progress.orders),
+        "name": progress.name,
         "rate": round(rate, 3),
         "epoch_end_s": round((count - position) / rate, 3) if rate and known else None,
-        "window": node.scheduler.ahead.window(walk, now) if order else 0,
-        "order_size": walk.size,
+        "window": node.scheduler.ahead.window(progress, now) if order else 0,
+        "order_size": progress.size,
     }
 
 
-def kind_of(walk: Walk) -> str:
-    """Return how a walk is known: announced, silent, departed (from its order), random (draws
+def kind_of(progress: JobProgress) -> str:
+    """Return how a job is known: announced, silent, departed (from its order), random (draws
     with replacement)."""
-    if walk.order is not None:
+    if progress.order is not None:
         return "announced"
-    if walk.departed:
+    if progress.departed:
         return "departed"
-    return "random" if walk.replacement else "silent"
+    return "random" if progress.replacement else "silent"
 
 
 def group_facts(node: Node, now: float) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def group_facts(node: Node, now: float) -> list[dict[str, Any]]:
     facts = [
         {
             "group": number,
-            "jobs": sorted({walk.job for walk in groups[number].walks}) if number in groups else [],
+            "jobs": sorted({each.job for each in groups[number].jobs}) if number in groups else [],
             "used": used.get(number, 0),
             "floor": floors.get(number, 0),
             "rule": "static" if number not in groups or groups[number].static(now) else "next use",
@@ -89,14 +89,14 @@ def job_facts(node: Node, job: Job, now: float) -> dict[str, Any]:
 def _alone(node: Node, job: Job) -> int:
     """Return the bytes that the job would have read with the whole arena to itself: all in its
     first epoch, then what does not fit."""
-    walks = [walk for walk in node.uses.walks if walk.job == job.name]
-    count = sum(walk.sample_count for walk in walks)
+    jobs = [progress for progress in node.uses.jobs if progress.job == job.name]
+    count = sum(progress.sample_count for progress in jobs)
     if not count:
         return 0
     payload = sum(
         shard.payload_size
         for shard in node.catalog.shards()
-        if any(walk.low <= shard.base < walk.low + walk.span for walk in walks)
+        if any(progress.low <= shard.base < progress.low + progress.span for progress in jobs)
     )
     used = (job.hits + job.missed) * payload // count
     later = max(used - payload, 0)

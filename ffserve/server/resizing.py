@@ -93,12 +93,12 @@ class Resizing:
         if not self._memory.settled:
             return
         if count != arena.open_count:
-            self._cache.room.resize(count)
+            self._cache.allocator.resize(count)
             if arena.open_count == arena.slab_count:
                 self._memory.follow(self.size)
         if arena.open_count < arena.slab_count:
             self._scheduler.make_room(now)
-            if self._cache.room.retire():
+            if self._cache.allocator.retire():
                 arena.trim()
                 self._memory.follow(self.size)
         self._scheduler.pump(now)

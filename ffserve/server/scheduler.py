@@ -26,8 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ffserve.cache.cache import Cache
-from ffserve.cache.fetch import Failure, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.errors import STATUS_ARENA_BUSY
 from ffserve.server.ahead import ReadAhead
 
@@ -150,7 +149,7 @@ class Scheduler:
     @property
     def _most_leased(self) -> int:
         half = self._cache.arena.size // LEASED_SHARE
-        return max(0, half - self._cache.room.leases.promised_size)
+        return max(0, half - self._cache.allocator.leases.promised_size)
 
     @property
     def idle(self) -> bool:
@@ -229,7 +228,7 @@ class Scheduler:
             return None
         since = self._since(self._blocked[0])
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
-        if self._cache.room.leased or (self.held is not None and self.held.size):
+        if self._cache.allocator.leased or (self.held is not None and self.held.size):
             deadlines.append(self._pumped + LEASES_LOOK_S)
         self._sweep()
         if self._pins:

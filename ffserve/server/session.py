@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.fetch import Fetch, Int64s
-from ffserve.cache.walk import Walk
+from ffserve.cache.cache import Fetch, Int64s
+from ffserve.cache.jobs import JobProgress
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError, status_error
 from ffserve.protocol import Message
@@ -59,7 +59,7 @@ class Dataset:
     """By which this session named the shards; they may have been opened by others."""
     shards: list[OpenShard]
     layout: Layout
-    walk: Walk
+    progress: JobProgress
     requests: int = 0
     """On their way; the shards are held until they are decided, even if it was closed."""
 
@@ -252,8 +252,8 @@ class Session:
         number = self._next_dataset
         self._next_dataset += 1
         assert self.job is not None
-        walk = self._node.uses.join(self.job.name, bases, counts)
-        self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), walk)
+        progress = self._node.uses.join(self.job.name, bases, counts)
+        self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), progress)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self.job.paths = paths[0] + more
@@ -278,8 +278,8 @@ class Session:
             self._node.catalog.close(dataset.shards)
 
     def _leave_walk(self, dataset: Dataset) -> None:
-        self._node.uses.leave(dataset.walk, dataset)
-        self._node.scheduler.ahead.passed(dataset.walk)
+        self._node.uses.leave(dataset.progress, dataset)
+        self._node.scheduler.ahead.passed(dataset.progress)
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
@@ -342,7 +342,7 @@ class Session:
         self._node.scheduler.add(request, now)
         # While the disk works.
         self._node.cache.used(numbers)
-        self._node.cache.doubt(dataset.walk.asked(numbers, now))
+        self._node.cache.invalidate(dataset.progress.asked(numbers, now))
 
     def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
         """Return the samples' numbers; None: one is outside, and the client was told so."""
@@ -491,19 +491,19 @@ class Session:
         dataset = self._dataset(message.dataset, "reported its position in an order")
         if not (0 <= message.epoch <= MOST_COUNTED and 0 <= message.position <= MOST_COUNTED):
             raise ProtocolError("the client reported an impossible position")
-        passed = dataset.walk.reached(message.epoch, message.position, now)
-        self._node.cache.doubt(passed)
-        self._node.scheduler.ahead.passed(dataset.walk)
+        passed = dataset.progress.advance_to(message.epoch, message.position, now)
+        self._node.cache.invalidate(passed)
+        self._node.scheduler.ahead.passed(dataset.progress)
 
     def _seen(self, message: protocol.Seen, now: float) -> None:
         dataset = self._dataset(message.dataset, "reported hits")
         indices, layout = protocol.unpack_order(message.indices), dataset.layout
         if len(indices) and int(indices.max()) >= layout.count:
             raise ProtocolError("the client reported hits outside its data set")
-        if len(indices) and not dataset.walk.orders:
+        if len(indices) and not dataset.progress.orders:
             numbers = layout.numbers(indices)
-            dataset.walk.visited(numbers, now)
-            self._node.cache.doubt(numbers)
+            dataset.progress.visited(numbers, now)
+            self._node.cache.invalidate(numbers)
 
     def leave(self, now: float) -> None:
         """The connection is gone: give everything back."""

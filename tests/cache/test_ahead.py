@@ -9,12 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Fetch
+from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
-from ffserve.cache.shards import ShardTable
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.server.ahead import QUANTUM, ReadAhead
 
 COUNT, ARENA = 4096, 16 << 20
@@ -39,16 +37,16 @@ class Node:
         )  # fmt: skip
         self.table.sessions[:] = 1
         self.order = order + self.base
-        self.walk = self.uses.join("job", np.array([self.base]), np.array([COUNT]))
-        self.uses.announced(self.walk, 0, self.announced(), None, self)
+        self.progress = self.uses.join("job", np.array([self.base]), np.array([COUNT]))
+        self.uses.announced(self.progress, 0, self.announced(), None, self)
 
     def announced(self) -> Order:
         """Return the order as it arrives from the job."""
-        arriving = self.uses.arriving(self.walk, len(self.order), replacement=False)
+        arriving = self.uses.arriving(self.progress, len(self.order), replacement=False)
         arriving.add(self.order)
         return arriving.finish()
 
-    def read_ahead(self) -> NDArray[np.int64]:
+    def prefetched(self) -> NDArray[np.int64]:
         """Let all be read ahead that is to be; return the blocks' first samples."""
         firsts = [np.zeros(0, np.int64)]
         while (found := self.ahead.next_load(1.0)) is not None:
@@ -60,7 +58,7 @@ class Node:
     def ask(self, numbers: NDArray[np.int64]) -> None:
         """The job asks for samples, as a session does for it."""
         self.cache.used(numbers)
-        self.cache.doubt(self.walk.asked(numbers, 1.0))
+        self.cache.invalidate(self.progress.asked(numbers, 1.0))
         self.bring(numbers)
 
     def bring(self, numbers: NDArray[np.int64]) -> None:
@@ -74,18 +72,18 @@ class Node:
 
     def use(self, position: int) -> None:
         """The job reports where it is."""
-        self.cache.doubt(self.walk.reached(0, position, 1.0))
-        self.ahead.passed(self.walk)
+        self.cache.invalidate(self.progress.advance_to(0, position, 1.0))
+        self.ahead.passed(self.progress)
 
     def evict_all(self) -> None:
         """Nothing stays in memory."""
-        self.ahead.forget(self.walk)
-        assert self.cache.room.evict(self.base, self.base + COUNT)
+        self.ahead.forget(self.progress)
+        assert self.cache.allocator.evict(self.base, self.base + COUNT)
 
     @property
     def pinned(self) -> int:
         """How many samples are pinned because they were read ahead."""
-        walker = self.ahead._walkers.get(self.walk)
+        walker = self.ahead._walkers.get(self.progress)
         return 0 if walker is None else sum(len(p.fetch.numbers) for p in walker.pieces)
 
     @property
@@ -103,15 +101,15 @@ def node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 
 def test_samples_of_one_block_are_one_read(node: Node) -> None:
-    firsts = node.read_ahead()
+    firsts = node.prefetched()
     assert len(np.unique(firsts)) == len(firsts) > 1
-    assert node.cache.counters.read_ahead == node.cache.counters.blocks_read == len(firsts)
+    assert node.cache.counters.prefetched == node.cache.counters.blocks_read == len(firsts)
     covered = np.isin(node.blocks, firsts)
     assert covered[: int(covered.sum())].all(), "what comes first in the order"
 
 
 def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
-    firsts = node.read_ahead()
+    firsts = node.prefetched()
     assert node.cache.counters.wasted == 0
     node.use(17)
     used = np.unique(node.blocks[:17])
@@ -120,7 +118,7 @@ def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
 
 
 def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
-    firsts = node.read_ahead()
+    firsts = node.prefetched()
     node.ahead.make_room()
     assert node.cache.counters.wasted == 0, "it is still there"
     everything = int(np.isin(node.blocks, firsts).sum())
@@ -130,7 +128,7 @@ def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
 
 
 def test_what_another_asks_for_is_used(node: Node) -> None:
-    firsts = node.read_ahead()
+    firsts = node.prefetched()
     node.ask(firsts[:2])
     node.evict_all()
     assert node.cache.counters.wasted == len(firsts) - 2
@@ -138,7 +136,7 @@ def test_what_another_asks_for_is_used(node: Node) -> None:
 
 def test_what_was_asked_for_is_neither_read_ahead_nor_wasted(node: Node) -> None:
     node.ask(node.order[:64])
-    assert node.cache.counters.read_ahead == 0
+    assert node.cache.counters.prefetched == 0
     node.evict_all()
     assert node.cache.counters.wasted == 0 and node.cache.counters.evicted > 0
 
@@ -148,8 +146,8 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     node = Node(1000, np.arange(COUNT))
     node.bring(node.order[:2048])
     node.use(1024)
-    assert np.array_equal(node.read_ahead(), np.unique(node.blocks[2048:3072]))
-    lengths = [len(piece.fetch.numbers) for piece in node.ahead._walkers[node.walk].pieces]
+    assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:3072]))
+    lengths = [len(piece.fetch.numbers) for piece in node.ahead._walkers[node.progress].pieces]
     assert lengths[0] == lengths[-1] == QUANTUM < max(lengths)
     assert sum(lengths) == 2048, "two steps ahead"
     node.directory.close()
@@ -159,13 +157,13 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
     """Until something of it goes: then what is wanted next is read and pinned as ever."""
     node = Node(1000, np.arange(COUNT))
     node.bring(node.order)
-    node.read_ahead()
+    node.prefetched()
     for position in range(64, COUNT, 64):
         node.use(position)
-        assert len(node.read_ahead()) == 0
-    assert node.pinned == 0 < node.walk.position
-    assert node.cache.room.evict(node.base, node.base + COUNT)
-    node.uses.announced(node.walk, 1, node.announced(), None, node)
+        assert len(node.prefetched()) == 0
+    assert node.pinned == 0 < node.progress.position
+    assert node.cache.allocator.evict(node.base, node.base + COUNT)
+    node.uses.announced(node.progress, 1, node.announced(), None, node)
     node.use(COUNT)
-    assert len(node.read_ahead()) > 0 and node.pinned > 0
+    assert len(node.prefetched()) > 0 and node.pinned > 0
     node.directory.close()

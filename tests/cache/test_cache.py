@@ -16,11 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import SLOT_ALIGNMENT, SMALLEST_ARENA, SMALLEST_SLOT, Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Fetch, Load
-from ffserve.cache.shards import LARGEST_SHARED_BLOCK, ShardTable
+from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import HUGE_PAGE, SharedMemory, map_read_only
+from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.slots import FREE, RESIDENT
 from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, ReadError, UsageError
@@ -533,7 +531,7 @@ def test_a_shard_is_dropped_only_when_nobody_uses_it() -> None:
     node = Node([[5000] * 10, [5000] * 10])
     fetch, loads = node.fetch([1])
     for nobody in (False, False, True):
-        assert node.cache.room.evict(0, 10) == nobody
+        assert node.cache.allocator.evict(0, 10) == nobody
         assert node.cache.drop(0) == nobody
         if loads:
             node.cache.loaded(loads.pop(), {})
@@ -550,7 +548,7 @@ def test_what_nobody_has_open_goes_first() -> None:
     node.read([8, 9, 10])
     node.read([0, 1, 2, 3])
     node.table.sessions[0] = 0
-    node.cache.room.idle_changed = True
+    node.cache.allocator.idle_changed = True
     for number in range(11, 16):
         node.read([number])
     assert all(node.resident([8, 9, 10]))
@@ -598,7 +596,7 @@ def test_memory_is_used_when_record_sizes_change(before: str, after: str, stays:
     assert held_size(node, 0, len(first)) >= 0.75 * size
     if not stays:
         node.table.sessions[0] = 0
-        node.cache.room.idle_changed = True
+        node.cache.allocator.idle_changed = True
     for _ in range(2):
         epoch(len(first), len(second))
     wanted = held_size(node, len(first), len(second))

@@ -11,12 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
+from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.shards import ShardTable
-from ffserve.cache.walk import Walk
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine.plan import Planner
 from ffserve.engine.residents import Residents
 from ffserve.engine.slots import FREE, RESIDENT, Slots
@@ -48,16 +46,16 @@ class Node:
             lengths = [LENGTHS[kind](chance) for _ in range(1500)]
             self._shard(k, np.array(lengths, np.int64))
         bases, counts = np.array(self.runs).T.copy()
-        self.walks: list[Walk] = [
+        self.jobs: list[JobProgress] = [
             self.uses.join(f"job {k}", bases[k : k + 2], counts[k : k + 2])
             for k in range(min(jobs, 2))
         ]
         if jobs == 3:
-            walk = self.walks[0]
-            order = np.random.default_rng(1).permutation(walk.sample_count) + walk.low
-            arriving = self.uses.arriving(walk, len(order), replacement=False)
+            progress = self.jobs[0]
+            order = np.random.default_rng(1).permutation(progress.sample_count) + progress.low
+            arriving = self.uses.arriving(progress, len(order), replacement=False)
             arriving.add(order)
-            self.uses.announced(walk, 0, arriving.finish(), None, self)
+            self.uses.announced(progress, 0, arriving.finish(), None, self)
         self.loads: list[Load] = []
         self.fetches: list[Fetch] = []
 
@@ -79,11 +77,11 @@ class Node:
         fetch = Fetch(np.array(numbers, np.int64))
         self.fetches.append(fetch)
         self.go_on(len(self.fetches) - 1, count, size)
-        if self.walks:
-            walk = self.walks[job % len(self.walks)]
-            inside = fetch.numbers - walk.low
-            inside = fetch.numbers[(inside >= 0) & (inside < walk.span)]
-            self.cache.doubt(walk.asked(inside, self.uses.now))
+        if self.jobs:
+            progress = self.jobs[job % len(self.jobs)]
+            inside = fetch.numbers - progress.low
+            inside = fetch.numbers[(inside >= 0) & (inside < progress.span)]
+            self.cache.invalidate(progress.asked(inside, self.uses.now))
 
     def go_on(self, fetch: int, count: int, size: int) -> None:
         load = self.cache.advance(self.fetches[fetch], count, size)
@@ -115,17 +113,17 @@ class Node:
             "count": cache._count[held],
             "load_of": cache._load_of[held],
             "slot_of": self.directory.slot_of[first:end],
-            "key": policy.shelves.key[resident],
-            "group": policy.shelves.group[held],
-            "ahead": policy.shelves.ahead[:count],
+            "key": policy.buckets.key[resident],
+            "group": policy.buckets.group[held],
+            "ahead": policy.buckets.ahead[:count],
             "used by group": policy.used,
             "static": policy._static,
-            "stacks": [
-                {(g, key): stack.held.tolist() for g, s in shelves.items()
-                 for key, stack in s.stacks.items()}
-                for shelves in policy.shelves.of_class
+            "buckets": [
+                {(g, key): bucket.held.tolist() for g, s in bucket_sets.items()
+                 for key, bucket in s.buckets.items()}
+                for bucket_sets in policy.buckets.of_class
             ],
-            "entries": [{g: s.entries for g, s in t.items()} for t in policy.shelves.of_class],
+            "entries": [{g: s.entries for g, s in t.items()} for t in policy.buckets.of_class],
             "used": arena.used_size,
             "slabs": (arena.slab_class[: arena.slab_count], arena.slab_used[: arena.slab_count]),
             "free": [free.held.tolist() for free in arena._free_slots],
@@ -184,12 +182,12 @@ def step(nodes: tuple[Node, Node], chance: random.Random, *, calm: bool) -> None
         elif calm:
             pass
         elif what < 0.98:
-            each.cache.room.resize(mine.choice((8, 12, 16)))
-            each.cache.room.retire()
+            each.cache.allocator.resize(mine.choice((8, 12, 16)))
+            each.cache.allocator.retire()
         elif what < 0.99:
             row = mine.randrange(3)
             each.table.sessions[row] ^= 1
-            each.cache.room.idle_changed |= each.table.sessions[row] == 0
+            each.cache.allocator.idle_changed |= each.table.sessions[row] == 0
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 2, 3])
@@ -224,7 +222,7 @@ def test_a_plan_made_at_once_is_the_one_made_step_by_step(
 
 class Tables:
     """Ten samples of 4000 bytes in one file, 16 slots of 4096 bytes, of which 4 to 7 hold what is
-    on a stack of key 9 and group 1."""
+    on a bucket of key 9 and group 1."""
 
     def __init__(self) -> None:
         self.directory = Directory(1 << 22)

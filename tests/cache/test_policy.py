@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
+from ffserve.cache.jobs import LOOKED_AT, JobProgress
 from ffserve.cache.next_use import NextUse
+from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.orders import Arriving
 from ffserve.cache.policy import Policy
-from ffserve.cache.shelves import NONE
 from ffserve.cache.simulation import (
     Job,
     Result,
@@ -25,7 +26,6 @@ from ffserve.cache.simulation import (
     shuffled,
     weighted,
 )
-from ffserve.cache.walk import LOOKED_AT, Walk
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
@@ -44,16 +44,16 @@ class Slots:
         self.free = self.arena.take(0, count).tolist()
         self.samples = samples
 
-    def walk(self, job: str, orders: list[Any] | None = None, base: int = 0) -> Walk:
-        walk = self.uses.join(job, np.array([base]), np.array([self.samples]))
+    def progress(self, job: str, orders: list[Any] | None = None, base: int = 0) -> JobProgress:
+        progress = self.uses.join(job, np.array([base]), np.array([self.samples]))
         for epoch, order in enumerate(orders or ()):
             arriving = Arriving(
                 len(order), sample_count=self.samples, low=base, span=self.samples,
                 replacement=False,
             )  # fmt: skip
             arriving.add(np.asarray(order) + base)
-            self.uses.announced(walk, epoch, arriving.finish(), None, job)
-        return walk
+            self.uses.announced(progress, epoch, arriving.finish(), None, job)
+        return progress
 
     def fill(self, numbers: Any, how: str = "keep") -> list[int]:
         """Put samples into free slots."""
@@ -85,7 +85,7 @@ def everything(slots: Int64s) -> NDArray[np.bool_]:
 def test_passing_go_before_kept_and_the_newest_kept_first() -> None:
     slots = Slots()
     slots.fill([1, 2, 3])
-    slots.fill([4, 5], "let_pass")
+    slots.fill([4, 5], "admit_expendable")
     assert slots.policy.victims(1, 3, everything, 0, None)[0].tolist() == []
     assert slots.out(3) == [4, 5, 3]
     assert sorted(slots.out(9)) == [1, 2]
@@ -115,8 +115,8 @@ def test_a_hundred_thousand_that_left_by_another_way_are_not_remembered() -> Non
         slots.policy.leave(taken)
         slots.free += taken.tolist()
     assert time.perf_counter() - start < 20
-    (shelf,) = slots.policy.shelves.of_class[0].values()
-    assert shelf.entries < 4 * 65_536
+    (bucket_set,) = slots.policy.buckets.of_class[0].values()
+    assert bucket_set.entries < 4 * 65_536
     assert slots.out(5) == []
 
 
@@ -133,7 +133,7 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
         match step:
             case "k" | "p" if len(fresh):
                 policy.enter(fresh, 0, 4096 * len(fresh))
-                (policy.keep if step == "k" else policy.let_pass)(fresh, 0)
+                (policy.keep if step == "k" else policy.admit_expendable)(fresh, 0)
                 inside |= some
             case "i":
                 policy.abandon(np.array(sorted(inside & some), np.int64), 0)
@@ -149,7 +149,7 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
                 policy.leave(np.array(found, np.int64))
                 inside -= set(found)
     policy.leave(np.array(sorted(inside), np.int64))
-    assert not policy.used and (policy.shelves.key == NONE).all()
+    assert not policy.used and (policy.buckets.key == NONE).all()
     assert slots.out(1) == []
 
 
@@ -159,17 +159,17 @@ SHARED = Slots()
 # ---- several jobs --------------------------------------------------------------------------------
 
 
-def two_jobs(slots: Slots) -> tuple[Walk, Walk]:
+def two_jobs(slots: Slots) -> tuple[JobProgress, JobProgress]:
     """One goes up, the other down; both have used a hundred samples, in a second."""
     up, down = np.arange(1000), np.arange(1000)[::-1]
-    walks = slots.walk("up", [up, up]), slots.walk("down", [down, down])
-    for walk in walks:
-        walk.reached(0, 0, 0.0)
-        walk.pace.add(0, 0.0)
+    jobs = slots.progress("up", [up, up]), slots.progress("down", [down, down])
+    for progress in jobs:
+        progress.advance_to(0, 0, 0.0)
+        progress.pace.add(0, 0.0)
     slots.uses.now = 1.0
-    for walk in walks:
-        walk.reached(0, 100, 1.0)
-    return walks
+    for progress in jobs:
+        progress.advance_to(0, 100, 1.0)
+    return jobs
 
 
 def test_what_is_wanted_last_goes_first() -> None:
@@ -185,9 +185,9 @@ def test_what_is_wanted_last_goes_first() -> None:
 def test_a_slot_that_left_and_came_back_is_not_offered_twice_in_one_search() -> None:
     slots = Slots()
     for job in "ab":
-        slots.walk(job, [range(1000)])
+        slots.progress(job, [range(1000)])
     gone = slots.fill([1])
-    assert slots.out(0) == [], "but all are looked at, and put on a stack"
+    assert slots.out(0) == [], "but all are looked at, and put on a bucket"
     slots.policy.leave(np.array(gone))
     slots.free += gone
     assert slots.fill([1]) == gone
@@ -218,16 +218,16 @@ def test_what_was_used_is_wanted_an_epoch_later() -> None:
     up, _ = two_jobs(slots)
     taken = slots.fill([101, 600])
     assert slots.out(1) == [600]
-    passed = up.reached(0, 110, 1.1)
+    passed = up.advance_to(0, 110, 1.1)
     assert 101 in passed.tolist()
-    slots.policy.doubt(np.array(taken[:1]))
+    slots.policy.invalidate(np.array(taken[:1]))
     slots.fill([600])
     assert slots.out(1) == [101]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_slot_is_given_to_two(seed: int) -> None:
-    """Slots that left by another way (their slab was taken) and came back lie on stacks twice."""
+    """Slots that left by another way (their slab was taken) and came back lie on buckets twice."""
     slots, chance = Slots(256), np.random.default_rng(seed)
     two_jobs(slots)
     held = dict.fromkeys(slots.fill(range(256)))
@@ -251,7 +251,7 @@ def test_a_job_that_stops_stands_in_nobodys_way() -> None:
     up, down = two_jobs(slots)
     for step in range(2, 41):
         slots.uses.now = float(step)
-        down.reached(0, 100 + step * 20, float(step))
+        down.advance_to(0, 100 + step * 20, float(step))
     # `up` has not moved for 39 s: at 100 + its pace, which falls, everything is far away.
     group = slots.uses.groups[up.group]
     assert group.active(40.0) == [down]
@@ -270,26 +270,26 @@ def test_a_blocks_next_use_is_that_of_its_soonest_sample() -> None:
 
 def test_a_job_that_lies_counts_as_silent() -> None:
     uses = NextUse()
-    walk = uses.join("liar", np.array([0]), np.array([100_000]))
-    arriving = uses.arriving(walk, 100_000, replacement=False)
+    progress = uses.join("liar", np.array([0]), np.array([100_000]))
+    arriving = uses.arriving(progress, 100_000, replacement=False)
     for start in range(0, 100_000, 50_000):
         arriving.add(np.arange(start, start + 50_000))
-    uses.announced(walk, 0, arriving.finish(), None, "session")
+    uses.announced(progress, 0, arriving.finish(), None, "session")
     honest = np.arange(LOOKED_AT * 4)
     for start in range(0, len(honest), 64):
-        walk.asked(honest[start : start + 64], 1.0)
-    assert walk.order is not None and not walk.departed
+        progress.asked(honest[start : start + 64], 1.0)
+    assert progress.order is not None and not progress.departed
     chance = np.random.default_rng(0)
     for _ in range(40):
-        walk.asked(chance.integers(50_000, 100_000, 64), 2.0)
-    assert walk.departed and walk.order is None and walk.size == 0
-    walk.asked(np.arange(64), 3.0)
-    assert walk.seen is not None and walk.seen_count >= 64
+        progress.asked(chance.integers(50_000, 100_000, 64), 2.0)
+    assert progress.departed and progress.order is None and progress.size == 0
+    progress.asked(np.arange(64), 3.0)
+    assert progress.seen is not None and progress.seen_count >= 64
 
 
 def test_a_silent_job_that_repeats_itself_draws_with_replacement() -> None:
     order = np.random.default_rng(0)
-    once, drawn = Walk("a", 5000, 0, 5000), Walk("b", 5000, 0, 5000)
+    once, drawn = JobProgress("a", 5000, 0, 5000), JobProgress("b", 5000, 0, 5000)
     for epoch in range(3):
         for part in np.split(order.permutation(5000), 100):
             once.visited(part, float(epoch))
@@ -302,8 +302,8 @@ def test_a_silent_job_that_repeats_itself_draws_with_replacement() -> None:
 
 def test_two_data_sets_have_their_floors() -> None:
     slots = Slots(256)
-    slow = slots.walk("slow", base=0)
-    fast = slots.walk("fast", base=5000)
+    slow = slots.progress("slow", base=0)
+    fast = slots.progress("fast", base=5000)
     slots.fill(np.arange(256))
     for second in range(20):
         slots.uses.now = float(second)
@@ -320,7 +320,7 @@ def test_two_data_sets_have_their_floors() -> None:
     for _ in range(20):
         gone = slots.out(4, taker=slow.group)
         assert all(number < 5000 for number in gone)
-        slots.fill(np.arange(4), "let_pass")
+        slots.fill(np.arange(4), "admit_expendable")
     assert slots.policy.used[slow.group] == 64 * 4096
     assert slots.out(300, taker=fast.group)
 
@@ -336,8 +336,8 @@ def test_data_sets_that_share_a_shard_are_one_group() -> None:
     both = uses.join("c", np.array([2000, 5000]), np.array([1000, 1000]))
     assert one.group == other.group == both.group
     assert sorted(slots.out(3, taker=one.group)) == [1, 2, 5001]
-    for walk in (one, other, both):
-        uses.leave(walk, None)
+    for progress in (one, other, both):
+        uses.leave(progress, None)
     for base in (0, 2000, 5000):
         uses.drop(base)
     assert not uses.groups and not slots.policy.used
@@ -451,14 +451,14 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
     def check(simulation: Simulation) -> None:
         policy, cache = simulation.cache.policy, simulation.cache
         resident = np.flatnonzero(cache.state == 2)
-        assert (policy.shelves.key[resident] != NONE).all()
+        assert (policy.buckets.key[resident] != NONE).all()
         assert sum(policy.used.values()) == simulation.arena.used_size == 4096 * len(resident)
         if simulation.uses.now % 1 < 0.05:
             held = np.concatenate(
                 [
-                    stack._items[stack._start : stack._end]
-                    for shelf in policy.shelves.of_class[0].values()
-                    for key, stack in shelf.stacks.items()
+                    bucket._items[bucket._start : bucket._end]
+                    for bucket_set in policy.buckets.of_class[0].values()
+                    for key, bucket in bucket_set.buckets.items()
                 ]
             )
             assert set(resident.tolist()) <= set(held.tolist())

@@ -85,7 +85,7 @@ def test_only_what_has_a_time_is_doubted(slots: list[int]) -> None:
     tables = Tables()
     keys, ahead = tables.keys.copy(), tables.ahead.copy()
     timed = [slot for slot in slots if 0 <= keys[slot] < UNSURE]
-    moved, group, size_class = tables.c.doubt(np.array(slots, np.int64), UNSURE)
+    moved, group, size_class = tables.c.invalidate(np.array(slots, np.int64), UNSURE)
     assert moved.tolist() == timed
     assert (group, size_class) == tables.of(timed)
     keys[timed], ahead[slots] = UNSURE, False
@@ -115,7 +115,7 @@ def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
         lambda: tables.c.take(entries[:1], NO_KEY, 1, 0),
         lambda: tables.c.group(slots),
         lambda: tables.c.put(slots, 5),
-        lambda: tables.c.doubt(slots, UNSURE),
+        lambda: tables.c.invalidate(slots, UNSURE),
         lambda: tables.c.leave(slots),
     ):
         with pytest.raises(AssertionError):

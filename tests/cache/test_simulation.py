@@ -20,15 +20,13 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.cache.allocator import Allocator
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Fetch, Load
+from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.leases import NoLeases
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.room import Room
-from ffserve.cache.shards import ShardTable
-from ffserve.cache.shelves import NONE
+from ffserve.cache.next_use_buckets import NONE
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
@@ -73,7 +71,7 @@ class Shards:
             shard.sessions += change
             self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
-                self._cache.room.idle_changed = True
+                self._cache.allocator.idle_changed = True
 
     def close(self, shards: list[Shard]) -> None:
         self.hold(shards, -1)
@@ -179,7 +177,7 @@ class World:
         self.leases = Leases(self)
         self.lease_rate = 0.0
         """How often somebody leases without asking, also what is just being evicted."""
-        self.cache.room.leases = self.leases
+        self.cache.allocator.leases = self.leases
         self.scheduler = Scheduler(self.cache, self._submit, most_reads=most_reads)
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
@@ -388,15 +386,15 @@ class World:
         assert (pins == cache.pins).all(), "pins are not what is held"
         assert not cache.pins[state == FREE].any(), "a free slot is pinned"
         # The policy knows every resident, and who has how much.
-        policy, shelves = cache.policy, cache.policy.shelves
-        assert (shelves.key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
-        known = slice(shelves.known)
-        assert not state[shelves.known :].any()
-        assert (shelves.key[known][state[known] != RESIDENT] == NONE).all(), (
+        policy, bucket_sets = cache.policy, cache.policy.buckets
+        assert (bucket_sets.key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
+        known = slice(bucket_sets.known)
+        assert not state[bucket_sets.known :].any()
+        assert (bucket_sets.key[known][state[known] != RESIDENT] == NONE).all(), (
             "what is gone has a key"
         )
-        owners = np.unique(shelves.group[taken]).tolist()
-        held_by = {g: int(sizes[shelves.group[taken] == g].sum()) for g in owners}
+        owners = np.unique(bucket_sets.group[taken]).tolist()
+        held_by = {g: int(sizes[bucket_sets.group[taken] == g].sum()) for g in owners}
         assert policy.used == held_by
 
     def _fetches(self) -> set[Fetch]:
@@ -422,10 +420,10 @@ class World:
         assert not self.leases.held
         self.lease_rate = 0.0
         for shard in self.shards:
-            assert self.cache.room.evict(shard.base, shard.base + shard.count)
+            assert self.cache.allocator.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
         assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
-        assert not self.uses.walks, "a walk of a session that ended is still there"
+        assert not self.uses.jobs, "a progress of a session that ended is still there"
         assert self.arena.used_size == 0
         self.resizing.step(self.now)
         assert not self.resizing.held_size
@@ -864,7 +862,7 @@ class ForgetsPins(Cache):
         return load
 
 
-class EvictsWhatLoads(Room):
+class EvictsWhatLoads(Allocator):
     """Takes slots that the disk still writes into."""
 
     def _from_policy(
@@ -892,7 +890,7 @@ class LosesSlots(Cache):
             self.state[slot] = FREE
 
 
-class LooksAtLeasesOnce(Room):
+class LooksAtLeasesOnce(Allocator):
     """Does not look again at what clients lease, once the samples are unreadable."""
 
     def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
@@ -903,10 +901,10 @@ class LooksAtLeasesOnce(Room):
             self.leases = leases
 
 
-def cache_with(room_type: type[Room], *parts: Any) -> Cache:
+def cache_with(room_type: type[Allocator], *parts: Any) -> Cache:
     """Make a cache whose room is broken."""
     cache = Cache(*parts)
-    cache.room = room_type(
+    cache.allocator = room_type(
         cache.arena, cache.shards, cache._slots, cache.policy, cache._retract, cache.counters
     )
     return cache
@@ -917,7 +915,7 @@ def cache_with(room_type: type[Room], *parts: Any) -> Cache:
     (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots, LooksAtLeasesOnce),
     ids=lambda c: c.__name__,
 )
-def test_the_simulation_catches_a_broken_cache(broken: type[Cache | Room]) -> None:
+def test_the_simulation_catches_a_broken_cache(broken: type[Cache | Allocator]) -> None:
     cache_type = broken if issubclass(broken, Cache) else partial(cache_with, broken)
     caught = 0
     for seed in SEEDS:

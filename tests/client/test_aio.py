@@ -165,8 +165,12 @@ async def test_announced_orders_reach_the_daemon(path: str) -> None:
             order = np.random.default_rng(2).permutation(COUNT)
             await reader.announce(order, 3, name="by chance")
             facts = await asyncio.to_thread(daemon.status)
-            (walk,) = facts["walks"]
-            assert (walk["announced"], walk["name"], walk["count"]) == ([3], "by chance", COUNT)
+            (progress,) = facts["progress"]
+            assert (progress["announced"], progress["name"], progress["count"]) == (
+                [3],
+                "by chance",
+                COUNT,
+            )
             with pytest.raises(SampleIndexError):
                 await reader.announce([1, 1])
             got = await reader.read(order[:50])

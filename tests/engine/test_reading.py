@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache
-from ffserve.cache.directory import Directory
-from ffserve.cache.fetch import Failure, Fetch, Load
-from ffserve.cache.shards import ShardTable
+from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import SharedMemory
+from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine import ring
 from ffserve.engine.view import View
 from ffserve.server.reading import Reading

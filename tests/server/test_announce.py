@@ -22,7 +22,7 @@ import ffserve
 from ffserve import protocol
 from ffserve.cache.narrow import Narrow
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.orders import BUCKETS, PIECE, Arriving, Order
+from ffserve.cache.orders import PARTS, PIECE, Arriving, Order
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 COUNT = 300
@@ -96,13 +96,13 @@ def test_an_order_says_who_stands_where(count: int) -> None:
     start, stop = count // 3, count - count // 5
     assert np.array_equal(order.numbers(start, stop), numbers[start:stop])
     buckets = order.buckets(numbers)
-    assert buckets[0] >= 1 and buckets[-1] <= BUCKETS
+    assert buckets[0] >= 1 and buckets[-1] <= PARTS
     assert (np.diff(buckets.astype(int)) >= 0).all()
     for position in (0, count // 2, count - 1):
         bucket = order.bucket(position)
         assert buckets[position] == bucket
         assert order.edge(bucket) <= position < order.edge(bucket + 1)
-    assert order.edge(BUCKETS + 1) == count
+    assert order.edge(PARTS + 1) == count
     outside = np.array([0, 99, 100 + count, -1, -(1 << 63), (1 << 63) - 1])
     assert order.buckets(outside).tolist() == [0] * 6
 
@@ -175,44 +175,44 @@ def test_an_order_that_is_short_long_or_repeats_is_refused() -> None:
 
 def test_orders_have_a_limit_together() -> None:
     uses = NextUse(most_size=20_000)
-    walk = uses.join("a", np.array([0]), np.array([3000]))
-    arriving = uses.arriving(walk, 3000, replacement=False)
+    progress = uses.join("a", np.array([0]), np.array([3000]))
+    arriving = uses.arriving(progress, 3000, replacement=False)
     arriving.add(np.arange(3000))
-    uses.announced(walk, 0, arriving.finish(), None, None)
+    uses.announced(progress, 0, arriving.finish(), None, None)
     with pytest.raises(UsageError, match="together"):
-        uses.arriving(walk, 3000, replacement=False)
-    uses.leave(walk, None)
-    assert not uses.walks
+        uses.arriving(progress, 3000, replacement=False)
+    uses.leave(progress, None)
+    assert not uses.jobs
 
 
 def test_orders_that_are_begun_and_never_end_have_that_limit_too() -> None:
     uses = NextUse(most_size=40_000)
-    walk = uses.join("a", np.array([0]), np.array([3000]))
-    begun = [uses.arriving(walk, 3000, replacement=False) for _ in range(2)]
+    progress = uses.join("a", np.array([0]), np.array([3000]))
+    begun = [uses.arriving(progress, 3000, replacement=False) for _ in range(2)]
     with pytest.raises(UsageError, match="together"):
-        uses.arriving(walk, 3000, replacement=False)
+        uses.arriving(progress, 3000, replacement=False)
     begun.pop()
-    uses.arriving(walk, 3000, replacement=False)
+    uses.arriving(progress, 3000, replacement=False)
 
 
 def test_a_walk_goes_from_epoch_to_epoch() -> None:
     uses = NextUse()
-    walk = uses.join("a", np.array([0]), np.array([100]))
+    progress = uses.join("a", np.array([0]), np.array([100]))
     for epoch in (3, 4):
-        uses.announced(walk, epoch, arrive(np.arange(100)), None, "me")
-    walk.reached(3, 40, 1.0)
-    walk.reached(2, 90, 1.0)
-    assert (walk.epoch, walk.position) == (3, 40)
-    walk.reached(3, 10**9, 2.0)
-    assert (walk.epoch, walk.position, list(walk.orders)) == (4, 0, [4])
-    walk.reached(6, 5, 3.0)
-    assert (walk.epoch, walk.order, walk.size) == (6, None, 0)
-    uses.announced(walk, 1, arrive(np.arange(100)), None, "me")
-    assert (walk.epoch, walk.position) == (1, 0)
-    walk.end("another")
-    assert walk.orders
-    walk.end("me")
-    assert not walk.orders
+        uses.announced(progress, epoch, arrive(np.arange(100)), None, "me")
+    progress.advance_to(3, 40, 1.0)
+    progress.advance_to(2, 90, 1.0)
+    assert (progress.epoch, progress.position) == (3, 40)
+    progress.advance_to(3, 10**9, 2.0)
+    assert (progress.epoch, progress.position, list(progress.orders)) == (4, 0, [4])
+    progress.advance_to(6, 5, 3.0)
+    assert (progress.epoch, progress.order, progress.size) == (6, None, 0)
+    uses.announced(progress, 1, arrive(np.arange(100)), None, "me")
+    assert (progress.epoch, progress.position) == (1, 0)
+    progress.end("another")
+    assert progress.orders
+    progress.end("me")
+    assert not progress.orders
 
 
 # ---- over the wire -----------------------------------------------------------------------------
@@ -231,15 +231,15 @@ def shared() -> Iterator[Daemon]:
         yield running
 
 
-def walks(daemon: Daemon) -> list[dict[str, Any]]:
-    """The walks that announced something."""
-    return [walk for walk in daemon.status()["walks"] if walk["announced"]]
+def progress_of(daemon: Daemon) -> list[dict[str, Any]]:
+    """The jobs that announced something."""
+    return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
 
 @pytest.fixture
 def daemon(shared: Daemon) -> Daemon:
     """The daemon once it has noticed that the jobs of the tests before are gone."""
-    until(lambda: not shared.status()["walks"], "other jobs are gone")
+    until(lambda: not shared.status()["progress"], "other jobs are gone")
     return shared
 
 
@@ -248,16 +248,16 @@ def test_announce_then_read(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         for epoch in (0, 1):
             reader.announce(orders[epoch], epoch, name="sweep")
-        assert walks(daemon)[0]["announced"] == [0, 1]
-        assert walks(daemon)[0]["name"] == "sweep"
+        assert progress_of(daemon)[0]["announced"] == [0, 1]
+        assert progress_of(daemon)[0]["name"] == "sweep"
         for epoch in (0, 1):
             reader.announce(orders[epoch + 1].tolist(), epoch + 1)
             for start in range(0, COUNT, 50):
                 part = orders[epoch][start : start + 50]
                 assert [s.tobytes() for s in reader.read(part)] == [sample(i) for i in part]
-        until(lambda: walks(daemon)[0]["epoch"] == 2, "the reader's own count has come")
-        assert walks(daemon)[0]["announced"] == [2]
-    until(lambda: not walks(daemon), "what a reader announced goes with it")
+        until(lambda: progress_of(daemon)[0]["epoch"] == 2, "the reader's own count has come")
+        assert progress_of(daemon)[0]["announced"] == [2]
+    until(lambda: not progress_of(daemon), "what a reader announced goes with it")
 
 
 def test_who_reports_counts_alone(daemon: Daemon, path: str) -> None:
@@ -265,11 +265,11 @@ def test_who_reports_counts_alone(daemon: Daemon, path: str) -> None:
         reader.announce(range(COUNT))
         reader.reached(0, 7)
         reader.read(range(COUNT))
-        until(lambda: walks(daemon)[0]["position"] == 7, "the report has come")
+        until(lambda: progress_of(daemon)[0]["position"] == 7, "the report has come")
         copy = pickle.loads(pickle.dumps(reader))
         copy.read(range(COUNT))
         copy.close()
-        assert walks(daemon)[0]["position"] == 7
+        assert progress_of(daemon)[0]["position"] == 7
 
 
 @pytest.mark.parametrize("server", ("off", "daemon"))
@@ -345,7 +345,9 @@ def test_a_nonsensical_order_is_refused_and_its_job_served(
         raw.send(*(piece for piece in pieces if piece.tag == 5), get(7, 1, [3, 4]))
         answers = [raw.receive() for _ in range(1 if pieces[-1].tag == 6 else 2)]
         assert answers[-1] == protocol.Ready(7, 2, [])
-        until(lambda: [w["kind"] for w in daemon.status()["walks"]] == ["silent"], "it is silent")
+        until(
+            lambda: [w["kind"] for w in daemon.status()["progress"]] == ["silent"], "it is silent"
+        )
 
 
 def test_who_is_in_the_middle_of_an_order_is_served(daemon: Daemon, path: str) -> None:
@@ -403,12 +405,12 @@ def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, pa
     assert job.stdout is not None
     try:
         assert job.stdout.readline() == b"announced\n"
-        assert [walk["order_size"] for walk in walks(daemon)] == [5 * COUNT // 2]
+        assert [progress["order_size"] for progress in progress_of(daemon)] == [5 * COUNT // 2]
     finally:
         job.kill()
         job.wait()
         job.stdout.close()
-    until(lambda: not walks(daemon), "the order is freed")
+    until(lambda: not progress_of(daemon), "the order is freed")
 
 
 def test_an_order_outlives_its_daemon(path: str, tmp_path: Path) -> None:
@@ -418,8 +420,8 @@ def test_an_order_outlives_its_daemon(path: str, tmp_path: Path) -> None:
         daemon.end(signal.SIGKILL)
         daemon.start()
         reader.read([COUNT - 1])  # nobody has read it ahead: this asks the daemon
-        until(lambda: walks(daemon), "it is announced to the next daemon")
-        assert (walks(daemon)[0]["epoch"], walks(daemon)[0]["position"]) == (4, 20)
+        until(lambda: progress_of(daemon), "it is announced to the next daemon")
+        assert (progress_of(daemon)[0]["epoch"], progress_of(daemon)[0]["position"]) == (4, 20)
 
 
 @pytest.mark.parametrize("counts_itself", [False, True])
@@ -443,13 +445,13 @@ def test_a_job_that_asks_for_nothing_finds_the_next_daemon(path: str, counts_its
             get_on()
         daemon.start()
 
-        def walk() -> Any:
+        def progress() -> Any:
             get_on()
-            return walks(daemon)
+            return progress_of(daemon)
 
-        until(walk, "it is announced to the next daemon")
-        until(lambda: walk()[0]["announced"] == [4, 5], "with the epoch after it")
-        until(lambda: walk()[0]["position"] >= (1 if counts_itself else 20), "and the position")
+        until(progress, "it is announced to the next daemon")
+        until(lambda: progress()[0]["announced"] == [4, 5], "with the epoch after it")
+        until(lambda: progress()[0]["position"] >= (1 if counts_itself else 20), "and the position")
 
 
 def test_a_daemon_that_stands_still_does_not_hold_the_loop_up(daemon: Daemon, path: str) -> None:
@@ -468,7 +470,7 @@ def test_a_daemon_that_stands_still_does_not_hold_the_loop_up(daemon: Daemon, pa
 
         def position() -> Any:
             reader.reached(4, COUNT - 1)
-            return walks(daemon)[0]["position"] == COUNT - 1
+            return progress_of(daemon)[0]["position"] == COUNT - 1
 
         until(position, "the connection is whole, and the last position known")
         assert reader.read([5])[0].tobytes() == sample(5)
@@ -516,12 +518,12 @@ def test_siblings_that_have_read_already_announce_each_an_order(daemon: Daemon, 
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"announced\n"
-    announced = [walk for walk in walks(daemon) if walk["announced"]]
-    assert [walk["count"] for walk in announced] == [COUNT // 2] * 2
+    announced = [progress for progress in progress_of(daemon) if progress["announced"]]
+    assert [progress["count"] for progress in announced] == [COUNT // 2] * 2
     assert announced[0]["job"] != announced[1]["job"]
     parent.communicate()
     assert parent.returncode == 0
-    until(lambda: not walks(daemon), "all is given back")
+    until(lambda: not progress_of(daemon), "all is given back")
 
 
 def test_a_forked_worker_reports_nothing(daemon: Daemon, path: str) -> None:
@@ -532,4 +534,4 @@ def test_a_forked_worker_reports_nothing(daemon: Daemon, path: str) -> None:
             reader.read(range(100))
             os._exit(0)
         os.waitpid(child, 0)
-        assert walks(daemon)[0]["position"] == 0
+        assert progress_of(daemon)[0]["position"] == 0

@@ -23,7 +23,7 @@ from daemon import DEADLINE_S, Daemon, Raw, get, run_python, sample, serving, un
 import ffserve
 import ffserve.client.choice
 from ffserve import protocol
-from ffserve.cache.directory import ENTRY_DTYPE
+from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.errors import (
     FFServeError,
     ProtocolError,

@@ -21,7 +21,7 @@ from test_hazards import named, words
 
 from ffserve import protocol
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
-from ffserve.cache.directory import Directory
+from ffserve.cache.tables import Directory
 from ffserve.engine.hazards import MOST_HAZARDS, Hazards, Leaser, Leases, Table
 from ffserve.engine.view import View, publish
 from ffserve.errors import FFServeError, ProtocolError

@@ -58,10 +58,10 @@ def read_slowly(reader: ffserve.Reader, epoch: int, numbers: Any) -> None:
         reader.reached(epoch, start + len(part))
 
 
-def walk_of(daemon: Daemon, job: str | None = None) -> dict[str, Any]:
-    """The walk of a job, or the only one."""
-    (walk,) = [w for w in daemon.status()["walks"] if job in (None, w["job"])]
-    return dict(walk)
+def progress_of(daemon: Daemon, job: str | None = None) -> dict[str, Any]:
+    """The progress of a job, or the only one."""
+    (progress,) = [w for w in daemon.status()["progress"] if job in (None, w["job"])]
+    return dict(progress)
 
 
 def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: list[str]) -> None:
@@ -77,7 +77,7 @@ def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: 
         kept = facts["arena"]["size"] / (COUNT * 20_480)
         epochs = facts["cache"]["blocks_read"] / COUNT
         assert 1 + 2 * (1 - kept) - 0.1 <= epochs <= 3 * 1.05
-        assert facts["cache"]["read_ahead"] == facts["cache"]["blocks_read"]
+        assert facts["cache"]["prefetched"] == facts["cache"]["blocks_read"]
         assert facts["cache"]["asked"] == 0
         (job,) = [job for job in facts["jobs"] if job["paths"]]
         assert job["hit_rate"] == 1.0 and job["read_size"] > 0
@@ -193,10 +193,10 @@ def test_a_lying_job_gets_its_samples_and_is_known(daemon: Daemon, paths: list[s
             part = numbers[start : start + BATCH]
             assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
         reader.read(range(COUNT // 2, COUNT))
-        assert walk_of(daemon)["kind"] == "departed"
-        assert walk_of(daemon)["order_size"] == 0
+        assert progress_of(daemon)["kind"] == "departed"
+        assert progress_of(daemon)["order_size"] == 0
         reader.announce(range(COUNT), 1)
-        assert walk_of(daemon)["kind"] == "announced"
+        assert progress_of(daemon)["kind"] == "announced"
 
 
 def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[str]) -> None:
@@ -206,8 +206,8 @@ def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[
             reader.announce(order(3, epoch + 1), epoch + 1)
             reader.reached(epoch, 0)
             read_slowly(reader, epoch, order(3, epoch)[: 3 * BATCH])
-        walk = walk_of(daemon)
-        assert walk["announced"] == [5, 6] and walk["order_size"] <= 5 * COUNT
+        progress = progress_of(daemon)
+        assert progress["announced"] == [5, 6] and progress["order_size"] <= 5 * COUNT
         with daemon.open(paths[1]) as other:
             # All of the arena can be had: nothing is pinned for what was abandoned.
             everything = other.read(range(COUNT))
@@ -220,10 +220,10 @@ def test_a_sampler_that_is_changed_holds_nobody_up(daemon: Daemon, paths: list[s
             # In mid-epoch another order takes the place of the first, for this epoch and the next.
             for epoch in (0, 1):
                 reader.announce(order(seed, epoch), epoch)
-            assert walk_of(daemon)["order_size"] == 5 * COUNT
-            assert walk_of(daemon)["position"] == 0
+            assert progress_of(daemon)["order_size"] == 5 * COUNT
+            assert progress_of(daemon)["position"] == 0
             read_slowly(reader, 0, order(seed, 0)[: COUNT // 2])
-        assert walk_of(daemon)["kind"] == "announced"
+        assert progress_of(daemon)["kind"] == "announced"
         assert daemon.status()["cache"]["blocked"] == 0
 
 
@@ -232,20 +232,20 @@ def test_a_rank_that_is_replaced_takes_up_its_order(daemon: Daemon, paths: list[
     rank = Job(daemon, paths[0], seed=9, epochs=10_000)
     rank.epoch()
     rank.kill()
-    until(lambda: len(daemon.status()["walks"]) == 1, "its order is freed")
+    until(lambda: len(daemon.status()["progress"]) == 1, "its order is freed")
     rank = Job(daemon, paths[0], seed=9, epochs=3)
     assert rank.end() == 3 * COUNT
     other.epoch()
     assert daemon.status()["cache"]["blocked"] == 0
     other.kill()
-    until(lambda: not daemon.status()["walks"], "nothing stays behind")
+    until(lambda: not daemon.status()["progress"], "nothing stays behind")
 
 
 def test_an_announcing_process_that_is_killed_leaves_room(daemon: Daemon, paths: list[str]) -> None:
     job = Job(daemon, paths[0], seed=4, epochs=1000)
     job.epoch()
     job.kill()
-    until(lambda: not daemon.status()["walks"], "its order is freed")
+    until(lambda: not daemon.status()["progress"], "its order is freed")
     with daemon.open(paths[1]) as reader:
         assert len(reader.read(range(COUNT))) == COUNT
     assert daemon.status()["cache"]["blocked"] == 0
@@ -259,10 +259,10 @@ def test_a_worker_that_is_killed_takes_no_order_with_it(daemon: Daemon, paths: l
             for start in range(0, COUNT, BATCH):
                 reader.read(order(5, 0)[start : start + BATCH])
             signal.pause()
-        until(lambda: walk_of(daemon)["position"] > 0, "the worker's requests tell where it is")
+        until(lambda: progress_of(daemon)["position"] > 0, "the worker's requests tell where it is")
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert walk_of(daemon)["kind"] == "announced"
+        assert progress_of(daemon)["kind"] == "announced"
         part = order(5, 0)[:50]
         assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
 
@@ -272,8 +272,8 @@ def test_what_a_silent_job_found_in_memory_counts_as_seen(daemon: Daemon, paths:
         reader.read(range(100))
         reader.read(range(100))
         reader.read(range(100, 110))
-        assert walk_of(daemon)["kind"] == "silent"
-        assert walk_of(daemon)["position"] == 10 or walk_of(daemon)["position"] == 110
+        assert progress_of(daemon)["kind"] == "silent"
+        assert progress_of(daemon)["position"] == 10 or progress_of(daemon)["position"] == 110
 
 
 def test_hits_outside_the_data_set_break_the_protocol(paths: list[str]) -> None:

@@ -663,7 +663,7 @@ def test_a_loader_can_be_copied_and_pickled() -> None:
 @pytest.fixture
 def file(tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FFSERVE_SOCKET", str(daemon.socket))
-    until(lambda: not daemon.status()["walks"], "the jobs of the tests before are gone")
+    until(lambda: not daemon.status()["progress"], "the jobs of the tests before are gone")
     return write(tmp_path / "train.ffr", [b"%d" % i for i in range(200)])
 
 
@@ -680,19 +680,19 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     batches = iter(loader)
     got = [int(sample) for _ in range(3) for sample in next(batches)]
     loader._plan._announcer.settle()
-    walks = daemon.status()["walks"]
-    assert len(walks) == 1, "the workers are of the same job"
-    walk = walks[0]
-    assert (walk["epoch"], walk["count"], walk["announced"]) == (0, 200, [0, 1])
+    jobs = daemon.status()["progress"]
+    assert len(jobs) == 1, "the workers are of the same job"
+    progress = jobs[0]
+    assert (progress["epoch"], progress["count"], progress["announced"]) == (0, 200, [0, 1])
     got += [int(sample) for batch in batches for sample in batch]
     assert got == sampler.order().tolist()
-    until(lambda: daemon.status()["walks"][0]["epoch"] == 1, "the next epoch")
+    until(lambda: daemon.status()["progress"][0]["epoch"] == 1, "the next epoch")
     sampler.set_epoch(1)
     assert len(list(loader)) == 20
     loader._plan._announcer.settle()
-    until(lambda: daemon.status()["walks"][0]["announced"] == [2], "the third epoch")
+    until(lambda: daemon.status()["progress"][0]["announced"] == [2], "the third epoch")
     dataset.reader.close()
-    until(lambda: not daemon.status()["walks"], "the end")
+    until(lambda: not daemon.status()["progress"], "the end")
 
 
 def test_a_daemon_killed_in_mid_epoch_is_told_again(
@@ -718,9 +718,9 @@ def test_a_daemon_killed_in_mid_epoch_is_told_again(
 
             def told(far: int = far) -> bool:
                 return any(
-                    (walk["announced"], walk["epoch"]) == ([0, 1], 0)
-                    and far <= walk["position"] <= 200
-                    for walk in told_again(dataset, daemon)
+                    (progress["announced"], progress["epoch"]) == ([0, 1], 0)
+                    and far <= progress["position"] <= 200
+                    for progress in told_again(dataset, daemon)
                 )
 
             until(told, "both epochs, and how far it is, are told to the next daemon")
@@ -732,7 +732,7 @@ def test_a_daemon_killed_in_mid_epoch_is_told_again(
 
 def told_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
     dataset.reached(*dataset.reader._reader._announced.position)
-    return [walk for walk in daemon.status()["walks"] if walk["announced"]]
+    return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
 
 def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
@@ -752,7 +752,7 @@ def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
     got = got_before + [int(sample) for batch in loader for sample in batch]
     assert got == sampler.order().tolist()
     loader._plan._announcer.settle()
-    until(lambda: daemon.status()["walks"][0]["epoch"] == 1, "the epoch's end")
+    until(lambda: daemon.status()["progress"][0]["epoch"] == 1, "the epoch's end")
     dataset.reader.close()
 
 
@@ -787,9 +787,9 @@ def test_ranks_of_one_parent_are_told_apart(
         process.start()
     try:
         assert all(event.wait(60) for event in told)
-        walks = [walk for walk in daemon.status()["walks"] if walk["announced"]]
-        assert [walk["count"] for walk in walks] == [100, 100]
-        assert walks[0]["job"] != walks[1]["job"]
+        jobs = [progress for progress in daemon.status()["progress"] if progress["announced"]]
+        assert [progress["count"] for progress in jobs] == [100, 100]
+        assert jobs[0]["job"] != jobs[1]["job"]
     finally:
         go_on.set()  # or they would be waited for when the tests end
     for process in ranks:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffserve import protocol
-from ffserve.cache.directory import ENTRY_DTYPE
+from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.engine.core import ffi
 from ffserve.engine.hazards import PANEL, PANELS, TABLE_SIZE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError

@@ -13,11 +13,11 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.orders import BUCKETS, Order
+from ffserve.cache.orders import PARTS, Order
 from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
-"""Epochs that one walk may have announced at a time."""
+"""Epochs that one progress may have announced at a time."""
 PACE_S = 20.0
 """How far back a pace is measured."""
 UNKNOWN_PACE = 1000.0
@@ -69,7 +69,7 @@ class Pace:
         return self._amount / (self._time + max(now - self._since, 0.0))
 
 
-class Walk:
+class JobProgress:
     """See the module's text.
 
     Args:
@@ -144,7 +144,7 @@ class Walk:
         self.last_used = now
         self._tables_until = 0.0
 
-    def reached(self, epoch: int, position: int, now: float) -> Int64s:
+    def advance_to(self, epoch: int, position: int, now: float) -> Int64s:
         """The job used the first `position` samples of an epoch; what went before is over.
 
         Returns: the samples that it passed.
@@ -220,7 +220,7 @@ class Walk:
         if not len(numbers):
             return _NONE
         buckets, lowest, last, place = order.c.buckets(numbers)
-        ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // BUCKETS
+        ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // PARTS
         low, high = order.bucket(max(self.position - ahead, 0)), order.bucket(self.front + ahead)
         kept = len(numbers)
         # With replacement the table knows only where a sample comes next, maybe after this use.
@@ -338,7 +338,7 @@ class Walk:
             return []
         pace = self.rate(now)
         # A time for each value that a byte can have.
-        middles = (np.arange(256) - 0.5) / BUCKETS
+        middles = (np.arange(256) - 0.5) / PARTS
         times = now + np.maximum(middles * order.count - self.position, 0.0) / pace
         left = order.count - self.position
         following = self.orders.get(self.epoch + 1)

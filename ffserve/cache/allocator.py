@@ -12,16 +12,16 @@ whether a client has leased it in that moment (`leases`), then it is forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, first_run
-from ffserve.cache.fetch import CacheCounters, Int64s
 from ffserve.cache.leases import Leases, NoLeases
 from ffserve.cache.policy import Policy
-from ffserve.cache.shards import ShardTable
+from ffserve.cache.tables import ShardTable
 from ffserve.engine.plan import Stock
 from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
 
@@ -34,6 +34,7 @@ MOST_LOOKED_AT = 65_536
 RETIRE_WINDOW = 16
 """Slabs that are emptied at once when the arena shrinks: 5 ms at 4 KiB a slot."""
 
+Int64s: TypeAlias = NDArray[np.int64]
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
 take the old bytes for good any more."""
@@ -42,7 +43,23 @@ _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
 
 
-class Room:
+@dataclass(slots=True)
+class CacheCounters:
+    """Since the start: samples and blocks."""
+
+    asked: int = 0
+    resident: int = 0
+    joined: int = 0
+    blocks_read: int = 0
+    evicted: int = 0
+    failed: int = 0
+    prefetched: int = 0
+    """Of the blocks read: before anybody asked."""
+    wasted: int = 0
+    """Of these: evicted before anybody used them."""
+
+
+class Allocator:
     """See the module's text.
 
     Args:
@@ -256,7 +273,7 @@ class Room:
     def resize(self, slabs: int) -> None:
         """Hand out so many slabs; see `retire` for what is beyond them."""
         self._arena.resize(slabs)
-        self._policy.shelves.follow_arena()
+        self._policy.buckets.follow_arena()
         self.leases.resized()
 
     def retire(self) -> bool:

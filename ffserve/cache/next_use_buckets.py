@@ -1,0 +1,402 @@
+"""Residents on buckets, by when they are believed to be wanted next.
+
+A key is the time of next use in parts of an epoch, or one of
+
+    IDLE      nobody has its shard open                  first to go
+    EXPENDABLE   static: came at another's cost             oldest first
+    UNSURE    not looked at since it came, or since its time was due; static: kept, newest first
+    READY     looked at, and the next to go
+    FAR       not wanted as far as is known
+
+Nothing is searched for when a resident moves to another bucket, is evicted or is given to another
+group: its key says where it belongs, and what a bucket names besides is left out when it is popped.
+What all this is for: `policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.arena import Arena
+from ffserve.cache.next_use import Group, NextUse
+from ffserve.engine.residents import MIXED, NO_KEY, Residents, by_key
+
+NONE = NO_KEY
+FAR, READY, UNSURE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
+FEW = 256
+"""From so many on a bucket is looked through for what moved on before it grows."""
+SMALLEST_BUCKET = 128
+"""Slots that a bucket has room for at once: a turn's, since what passes is often as much."""
+
+BUCKETS_PER_EPOCH = 64
+"""Parts of an epoch that keys tell apart."""
+SLACK = 2
+"""Parts by which a victim may be wanted earlier than was believed."""
+UNSORTED_SHARE = 128
+"""Residents are looked at when one part in this many is unsure, so that it is done in bulk."""
+MOST_UNSORTED = 4096
+READY_SHARE, MOST_READY = 96, 4096
+"""Victims are looked for this many at a time, at most one part in so many of the residents."""
+MOST_LOOKED_AT = 4096
+"""Residents that one search looks at before it takes what it has."""
+
+Int64s: TypeAlias = NDArray[np.int64]
+Int32s: TypeAlias = NDArray[np.int32]
+Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
+"""Which of these slots can be evicted just now."""
+_NO_SLOTS: Int64s = np.zeros(0, np.int64)
+_ALL = slice(None)
+
+
+class Bucket:
+    """Slots in the order in which they came."""
+
+    __slots__ = ("_end", "_items", "_start")
+
+    def __init__(self) -> None:
+        self._items = np.empty(SMALLEST_BUCKET, np.int32)
+        self._start = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def add(self, slots: Int64s | Int32s) -> bool:
+        """Put slots on top, unless it takes more memory; whether that was done."""
+        end = self._end + len(slots)
+        if end > len(self._items):
+            return False
+        self._items[self._end : end] = slots
+        self._end = end
+        return True
+
+    def push(self, slots: Int64s | Int32s) -> None:
+        """Put slots on top."""
+        if self.add(slots):
+            return
+        held = self.held
+        items = np.empty(max(SMALLEST_BUCKET, 2 * (len(held) + len(slots))), np.int32)
+        items[: len(held)] = held
+        self._items, self._start, self._end = items, 0, len(held)
+        self.add(slots)
+
+    @property
+    def held(self) -> Int32s:
+        """The slots, to be looked at until the next push."""
+        return self._items[self._start : self._end]
+
+    def pop(self, count: int, *, newest: bool = True) -> Int32s:
+        """Take up to `count` slots from one end; they may be looked at until the next push."""
+        if newest:
+            start = max(self._end - count, self._start)
+            taken = self._items[start : self._end]
+            self._end = start
+        else:
+            end = min(self._start + count, self._end)
+            taken = self._items[self._start : end]
+            self._start = end
+        return taken
+
+
+class BucketSet:
+    """The buckets of one group and size class."""
+
+    __slots__ = ("buckets", "entries", "group", "ready_s", "size_class")
+
+    def __init__(self, group: int, size_class: int) -> None:
+        self.group = group
+        self.size_class = size_class
+        self.buckets: dict[int, Bucket] = {}
+        self.entries = 0
+        """On all buckets; those that moved on since included."""
+        self.ready_s = 0.0
+        """When the first of those on READY is wanted, as was believed when they came there."""
+
+    def push(self, key: int, slots: Int64s | Int32s) -> None:
+        """Put slots on the bucket of a key."""
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self.buckets[key] = Bucket()
+        bucket.push(slots)
+        self.entries += len(slots)
+
+    def pop(self, key: int, count: int, *, newest: bool = True) -> Int32s:
+        """Take slots from the bucket of a key; they may be looked at until the next push."""
+        bucket = self.buckets[key]
+        slots = bucket.pop(count, newest=newest)
+        if not len(bucket):
+            del self.buckets[key]
+        self.entries -= len(slots)
+        return slots
+
+
+class NextUseBuckets:
+    """All buckets, and the tables of slots that say what belongs there.
+
+    Args: arena: whose slots these are.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        # As large as the arena may become, touched as far as it ever was.
+        self.key = np.empty(arena.slot_limit, np.int64)
+        self.known = 0
+        """Slots below this have a key."""
+        self.group = np.zeros(arena.slot_limit, np.int32)
+        self.ahead = np.zeros(arena.slot_limit, np.bool_)
+        """Filled before anybody asked, and not used since."""
+        self.large = len(arena.class_sizes)
+        """The size class of what is larger than a slab."""
+        self.of_class: list[dict[int, BucketSet]] = [{} for _ in range(self.large + 1)]
+        """By size class, by group."""
+        self.residents = Residents(
+            self.key,
+            self.group,
+            self.ahead,
+            arena.tables()[1],
+            arena.slab_class,
+            arena.slots_per_slab,
+            self.large,
+        )
+        self.follow_arena()
+
+    def follow_arena(self) -> None:
+        """The arena may have more slots than before: those are on no bucket."""
+        if self._arena.slot_count > self.known:
+            self.key[self.known : self._arena.slot_count] = NONE
+            self.known = self._arena.slot_count
+
+    def put(self, slots: Int64s, size_class: int, key: int) -> None:
+        """Put slots of one size class on their groups' buckets of a key."""
+        if not len(slots):
+            return
+        group = self.residents.put(slots, key)
+        if group != MIXED:
+            self.push(self.bucket_set(group, size_class), key, slots)
+            return
+        for group, rows in self.by_group(slots):
+            self.push(self.bucket_set(group, size_class), key, slots[rows])
+
+    def by_group(self, slots: Int64s) -> list[tuple[int, Int64s | slice]]:
+        """Return each group with its rows; mostly there is one."""
+        group = self.residents.group(slots)
+        if group != MIXED:
+            return [(group, _ALL)]
+        groups = self.group[slots]
+        return [(g, np.flatnonzero(groups == g)) for g in np.unique(groups).tolist()]
+
+    def push(self, bucket_set: BucketSet, key: int, slots: Int64s | Int32s) -> None:
+        """Put slots that have a key already on its bucket."""
+        bucket = bucket_set.buckets.get(key)
+        if bucket is not None:
+            if bucket.add(slots):
+                bucket_set.entries += len(slots)
+                return
+            if len(bucket) >= FEW:
+                # Before it grows: what moved on (and will never be looked for here) goes.
+                bucket_set.push(key, self.pop(bucket_set, key, len(bucket), after=key))
+        bucket_set.push(key, slots)
+
+    def bucket_set(self, group: int, size_class: int) -> BucketSet:
+        """Return a group's bucket_set, which may be new."""
+        bucket_sets = self.of_class[size_class]
+        bucket_set = bucket_sets.get(group)
+        if bucket_set is None:
+            bucket_set = bucket_sets[group] = BucketSet(group, size_class)
+        return bucket_set
+
+    def sort_in(self, bucket_set: BucketSet, slots: Int64s, keys: Int64s) -> None:
+        """Put slots on the buckets of their keys, in any order."""
+        self.spread(bucket_set, *by_key(slots, keys, FAR))
+
+    def spread(self, bucket_set: BucketSet, slots: Int64s, rising: Int64s) -> None:
+        """Put slots on the buckets of their keys, which rise."""
+        if not len(slots):
+            return
+        self.key[slots] = rising
+        edges = (rising[1:] != rising[:-1]).nonzero()[0] + 1
+        starts = [0, *edges.tolist()]
+        entries = slots.astype(np.int32)
+        for key, start, stop in zip(
+            rising[starts].tolist(), starts, [*starts[1:], len(slots)], strict=True
+        ):
+            self.push(bucket_set, key, entries[start:stop])
+
+    def pop(
+        self, bucket_set: BucketSet, key: int, count: int, *, newest: bool = True, after: int = NONE
+    ) -> Int64s:
+        """Take slots off a bucket; return those that still belong there, each once. They are on no
+        bucket then, whatever else of it names them, or stay what they are: on that of `after`."""
+        entries = bucket_set.pop(key, count, newest=newest)
+        return self.residents.take(entries, key, bucket_set.group, bucket_set.size_class, after)
+
+
+class EvictionSearch:
+    """See the module's text.
+
+    Args: uses: who wants what. first, count: int[slots], the cache's: the samples in a slot.
+    """
+
+    def __init__(
+        self, bucket_sets: NextUseBuckets, uses: NextUse, first: Int64s, count: NDArray[np.int32]
+    ) -> None:
+        self._buckets = bucket_sets
+        self._uses = uses
+        self._first = first
+        self._count = count
+        self.widths: dict[int, float] = {}
+        """By group: the seconds that one key stands for."""
+
+    def take(
+        self, group: Group, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None
+    ) -> Int64s:
+        """Take up to `count` slots off the buckets that will be wanted last; some more, which they
+        are found with, go on READY.
+
+        Args: latest: take only what will be wanted after this time.
+        """
+        width = self.width(group)
+        self._expire(bucket_set, int(self._uses.now / width))
+        # Some more than are needed, for the next: looking at many costs little more than at few.
+        # What silent jobs have seen changes faster than that.
+        more = min(MOST_READY, bucket_set.entries // READY_SHARE) if group.announced else 0
+        missing = count if READY in bucket_set.buckets else max(count, more)
+        found, looked = [_NO_SLOTS], 0
+        nearest = FAR
+        spared: list[tuple[Int64s, Int64s]] = []
+        slots, keys = _NO_SLOTS, _NO_SLOTS
+        unsorted = len(bucket_set.buckets.get(UNSURE, ()))
+        if unsorted > min(bucket_set.entries // UNSORTED_SHARE, MOST_UNSORTED):
+            most = max(MOST_LOOKED_AT, 8 * count)
+            least = 0 if latest is None else int(latest / width) + 1
+            slots, keys = self._sort_out(group, bucket_set, most, missing, least)
+        while True:
+            good = usable(slots)
+            if np.count_nonzero(good) < len(slots):
+                spared.append((slots[~good], keys[~good]))
+                slots, keys = slots[good], keys[good]
+            if len(slots) > missing:
+                spared.append((slots[missing:], keys[missing:]))
+                slots, keys = slots[:missing], keys[:missing]
+            found.append(slots)
+            missing -= len(slots)
+            nearest = min(nearest, int(np.minimum.reduce(keys, initial=FAR)))
+            if missing <= 0 or looked >= MOST_LOOKED_AT + 8 * count:
+                break
+            # As many again each time: where most are pinned, few would be looked at for ever.
+            slots, keys = self._pop_farthest(bucket_set, max(missing, looked), latest, width)
+            if not len(slots):
+                break
+            looked += len(slots)
+            slots, keys = self._look_again(group, bucket_set, slots, keys)
+        for slots, keys in spared:
+            self._buckets.sort_in(bucket_set, slots, keys)
+        chosen = np.concatenate(found)
+        if len(chosen) > count:
+            self._buckets.put(chosen[count:][::-1].copy(), bucket_set.size_class, READY)
+            bucket_set.ready_s = np.inf if nearest == FAR else nearest * width
+        return chosen[:count]
+
+    def _pop_farthest(
+        self, bucket_set: BucketSet, count: int, latest: float | None, width: float
+    ) -> tuple[Int64s, Int64s]:
+        """Take slots off the buckets, farthest first; return those that still belong there, each
+        once, and their keys."""
+        parts, keys = [], []
+        for key in sorted(bucket_set.buckets, reverse=True):
+            if key in (UNSURE, READY):
+                continue
+            if latest is not None and key < FAR and key * width <= latest:
+                break
+            looked_at = min(count, len(bucket_set.buckets[key]))
+            part = self._buckets.pop(bucket_set, key, count)
+            parts.append(part)
+            keys.append(np.full(len(part), key))
+            count -= looked_at
+            if count <= 0:
+                break
+        if parts:
+            return np.concatenate(parts), np.concatenate(keys)
+        if UNSURE not in bucket_set.buckets or latest is not None:
+            return _NO_SLOTS, _NO_SLOTS
+        slots = self._buckets.pop(bucket_set, UNSURE, count)
+        return slots, np.full(len(slots), UNSURE)
+
+    def _look_again(
+        self, group: Group, bucket_set: BucketSet, slots: Int64s, keys: Int64s
+    ) -> tuple[Int64s, Int64s]:
+        """Put those that are wanted sooner than was believed where they belong; return the rest."""
+        timed = np.flatnonzero(keys <= FAR)
+        if not len(timed):
+            return slots, keys
+        actual, limit = self._keys(group, slots[timed]), keys[timed] - SLACK
+        far = keys[timed] == FAR
+        if far.any():
+            # All that is left may be as near: then the farthest of it is far enough.
+            limit[far] = max((k for k in bucket_set.buckets if k < FAR), default=0)
+        sooner = actual < limit
+        if sooner.any():
+            self._buckets.sort_in(bucket_set, slots[timed[sooner]], actual[sooner])
+            kept = np.ones(len(slots), np.bool_)
+            kept[timed[sooner]] = False
+            slots, keys = slots[kept], keys[kept]
+        return slots, keys
+
+    def _expire(self, bucket_set: BucketSet, due: int) -> None:
+        """What should have been used by now is known no longer."""
+        for key in [k for k in bucket_set.buckets if k < due - 1]:
+            slots = self._buckets.pop(bucket_set, key, bucket_set.entries)
+            self._buckets.put(slots, bucket_set.size_class, UNSURE)
+
+    def _sort_out(
+        self, group: Group, bucket_set: BucketSet, count: int, wanted: int, least: int
+    ) -> tuple[Int64s, Int64s]:
+        """Look at up to `count` residents that nobody looked at.
+
+        Returns: those that belong to the `wanted` farthest of all, with keys of `least` and more.
+            They need not go over a bucket.
+        """
+        slots = self._buckets.pop(bucket_set, UNSURE, count)
+        slots, keys = by_key(slots, self._keys(group, slots), FAR)
+        cut = max(
+            len(keys) - self._farther(bucket_set, keys, wanted), int(keys.searchsorted(least))
+        )
+        self._buckets.spread(bucket_set, slots[:cut], keys[:cut])
+        return slots[cut:][::-1].copy(), keys[cut:][::-1].copy()
+
+    def _farther(self, bucket_set: BucketSet, rising: Int64s, wanted: int) -> int:
+        """Return how many of these keys are among the `wanted` highest, the buckets' included."""
+        before = 0
+        for key in sorted(bucket_set.buckets, reverse=True):
+            if key in (UNSURE, READY):
+                continue
+            # Of equals the newest goes first, which are these.
+            found = len(rising) - int(rising.searchsorted(key))
+            if before + found >= wanted:
+                return max(wanted - before, 0)
+            before += len(bucket_set.buckets[key])
+            if before + found >= wanted:
+                return found
+        return min(len(rising), wanted - before)
+
+    def width(self, group: Group) -> float:
+        """Return the seconds that one key stands for; anew when the pace has changed a lot."""
+        wanted = group.epoch_s(self._uses.now) / BUCKETS_PER_EPOCH
+        width = self.widths.get(group.number)
+        if width is None or not 0.5 < wanted / width < 2:
+            self.widths[group.number] = width = wanted
+            for bucket_sets in self._buckets.of_class:
+                bucket_set = bucket_sets.get(group.number)
+                for key in [k for k in bucket_set.buckets if k <= FAR] if bucket_set else ():
+                    assert bucket_set is not None
+                    slots = self._buckets.pop(bucket_set, key, bucket_set.entries)
+                    self._buckets.put(slots, bucket_set.size_class, UNSURE)
+        return width
+
+    def _keys(self, group: Group, slots: Int64s) -> Int64s:
+        """Return the key of each slot: of the sample in it that is wanted soonest."""
+        future, width = group.future(self._uses.now), self.widths[group.number]
+        return future.keys(self._first, self._count, slots, width, FAR)
