@@ -211,7 +211,7 @@ def installed() -> tuple[list[Peer], list[str]]:
 
 def inline_limits(data: Data) -> dict[int, float | None]:
     """Return the limit of samples through the socket, by batch."""
-    return dict.fromkeys((64, 256), 0.35 if data.mean == 100 * 1024 else None)
+    return dict.fromkeys((64, 256), 0.25 if data.mean == 100 * 1024 else None)
 
 
 def standard(bench: Bench, sets: Sequence[Data], rivals: Sequence[Peer]) -> list[Group]:

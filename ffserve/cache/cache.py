@@ -372,15 +372,8 @@ class Cache:
             self.policy.leave(freed)
             self.arena.free(freed)
 
-    def hold(self, slots: Int64s) -> int:
-        """Pin resident slots once more, as often as they are named; return their size in bytes.
-
-        `release` gives that back.
-        """
-        return self._slots.pin(slots)[0]
-
     def release(self, pins: list[Int64s]) -> None:
-        """Give back what `advance` or `hold` pinned."""
+        """Give back what `advance` pinned."""
         for slots in pins:
             if self._slots.unpin(slots):
                 failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]

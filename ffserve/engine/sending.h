@@ -4,22 +4,17 @@
 #include <stdint.h>
 
 /* cdef */
-/* ---- samples through a socket (sending.c) -------------------------------------------------
- * What is to be sent: `head`, then pieces of the arena. */
+/* A run: `head`, then pieces of the arena. */
 typedef struct {
-    int sock;             /* a Unix stream socket that does not block */
-    int memory;           /* the arena's file */
-    const uint8_t *arena; /* its mapping */
+    int sock;             /* a Unix stream socket */
+    const uint8_t *arena;
     const uint8_t *head;
     int64_t head_size;
-    const int64_t *starts, *lengths; /* of the pieces, in bytes */
+    const int64_t *starts, *lengths; /* of the pieces, in bytes; at most 512 are sent at once */
     int64_t count;
-    int64_t refer_from;   /* pieces of so many bytes and more go by reference; 0: none */
 } ffs_sending;
-/* Send, from the byte `done` of it all on, until everything went or the socket is full. Returns how many
- * bytes went, or -errno when none did (-EAGAIN: full). */
+/* Send from byte `done` of the run on, without blocking. Returns how many bytes were sent, or -errno
+ * (-EAGAIN: the socket is full). */
 int64_t ffs_send(const ffs_sending *s, int64_t done);
-/* Bytes that were sent and that the other side has not read, or more; 0: it has read all, or is gone. */
-int64_t ffs_unread(int sock);
 /* end cdef */
 #endif

@@ -16,65 +16,47 @@ _U8S = ffi.typeof("uint8_t[]")
 
 
 class Run:
-    """A head and pieces of the arena on their way into a socket.
+    """Frames and the samples behind them, on their way into a socket.
 
     Args:
         head: sent first.
-        fd, arena: the arena's file, and uint8[...] over its mapping. Both outlive this.
-        starts, lengths: int64[n], contiguous: pieces inside of the arena.
-        refer_from: pieces of so many bytes and more go by reference; 0: all are copied.
+        arena: uint8[...] over its mapping, which outlives this.
+        starts, lengths: int64[n], contiguous: pieces of the arena.
     """
 
-    __slots__ = ("_arena", "_c", "_keep", "referred", "sent", "size")
+    __slots__ = ("_arena", "_c", "_keep", "sent", "size")
 
     def __init__(
-        self,
-        head: bytes,
-        fd: int,
-        arena: NDArray[np.uint8],
-        starts: Int64s,
-        lengths: Int64s,
-        refer_from: int,
+        self, head: bytes, arena: NDArray[np.uint8], starts: Int64s, lengths: Int64s
     ) -> None:
         self._arena = arena
         self._keep = (head, starts, lengths)
         c = self._c = ffi.new("ffs_sending *")
-        c.memory, c.arena = fd, ffi.from_buffer(_U8S, arena)
+        c.arena = ffi.from_buffer(_U8S, arena)
         c.head, c.head_size = ffi.from_buffer(_U8S, head), len(head)
         c.starts, c.lengths = ffi.from_buffer(_I64S, starts), ffi.from_buffer(_I64S, lengths)
-        c.count, c.refer_from = len(starts), refer_from
+        c.count = len(starts)
         self.size = len(head) + int(lengths.sum())
+        """Bytes in all."""
         self.sent = 0
-        """Bytes, as its owner says."""
-        self.referred = refer_from > 0
+        """Bytes sent so far."""
 
-    def send(self, fd: int) -> int:
-        """Send what a Unix stream socket that does not block takes of the rest; return its size.
+    def send(self, fd: int) -> bool:
+        """Send as much as a non-blocking Unix stream socket takes; return whether all is sent.
 
-        Raises: BlockingIOError when that is nothing; OSError.
+        Raises: BlockingIOError when the socket takes nothing; OSError.
         """
         self._c.sock = fd
-        went: int = lib.ffs_send(self._c, self.sent)
-        if went < 0:
-            raise OSError(-went, os.strerror(-went))
-        return went
+        sent: int = lib.ffs_send(self._c, self.sent)
+        if sent < 0:
+            raise OSError(-sent, os.strerror(-sent))
+        self.sent += sent
+        return self.sent == self.size
 
     def rest(self) -> bytes:
-        """Return a copy of what has not been sent."""
+        """Return a copy of the bytes that are not sent yet."""
         head, starts, lengths = self._keep
         pieces: list[bytes | memoryview] = [head]
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             pieces.append(self._arena[start : start + length].data)
         return b"".join(pieces)[self.sent :]
-
-
-def unread(fd: int) -> int:
-    """Return how many bytes were sent into a Unix socket and not read, or more; 0 when all were,
-    or nobody can any more.
-
-    Raises: OSError.
-    """
-    size: int = lib.ffs_unread(fd)
-    if size < 0:
-        raise OSError(-size, os.strerror(-size))
-    return size

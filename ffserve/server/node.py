@@ -31,7 +31,6 @@ from ffserve.server.hazards import LeaseTables
 from ffserve.server.job import Job
 from ffserve.server.pages import Pages
 from ffserve.server.reading import Reading
-from ffserve.server.references import References
 from ffserve.server.report import group_facts, job_facts, progress_facts
 from ffserve.server.resizing import Resizing
 from ffserve.server.scheduler import Scheduler
@@ -69,7 +68,6 @@ class Node:
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
         self.scheduler = Scheduler(self.cache, self.reading.submit, most_reads=4 * config.depth)
-        self.references = self.scheduler.held = References(self.cache)
         self.reading.done = self._loaded
         self.catalog = Catalog(
             self.directory,
@@ -111,10 +109,6 @@ class Node:
                 del self._jobs[old.name]
         return job
 
-    def may_see_all(self, peer: Peer) -> bool:
-        """Return whether a client may see whatever is in the arena, now or later."""
-        return self.payload == "shared" or peer.uid in (0, os.geteuid())
-
     def resize(self, size: int, peer: Peer) -> None:
         """Begin to give the arena another size.
 
@@ -139,7 +133,6 @@ class Node:
 
     def arena_facts(self) -> dict[str, Any]:
         """What STATUS and RESIZE answer about the arena: bytes."""
-        self.references.look()
         return {
             "size": self.resizing.size,
             "target": self.resizing.target,
@@ -148,7 +141,6 @@ class Node:
             "populated": self.pages.populated,
             "held": self.resizing.held_size,
             "leased": self.scheduler.leased_size + self.leases.held_size,
-            "referred": self.references.size,
             "resizing": self.resizing.under_way,
         }
 

@@ -40,8 +40,7 @@ ARENA_SHARE = 8
 LEASED_SHARE = 2
 """All leases together take at most one part in this many; beyond, clients get copies."""
 LEASES_LOOK_S = 0.01
-"""How often a request that waits looks whether leases without asking have ended, or what lies in
-sockets was read: nobody tells."""
+"""How often a request that waits looks whether leases without asking have ended: nobody tells."""
 MOST_COUNTED = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
@@ -57,17 +56,6 @@ class Promise(Protocol):
     @property
     def sent(self) -> bool:
         """Whether it went out; certain when the loads have ended."""
-        ...
-
-
-class Held(Protocol):
-    """What is pinned beside the requests: `server.references.References`."""
-
-    size: int
-    """Bytes."""
-
-    def look(self) -> None:
-        """Give back what is not needed any more."""
         ...
 
 
@@ -136,7 +124,6 @@ class Scheduler:
         self._most_pins = _FEW_PINS
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
-        self.held: Held | None = None
         self._pumped = 0.0
         self._stopped = False
         self.read_sizes: dict[str, int] = {}
@@ -228,7 +215,7 @@ class Scheduler:
             return None
         since = self._since(self._blocked[0])
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
-        if self._cache.allocator.leased or (self.held is not None and self.held.size):
+        if self._cache.allocator.leased:
             deadlines.append(self._pumped + LEASES_LOOK_S)
         self._sweep()
         if self._pins:
@@ -359,8 +346,6 @@ class Scheduler:
     def make_room(self, now: float) -> None:
         """Take back the pins that may be taken back."""
         self.ahead.make_room()
-        if self.held is not None:
-            self.held.look()
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
             if owner.taken_back is not None:

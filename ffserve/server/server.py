@@ -17,13 +17,11 @@ from collections import deque
 
 from ffserve import protocol
 from ffserve.engine.answers import WHOLE_SIZE, Answer, Line
-from ffserve.engine.sending import Run
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.delivery import Outbox
+from ffserve.server.inline import Outbox, widen_send_buffer
 from ffserve.server.node import Node
-from ffserve.server.references import widen
 from ffserve.server.session import NEW, OVER, Session
 
 log = logging.getLogger("ffserve")
@@ -31,11 +29,8 @@ log = logging.getLogger("ffserve")
 HELLO_TIMEOUT_S = 10.0
 MOST_UNSENT = 64 * 1024 * 1024
 """Bytes that wait for a client that does not read; beyond, it is cut off."""
-SEND_BUFFER_SIZE = 1024 * 1024
 WRITES_AT_ONCE = 4
 """Frames and runs before others have their turn; each is sent as far as it fits into the socket."""
-LINGER_STEP_S = 0.1
-"""Between two looks at whether the peers of closed sockets have read what lies there."""
 RESIZE_STEP_S = 0.01
 """Between two looks at what keeps the arena from shrinking."""
 _CHUNK = 80 * 1024
@@ -114,9 +109,7 @@ class Connection:
             if not self.session.inline:
                 self._send_with_memory(frame)
                 return
-            widen(self._sock, SEND_BUFFER_SIZE)
-            if self._server.node.may_see_all(self.session.peer):
-                self._outbox.unread = self._server.node.references.of(self._sock)
+            widen_send_buffer(self._sock)
         if len(frame) > WHOLE_SIZE:
             self._line.hold(True)
         self._outbox.put(frame)
@@ -134,7 +127,7 @@ class Connection:
         delivering = self.session.delivering_count
         try:
             left = WRITES_AT_ONCE
-            while left and self._send_next():
+            while left and self._outbox.send(self._sock):
                 left -= 1
         except (BlockingIOError, InterruptedError):
             pass
@@ -152,15 +145,6 @@ class Connection:
                 self._loop.remove_writer(self._fd)
         if self.session.delivering_count < delivering:
             self._loop.call_soon(self._server.pump)
-
-    def _send_next(self) -> bool:
-        """Send what comes next, as far as the socket takes it; False when there is nothing."""
-        item = self._outbox.take()
-        if item is None:
-            return False
-        size = item.send(self._fd) if isinstance(item, Run) else self._sock.send(item)
-        self._outbox.sent(size)
-        return True
 
     def _send_with_memory(self, frame: bytes) -> None:
         node = self._server.node
@@ -203,12 +187,8 @@ class Connection:
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         with contextlib.suppress(OSError):
-            self._send_next()
-        if self._outbox.unread is None:
-            self._sock.close()
-        else:
-            self._outbox.unread.close()
-            self._server.linger()
+            self._outbox.send(self._sock)
+        self._sock.close()
         self._server.forget(self)
         self.session.leave(time.monotonic())
         self._server.arm()
@@ -228,7 +208,6 @@ class Server:
         self._openings: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._linger_timer: asyncio.TimerHandle | None = None
         self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._line: deque[Connection] = deque()
@@ -249,8 +228,7 @@ class Server:
                 self._loop.call_later(0.2, self._resume)
                 return
             sock.setblocking(False)
-            lingering = self.node.references.lingering_count
-            if len(self._connections) + lingering >= self.node.config.max_sessions:
+            if len(self._connections) >= self.node.config.max_sessions:
                 self._refuse(sock)
                 continue
             try:
@@ -274,16 +252,6 @@ class Server:
     def forget(self, connection: Connection) -> None:
         """A connection closed itself."""
         self._connections.discard(connection)
-
-    def linger(self) -> None:
-        """See to it that closed sockets of which something was not read yet are looked at."""
-        if self._linger_timer is None and self.node.references.lingering_count:
-            self._linger_timer = self._loop.call_later(LINGER_STEP_S, self._look_at_lingering)
-
-    def _look_at_lingering(self) -> None:
-        self._linger_timer = None
-        self.node.references.look()
-        self.linger()
 
     def stand_in_line(self, connection: Connection) -> None:
         """Have a connection read again when those before it in the line have.
@@ -376,8 +344,7 @@ class Server:
         self.node.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
-        self.node.references.abandon()
-        for timer in (self._timer, self._resize_timer, self._linger_timer):
+        for timer in (self._timer, self._resize_timer):
             if timer is not None:
                 timer.cancel()
         return drained

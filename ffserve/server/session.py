@@ -30,7 +30,7 @@ from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageE
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.announcing import Announcing
-from ffserve.server.delivery import Delivery, Outbox
+from ffserve.server.inline import InlineReply, Outbox
 from ffserve.server.job import Job
 from ffserve.server.report import MOST_COUNTED
 from ffserve.server.scheduler import Owner, Promise, Request
@@ -403,9 +403,7 @@ class Session:
         outbox = self._outbox
         assert outbox is not None
         self._delivering.add(tag)
-        slots = directory.slot_of[numbers].astype(np.int64) - 1
-        memory = self._node.memory
-        outbox.put(Delivery(tag, memory, starts, lengths, slots, outbox.unread, over))
+        outbox.put(InlineReply(tag, self._node.memory.array, starts, lengths, over))
 
     @property
     def announcing(self) -> bool:

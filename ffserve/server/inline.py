@@ -1,0 +1,173 @@
+"""Inline payload: samples through the socket, for clients that cannot map the arena.
+
+An `InlineReply` answers one GET: SENDING, PAYLOADs, READY. Its samples stay pinned in the arena
+until the last byte is in the socket. It is cut into runs, each of which the kernel copies straight
+out of the arena (engine/sending.c), so the daemon makes no copy of its own. When other requests
+wait for memory and the client is slow, the scheduler takes the pins back: the rest of the current
+run is copied first (RUN_SIZE bytes at most), and the client asks again for the samples that follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.cache.cache import Int64s
+from ffserve.engine.sending import Run
+
+RUN_SIZE = 4 * 1024 * 1024
+"""Bytes in one run: twice the socket's buffer, so that few calls end early."""
+RUN_COUNT = 512
+"""Samples in one run: one call of sendmsg."""
+SEND_BUFFER_SIZE = 1024 * 1024
+_SO_SNDBUFFORCE = 32
+
+
+def widen_send_buffer(sock: socket.socket) -> None:
+    """Give a socket that samples go through a larger buffer, so that both sides work at once.
+
+    The default of 208 KiB costs a wake-up for every two samples of 100 KiB. The kernel caps the
+    size at net.core.wmem_max, except for root.
+    """
+    for option in (socket.SO_SNDBUF, _SO_SNDBUFFORCE):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, option, SEND_BUFFER_SIZE)
+
+
+class InlineReply:
+    """The samples of one GET: SENDING, PAYLOADs, READY.
+
+    Args:
+        arena: uint8[...] over its mapping.
+        starts, lengths: int64[n], of each sample in the arena; length 0 for a failed sample.
+        end: called once with the number of samples that were sent whole; returns the READY.
+    """
+
+    def __init__(
+        self,
+        tag: int,
+        arena: NDArray[np.uint8],
+        starts: Int64s,
+        lengths: Int64s,
+        end: Callable[[int], protocol.Ready],
+    ) -> None:
+        self.tag = tag
+        self.finished = False
+        """Whether the last run was returned."""
+        self._arena = arena
+        self._starts = starts
+        self._lengths = lengths
+        self._ends = np.cumsum(lengths)
+        self._end = end
+        self._begun = self._stopped = False
+        self._position = 0
+        """Bytes of payload in all runs so far, the current one included."""
+
+    def stop(self) -> None:
+        """The pins are gone: no further run."""
+        self._stopped = True
+
+    def next_run(self) -> Run | bytes:
+        """Return what to send next; READY, the last of them, sets `finished`."""
+        first = int(self._ends.searchsorted(self._position, side="right"))
+        head = b""
+        if not self._begun and not self._stopped:
+            self._begun = True
+            lengths = self._lengths.astype("<u8").tobytes()
+            head = protocol.encode(protocol.Sending(self.tag, lengths))
+        if self._stopped or first == len(self._ends):
+            self.finished = True
+            return head + protocol.encode(self._end(first))
+        return self._cut(head, first)
+
+    def _cut(self, head: bytes, first: int) -> Run:
+        """Return the run that begins at the current position, inside of sample `first`."""
+        ends, begin = self._ends, self._position
+        last = min(first + RUN_COUNT, int(ends.searchsorted(begin + RUN_SIZE)) + 1, len(ends))
+        end = min(begin + RUN_SIZE, int(ends[last - 1]))
+        head += protocol.encode(protocol.Payload(self.tag, end - begin))
+        starts, lengths = self._starts[first:last].copy(), self._lengths[first:last].copy()
+        begun = begin - int(ends[first] - lengths[0])
+        starts[0] += begun
+        lengths[0] -= begun
+        lengths[-1] -= int(ends[last - 1]) - end
+        self._position = end
+        return Run(head, self._arena, starts, lengths)
+
+
+class Outbox:
+    """Frames and inline replies in the order in which they leave through a socket.
+
+    Args: wake: called when there is something to send.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._queue: deque[bytes | InlineReply] = deque()
+        self._run: Run | bytes | memoryview | None = None
+        """What is sent now; a memoryview: the rest of it."""
+        self._reply: InlineReply | None = None
+        """The reply that the current run belongs to."""
+        self.frames_size = 0
+        """Bytes of frames that wait."""
+
+    def __bool__(self) -> bool:
+        return self._run is not None or bool(self._queue)
+
+    def put(self, item: bytes | InlineReply) -> None:
+        """Append a frame or a reply."""
+        self._queue.append(item)
+        if isinstance(item, bytes):
+            self.frames_size += len(item)
+        self._wake()
+
+    def send(self, sock: socket.socket) -> bool:
+        """Send the next run as far as the socket takes it; return False when nothing is left.
+
+        Raises: BlockingIOError when the socket takes nothing; OSError.
+        """
+        run = self._run
+        if run is None:
+            if not self._queue:
+                return False
+            run = self._run = self._next_run()
+        if isinstance(run, Run):
+            if run.send(sock.fileno()):
+                self._run = None
+        else:
+            sent = sock.send(run)
+            self._run = None if sent == len(run) else memoryview(run)[sent:]
+        return True
+
+    def _next_run(self) -> Run | bytes:
+        item = self._queue[0]
+        if isinstance(item, bytes):
+            self._reply = None
+            self.frames_size -= len(item)
+            self._queue.popleft()
+            return item
+        self._reply = item
+        run = item.next_run()
+        if item.finished:
+            self._queue.popleft()
+        return run
+
+    def clear(self) -> None:
+        """Drop everything: the client is gone."""
+        self._queue.clear()
+        self._run = None
+
+    def stop(self, tag: int) -> None:
+        """The scheduler takes the pins of a reply back: copy the rest of its run, end it after."""
+        run, reply = self._run, self._reply
+        if reply is not None and reply.tag == tag and isinstance(run, Run):
+            self._run = run.rest()
+        for item in self._queue:
+            if isinstance(item, InlineReply) and item.tag == tag:
+                item.stop()
