@@ -17,10 +17,12 @@ from benchmarks import cases, compare, picture
 from ffserve import cli
 from ffserve.bench import report, yardsticks
 from ffserve.bench.cases import installed
-from ffserve.bench.runner import Bench, measure
+from ffserve.bench.runner import Bench, Checkout, measure, measure_both
 from ffserve.cli import own
 from ffserve.config import ENGINES
 from ffserve.errors import FFServeError
+
+QUICK_S = 0.3
 
 
 def main() -> int:
@@ -40,9 +42,17 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="with that file; exit 1 if worse")
     parser.add_argument("--picture", type=Path, help="draw what was measured, or stands in "
                         "--record's file, as PNG or SVG")  # fmt: skip
+    parser.add_argument("--against", type=Path, metavar="DIR", help="run another checkout of "
+                        "ffserve beside this one, and show both and their quotient")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="the important rows, short runs")
     parser.add_argument("--draw-only", action="store_true", help="measure nothing")
     asked = parser.parse_args()
+    if asked.quick:
+        asked.only = asked.only or list(cases.QUICK)
+        asked.seconds = min(asked.seconds, QUICK_S)
     try:
+        if asked.against:
+            return _against(asked)
         rows = [] if asked.draw_only else _measure(asked)
         return 0 if asked.list or asked.make else _conclude(asked, rows)
     except FFServeError as error:
@@ -50,6 +60,37 @@ def main() -> int:
         return cli.exit_code(error)
     except KeyboardInterrupt:
         return cli.EXIT_INTERRUPTED
+
+
+def _against(asked: argparse.Namespace) -> int:
+    """Measure this tree and another one in turns."""
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    with (
+        own.interruptible(),
+        Bench(str(asked.folder), asked.seconds, asked.engine) as here,
+        Bench(
+            str(asked.folder), asked.seconds, asked.engine, Checkout(str(asked.against))
+        ) as there,
+    ):
+        facts = report.machine(str(asked.folder))
+        print(report.describe_machine(facts), flush=True)
+        both = zip(*(cases.groups(each, [], asked.scale) for each in (here, there)), strict=True)
+        for group, other in both:
+            kept, its = group.only(tuple(asked.only)), other.only(tuple(asked.only))
+            if kept is None or its is None:
+                continue
+            found = measure_both(kept, its, asked.turns, notes.append)
+            if found:
+                report.print_both(kept.title, found)
+            rows += found
+    if asked.json:
+        document = report.document(facts, rows, notes)
+        asked.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    for line in notes:
+        print(line)
+    return 1 if notes else 0
 
 
 def _measure(asked: argparse.Namespace) -> list[dict[str, Any]]:

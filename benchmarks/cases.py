@@ -22,6 +22,11 @@ CLIENTS = (2, 4, 8)
 PEER_BATCH_SIZE = 32 * MIB
 TORCH_WARM_SIZE = 64 * MIB
 """Bytes after which a loader's workers have taken all shared memory that they use."""
+QUICK = (
+    "hot/4KiB/", "hot/100KiB/", "inline/", "torch/", "cold/4KiB/", "cold/100KiB/", "stream/",
+    "open/", "crowd/",
+)  # fmt: skip
+"""Rows of a quick look at all that matters."""
 LONG = 5
 """A figure about the daemon's CPU needs a run so many times as long."""
 
@@ -65,16 +70,18 @@ def _hot(bench: Bench, data: Data) -> list[Group]:
 
     idle = Row(f"hot/{data.name}/daemon-cpu", "the daemon's share of a core while a client only "
                "hits", _daemon_share, "%", 1.0, at_most=True)  # fmt: skip
-    lease = Row(f"hot/{data.name}/lease", "lease, a sample", _sample_ns, "ns", 1500.0, at_most=True)
+    lease = Row(f"hot/{data.name}/lease", "lease, a sample, batches of 64", _sample_ns, "ns",
+                1500.0, at_most=True)  # fmt: skip
     found.append(
         Group(
-            title=f"hot, {data.name}, by themselves",
+            title=f"hot, {data.name}, the daemon's CPU and leases",
             against="",
             yardstick=None,
             entrants=(
                 Entrant("ffserve read_batch", lambda: run("read_batch", 256, LONG * bench.seconds),
                         (idle,)),
-                Entrant("ffserve lease", lambda: run("lease", 64, bench.seconds), (lease,)),
+                Entrant("ffserve lease", lambda: run("lease", 64, bench.seconds), (lease,),
+                        labels={"batch": 64}),
             ),
             before=data.make,
             labels={"state": "hot", "bytes": data.mean, "batch": 256, "clients": 1},
@@ -238,9 +245,8 @@ def _crowd(bench: Bench, data: Data) -> list[Group]:
     def run(clients: int) -> Result:
         records.evict(data.paths)
         with bench.cold_daemon(data) as daemon:
-            with ffserve.open(data.paths, server=daemon.socket) as reader:
-                for _ in reader.batches(range(data.count // contestants.HOT_SHARE)):
-                    pass
+            hot_count = data.count // contestants.HOT_SHARE
+            bench.run("ffserve.bench.ours:fill", data, daemon=daemon, count=hot_count)
             return bench.run(
                 "benchmarks.contestants:mixed", data, clients=clients, daemon=daemon, warm=2,
                 seconds=2 * bench.seconds,

@@ -10,9 +10,9 @@ import torch
 
 import ffserve.torch
 from ffserve.bench.contestant import Case, Delivered
-from ffserve.torch.bundles import BUNDLE_COUNT, BUNDLE_SIZE
 
 WORKERS = 2
+BUNDLE_COUNT, BUNDLE_SIZE = 32, 8 << 20
 ENOUGH = 4096
 """Samples that the data set in memory really has; its indices wrap around."""
 

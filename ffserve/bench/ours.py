@@ -14,6 +14,12 @@ def _open(case: Case) -> ffserve.Reader:
     return ffserve.open(case["paths"], server=case["server"])
 
 
+def fill(case: Case) -> dict[str, int]:
+    """Read every sample once, so that a daemon has them in its arena."""
+    with _open(case) as reader:
+        return {"samples": sum(len(batch) for batch in reader.batches(range(case["count"])))}
+
+
 def read_batch(case: Case) -> Delivered:
     """One buffer a batch, one batch at a time."""
     reader = _open(case)

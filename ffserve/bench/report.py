@@ -85,6 +85,25 @@ def print_group(title: str, rows: Rows) -> None:
     print_table(heads, lines)
 
 
+def print_both(title: str, rows: Rows) -> None:
+    """Write one group's rows of two trees as a table."""
+    import click
+
+    click.echo(f"\n{title}")
+    lines = [
+        [
+            row["name"],
+            shown(row["value"], row["unit"]),
+            shown(row["other"], row["unit"]),
+            f"{row['quotient']:.3f}",
+            f"{row['low']:.2f} to {row['high']:.2f}",
+            "less is better" if row["at_most"] else "",
+        ]
+        for row in rows
+    ]
+    print_table(["", "this", "other", "this/other", "turns", ""], lines)
+
+
 def shown(value: float, unit: str) -> str:
     """Return a value with its unit; ratios without."""
     digits = 2 if abs(value) < 100 else 0

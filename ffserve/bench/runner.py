@@ -8,11 +8,14 @@ them. A row's value is computed within each turn; what is shown is the median of
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import select
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +24,94 @@ from typing import Any
 
 import numpy as np
 
-import ffserve
 from ffserve.bench import yardsticks
 from ffserve.bench.contestant import cpu_s, memory
 from ffserve.bench.records import MIB, Data
 from ffserve.cli import own
-from ffserve.errors import FFServeError
+from ffserve.errors import FFServeError, ServerUnavailable, UsageError
 
 RATIO = "×"
+YARDSTICKS = ("ffserve.bench.yardsticks", "ffserve.bench.peers")
+"""Modules of contestants that run no code of ffserve's."""
 COLD_ARENA_SIZE = 512 * MIB
 PATIENCE_S = 240.0
 """A contestant that is silent for this long has failed."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """Another ffserve to be measured beside this one: a checkout with the C core built in it.
+
+    Its daemons are its own. Its contestants are this tree's modules, put in the place of the
+    checkout's `ffserve.bench`, so that both trees are measured by the same code; such modules use
+    public names of ffserve only.
+    """
+
+    directory: str
+    """Its `.venv/bin/python` is used where there is one."""
+
+    def __post_init__(self) -> None:
+        if not os.path.isfile(os.path.join(self.directory, "ffserve", "__init__.py")):
+            raise UsageError("no checkout of ffserve in this directory", path=self.directory)
+
+    @property
+    def python(self) -> str:
+        """The interpreter that runs the checkout's code."""
+        own_python = os.path.join(self.directory, ".venv", "bin", "python")
+        return own_python if os.path.exists(own_python) else sys.executable
+
+    def program(self) -> list[str]:
+        """Return the command that runs the checkout's `ffserve`."""
+        return self._command({}, "ffserve")
+
+    def contestant(self, module: str, of: str) -> list[str]:
+        """Return the command that runs a module of the harness over the checkout's ffserve.
+
+        Args: of: the module of the contestant that it will import.
+        """
+        packages = {"ffserve.bench": os.path.dirname(__file__)}
+        if not of.startswith("ffserve."):
+            name = of.partition(".")[0]
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            packages[name] = os.path.dirname(spec.origin)
+        return self._command(packages, module)
+
+    def _command(self, packages: dict[str, str], module: str) -> list[str]:
+        directory = os.path.realpath(self.directory)
+        program = _IN_CHECKOUT.format(directory=directory, packages=packages, module=module)
+        return [self.python, "-c", program]
+
+    def status(self, socket: str) -> dict[str, Any]:
+        """Ask a daemon for its status with the checkout's own command."""
+        command = [*self.program(), "status", "--json", "--socket", socket]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ServerUnavailable(done.stderr.strip() or "no answer", path=socket)
+        facts: dict[str, Any] = json.loads(done.stdout)
+        return facts
+
+
+_IN_CHECKOUT = """
+import importlib.util, os, runpy, sys
+sys.path.insert(0, {directory!r})
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+import ffserve
+if os.path.dirname(os.path.dirname(ffserve.__file__)) != {directory!r}:
+    raise SystemExit("ffserve was imported from " + ffserve.__file__ + ", not from {directory}")
+for name, place in {packages!r}.items():
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(place, "__init__.py"), submodule_search_locations=[place])
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    spec.loader.exec_module(package)
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+def _runs_ffserve(who: str) -> bool:
+    return not who.startswith(YARDSTICKS)
 
 
 class ContestantFailed(FFServeError):
@@ -180,6 +259,57 @@ def measure(
     return rows
 
 
+def measure_both(
+    group: Group, other: Group, turns: int, note: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Let the contestants of two trees take turns with one yardstick.
+
+    In a turn each contestant of ``group`` runs next to its namesake in ``other``, in the opposite
+    order every other turn.
+
+    Args:
+        other: the same group over another tree.
+        note: is told which contestants failed in either tree, and why.
+    Returns: one dict a row: name, unit, at_most, value (this tree, the median), other (the other
+        tree's), quotient (the median of this tree's value divided by the other's within a turn),
+        low, high (of the quotient), turns.
+    """
+    group.before()
+    pairs = {one.who: (one, two) for one, two in zip(group.entrants, other.entrants, strict=True)}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for turn in range(turns):
+        base = group.yardstick() if group.yardstick is not None else None
+        step = 1 if turn % 2 == 0 else -1
+        for who in list(pairs)[::step]:
+            both = pairs[who]
+            try:
+                here, there = [one.run() for one in both[::step]][::step]
+            except FFServeError as error:
+                note(f"{who} is left out: {error}")
+                del pairs[who]
+                continue
+            for one, two in zip(both[0].rows, both[1].rows, strict=True):
+                found.setdefault(one.name, []).append(
+                    (one.value(here, base), two.value(there, base))
+                )
+    return [_compared(row, found[row.name]) for one, _ in pairs.values() for row in one.rows]
+
+
+def _compared(row: Row, values: list[tuple[float, float]]) -> dict[str, Any]:
+    quotients = [here / there if there else math.nan for here, there in values]
+    return {
+        "name": row.name,
+        "unit": row.unit,
+        "at_most": row.at_most,
+        "value": statistics.median(here for here, _ in values),
+        "other": statistics.median(there for _, there in values),
+        "quotient": statistics.median(quotients),
+        "low": min(quotients),
+        "high": max(quotients),
+        "turns": len(values),
+    }
+
+
 def _summary(row: Row, values: list[float], group: Group) -> dict[str, Any]:
     value = statistics.median(values)
     reached = None
@@ -224,12 +354,16 @@ class Bench:
         folder: for data and what peers make of them; on the disk to be measured.
         seconds: of each run.
         engine: of the daemons, see `ffserve serve`.
+        checkout: the ffserve that daemons and contestants run; None: this process's.
     """
 
-    def __init__(self, folder: str, seconds: float, engine: str = "auto") -> None:
+    def __init__(
+        self, folder: str, seconds: float, engine: str = "auto", checkout: Checkout | None = None
+    ) -> None:
         self.folder = os.path.realpath(folder)
         self.seconds = seconds
         self.engine = engine
+        self.checkout = checkout
         self._hot: tuple[Data, bool, own.Daemon] | None = None
         self._keep = contextlib.ExitStack()
 
@@ -251,9 +385,13 @@ class Bench:
         """A fresh daemon for the data, with the memory of its arena all there."""
         with tempfile.TemporaryDirectory(prefix="ffserve-bench-") as place:
             socket = os.path.join(place, "s")
+            program, ask = None, None
+            if self.checkout is not None:
+                program, ask = self.checkout.program(), self.checkout.status
             with own.daemon(
-                socket, data.roots, arena, ["--engine", self.engine, *options]
-            ) as daemon:
+                socket, data.roots, arena, ["--engine", self.engine, *options],
+                program=program, ask=ask,
+            ) as daemon:  # fmt: skip
                 while (now := daemon.status()["arena"])["populated"] < now["size"]:
                     time.sleep(0.02)
                 yield daemon
@@ -271,9 +409,7 @@ class Bench:
             self.close()
             options = ("--payload", "inline") if inline else ()
             daemon = self._keep.enter_context(self.daemon(data, 64 * MIB + 2 * data.size, options))
-            with ffserve.open(data.paths, server=daemon.socket) as reader:
-                for _ in reader.batches(range(data.count)):
-                    pass
+            self.run("ffserve.bench.ours:fill", data, daemon=daemon)
             self._hot = data, inline, daemon
         return self._hot[2]
 
@@ -307,7 +443,12 @@ class Bench:
         if case["once"]:  # a small data set must last for some batches
             case["batch"] = min(case["batch"], max(1, case["count"] // 4))
             case["warm"] = min(case["warm"], case["count"] // case["batch"] - 1)
-        command = [*own.python("ffserve.bench.contestant"), json.dumps(case)]
+        module = "ffserve.bench.contestant"
+        if self.checkout is not None and _runs_ffserve(who):
+            command = self.checkout.contestant(module, who.partition(":")[0])
+        else:
+            command = own.python(module)
+        command = [*command, json.dumps(case)]
         environment = {**ENVIRONMENT, "FFSERVE_SOCKET": str(case["server"])}
         with (
             tempfile.TemporaryFile() as errors,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -66,19 +66,26 @@ def python(module: str) -> list[str]:
 
 
 class Daemon:
-    """A daemon of our own: its process and what it says of itself."""
+    """A daemon that a command started: its process and its status."""
 
-    def __init__(self, socket: str, process: subprocess.Popen[bytes], log_path: str) -> None:
+    def __init__(
+        self,
+        socket: str,
+        process: subprocess.Popen[bytes],
+        log_path: str,
+        ask: Callable[[str], dict[str, Any]] | None = None,
+    ) -> None:
         self.socket = socket
         self.process = process
         self._log_path = log_path
+        self._ask = ask
 
     def status(self) -> dict[str, Any]:
-        """Ask it; ServerUnavailable with its last words when it has died."""
+        """Return the daemon's status; FFServeError with the daemon's log if it has ended."""
         from ffserve.client import connection
 
         try:
-            return connection.status(self.socket)
+            return (self._ask or connection.status)(self.socket)
         except ServerUnavailable:
             if self.process.poll() is None:
                 raise
@@ -111,7 +118,13 @@ class Daemon:
 
 @contextlib.contextmanager
 def daemon(
-    socket: str, roots: Sequence[str], arena: int, options: Sequence[str] = ()
+    socket: str,
+    roots: Sequence[str],
+    arena: int,
+    options: Sequence[str] = (),
+    *,
+    program: Sequence[str] | None = None,
+    ask: Callable[[str], dict[str, Any]] | None = None,
 ) -> Iterator[Daemon]:
     """Run a daemon while the context lasts; it answers when the context is entered.
 
@@ -120,15 +133,18 @@ def daemon(
         roots: what it serves.
         arena: bytes.
         options: more flags of `ffserve serve`.
-    Raises: FFServeError with its last words when it does not start.
+        program: the command that runs ffserve; this process's ffserve if None.
+        ask: returns the status of the daemon on a socket, or raises ServerUnavailable; by the
+            protocol if None.
+    Raises: FFServeError with the daemon's log when it does not start.
     """
-    command = [*python("ffserve"), "serve", "--socket", socket]
+    command = [*(program or python("ffserve")), "serve", "--socket", socket]
     command += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
     for root in roots:
         command += ["--root", root]
     log_path = f"{socket}.log"
     with open(log_path, "wb") as log, running([*command, *options], stderr=log) as process:
-        started = Daemon(socket, process, log_path)
+        started = Daemon(socket, process, log_path, ask)
         started.await_start()
         yield started
 

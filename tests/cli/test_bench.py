@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -382,6 +383,29 @@ def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
     again = json.loads(file.read_text())
     assert [row["name"] for row in again["rows"]] == [row["name"] for row in first["rows"]]
     assert again["rows"][0]["value"] == 1.0 and again["rows"][1]["value"] < 1000
+
+
+def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
+    """The other one is a copy of this tree's package, changed where it would be seen."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "ffserve", other / "ffserve")
+    shutil.rmtree(other / "ffserve" / "bench")
+    folder = tmp_path / "data"
+    some = (*TINY, "--folder", folder, "--only", "hot/4KiB/batch64/clients1", "--only", "crowd/4K")
+    file = tmp_path / "both.json"
+    said = benchmarks(*some, "--against", other, "--json", file)
+    assert "this/other" in said
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert sorted(rows) == [
+        "crowd/4KiB/fair", "crowd/4KiB/p99", "crowd/4KiB/throughput",
+        "hot/4KiB/batch64/clients1/read", "hot/4KiB/batch64/clients1/read_batch",
+    ]  # fmt: skip
+    for row in rows.values():
+        assert row["value"] > 0 and row["other"] > 0
+        assert row["low"] == row["quotient"] == row["high"]
+    (other / "ffserve" / "cli" / "serve.py").unlink()
+    said = benchmarks(*some[:-2], "--against", other, code=1)  # its daemon does not start
+    assert "read_batch is left out" in said and "ffserve.cli.serve" in said
 
 
 def test_every_row_is_explained() -> None:
