@@ -5,12 +5,13 @@
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop the originals (pyrecordio, TensorFlow, …) from the package index read what we wrote,
 #              and we them; Grain and Hugging Face datasets over our files
+# make docs    draw docs/images anew from their sources (needs graphviz)
 # make clean   remove what was built (make distclean: .venv as well)
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
 
-.PHONY: demo test check interop bench soak fuzz asan tsan setup clean distclean
+.PHONY: demo test check interop bench docs soak fuzz asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -50,6 +51,9 @@ bench:
 	@bash .ci/setup --bench
 	@mkdir -p .bench
 	@$(python) -m benchmarks --record .bench/bench.json --picture .bench/bench.png
+
+docs: setup
+	@bash docs/images/draw
 
 clean:
 	rm -rf build dist ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info
