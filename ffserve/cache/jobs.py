@@ -174,7 +174,7 @@ class JobProgress:
             self.lead = max(self.lead * FADE, float(self.front - position))
             self.position = position
             self.front = max(self.front, position)
-            passed = order.passed(position)
+            passed = order.advance(position)
         if position == order.count and self.epoch + 1 in self.orders:
             self._enter(self.epoch + 1)
         return passed
@@ -219,22 +219,22 @@ class JobProgress:
         self.last_used = now
         if not len(numbers):
             return _NONE
-        buckets, lowest, last, place = order.c.buckets(numbers)
+        parts, lowest, last, place = order.c.parts(numbers)
         ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // PARTS
-        low, high = order.bucket(max(self.position - ahead, 0)), order.bucket(self.front + ahead)
+        low, high = order.part(max(self.position - ahead, 0)), order.part(self.front + ahead)
         kept = len(numbers)
         # With replacement the table knows only where a sample comes next, maybe after this use.
         if order.following is None and not (low <= lowest and last <= high):
-            near = (buckets >= low) & (buckets <= high)
+            near = (parts >= low) & (parts <= high)
             following = self.orders.get(self.epoch + 1)
             if following is not None and self.front + ahead > order.count:
-                end = following.bucket(min(self.front + ahead - order.count, following.count))
-                early = following.buckets(numbers)
+                end = following.part(min(self.front + ahead - order.count, following.count))
+                early = following.parts(numbers)
                 near |= (early >= 1) & (early <= end)
             kept = int(np.count_nonzero(near))
-            buckets[~near] = 0
-            last = int(np.maximum.reduce(buckets))
-            place = int((buckets == last).nonzero()[0][-1])
+            parts[~near] = 0
+            last = int(np.maximum.reduce(parts))
+            place = int((parts == last).nonzero()[0][-1])
         self._near += kept
         self._far += len(numbers) - kept
         if self._near + self._far >= LOOKED_AT:
@@ -244,7 +244,7 @@ class JobProgress:
                 return _NONE
             self._near //= 2
             self._far //= 2
-        front = order.bucket(self.front)
+        front = order.part(self.front)
         if last < front:
             return _NONE
         # Requests follow the order mostly, so that the last of them comes last in it.
@@ -253,14 +253,14 @@ class JobProgress:
         if not self._told:
             # Nobody reports: what is asked for has been got to, with some disorder.
             lag = min(AHEAD, order.count // 16)
-            first = int(np.minimum.reduce(buckets[buckets >= front]))
+            first = int(np.minimum.reduce(parts[parts >= front]))
             return self._advance(min(self.front, order.edge(first)) - lag, now)
         return _NONE
 
-    def _found(self, order: Order, bucket: int, number: int) -> None:
-        """A sample that stands in this bucket was asked for: move the front behind it."""
-        start = max(order.edge(bucket), self.front)
-        edge = order.edge(bucket + 1)
+    def _found(self, order: Order, part: int, number: int) -> None:
+        """A sample that stands in this part was asked for: move the front behind it."""
+        start = max(order.edge(part), self.front)
+        edge = order.edge(part + 1)
         # Mostly it stands nearby.
         for stop in (min(start + NEARBY, edge), edge):
             places = (order.numbers(start, stop) == number).nonzero()[0]
@@ -326,7 +326,7 @@ class JobProgress:
     _compared: tuple[Order, bool] | None = None
 
     def tables(self, now: float) -> list[Table]:
-        """Return for each order the absolute time that each of its buckets stands for."""
+        """Return for each order the absolute time that each of its parts stands for."""
         if now >= self._tables_until:
             self._tables = self._timed(now)
             self._tables_until = now + self.epoch_s(now) / REFRESH

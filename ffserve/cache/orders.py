@@ -1,14 +1,13 @@
-"""The order that a job announced for an epoch, as the daemon keeps it.
+"""Announced orders: the permutation of one epoch, as the daemon keeps it.
 
-Two views of one permutation, four bytes a sample together (`narrow`; five from 268 million samples
-on). *Pieces* say which sample stands at a position (for reading ahead); a piece is forgotten when
-it has been passed. The *table* says in
-which of PARTS equal parts of the epoch a sample stands (for what to keep): 32 to 64 parts equal
-exact positions to a tenth of a point of hit rate, so a byte is enough. A sample that comes more
-than once (sampling with replacement) stands at its next place, and `following` has the places
-after that, a byte a position.
+Two views of one permutation, five bytes per sample together. *Pieces* hold the sample at each
+position (for prefetching), four bytes each; a piece is dropped when the job has advanced past it.
+The *table* holds the part of the epoch in which each sample comes (for eviction), of PARTS equal
+parts: 32 to 64 parts equal exact positions to a tenth of a point of hit rate, so a byte is enough.
+A sample that comes more than once (sampling with replacement) is entered at its next use, and
+`following` holds the part of the use after that, one byte per position.
 
-What arrives is hostile until `Arriving.finish` has returned.
+The input of `Arriving` is untrusted until `finish` has returned.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.narrow import Narrow
 from ffserve.engine.orders import Table
 from ffserve.errors import SampleIndexError, UsageError
 
@@ -30,6 +28,8 @@ _FEW = 1 << 20
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Piece = NDArray[np.uint32]
+"""Sample numbers less the lowest of the dataset, which are below 2^32: see `tables.CAPACITY`."""
 
 
 class Order:
@@ -37,9 +37,9 @@ class Order:
 
     Args:
         count: positions. low: the lowest sample number of the data set.
-        table: uint8[span]: bucket, from 1, of sample `low` + k.
+        table: uint8[span]: part, from 1, of sample `low` + k.
         pieces: sample numbers less `low`, PIECE each but the last.
-        following: uint8[count] or None: the bucket in which the sample at a position comes again.
+        following: uint8[count] or None: the part in which the sample at a position comes again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Order:
         count: int,
         low: int,
         table: Bytes,
-        pieces: list[Narrow | None],
+        pieces: list[Piece | None],
         following: Bytes | None,
     ) -> None:
         self.count = count
@@ -56,7 +56,7 @@ class Order:
         self.c = Table(table, low)
         self.following = following
         self._pieces = pieces
-        self._passed = 0
+        self._position = 0
 
     @property
     def size(self) -> int:
@@ -64,47 +64,44 @@ class Order:
         held = sum(piece.nbytes for piece in self._pieces if piece is not None)
         return held + self.count * (1 if self.following is None else 2)
 
-    def bucket(self, position: int) -> int:
-        """Return the bucket of a position; PARTS + 1 at the end."""
+    def part(self, position: int) -> int:
+        """Return the part of a position; PARTS + 1 at the end."""
         return 1 + position * PARTS // self.count
 
-    def edge(self, bucket: int) -> int:
-        """Return the first position of a bucket."""
-        return -(-(bucket - 1) * self.count // PARTS)
+    def edge(self, part: int) -> int:
+        """Return the first position of a part."""
+        return -(-(part - 1) * self.count // PARTS)
 
     def numbers(self, start: int, stop: int) -> Int64s:
         """Return the sample numbers at positions [start, stop), without those forgotten."""
-        start, stop = max(start, self._passed), min(stop, self.count)
+        start, stop = max(start, self._position), min(stop, self.count)
         if start >= stop:
             return np.zeros(0, np.int64)
-        at, piece = start // PIECE * PIECE, self._pieces[start // PIECE]
-        if piece is not None and stop <= at + PIECE:
-            return piece.part(start - at, stop - at, self.low)
-        parts = []
+        runs = []
         for k in range(start // PIECE, -(-stop // PIECE)):
             piece = self._pieces[k]
             if piece is not None:
-                first, end = max(start - k * PIECE, 0), min(stop - k * PIECE, len(piece))
-                parts.append(piece.part(first, end, self.low))
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+                run = piece[max(start - k * PIECE, 0) : stop - k * PIECE]
+                runs.append(np.add(run, self.low, dtype=np.int64))
+        if len(runs) == 1:
+            return runs[0]
+        return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
-    def buckets(self, numbers: Int64s) -> Bytes:
-        """Return the bucket in which each sample comes next; 0: it does not."""
-        return self.c.buckets(numbers)[0]
+    def parts(self, numbers: Int64s) -> Bytes:
+        """Return the part in which each sample comes next; 0: it does not."""
+        return self.c.parts(numbers)[0]
 
-    def passed(self, position: int) -> Int64s:
+    def advance(self, position: int) -> Int64s:
         """The job is at `position`: forget what lies before it, and return that."""
-        numbers = self.numbers(self._passed, position)
+        numbers = self.numbers(self._position, position)
         if self.following is None:
             self.table[numbers - self.low] = 0
         else:
             # Of a sample that stands here twice the last place counts, whose following is right.
-            self.table[numbers - self.low] = self.following[self._passed : position]
-        for k in range(self._passed // PIECE, position // PIECE):
+            self.table[numbers - self.low] = self.following[self._position : position]
+        for k in range(self._position // PIECE, position // PIECE):
             self._pieces[k] = None
-        self._passed = max(self._passed, position)
+        self._position = max(self._position, position)
         return numbers
 
     def same(self, other: Order) -> bool:
@@ -114,7 +111,7 @@ class Order:
             and self.low == other.low
             and len(self.table) == len(other.table)
             and all(
-                a is None or b is None or a is b or a.same(b)
+                a is None or b is None or a is b or np.array_equal(a, b)
                 for a, b in zip(self._pieces, other._pieces, strict=True)
             )
         )
@@ -158,8 +155,7 @@ class Arriving:
         self._low = low
         self._replacement = replacement
         self._table = np.zeros(span, np.uint8)
-        self._pieces: list[Narrow | None] = []
-        self._room = np.empty(min(PIECE, count), np.uint32)
+        self._pieces: list[Piece] = []
 
     def add(self, numbers: Int64s) -> None:
         """Take the next positions; the numbers are of the data set.
@@ -173,18 +169,17 @@ class Arriving:
             low, high = start * PARTS // self.count, (stop - 1) * PARTS // self.count
             edges = -(-np.arange(low, high + 2) * self.count // PARTS)
             edges[0], edges[-1] = start, stop
-            buckets = np.arange(low + 1, high + 2, dtype=np.uint8)
-            self._table[numbers - self._low] = np.repeat(buckets, np.diff(edges))
+            parts = np.arange(low + 1, high + 2, dtype=np.uint8)
+            self._table[numbers - self._low] = np.repeat(parts, np.diff(edges))
         self.arrived = stop
         at = 0
         while at < len(numbers):
-            place = (start + at) % PIECE
-            part = numbers[at : at + PIECE - place]
-            self._room[place : place + len(part)] = part - self._low
-            at += len(part)
-            if place + len(part) == PIECE or start + at == self.count:
-                room = self._room[: place + len(part)]
-                self._pieces.append(Narrow(room, len(self._table)))
+            k, offset = divmod(start + at, PIECE)
+            if offset == 0:
+                self._pieces.append(np.empty(min(PIECE, self.count - k * PIECE), np.uint32))
+            run = numbers[at : at + PIECE - offset]
+            self._pieces[k][offset : offset + len(run)] = run - self._low
+            at += len(run)
 
     def finish(self) -> Order:
         """Return the order when all has arrived.
@@ -198,7 +193,7 @@ class Arriving:
             raise UsageError(
                 f"the order ends after {self.arrived} of the {self.count} positions announced"
             )
-        order = Order(self.count, self._low, self._table, self._pieces, None)
+        order = Order(self.count, self._low, self._table, list(self._pieces), None)
         if self._replacement:
             order.following = self._link(order)
         elif np.count_nonzero(self._table) < self.count:
@@ -207,13 +202,13 @@ class Arriving:
         return order
 
     def _link(self, order: Order) -> Bytes:
-        """From the end to the beginning, a bucket at a time: within one it makes no difference."""
+        """From the end to the beginning, a part at a time: within one it makes no difference."""
         following = np.zeros(self.count, np.uint8)
-        for bucket in range(PARTS, 0, -1):
-            start, stop = order.edge(bucket), order.edge(bucket + 1)
+        for part in range(PARTS, 0, -1):
+            start, stop = order.edge(part), order.edge(part + 1)
             places = order.numbers(start, stop) - self._low
             following[start:stop] = self._table[places]
-            self._table[places] = bucket
+            self._table[places] = part
         return following
 
     def _first_repeated(self, order: Order) -> int:

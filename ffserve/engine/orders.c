@@ -1,5 +1,5 @@
 /* What the daemon keeps of an announced order: which sample stands where, and in which part of the
- * epoch a sample comes. See ffserve/cache/orders.py and narrow.py. */
+ * epoch a sample comes. See ffserve/cache/orders.py. */
 #include <math.h>
 
 #include "plan.h"
@@ -7,38 +7,23 @@
 /* Slots whose rows are asked for from memory while others are looked at. */
 #define AHEAD 16
 
-int ffs_unpack(const uint8_t *planes, int64_t whole, const uint8_t *halves, int64_t count,
-               int64_t start, int64_t stop, int64_t low, int64_t *numbers)
-{
-    if (start < 0 || start > stop || stop > count || whole < 1 || whole > 4)
-        return FFS_ERANGE;
-    for (int64_t k = start; k < stop; k++)
-        numbers[k - start] = low + planes[k];
-    for (int64_t p = 1; p < whole; p++)
-        for (int64_t k = start; k < stop; k++)
-            numbers[k - start] += (int64_t)planes[p * count + k] << 8 * p;
-    for (int64_t k = start; halves && k < stop; k++)
-        numbers[k - start] += (int64_t)(halves[k / 2] >> 4 * (k % 2) & 15) << 8 * whole;
-    return 0;
-}
-
-static uint8_t bucket_of(const ffs_table *t, int64_t number)
+static uint8_t part_of(const ffs_table *t, int64_t number)
 {
     uint64_t place = (uint64_t)number - (uint64_t)t->low;
-    return place < (uint64_t)t->size ? t->buckets[place] : 0;
+    return place < (uint64_t)t->size ? t->parts[place] : 0;
 }
 
-void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets,
+void ffs_parts(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *parts,
                  int64_t *found)
 {
     found[0] = UINT8_MAX;
     found[1] = found[2] = 0;
     for (int64_t k = 0; k < n; k++) {
-        buckets[k] = bucket_of(t, numbers[k]);
-        if (buckets[k] < found[0])
-            found[0] = buckets[k];
-        if (buckets[k] >= found[1]) {
-            found[1] = buckets[k];
+        parts[k] = part_of(t, numbers[k]);
+        if (parts[k] < found[0])
+            found[0] = parts[k];
+        if (parts[k] >= found[1]) {
+            found[1] = parts[k];
             found[2] = k;
         }
     }
@@ -50,7 +35,7 @@ static void ask_for(const ffs_future *f, int64_t number)
         const ffs_table *table = &f->announced[j].table;
         uint64_t place = (uint64_t)number - (uint64_t)table->low;
         if (place < (uint64_t)table->size)
-            __builtin_prefetch(&table->buckets[place]);
+            __builtin_prefetch(&table->parts[place]);
     }
 }
 
@@ -73,7 +58,7 @@ static double soonest(const ffs_future *f, int64_t number)
     double best = INFINITY;
     for (int64_t j = 0; j < f->announced_count; j++) {
         const ffs_timed *order = &f->announced[j];
-        double time = order->times[bucket_of(&order->table, number)];
+        double time = order->times[part_of(&order->table, number)];
         best = time < best ? time : best;
     }
     if (f->silent_count) {

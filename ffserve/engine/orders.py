@@ -22,50 +22,26 @@ _DOUBLES = ffi.typeof("double[]")
 _from_buffer = ffi.from_buffer
 
 
-def unpack(planes: Bytes, halves: Bytes | None, start: int, stop: int, low: int) -> Int64s:
-    """Return int64[stop - start]: `low` and the numbers at places [start, stop).
-
-    Args:
-        planes: uint8[bytes, n], the lowest of all numbers, the next, and so on.
-        halves: uint8[(n + 1) // 2] or None: 4 bits above them, of two numbers in each.
-    """
-    whole, count = planes.shape
-    assert halves is None or len(halves) == (count + 1) // 2
-    numbers = np.empty(max(stop - start, 0), np.int64)
-    rc = lib.ffs_unpack(
-        _from_buffer(_U8S, planes),
-        whole,
-        ffi.NULL if halves is None else _from_buffer(_U8S, halves),
-        count,
-        start,
-        stop,
-        low,
-        _from_buffer(_I64S, numbers),
-    )
-    assert rc == 0, "places are those of the order"
-    return numbers
-
-
 class Table:
     """In which part of an epoch each sample comes.
 
-    Args: buckets: uint8[n], of samples `low` and on; looked at, not copied.
+    Args: parts: uint8[n], of samples `low` and on; looked at, not copied.
     """
 
-    def __init__(self, buckets: Bytes, low: int) -> None:
+    def __init__(self, parts: Bytes, low: int) -> None:
         self.c = ffi.new("ffs_table *")
-        self._keep = self.c.buckets = _from_buffer(_U8S, buckets)
-        self.c.size, self.c.low = len(buckets), low
+        self._keep = self.c.parts = _from_buffer(_U8S, parts)
+        self.c.size, self.c.low = len(parts), low
         self._found = ffi.new("int64_t[3]")
 
-    def buckets(self, numbers: Int64s) -> tuple[Bytes, int, int, int]:
+    def parts(self, numbers: Int64s) -> tuple[Bytes, int, int, int]:
         """Return the part in which each sample comes, 0 for those that are not in the table; the
         lowest and the highest of these; where the last sample stands that is in the highest."""
-        buckets, found = np.empty(len(numbers), np.uint8), self._found
-        lib.ffs_buckets(
-            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, buckets), found
+        parts, found = np.empty(len(numbers), np.uint8), self._found
+        lib.ffs_parts(
+            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, parts), found
         )
-        return buckets, found[0], found[1], found[2]
+        return parts, found[0], found[1], found[2]
 
 
 class Silent:

@@ -207,18 +207,12 @@ int ffs_mark(uint8_t *seen, int64_t size, const int64_t *numbers, int64_t n, int
              int64_t *found);
 
 /* ---- what jobs announced --------------------------------------------------------------- */
-/* numbers[]: low + the numbers at places [start, stop) of `count`, whose bytes stand in `whole` (1 to
- * 4) planes, lowest first, and 4 bits above them two in a byte in halves, unless that is NULL. 0, or
- * FFS_ERANGE. */
-int ffs_unpack(const uint8_t *planes, int64_t whole, const uint8_t *halves, int64_t count,
-               int64_t start, int64_t stop, int64_t low, int64_t *numbers);
-
 /* In which part of an epoch each of the samples low to low + size comes. */
-typedef struct { const uint8_t *buckets; int64_t size, low; } ffs_table;
+typedef struct { const uint8_t *parts; int64_t size, low; } ffs_table;
 
 /* The parts of n samples, 0 for those outside. found[3]: the lowest and the highest of these, and
  * the last sample that is in the highest. */
-void ffs_buckets(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *buckets,
+void ffs_parts(const ffs_table *t, const int64_t *numbers, int64_t n, uint8_t *parts,
                  int64_t *found);
 
 /* A job of which nothing is known but what it has seen in this epoch. */

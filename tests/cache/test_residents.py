@@ -183,7 +183,7 @@ def test_a_slot_is_wanted_when_the_soonest_of_its_samples_is(
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=30))
 def test_the_parts_of_samples_and_the_last_in_the_highest(numbers: list[int]) -> None:
     parts = np.random.default_rng(1).integers(0, 5, 20).astype(np.uint8)
-    buckets, lowest, highest, place = Table(parts, 10).buckets(np.array(numbers, np.int64))
+    buckets, lowest, highest, place = Table(parts, 10).parts(np.array(numbers, np.int64))
     expected = [int(parts[k - 10]) if 10 <= k < 30 else 0 for k in numbers]
     assert buckets.tolist() == expected
     assert (lowest, highest) == (min(expected), max(expected))

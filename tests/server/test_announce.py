@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import ffserve
 from ffserve import protocol
-from ffserve.cache.narrow import Narrow
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PARTS, PIECE, Arriving, Order
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
@@ -54,38 +53,10 @@ def arrive(
 # ---- as data -----------------------------------------------------------------------------------
 
 
-@given(
-    span=st.integers(1, 1 << 32),
-    count=st.integers(0, 50),
-    start=st.integers(0, 50),
-    stop=st.integers(0, 50),
-    seed=st.integers(0, 99),
-)
-def test_numbers_in_half_bytes_come_back(
-    span: int, count: int, start: int, stop: int, seed: int
-) -> None:
-    numbers = np.random.default_rng(seed).integers(0, span, count)
-    numbers[-1:] = span - 1
-    narrow = Narrow(numbers, span)
-    start, stop = min(start, count), min(stop, count)
-    assert (
-        narrow.part(start, max(start, stop)).tolist() == numbers[start : max(start, stop)].tolist()
-    )
-    assert narrow.part(start, count, 100).tolist() == (100 + numbers[start:]).tolist()
-    for outside in ((-1, count), (0, count + 1), (count + 1, count + 1), (1, 0)):
-        with pytest.raises(AssertionError):
-            narrow.part(*outside)
-    assert narrow.same(Narrow(numbers.astype(np.uint32), span))
-    assert not count or not narrow.same(Narrow((numbers + 1) % span, span)) or span == 1
-    digits = max(2, -(-(span - 1).bit_length() // 4))
-    assert narrow.nbytes == count * (digits // 2) + digits % 2 * -(-count // 2)
-
-
-def test_four_jobs_with_orders_of_their_own_take_forty_bytes_a_sample() -> None:
-    """Of data sets below 2^28 samples, the current and the next epoch of each; 4 bytes are the
-    sample's entry."""
-    assert 4 + 4 * 2 * (1 + Narrow(np.zeros(1000, np.uint32), 1 << 28).nbytes / 1000) <= 40
-    assert 4 + 4 * 2 * (1 + Narrow(np.zeros(1000, np.uint32), 1 << 24).nbytes / 1000) <= 36
+def test_four_jobs_with_orders_of_their_own_take_44_bytes_per_sample() -> None:
+    """The current and the next epoch of each, and 4 bytes for the sample's entry."""
+    order = arrive(np.random.default_rng(0).permutation(1000))
+    assert 4 + 4 * 2 * order.size / 1000 <= 44
 
 
 @pytest.mark.parametrize("count", (1, 3, 249, 250, 251, 1000, PIECE, PIECE + 1, 3 * PIECE - 1))
@@ -95,27 +66,26 @@ def test_an_order_says_who_stands_where(count: int) -> None:
     assert np.array_equal(order.numbers(0, count), numbers)
     start, stop = count // 3, count - count // 5
     assert np.array_equal(order.numbers(start, stop), numbers[start:stop])
-    buckets = order.buckets(numbers)
-    assert buckets[0] >= 1 and buckets[-1] <= PARTS
-    assert (np.diff(buckets.astype(int)) >= 0).all()
+    parts = order.parts(numbers)
+    assert parts[0] >= 1 and parts[-1] <= PARTS
+    assert (np.diff(parts.astype(int)) >= 0).all()
     for position in (0, count // 2, count - 1):
-        bucket = order.bucket(position)
-        assert buckets[position] == bucket
-        assert order.edge(bucket) <= position < order.edge(bucket + 1)
+        part = order.part(position)
+        assert parts[position] == part
+        assert order.edge(part) <= position < order.edge(part + 1)
     assert order.edge(PARTS + 1) == count
     outside = np.array([0, 99, 100 + count, -1, -(1 << 63), (1 << 63) - 1])
-    assert order.buckets(outside).tolist() == [0] * 6
+    assert order.parts(outside).tolist() == [0] * 6
 
 
-def test_what_is_passed_is_forgotten() -> None:
+def test_positions_before_the_job_are_forgotten() -> None:
     numbers = np.random.default_rng(1).permutation(4 * PIECE)
     order = arrive(numbers)
     before = order.size
-    order.passed(2 * PIECE + 5)
-    # Numbers below 2^18: five half bytes each.
-    assert before - order.size == 2 * PIECE * 5 // 2
-    assert not order.buckets(numbers[: 2 * PIECE + 5]).any()
-    assert order.buckets(numbers[2 * PIECE + 5 :]).all()
+    order.advance(2 * PIECE + 5)
+    assert before - order.size == 2 * PIECE * 4
+    assert not order.parts(numbers[: 2 * PIECE + 5]).any()
+    assert order.parts(numbers[2 * PIECE + 5 :]).all()
     assert np.array_equal(
         order.numbers(2 * PIECE + 5, 3 * PIECE), numbers[2 * PIECE + 5 : 3 * PIECE]
     )
@@ -131,13 +101,13 @@ def test_a_sample_that_comes_again_stands_at_its_next_place(
     position = 0
     for step in [0, *steps, 1000]:
         position = min(position + step, len(drawn))
-        # Within a bucket it does not matter who comes first.
-        passed = order.edge(order.bucket(position)) if position < len(drawn) else position
-        order.passed(passed)
-        buckets = order.buckets(np.arange(41))
+        # Within a part it does not matter who comes first.
+        passed = order.edge(order.part(position)) if position < len(drawn) else position
+        order.advance(passed)
+        parts = order.parts(np.arange(41))
         for number in range(41):
             later = [p for p in range(passed, len(drawn)) if drawn[p] == number]
-            assert buckets[number] == (order.bucket(later[0]) if later else 0)
+            assert parts[number] == (order.part(later[0]) if later else 0)
 
 
 def test_orders_of_one_seed_are_held_once() -> None:
@@ -147,7 +117,7 @@ def test_orders_of_one_seed_are_held_once() -> None:
     second.share(first)
     assert all(a is b for a, b in zip(first._pieces, second._pieces, strict=True))
     assert not first.same(arrive(numbers[::-1]))
-    first.passed(1000)
+    first.advance(1000)
     assert np.array_equal(second.numbers(0, 1000), numbers)
 
 
@@ -405,7 +375,7 @@ def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, pa
     assert job.stdout is not None
     try:
         assert job.stdout.readline() == b"announced\n"
-        assert [progress["order_size"] for progress in progress_of(daemon)] == [5 * COUNT // 2]
+        assert [progress["order_size"] for progress in progress_of(daemon)] == [5 * COUNT]
     finally:
         job.kill()
         job.wait()
