@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cases, compare, picture
+from benchmarks import cases, compare, picture, readme
 from ffserve import cli
 from ffserve.bench import report, yardsticks
 from ffserve.bench.cases import installed
@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="with that file; exit 1 if worse")
     parser.add_argument("--picture", type=Path, help="draw what was measured, or stands in "
                         "--record's file, as PNG or SVG")  # fmt: skip
+    parser.add_argument("--readme", type=Path, help="write the measured section of that README")
     parser.add_argument("--against", type=Path, metavar="DIR", help="run another checkout of "
                         "ffserve beside this one, and show both and their quotient")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the important rows, short runs")
@@ -156,12 +157,14 @@ def _record(path: Path, document: dict[str, Any]) -> None:
 
 
 def _conclude(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
+    shown = json.loads(asked.record.read_text())["rows"] if asked.record else rows
     if asked.picture:
-        drawn = json.loads(asked.record.read_text())["rows"] if asked.record else rows
         try:
-            picture.draw(drawn, asked.picture)
+            picture.draw(shown, asked.picture)
         except ModuleNotFoundError as error:
             print(f"no picture: {error.name} is not installed (pip install {error.name})")
+    if asked.readme:
+        readme.write(shown, asked.readme)
     if asked.compare:
         recorded = json.loads(asked.compare.read_text())
         worse, better, compared = compare.compare(recorded["rows"], rows)

@@ -26,6 +26,7 @@ import pytest
 from daemon import Daemon
 
 import ffserve
+from benchmarks import readme
 from ffserve import cli
 
 if sys.version_info >= (3, 11):
@@ -297,6 +298,11 @@ def test_functions_that_are_named_exist(name: str) -> None:
             path = ROOT / "ffserve" / match[1]
             assert path.exists(), f"{name}: {span}"
             assert _defines(path, match[2]), f"{name}: {span}"
+
+
+def test_the_measured_section_is_what_was_recorded() -> None:
+    rows = json.loads(document("docs/bench.json"))["rows"]
+    assert readme.measured(document("README.md")) == readme.section(rows)
 
 
 # ---------------------------------------------------------------- what the daemon says

@@ -1,0 +1,73 @@
+"""README's measured section: text around recorded rows, written between its two markers.
+
+A place such as ``{hot/4KiB/lease:.0f}`` is the median of the row of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ffserve.errors import UsageError
+
+BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured: end -->"
+PLACE = re.compile(r"\{([\w/-]+):(\.\df)\}")
+
+TEXT = """\
+![Throughput as a share of memcpy and of fio, by record size and by clients](docs/images/bench.png)
+
+The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in its own processes, in batches of 256 (32 at 1 MiB). Bars go from the lowest turn to the highest. ffserve checks every sample once and returns copies; `mmap` and `preadv` check nothing and use the page cache.
+
+The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn.
+
+| in memory / memcpy | 4 KiB | 100 KiB |
+|---|---|---|
+| `read_batch`, batches of 64, 1 client | {hot/4KiB/batch64/clients1/read_batch:.2f} | {hot/100KiB/batch64/clients1/read_batch:.2f} |
+| `read_batch`, batches of 64, 2 clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
+| `read_batch`, batches of 256, 1 client | {hot/4KiB/batch256/clients1/read_batch:.2f} | {hot/100KiB/batch256/clients1/read_batch:.2f} |
+| `read` (list of arrays), batches of 64 | {hot/4KiB/batch64/clients1/read:.2f} | {hot/100KiB/batch64/clients1/read:.2f} |
+| through the socket, batches of 64 | {inline/4KiB/batch64/clients1/read_batch:.2f} | {inline/100KiB/batch64/clients1/read_batch:.2f} |
+| torch DataLoader, 2 workers, raw samples | {torch/4KiB/raw:.2f} | {torch/100KiB/raw:.2f} |
+| the same with tensors / the same loader over samples in memory | {torch/4KiB/tensors:.2f} | {torch/100KiB/tensors:.2f} |
+
+| from disk / fio | 4 KiB | 100 KiB |
+|---|---|---|
+| through the daemon, several batches of 64 in flight | {cold/4KiB/depth128/in_flight:.2f} | {cold/100KiB/depth128/in_flight:.2f} |
+| the same / fio that reads the extents of the records | {cold-extents/4KiB/depth128/in_flight:.2f} | {cold-extents/100KiB/depth128/in_flight:.2f} |
+| the same, records that begin at blocks of 4 KiB ([how](docs/FORMATS.md#ffrecord)) | {cold/4KiB-at-blocks/depth128/in_flight:.2f} | |
+| through the daemon, 2 clients, a batch of 64 each | {cold/4KiB/depth128/clients2:.2f} | {cold/100KiB/depth128/clients2:.2f} |
+| through the daemon, one batch of 64 at a time | {cold/4KiB/depth64/batch64:.2f} | {cold/100KiB/depth64/batch64:.2f} |
+| the same / fio that reads these extents a batch at a time | {cold-batches/4KiB/depth64/batch64:.2f} | {cold-batches/100KiB/depth64/batch64:.2f} |
+| engine in the client's process, several batches | {cold/4KiB/depth128/engine:.2f} | {cold/100KiB/depth128/engine:.2f} |
+| in order / fio in order | {stream/4KiB/daemon:.2f} | {stream/100KiB/daemon:.2f} |
+
+64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two clients. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median, and the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A lease in batches of 256 costs {hot/4KiB/lease:.0f} ns per sample. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included. While a client only hits, the daemon uses {hot/4KiB/daemon-cpu:.2f} % of a core. [docs/BENCHMARKS.md](docs/BENCHMARKS.md) lists every row; `ffserve bench` measures your machine and your files.
+"""  # noqa: E501
+
+
+def section(rows: list[dict[str, Any]]) -> str:
+    """Return the section without its markers. Raises: UsageError for a row that is missing."""
+    values = {row["name"]: row["value"] for row in rows}
+
+    def value(place: re.Match[str]) -> str:
+        if place[1] not in values:
+            raise UsageError(f"the row {place[1]} of the README has not been recorded")
+        return format(values[place[1]], place[2])
+
+    return PLACE.sub(value, TEXT)
+
+
+def measured(readme: str) -> str:
+    """Return what stands between the markers of a README."""
+    return readme.partition(BEGIN)[2].partition(END)[0]
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Replace the section between the markers of a README. Raises: UsageError."""
+    text = path.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise UsageError("the markers of the measured section are missing", path=str(path))
+    path.write_text(before + begin + section(rows) + end + after)
