@@ -326,12 +326,11 @@ SHARD_DTYPE = np.dtype(
         ("size", "<u8"),
         ("fingerprint", "<u8"),
         ("checksum_kind", "<u4"),
-        ("lease_extra", "<u4"),
+        ("reserved", "<u4"),
     ]
 )
 """One shard in OPENED: its run [base, base + count) of the node-wide tables, its file's size in
-bytes, the fingerprint of its content, and what leasing a sample without asking is charged beyond
-its length."""
+bytes, the fingerprint of its content."""
 
 
 def encode(message: Message) -> bytes:

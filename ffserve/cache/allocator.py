@@ -2,11 +2,10 @@
 
 In this order: slots that are free or can be cut from a free slab; residents of the same size class
 that nobody wants; a slab of another class in which nobody wants anything; what the policy can do
-without; last any slab that can be emptied. What is pinned, being read or leased is in nobody's way
-but its own: it stays where it is.
+without; last any slab that can be emptied. Pinned slots and slots that are being read stay.
 
-Evicting is done here for everybody: first what a slot holds is made unreadable, then it is looked
-whether a client has leased it in that moment (`leases`), then it is forgotten.
+Evicting is done here for everybody: first the samples of a slot are made unreadable, then they are
+forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, first_run
-from ffserve.cache.leases import Leases, NoLeases
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import ShardTable
 from ffserve.engine.plan import Stock
@@ -76,7 +74,6 @@ class Allocator:
         retract: Retract,
         counters: CacheCounters,
     ) -> None:
-        self.leases: Leases = NoLeases()
         self.idle_changed = False
         """Set by the owner of the shards when a shard lost its last session."""
         self._arena = arena
@@ -87,9 +84,6 @@ class Allocator:
         self._retract = retract
         self._counters = counters
         self._large = len(arena.class_sizes)
-        self._leased = np.zeros(arena.slot_limit, np.bool_)
-        self._marked = _NO_SLOTS
-        """The slots for which `_leased` is set."""
         self._hand = self._retiring_hand = self._idle_hand = 0
         self._idle_slabs = 0
         """Slabs still to be looked at for those in which nobody wants anything."""
@@ -112,8 +106,6 @@ class Allocator:
             or self._idle_slabs
             or self._idle_found
             or self._idle_runs
-            or len(self._marked)
-            or self.leases.active
             or self._arena.open_count < self._arena.slab_count
         )
         at_hand = None if undecided else self._policy.at_hand(size_class, group)
@@ -173,13 +165,8 @@ class Allocator:
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
     ) -> tuple[Int64s, int]:
-        self._look_at_leases()
         victims, others = self._policy.victims(size_class, count, self._usable, group, latest)
-        kept = self._evict(victims)
-        if kept is not None:
-            self._policy.keep(victims[kept], size_class)
-            others -= int(np.count_nonzero(kept[:others]))
-            victims = victims[~kept]
+        self._evict(victims)
         return victims, others
 
     def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
@@ -212,12 +199,8 @@ class Allocator:
     def _evict_idle(self, size_class: int, count: int) -> Int64s:
         if not self._policy.has_idle(size_class):
             return _NO_SLOTS
-        self._look_at_leases()
         victims = self._policy.idle_victims(size_class, count, self._usable_idle)
-        kept = self._evict(victims)
-        if kept is not None:
-            self._policy.abandon(victims[kept], size_class)
-            victims = victims[~kept]
+        self._evict(victims)
         return victims
 
     def _find_idle(self) -> None:
@@ -274,7 +257,6 @@ class Allocator:
         """Hand out so many slabs; see `retire` for what is beyond them."""
         self._arena.resize(slabs)
         self._policy.buckets.follow_arena()
-        self.leases.resized()
 
     def retire(self) -> bool:
         """Empty some of the slabs beyond the arena's size that nobody is busy with; whether all are
@@ -298,8 +280,9 @@ class Allocator:
         if found is None:
             return None
         start, unwanted = found
-        emptied = [self._empty(slab) for slab in range(start, start + need)]
-        return unwanted if all(emptied) else None
+        for slab in range(start, start + need):
+            self._empty(slab)
+        return unwanted
 
     def _choose_run(self, need: int) -> tuple[int, bool] | None:
         """Return the start of a run of slabs without a busy slot, and whether nobody wants what is
@@ -334,14 +317,12 @@ class Allocator:
         """For slabs [low, high): has it a busy slot, has it what a session wants, how many slots
         of it are to be kept (those wanted late count for less). A slab inside a large slot counts
         as its head does."""
-        self._look_at_leases()
         first = int(heads[low])
         per_slab = self._arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
         states = self._state[span]
         resident = np.flatnonzero(states == RESIDENT)
         busy = (states == LOADING) | (states == FAILED) | (self._slots.pins[span] > 0)
-        busy |= self._leased[span]
         slots = resident + span.start
         wanted = self._wanted(slots)
         kept = self._policy.weights(slots) * wanted
@@ -357,60 +338,38 @@ class Allocator:
         """Return how many slabs are looked at together."""
         return min(STEAL_WINDOW, max(1, MOST_LOOKED_AT // self._arena.slots_per_slab))
 
-    def _empty(self, slab: int) -> bool:
-        """Evict all residents; whether none was leased meanwhile."""
+    def _empty(self, slab: int) -> None:
+        """Evict all residents."""
         low, high = self._arena.members(slab)
         victims = low + np.flatnonzero(self._state[low:high] == RESIDENT)
-        kept = self._evict(victims)
-        self._arena.free(victims if kept is None else victims[~kept])
-        return kept is None
+        self._evict(victims)
+        self._arena.free(victims)
 
     # ---- evicting -------------------------------------------------------------------------
 
     def evict(self, first: int, end: int) -> bool:
-        """Evict the samples [first, end) of a shard. False when one of their slots is pinned,
-        leased or being read: then none is, or all but what was leased in this moment.
+        """Evict the samples [first, end) of a shard. False when one of their slots is pinned or
+        being read: then none is evicted.
 
         Cost: 0.14 us a sample, and more where memory is slow.
         """
         inside = self._slots_of(first, end)
-        self._look_at_leases()
-        if not self._slots.usable(inside).all() or self._leased[inside].any():
+        if not self._slots.usable(inside).all():
             return False
-        kept = self._evict(inside)
-        self._arena.free(inside if kept is None else inside[~kept])
-        return kept is None
+        self._evict(inside)
+        self._arena.free(inside)
+        return True
 
-    def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
-        """Make what the slots hold unreadable and forget it. The slots stay taken.
-
-        Returns: None, or for each whether it was kept, since a client leased some meanwhile.
-        """
+    def _evict(self, slots: Int64s) -> None:
+        """Make the samples of resident slots unreadable and forget them. The slots stay taken."""
         if not len(slots):
-            return None
-        kept = None
+            return
         firsts, counts, offsets, sizes = self._slots.contents(slots)
         self._retract(firsts, counts, offsets, sizes)
-        if self._look_at_leases():
-            leased = self._leased[slots]
-            if leased.any():
-                kept = leased
-                self._restore(slots[kept])
-                slots, firsts, sizes = slots[~kept], firsts[~kept], sizes[~kept]
         self._slots.vacate(slots)
         self._shards.c.count(firsts, sizes, -1)
         self._counters.wasted += self._policy.leave(slots)
         self._counters.evicted += len(slots)
-        return kept
-
-    def _restore(self, slots: Int64s) -> None:
-        """Make what slots hold readable again: no byte of it has changed."""
-        numbers = []
-        for slot in slots.tolist():
-            first = int(self._slots.firsts[slot])
-            run = self._slots.slot_of[first : first + int(self._slots.counts[slot])]
-            numbers.append(first + np.flatnonzero(run == slot + 1))
-        self.leases.restore(np.concatenate(numbers))
 
     def _slots_of(self, first: int, end: int) -> Int64s:
         """Return the slots that hold samples [first, end), each once."""
@@ -422,25 +381,8 @@ class Allocator:
         np.not_equal(held[1:], held[:-1], out=each[1:])
         return held[each]
 
-    @property
-    def leased(self) -> bool:
-        """Whether something was leased without asking when it was looked for last."""
-        return len(self._marked) > 0
-
-    def _look_at_leases(self) -> bool:
-        """Mark what is leased without asking now; return whether there is any."""
-        if len(self._marked):
-            self._leased[self._marked] = False
-        self._marked = self.leases.slots()
-        if not len(self._marked):
-            return False
-        self._leased[self._marked] = True
-        return True
-
     def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
         usable = self._slots.usable(slots)
-        if len(self._marked):
-            usable &= ~self._leased[slots]
         if self._arena.open_count < self._arena.slab_count:
             usable &= slots < self._arena.open_count * self._arena.slots_per_slab
         return usable

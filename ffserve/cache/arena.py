@@ -168,22 +168,6 @@ class Arena:
         """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
         return self.class_sizes.searchsorted(sizes)
 
-    def slot_sizes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the size of the slot that each size gets."""
-        classes = self.classes(sizes)
-        large = classes == len(self.class_sizes)
-        runs = -(-sizes // self.slab_size) * self.slab_size
-        found: NDArray[np.int64] = np.where(large, runs, self.class_sizes[classes - large])
-        return found
-
-    def most_left_over(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many bytes of its slot a sample of up to each size may leave over."""
-        gaps = np.diff(self.class_sizes, prepend=0)
-        # In the last place what a run of slabs may leave over.
-        most = np.maximum.accumulate(np.append(gaps, self.slab_size))
-        left: NDArray[np.int64] = most[self.classes(sizes)]
-        return left
-
     def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the byte offset of each slot in use."""
         offsets: NDArray[np.int64] = self._offset[slots]

@@ -10,7 +10,7 @@ A slot's life:
                          └────failed────▶ FAILED ──last pin released──▶ FREE
 
 A pin keeps a slot from being evicted. `advance` takes one pin a slot for its fetch, `release`
-gives them back; what clients lease without asking (`Allocator.leases`) keeps it likewise. LOADING
+gives them back. LOADING
 slots are never evicted, whoever died: the kernel still writes into them.
 """
 

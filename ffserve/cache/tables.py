@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import Arena
 from ffserve.cache.shm import SharedMemory, private_zeros
 from ffserve.engine.blocks import Shards
 from ffserve.errors import ReadError
@@ -143,12 +142,6 @@ class Directory:
         low = entries["length_low"].astype(np.int64)
         return low | ((entries["place"] >> np.uint64(48)).astype(np.int64) << 32)
 
-    def longest(self, start: int, count: int) -> int:
-        """Return the bytes of the longest of a run of samples whose lengths are known."""
-        if not self._long:
-            return int(self._length_low[start : start + count].max(initial=0))
-        return int(self.lengths(np.arange(start, start + count)).max(initial=0))
-
     @property
     def end(self) -> int:
         """Numbers from here on were never given out."""
@@ -230,8 +223,6 @@ class ShardTable:
         self.files = np.zeros(0, np.int32)
         self.engines = np.zeros(0, np.int32)
         self.chunked = np.zeros(0, np.bool_)
-        self.largest = np.zeros(0, np.int64)
-        """Bytes of each shard's largest block."""
         self.sessions = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
         self._singly = np.zeros(0, np.int64)
@@ -269,12 +260,8 @@ class ShardTable:
         file: int,
         engine: int,
         chunked: ChunkedShard | None = None,
-        largest: int | None = None,
     ) -> None:
-        """Enter a shard with at least one sample; `chunked` if its records lie in chunks.
-
-        Args: largest: what `largest_block` said of it, which takes a while for many samples.
-        """
+        """Enter a shard with at least one sample; `chunked` if its records lie in chunks."""
         row = int(np.searchsorted(self.bases, base))
         runs = None if chunked is None else ChunkRuns(chunked)
         self._runs.insert(row, runs)
@@ -284,40 +271,11 @@ class ShardTable:
         self.alignments = np.insert(self.alignments, row, alignment)
         self.shifts = np.insert(self.shifts, row, _shift(count, payload_size, alignment))
         self.checksum_kinds = np.insert(self.checksum_kinds, row, checksum_kind)
-        if runs is not None:
-            largest = int(np.diff(runs.sizes_before[runs.edges]).max(initial=0))
-        elif largest is None:
-            largest = self.largest_block(base, count, payload_size, alignment)
-        self.largest = np.insert(self.largest, row, largest)
         self.files = np.insert(self.files, row, file)
         self.engines = np.insert(self.engines, row, engine)
         self.sessions = np.insert(self.sessions, row, 0)
         self.used = np.insert(self.used, row, 0)
         self._follow()
-
-    def largest_block(self, base: int, count: int, payload_size: int, alignment: int) -> int:
-        """Return the bytes of a shard's largest block of records, not widened. Any thread."""
-        size = self._directory.longest(base, count)
-        shift = _shift(count, payload_size, alignment)
-        if shift:
-            firsts = np.arange(base, base + count, 1 << shift, dtype=np.int64)
-            lasts = np.append(firsts[1:], base + count) - 1
-            ends = self._directory.offsets[lasts].astype(np.int64) + self._directory.lengths(lasts)
-            shared = ends - self._directory.offsets[firsts].astype(np.int64)
-            size = max(size, int(shared[shared <= LARGEST_SHARED_BLOCK].max(initial=0)))
-        return size
-
-    def lease_extra(self, bases: NDArray[np.int64], arena: Arena) -> NDArray[np.int64]:
-        """Return for each shard, by its first sample, by how many bytes at most a slot is larger
-        than one sample in it: what holds a sample in place costs."""
-        rows = np.searchsorted(self.bases, bases)
-        widening = 2 * self.alignments[rows]
-        largest = self.largest[rows] + widening
-        several = self.chunked[rows] | (self.shifts[rows] > 0)
-        extra: NDArray[np.int64] = np.where(
-            several, arena.slot_sizes(largest), widening + arena.most_left_over(largest)
-        )
-        return extra
 
     def remove(self, base: int) -> None:
         """Strike a shard out."""
@@ -332,7 +290,6 @@ class ShardTable:
             "files",
             "engines",
             "chunked",
-            "largest",
             "sessions",
             "used",
         ):

@@ -60,7 +60,6 @@ class OpenShard:
     payload_size: int
     device: int
     chunked: ChunkedShard | None = None
-    largest: int | None = None
     sessions: int = 0
 
 
@@ -165,7 +164,6 @@ class Catalog:
                             file=file,
                             engine=engine,
                             chunked=shard.chunked,
-                            largest=shard.largest,
                         )
                     self._idle[key] = shard
                     future.set_result(shard)
@@ -265,9 +263,6 @@ class Catalog:
         finally:
             os.close(plain)
         payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
-        largest = None
-        if chunked is None and parsed.count:
-            largest = self._table.largest_block(base, parsed.count, payload_size, alignment)
         return OpenShard(
             key=key,
             path=path,
@@ -280,7 +275,6 @@ class Catalog:
             fingerprint=parsed.fingerprint,
             alignment=alignment,
             payload_size=payload_size,
-            largest=largest,
             chunked=chunked,
             device=key[0],
         )

@@ -27,7 +27,6 @@ from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadErr
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
-from ffserve.server.hazards import LeaseTables
 from ffserve.server.job import Job
 from ffserve.server.pages import Pages
 from ffserve.server.reading import Reading
@@ -62,8 +61,6 @@ class Node:
             self._retract,
             self.uses,
         )
-        self.leases = LeaseTables(self.arena, self.directory)
-        self.cache.allocator.leases = self.leases
         self.reading = Reading(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
@@ -140,13 +137,9 @@ class Node:
             "used": self.arena.used_size,
             "populated": self.pages.populated,
             "held": self.resizing.held_size,
-            "leased": self.scheduler.leased_size + self.leases.held_size,
+            "leased": self.scheduler.leased_size,
             "resizing": self.resizing.under_way,
         }
-
-    def lease_extra(self, bases: Int64s) -> Int64s:
-        """Return for each shard what OPENED says that a lease costs beyond a sample's length."""
-        return np.minimum(self.table.lease_extra(bases, self.arena), 0xFFFFFFFF)
 
     def about(self) -> dict[str, Any]:
         """What WELCOME says."""

@@ -39,8 +39,6 @@ ARENA_SHARE = 8
 """A request pins at most one part in this many of the arena before it is answered in part."""
 LEASED_SHARE = 2
 """All leases together take at most one part in this many; beyond, clients get copies."""
-LEASES_LOOK_S = 0.01
-"""How often a request that waits looks whether leases without asking have ended: nobody tells."""
 MOST_COUNTED = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
@@ -135,8 +133,7 @@ class Scheduler:
 
     @property
     def _most_leased(self) -> int:
-        half = self._cache.arena.size // LEASED_SHARE
-        return max(0, half - self._cache.allocator.leases.promised_size)
+        return self._cache.arena.size // LEASED_SHARE
 
     @property
     def idle(self) -> bool:
@@ -215,8 +212,6 @@ class Scheduler:
             return None
         since = self._since(self._blocked[0])
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
-        if self._cache.allocator.leased:
-            deadlines.append(self._pumped + LEASES_LOOK_S)
         self._sweep()
         if self._pins:
             deadlines.append(self._pins[0][0] + PIN_GRACE_S)

@@ -56,7 +56,6 @@ class Connection:
             self._send,
             server.open_dataset,
             self._outbox,
-            self._cut,
             self._promise,
         )
         self._loop.add_reader(self._fd, self._readable)
@@ -149,12 +148,9 @@ class Connection:
     def _send_with_memory(self, frame: bytes) -> None:
         node = self._server.node
         memories = (node.memory, node.directory.entries_memory, node.directory.index_memory)
-        table = self.session.lease_table
         fds: list[int] = []
         try:
             fds.extend(memory.reader_fd() for memory in memories)
-            if table is not None:
-                fds.append(table.take_fd())
             sent = socket.send_fds(self._sock, [frame], fds)
         except (BrokenPipeError, ConnectionResetError):
             # Who was not answered in time has gone away again.
@@ -168,9 +164,6 @@ class Connection:
             for fd in fds:
                 os.close(fd)
         assert sent == len(frame), "the first frame of a connection fits into its buffer"
-
-    def _cut(self, error: FFServeError) -> None:
-        self._loop.call_soon(lambda: None if self._closed else self._broken(error))
 
     def _broken(self, error: FFServeError) -> None:
         log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)

@@ -37,7 +37,6 @@ from ffserve.server.scheduler import Owner, Promise, Request
 
 if TYPE_CHECKING:
     from ffserve.server.catalog import OpenShard
-    from ffserve.server.hazards import LeaseTable
     from ffserve.server.node import Node
 
 NEW, READY, OVER = "new", "ready", "over"
@@ -73,7 +72,6 @@ class Session:
         send: takes a message for the client.
         opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
         outbox: where samples go that leave through the socket; None: they cannot.
-        cut: ends the session, soon but not at once; None: the client gets no table of leases.
         promise: makes of a READY one that goes out by itself; None: all go through `send`.
     """
 
@@ -84,7 +82,6 @@ class Session:
         send: Callable[[Message], None],
         opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
         outbox: Outbox | None = None,
-        cut: Callable[[FFServeError], None] | None = None,
         promise: Callable[[protocol.Ready], Promise] | None = None,
     ) -> None:
         self.state = NEW
@@ -94,7 +91,6 @@ class Session:
         self._send = send
         self._opener = opener
         self._outbox = outbox
-        self._cut = cut
         self._promise = promise
         self._promised = 0
         """The tag that a promise was made for last."""
@@ -107,8 +103,6 @@ class Session:
         self._next_dataset = 1
         self._opening = 0
         self._joined = False
-        self.lease_table: LeaseTable | None = None
-        """Where the client says what it leases without asking, if it does that."""
         self._announcing = Announcing(node, self.fail)
 
     def receive(self, message: Message, now: float) -> None:
@@ -135,8 +129,6 @@ class Session:
             case protocol.Lease():
                 if self.inline:
                     raise ProtocolError("the client leased memory that it does not have")
-                if self.lease_table is not None:
-                    self._node.leases.wanted(self.lease_table, now)
                 self._ask(message.tag, message.dataset, message.indices, now, lease=True)
             case protocol.Release():
                 self._node.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
@@ -190,12 +182,7 @@ class Session:
         self.job = Job(name, now, now)
         self._owner.job = name
         self.state = READY
-        more: dict[str, Any] = {"payload": chosen}
-        if self._cut is not None and about.get("leases") is True and not self.inline:
-            self.lease_table = self._node.leases.table(self._cut)
-            if self.lease_table is not None:
-                more["leases"] = self.lease_table.size
-        self._send(protocol.Welcome({**self._node.about(), **more}))
+        self._send(protocol.Welcome({**self._node.about(), "payload": chosen}))
 
     def _resize(self, message: protocol.Resize) -> None:
         try:
@@ -262,7 +249,6 @@ class Session:
         table["size"] = [shard.size for shard in shards]
         table["fingerprint"] = [shard.fingerprint for shard in shards]
         table["checksum_kind"] = [shard.checksum_kind for shard in shards]
-        table["lease_extra"][counts > 0] = self._node.lease_extra(bases[counts > 0])
         formats = [shard.format for shard in shards]
         self._send(protocol.Opened(tag, number, table.tobytes(), formats))
 
@@ -509,9 +495,6 @@ class Session:
             assert self.job is not None
             self.job.sessions -= 1
         self.state = OVER
-        if self.lease_table is not None:
-            self._node.leases.drop(self.lease_table)
-            self.lease_table = None
         self._node.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
             self._leave_walk(dataset)

@@ -23,7 +23,6 @@ from ffserve import protocol
 from ffserve.cache.allocator import Allocator
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
-from ffserve.cache.leases import NoLeases
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
@@ -96,57 +95,6 @@ class Pages:
         self.settled = True
 
 
-class Leases:
-    """What clients lease without asking: any time, also while the cache is about to evict it."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.held: dict[int, dict[int, int]] = {}
-        """Sample → place, as the holder saw it, by lease."""
-        self.retracted: dict[int, int] = {}
-        self.raced = 0
-        self._serial = 0
-
-    @property
-    def promised_size(self) -> int:
-        return self.world.arena.size * 3 // 8
-
-    def slots(self) -> Int64s:
-        numbers = [number for lease in self.held.values() for number in lease]
-        slots: Int64s = self.world.directory.slot_of[numbers].astype(np.int64) - 1
-        return slots[slots >= 0]
-
-    def take(self, numbers: list[int], duration_s: float) -> None:
-        """Lease what is readable, within the budget."""
-        world = self.world
-        places = {n: world.slot_bytes[n] for n in numbers if n in world.slot_bytes}
-        slots = world.directory.slot_of[list(places)].astype(np.int64) - 1
-        held = world.arena.sizes(np.unique(np.append(self.slots(), slots))).sum()
-        if places and held <= self.promised_size:
-            self._serial += 1
-            serial = self._serial
-            self.held[serial] = places
-            world.at(world.now + duration_s, lambda: self.held.pop(serial))
-
-    @property
-    def active(self) -> bool:
-        return self.world.lease_rate > 0 or bool(self.held)
-
-    def restore(self, numbers: Int64s) -> None:
-        for number in numbers.tolist():
-            assert number not in self.world.slot_bytes
-            self.world.slot_bytes[number] = self.retracted[number]
-            self.raced += 1
-
-    def resized(self) -> None:
-        pass
-
-    def check(self) -> None:
-        for lease in self.held.values():
-            for number, place in lease.items():
-                assert self.world.slot_bytes.get(number) == place, "what is leased was evicted"
-
-
 class World:
     """A node without engines and sockets: everything a Session asks of a Node.
 
@@ -174,10 +122,6 @@ class World:
         self.table = ShardTable(self.directory)
         self.uses = NextUse()
         self.cache = cache_type(self.arena, self.directory, self.table, self._retract, self.uses)
-        self.leases = Leases(self)
-        self.lease_rate = 0.0
-        """How often somebody leases without asking, also what is just being evicted."""
-        self.cache.allocator.leases = self.leases
         self.scheduler = Scheduler(self.cache, self._submit, most_reads=most_reads)
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
@@ -219,9 +163,6 @@ class World:
 
     def about(self) -> dict[str, Any]:
         return {"version": protocol.VERSION}
-
-    def lease_extra(self, bases: Int64s) -> Int64s:
-        return self.table.lease_extra(bases, self.arena)
 
     def job(self, name: str, now: float) -> Job:
         return Job(name, now, now)
@@ -281,14 +222,11 @@ class World:
             self.scheduler.loaded(load, failures, self.now)
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
-        if self.random.random() < self.lease_rate:
-            self.leases.take([self.random.choice(firsts.tolist())], self.random.uniform(0, 1))
-        self.leases.retracted.clear()
         rows = zip(firsts.tolist(), counts.tolist(), slots.tolist(), sizes.tolist(), strict=True)
         for first, count, slot, size in rows:
             for number in range(first, first + count):
                 if slot <= self.slot_bytes.get(number, -1) < slot + size:
-                    self.leases.retracted[number] = self.slot_bytes.pop(number)
+                    del self.slot_bytes[number]
 
     def resize(self, size: int) -> None:
         """As `ffserve resize`, and then again and again as the server does."""
@@ -365,7 +303,6 @@ class World:
         for number, place in zip(resident.tolist(), arena.offsets(slots).tolist(), strict=True):
             places[number] = place
         assert self.slot_bytes == places, "readable and resident differ"
-        self.leases.check()
         # Pins are what requests, unacknowledged answers and leases hold, and nothing else.
         pins = np.zeros_like(cache.pins)
         for fetch in self._fetches():
@@ -417,8 +354,6 @@ class World:
         assert not (self.cache.state == LOADING).any()
         assert not (self.cache.state == FAILED).any()
         assert all(shard.sessions == 0 for shard in self.shards)
-        assert not self.leases.held
-        self.lease_rate = 0.0
         for shard in self.shards:
             assert self.cache.allocator.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
@@ -575,8 +510,6 @@ class Client:
                 [i for i in batch.tolist() if int(self._numbers[i]) not in self.world.slot_bytes],
                 np.int64,
             )
-            if self.world.random.random() < self.world.lease_rate:
-                self.world.leases.take(self._numbers[batch].tolist(), self.lease_s % 5)
             self.hits += len(batch) - len(missing)
             self.served += len(batch) - len(missing)
             if len(missing):
@@ -704,7 +637,6 @@ def random_world(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
         most_reads=chooser.choice((4, 64, 512)),
         largest_arena=2 * arena_size,
     )
-    world.lease_rate = chooser.choice((0, 0, 0.1, 0.5))
     if chooser.random() < 0.5:
         for _ in range(chooser.randint(1, 20)):
             size = chooser.randint(world.arena.smallest_size, world.arena.limit)
@@ -890,17 +822,6 @@ class LosesSlots(Cache):
             self.state[slot] = FREE
 
 
-class LooksAtLeasesOnce(Allocator):
-    """Does not look again at what clients lease, once the samples are unreadable."""
-
-    def _evict(self, slots: Int64s) -> NDArray[np.bool_] | None:
-        leases, self.leases = self.leases, NoLeases()
-        try:
-            return super()._evict(slots)
-        finally:
-            self.leases = leases
-
-
 def cache_with(room_type: type[Allocator], *parts: Any) -> Cache:
     """Make a cache whose room is broken."""
     cache = Cache(*parts)
@@ -912,7 +833,7 @@ def cache_with(room_type: type[Allocator], *parts: Any) -> Cache:
 
 @pytest.mark.parametrize(
     "broken",
-    (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots, LooksAtLeasesOnce),
+    (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots),
     ids=lambda c: c.__name__,
 )
 def test_the_simulation_catches_a_broken_cache(broken: type[Cache | Allocator]) -> None:

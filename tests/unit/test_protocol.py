@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 
 from ffserve import protocol
 from ffserve.cache.tables import ENTRY_DTYPE
-from ffserve.engine.core import ffi
-from ffserve.engine.hazards import PANEL, PANELS, TABLE_SIZE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
 from ffserve.server import scheduler, server, session
@@ -376,21 +374,6 @@ def test_the_document_states_the_layouts() -> None:
             (dtype.fields[name][1], f"u{8 * dtype.fields[name][0].itemsize}", name)
             for name in dtype.names
         ]
-
-
-def test_the_document_states_the_table_of_leases() -> None:
-    rows = table("at byte", "type", "field", "meaning")
-    found = {field: (int(at), kind) for at, kind, field, _ in rows}
-    assert found == {
-        name: (ffi.offsetof("ffs_hazards", name), kind)
-        for name, kind in (
-            ("budget", "u64"),
-            ("claimed", "u64"),
-            ("live", f"u64 [{PANELS // 64}]"),
-            ("samples", f"u32 [{PANELS} × {PANEL}]"),
-        )
-    }
-    assert f"of {TABLE_SIZE} bytes" in DOCUMENT
 
 
 def test_the_document_knows_its_version() -> None:
