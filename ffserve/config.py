@@ -1,10 +1,10 @@
-"""Sizes as people write them, and the daemon's settings.
+"""Settings of the daemon, and sizes as people write them.
 
-Every setting is one field of :class:`ServerConfig`; its metadata carries the key in the TOML
-file, the flag of ``ffserve serve`` and the sentence that documents both, so the command line,
-the file and the documentation cannot drift apart (``tests/test_config.py`` compares all three).
-A flag wins over the file and the file over the default. Nothing is guessed: a key that is not
-known, or a value that cannot be meant, is a :class:`UsageError` that names it.
+Every setting is one field of :class:`ServerConfig`. Its metadata has the key in the TOML file, the
+flag of ``ffserve serve`` and the text that documents both; ``serve --help``,
+docs/CONFIGURATION.md and systemd/ffserve.toml show the same text (tests/unit/test_config.py
+compares them). A flag overrides the file, and the file overrides the default. An unknown key or an
+invalid value is a :class:`UsageError` that names it.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ _UNITS = {
 
 
 def parse_size(size: str | int) -> int:
-    """Return the number of bytes that ``size`` means.
+    """Parse a size and return bytes.
 
     Args:    size: an integer, or text such as ``"4GiB"``, ``"4G"``, ``"1.5 MiB"``, ``"512"``.
-                 K, M, G, T, P and KiB … PiB are powers of 1024; KB … PB powers of 1000.
+                 K, M, G, T, P and KiB … PiB are powers of 1024; KB … PB are powers of 1000.
     Returns: whole bytes, rounded down.
     Raises:  UsageError: negative, not a number, or an unknown unit.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise UsageError(f"a size is a number or text such as '4GiB', not {size!r}")
+        raise UsageError(f"invalid size {size!r}", hint="such as 4GiB, 512M, 1.5GB or 65536")
     if isinstance(size, int):
         if size < 0:
-            raise UsageError(f"a size is not negative: {size}")
+            raise UsageError(f"invalid size {size}: it is negative")
         return size
     match = _SIZE.fullmatch(size)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{size!r} is not a size", hint="such as 4GiB, 512M, 1.5GB or 65536")
+        raise UsageError(f"invalid size {size!r}", hint="such as 4GiB, 512M, 1.5GB or 65536")
     number = match[1]
     return int(float(number) * factor) if "." in number else int(number) * factor
 
 
 def format_size(size: int | float) -> str:
-    """Return ``size`` bytes for a reader: ``"0 B"``, ``"4.00 KiB"``, ``"1.46 GiB"``."""
+    """Format bytes for people: ``"0 B"``, ``"4.00 KiB"``, ``"1.46 GiB"``."""
     value = float(size)
     if abs(value) < 1024:
         return f"{value:.0f} B"
@@ -92,18 +92,20 @@ def format_size(size: int | float) -> str:
 
 
 def default_arena_size() -> int:
-    """Return the arena's size when none is configured.
+    """Return the default size of the arena.
 
-    A quarter of what this process may use (the machine's memory, or the limit of its cgroup
-    where that is lower), in whole huge pages, and at least 64 MiB.
+    A quarter of the memory that this process may use (the machine's, or the limit of its cgroup if
+    that is lower), in whole huge pages, and at least 64 MiB.
     """
     quarter = usable_memory() // 4 // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
     return max(MIN_DEFAULT_ARENA_SIZE, quarter)
 
 
 def default_max_arena_size() -> int:
-    """Return what the arena can grow to when nothing is configured: the memory this process may
-    use, in whole huge pages."""
+    """Return the default of the largest size to which the arena can grow.
+
+    All memory that this process may use, in whole huge pages.
+    """
     return usable_memory() // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
 
 
@@ -113,7 +115,7 @@ def default_max_arena_size() -> int:
 def _documented(
     key: str, flag: str, metavar: str, shown_default: str, parse: Callable[[Any], Any], doc: str
 ) -> dict[str, Any]:
-    """Return the metadata of a field, for the command line and the documentation."""
+    """Return the metadata of a field."""
     return {
         "key": key,
         "flag": flag,
@@ -127,7 +129,7 @@ def _documented(
 def _parse_roots(value: Any) -> tuple[str, ...]:
     paths = [value] if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(paths, (list, tuple)) or not paths:
-        raise UsageError(f"expected one directory or more, not {value!r}")
+        raise UsageError(f"expected one or more directories, not {value!r}")
     return tuple(os.path.normpath(_parse_absolute(path)) for path in paths)
 
 
@@ -142,8 +144,9 @@ def _parse_socket(value: Any) -> str:
     path = _parse_absolute(value)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise UsageError(
-            f"a socket's path has at most {MAX_SOCKET_PATH} bytes, this one has "
-            f"{len(os.fsencode(path))}: {path}"
+            f"the socket path {path} has {len(os.fsencode(path))} bytes, more than the limit of "
+            f"{MAX_SOCKET_PATH}",
+            hint="choose a shorter path",
         )
     return path
 
@@ -156,7 +159,7 @@ def _parse_mode(value: Any) -> int:
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
         raise UsageError(
             f"expected permission bits in octal, such as 0660, not {value!r}",
-            hint='in TOML 0o660 or "0660"',
+            hint='in TOML write 0o660 or "0660"',
         )
     return mode
 
@@ -164,7 +167,7 @@ def _parse_mode(value: Any) -> int:
 def _parse_group(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
-    raise UsageError(f"expected the name or the number of a group, not {value!r}")
+    raise UsageError(f"expected the name or number of a group, not {value!r}")
 
 
 def _parse_arena(value: Any) -> int | None:
@@ -172,14 +175,14 @@ def _parse_arena(value: Any) -> int | None:
         return None
     size = parse_size(value)
     if size < MIN_ARENA_SIZE:
-        raise UsageError(f"the arena has at least {format_size(MIN_ARENA_SIZE)}, not {value!r}")
+        raise UsageError(f"expected at least {format_size(MIN_ARENA_SIZE)}, not {value!r}")
     return size
 
 
 def _parse_chunk_size(value: Any) -> int:
     size = parse_size(value)
     if not 1 << 12 <= size <= 1 << 32:
-        raise UsageError(f"a chunk's limit is from 4 KiB to 4 GiB, not {value!r}")
+        raise UsageError(f"expected a size from 4 KiB to 4 GiB, not {value!r}")
     return size
 
 
@@ -208,15 +211,15 @@ def _seconds(value: Any) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 <= seconds <= 3600:
-        raise UsageError(f"expected seconds from 0 to 3600, not {value!r}")
+        raise UsageError(f"expected a number of seconds from 0 to 3600, not {value!r}")
     return seconds
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The settings of one daemon; ``docs/CONFIGURATION.md`` lists them for its users.
+    """The settings of one daemon, described in docs/CONFIGURATION.md.
 
-    Raises:  UsageError: a value that cannot be meant, naming the key.
+    Raises:  UsageError: an invalid value; the message names the key.
     """
 
     roots: tuple[str, ...] = field(
@@ -227,8 +230,8 @@ class ServerConfig:
             "DIR",
             "/",
             _parse_roots,
-            "Serve files under this directory only; repeat for more. Inside it a client is still "
-            "given only what its own user may read.",
+            "Directories whose files are served; the flag can be repeated. A client still gets "
+            "only files that its own user may read.",
         ),
     )
     socket: str = field(
@@ -237,9 +240,9 @@ class ServerConfig:
             "socket",
             "--socket",
             "PATH",
-            "by place",
+            "by user",
             _parse_socket,
-            "The Unix socket to listen on. A socket that systemd passes comes first.",
+            "Path of the Unix socket to listen on. A socket passed by systemd takes precedence.",
         ),
     )
     socket_mode: int = field(
@@ -250,8 +253,8 @@ class ServerConfig:
             "OCTAL",
             "0660",
             _parse_mode,
-            "Permission bits of the socket. Whoever may connect can map the arena and so see "
-            "whatever it holds: open it to users who may read each other's data.",
+            "Permission bits of the socket. Every user who may connect can map the arena and see "
+            "all samples in it, so admit only users who may read each other's data.",
         ),
     )
     socket_group: str | None = field(
@@ -260,9 +263,9 @@ class ServerConfig:
             "socket_group",
             "--socket-group",
             "GROUP",
-            "the daemon's",
+            "the daemon's own",
             _parse_group,
-            "Group of the socket: its members may connect.",
+            "Group of the socket, by name or number; its members may connect.",
         ),
     )
     arena_size_bytes: int | None = field(
@@ -273,8 +276,9 @@ class ServerConfig:
             "SIZE",
             "auto",
             _parse_arena,
-            "Size of the shared arena, such as 4GiB; 'auto' is a quarter of the memory this "
-            "process may use (the machine's, or its cgroup's limit), at least 64 MiB.",
+            "Size of the arena, the shared memory for samples, such as 16GiB. 'auto' is a quarter "
+            "of the memory that the daemon may use (the machine's, or the limit of its cgroup), "
+            "but at least 64 MiB.",
         ),
     )
     max_arena_size_bytes: int | None = field(
@@ -285,8 +289,8 @@ class ServerConfig:
             "SIZE",
             "auto",
             _parse_arena,
-            "What 'ffserve resize' may make of the arena at most, such as 64GiB; 'auto' is the "
-            "memory this process may use. Clients map so much address space.",
+            "Largest size to which 'ffserve resize' can grow the arena, such as 64GiB. 'auto' is "
+            "the memory that the daemon may use. Clients map this much address space.",
         ),
     )
     engine: EngineName = field(
@@ -297,8 +301,9 @@ class ServerConfig:
             "|".join(ENGINES),
             "auto",
             _one_of(ENGINES),
-            "How files are read. 'auto' tries io_uring with registered buffers, io_uring, Linux "
-            "AIO, then threads, each with a real read, and 'ffserve status' says which it is.",
+            "I/O engine. 'auto' takes the first that works: 'registered' (io_uring with registered "
+            "buffers), 'uring' (io_uring), 'aio' (Linux AIO), 'threads'. 'ffserve status' shows "
+            "which one is in use.",
         ),
     )
     depth: int = field(
@@ -309,8 +314,8 @@ class ServerConfig:
             "N",
             "128",
             _count(1, 4096),
-            "Reads in flight at once, from 1 to 4096. Local NVMe wants 64 to 128, network "
-            "storage more.",
+            "Number of reads in flight, from 1 to 4096. 64 to 128 saturate a local NVMe disk; "
+            "network storage may need more.",
         ),
     )
     max_chunk_size_bytes: int = field(
@@ -321,8 +326,8 @@ class ServerConfig:
             "SIZE",
             "1GiB",
             _parse_chunk_size,
-            "Refuse chunks of RecordIO files that are larger than this, in the file or decoded, "
-            "from 4KiB to 4GiB: what a damaged or hostile file claims is not decoded.",
+            "Largest RecordIO chunk that is read, in the file and decoded, from 4KiB to 4GiB. "
+            "Samples in larger chunks fail, so a damaged or hostile file cannot exhaust memory.",
         ),
     )
     payload: PayloadName = field(
@@ -333,8 +338,8 @@ class ServerConfig:
             "|".join(PAYLOADS),
             "shared",
             _one_of(PAYLOADS),
-            "How samples reach clients. 'shared': out of shared memory, and through the socket for "
-            "those that cannot map it; 'inline': through the socket for all.",
+            "How samples reach clients. 'shared': in shared memory, or through the socket if a "
+            "client cannot map it. 'inline': through the socket for all clients.",
         ),
     )
     max_sessions: int = field(
@@ -345,7 +350,7 @@ class ServerConfig:
             "N",
             "4096",
             _count(1, 65536),
-            "Connections at once, from 1 to 65536; each reader in each worker process is one.",
+            "Largest number of connections, from 1 to 65536. Each reader in each process uses one.",
         ),
     )
     drain_timeout_s: float = field(
@@ -356,7 +361,8 @@ class ServerConfig:
             "SECONDS",
             "10",
             _seconds,
-            "How long SIGTERM waits for requests in flight before the daemon exits, 0 to 3600.",
+            "Seconds that SIGTERM waits for requests in flight before the daemon exits, from 0 to "
+            "3600.",
         ),
     )
     log_level: LogLevel = field(
@@ -367,7 +373,7 @@ class ServerConfig:
             "|".join(LOG_LEVELS),
             "info",
             _one_of(LOG_LEVELS),
-            "How much to write to standard error.",
+            "Lowest severity of the messages on standard error.",
         ),
     )
 
@@ -385,7 +391,7 @@ class ServerConfig:
 
     @property
     def max_arena_size(self) -> int:
-        """What the arena can grow to, in bytes; less than `arena_size` counts as that."""
+        """Largest size of the arena in bytes; a value below `arena_size` counts as `arena_size`."""
         if self.max_arena_size_bytes is None:
             return default_max_arena_size()
         return self.max_arena_size_bytes
@@ -397,9 +403,9 @@ def load_config(
     """Read the daemon's settings.
 
     Args:
-        path: a TOML file; None reads ``/etc/ffserve/ffserve.toml`` where there is one.
-        overrides: what wins over the file, by the keys of the file; None means not given.
-    Raises:  UsageError: the file is not there or not TOML; a key or a value is not known.
+        path: a TOML file; None reads ``/etc/ffserve/ffserve.toml`` if it exists.
+        overrides: values that override the file, by key; None means not given.
+    Raises:  UsageError: a missing file, invalid TOML, an unknown key, or an invalid value.
     """
     options = {option.metadata["key"]: option for option in dataclasses.fields(ServerConfig)}
     values: dict[str, Any] = {}
@@ -434,16 +440,20 @@ def _read_toml(path: str, *, required: bool) -> dict[str, Any]:
     except FileNotFoundError:
         if not required:
             return {}
-        raise UsageError("no such configuration file", path=path) from None
+        raise UsageError(
+            "no such configuration file", path=path, hint="check the path given with --config"
+        ) from None
     except OSError as error:
         raise UsageError(
-            f"the configuration cannot be read: {error.strerror}", path=path
+            f"cannot read the configuration: {error.strerror}",
+            path=path,
+            hint="check the permissions of the file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"not valid TOML: {error}", path=path) from None
+        raise UsageError(f"invalid TOML: {error}", path=path) from None
 
 
 def _unknown_key(key: str, known: list[str], path: str | None) -> UsageError:
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(known)}"
     return UsageError(f"unknown key {key!r}", path=path, hint=hint)

@@ -1,7 +1,7 @@
-"""Shards as one index space: which file a sample lies in, and which files a user meant.
+"""Datasets: expand paths to files, map sample indices to shards, and check indices.
 
-A dataset is an ordered list of shards; sample indices run through them in that order. Nothing
-here opens a shard: the tables come from `formats`, the bytes from an engine.
+A dataset is an ordered list of shards; sample indices count through the shards in that order.
+Nothing here opens a file: tables come from `formats`, bytes from an engine.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ShardInfo:
     Args:
         path: the file.
         format: "ffrecord", "recordio" or "tfrecord".
-        count: samples in it.
+        count: number of samples.
         first: dataset index of its first sample.
         size: bytes of the file when it was opened.
-        fingerprint: of its content; the same on every machine.
+        fingerprint: identifies the content; equal on every machine.
     """
 
     path: str
@@ -50,29 +50,31 @@ def expand_paths(
     *,
     suffixes: Sequence[str] | Callable[[], Sequence[str]] = (),
 ) -> tuple[str, ...]:
-    """Return the absolute paths of the files that a user meant, in order.
+    """Return the absolute paths of the files that `paths` denotes, in order.
 
     Args:
-        paths: one file, a directory (its files with one of `suffixes`, by name, not recursive), a
-            glob pattern (by name), or a sequence of these.
-        suffixes: what counts in a directory; () for everything that is no hidden file. If a
-            function, it is called when there is one.
+        paths: a file, a directory (its files with one of `suffixes`, sorted by name, not
+            recursive), a glob pattern (matches sorted by name), or a sequence of these.
+        suffixes: suffixes of the files to take from a directory; () takes all that are not hidden.
+            A function is called only if there is a directory.
 
     Raises:
-        MissingFile: a file does not exist; a directory or pattern gives no file.
-        UsageError: an empty sequence or path, or something that is no path.
+        MissingFile: a file does not exist, or a directory or pattern yields no file.
+        UsageError: an empty sequence, an empty path, or an object that is not a path.
     """
     if isinstance(paths, (str, os.PathLike)):
         return _expand_one(os.fspath(paths), suffixes)
     if isinstance(paths, (bytes, bytearray)) or not isinstance(paths, Iterable):
-        raise UsageError(f"a path, or a sequence of paths, is needed, not {type(paths).__name__}")
+        raise UsageError(
+            f"invalid paths: {type(paths).__name__} is neither a path nor a sequence of paths"
+        )
     found: list[str] = []
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
-            raise UsageError(f"{path!r} is no path")
+            raise UsageError(f"invalid path {path!r}: not a str or PathLike")
         found.extend(_expand_one(os.fspath(path), suffixes))
     if not found:
-        raise UsageError("no paths given", hint="name at least one file")
+        raise UsageError("no paths given", hint="give at least one file")
     return tuple(found)
 
 
@@ -80,7 +82,7 @@ def _expand_one(
     path: str, suffixes: Sequence[str] | Callable[[], Sequence[str]]
 ) -> tuple[str, ...]:
     if not path:
-        raise UsageError("an empty path", hint="is a variable of the shell not set?")
+        raise UsageError("empty path", hint="check for an unset shell variable")
     absolute = os.path.abspath(path)
     if os.path.isdir(absolute):
         if callable(suffixes):
@@ -96,30 +98,32 @@ def _expand_one(
         if not files:
             wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
             raise MissingFile(
-                f"the directory holds no {wanted}",
+                f"the directory contains no {wanted}",
                 path=absolute,
-                hint="`ffserve pack` makes record files of other files",
+                hint="give another path, or create record files with `ffserve pack`",
             )
         return files
-    if os.path.lexists(absolute):  # Whoever opens it says what is wrong with a link.
+    if os.path.lexists(absolute):  # A broken link is reported when it is opened.
         return (absolute,)
     if glob.has_magic(path):
         matches = tuple(sorted(m for m in glob.glob(absolute) if os.path.isfile(m)))
         if not matches:
-            raise MissingFile("no file matches this pattern", path=absolute)
+            raise MissingFile(
+                "no file matches this pattern", path=absolute, hint="check the path on this machine"
+            )
         return matches
     raise MissingFile(
-        "no such file or directory", path=absolute, hint="is the path right on this machine?"
+        "no such file or directory", path=absolute, hint="check the path on this machine"
     )
 
 
 class Layout:
-    """Where the samples of a dataset lie: dataset index → shard and node-wide table entry.
+    """Maps dataset indices to shards, and to the entries of the machine-wide sample tables.
 
     Args:
         counts: samples of each shard, int64[shards].
-        bases: node-wide number of each shard's first sample, int64[shards]; None where there are
-            no node-wide tables.
+        bases: machine-wide number of each shard's first sample, int64[shards]; None without
+            machine-wide tables.
     """
 
     def __init__(self, counts: NDArray[np.int64], bases: NDArray[np.int64] | None = None) -> None:
@@ -130,31 +134,31 @@ class Layout:
         self._bases = bases
         self._shift = None if bases is None else bases - self.firsts[:-1]
         self._offset: int | None = None
-        """What all shifts are, where the shards lie side by side in the tables."""
+        """The common shift of all shards if they are adjacent in the tables."""
         if self._shift is not None and len(counts) and (self._shift == self._shift[0]).all():
             self._offset = int(self._shift[0])
 
     def shards(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the shard's position in the dataset for each index; indices are in range."""
+        """Return the position of the shard of each index; indices must be in range."""
         if len(self.counts) == 1:
             return np.zeros(len(indices), np.int64)
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the node-wide numbers of samples; indices are in range."""
+        """Return the machine-wide number of each index; indices must be in range."""
         if self._offset is not None:
             return indices + self._offset
         assert self._shift is not None
         return indices + self._shift[self.shards(indices)]
 
     def index(self, number: int) -> int:
-        """Return the dataset index of a sample that is known by its node-wide number."""
+        """Return the dataset index of a machine-wide number."""
         assert self._shift is not None and self._bases is not None
         inside = (self._bases <= number) & (number < self._bases + self.counts)
         return number - int(self._shift[int(np.argmax(inside))])
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return (first, base, count) of maximal runs that lie together in the node-wide tables."""
+        """Return (first, base, count) of each maximal run that is contiguous in the tables."""
         assert self._bases is not None
         runs: list[tuple[int, int, int]] = []
         for first, base, count in zip(
@@ -169,26 +173,25 @@ class Layout:
         return runs
 
 
-_MOST_OFFSET = 1 << 62
-"""Whatever is read there ends below 2^63 (off_t)."""
-_PIECE = 1 << 20
-"""Samples looked at together: a table may have a hundred million."""
+_MAX_OFFSET = 1 << 62
+"""A read that begins here ends below 2^63, the limit of off_t."""
+_STEP = 1 << 20
+"""Samples checked at a time, which bounds temporary memory for large tables."""
 
 
 def bound_lengths(
     offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int, path: str
 ) -> None:
-    """Shorten, in place, the lengths of samples that a cut file does not hold whole.
+    """Shorten, in place, the lengths of samples that reach beyond the end of a truncated file.
 
-    They keep one byte more than the file has, so that reading them still meets its end, and so
-    that no length out of a file makes anybody allocate more than the file's own size.
+    Such a length becomes one byte more than the file has left: a read still meets the end of the
+    file, and no length stored in a file can cause an allocation larger than the file.
 
-    Raises: FormatError: a record that no entry can describe, in a file of 256 TiB or more; or one
-        that begins where no file can have a byte.
+    Raises: FormatError: a record of 256 TiB or more, or one that begins beyond any valid offset.
     """
-    for start in range(0, len(lengths), _PIECE):
-        piece = lengths[start : start + _PIECE]
-        begins = offsets[start : start + _PIECE]
+    for start in range(0, len(lengths), _STEP):
+        piece = lengths[start : start + _STEP]
+        begins = offsets[start : start + _STEP]
         cut = (piece > 0) & ((begins > size) | (piece > size))
         cut |= (piece > 0) & ~cut & (begins + piece > size)
         if cut.any():
@@ -196,32 +199,35 @@ def bound_lengths(
             piece[cut] = held + np.uint64(1)
         if int(piece.max()) >= UNKNOWN_LENGTH:
             raise FormatError(
-                f"record {start + int(piece.argmax())} has {int(piece.max())} bytes",
+                f"record {start + int(piece.argmax())} has {int(piece.max())} bytes, more than the "
+                f"limit of {UNKNOWN_LENGTH - 1}",
                 path=path,
-                hint=f"ffserve reads records of fewer than {UNKNOWN_LENGTH} bytes",
+                hint="store the content in smaller records",
             )
-        if int(begins.max()) > _MOST_OFFSET:
+        if int(begins.max()) > _MAX_OFFSET:
             raise FormatError(
-                f"record {start + int(begins.argmax())} begins at byte {int(begins.max())}, where "
-                f"no file can have one",
+                f"record {start + int(begins.argmax())} begins at byte {int(begins.max())}, beyond "
+                f"the largest possible file",
                 path=path,
-                hint="the file is damaged: take another copy or write it again",
+                hint="the file is damaged: restore it from a copy or write it again",
             )
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
-    """Return what a caller gave as sample indices as int64[n]; order and repeats kept.
+    """Return sample indices as int64[n]; order and repeats are kept.
 
-    Args: indices: list, tuple, range, set, generator or integer ndarray. count: of the dataset.
+    Args:
+        indices: list, tuple, range, set, generator or integer ndarray.
+        count: samples of the dataset.
 
     Raises:
-        SampleIndexError: one is negative or not below `count`.
-        UsageError: something that is no integer, or an array that is not one-dimensional.
+        SampleIndexError: an index is negative, or `count` or more.
+        UsageError: an index is not an integer, or an array is not one-dimensional.
     """
     if isinstance(indices, np.ndarray):
         array = indices
     elif isinstance(indices, range):
-        # Before there is an array of them, which may be of any length.
+        # Checked before the array is allocated, since a range may have any length.
         for end in (min, max) if indices else ():
             worst = end(indices[0], indices[-1])
             if not 0 <= worst < count:
@@ -234,19 +240,21 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
             values = indices if isinstance(indices, (list, tuple)) else list(indices)
         except TypeError:
             raise UsageError(
-                f"sample indices are needed, not {type(indices).__name__}",
+                f"invalid sample indices: {type(indices).__name__} is not a sequence of integers",
                 hint="give a list, tuple, range, set, generator or integer array",
             ) from None
         if not values:
             return np.zeros(0, np.int64)
         try:
             array = np.array(values)
-            if array.dtype.kind == "f":  # as numpy makes of signed and unsigned ones together
+            if array.dtype.kind == "f":  # numpy's result for mixed signed and unsigned integers
                 with contextlib.suppress(TypeError):
                     values = [operator.index(value) for value in values]
                     array = np.array(values, object)
         except (ValueError, OverflowError, TypeError):
-            raise UsageError("sample indices must be integers") from None
+            raise UsageError(
+                "sample indices must be integers", hint="give a list or array of integers"
+            ) from None
         if array.dtype == object and all(isinstance(value, int) for value in values):
             for value in values:
                 if not 0 <= value < count:
@@ -255,15 +263,20 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
     if array.ndim != 1:
         if array.size == 0 and array.ndim <= 1:
             return np.zeros(0, np.int64)
-        raise UsageError(f"sample indices must be one-dimensional, not of shape {array.shape}")
+        raise UsageError(
+            f"sample indices must be one-dimensional, not of shape {array.shape}",
+            hint="flatten the array first",
+        )
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise UsageError(f"sample indices must be integers, not {array.dtype}")
+        raise UsageError(
+            f"sample indices must be integers, not {array.dtype}", hint="convert the array first"
+        )
     if array.dtype == np.uint64 and int(array.max()) >= count:
         raise outside(int(array.max()), count)
     chosen = np.ascontiguousarray(array, dtype=np.int64)
-    # As unsigned numbers negative ones are too large as well: one look at each.
+    # As unsigned integers, negative ones are too large too: one comparison finds both.
     if int(chosen.view(np.uint64).max()) >= count:
         low = int(chosen.min())
         raise outside(low if low < 0 else int(chosen.max()), count)
@@ -271,16 +284,18 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
 
 
 def outside(index: int, count: int) -> SampleIndexError:
-    """Return the error for an index that a dataset does not have."""
+    """Return the error for an index outside a dataset."""
     return SampleIndexError(
         f"sample index {index} is outside the dataset of {count} samples",
         index=index,
-        hint="indices run from 0 to count - 1; negative ones are not taken",
+        hint=f"use indices from 0 to {count - 1}; negative ones are not supported"
+        if count
+        else "the dataset is empty",
     )
 
 
 def combined_fingerprint(fingerprints: Iterable[int]) -> int:
-    """Return one u64 for an ordered list of shards' fingerprints."""
+    """Return one u64 fingerprint for an ordered list of shard fingerprints."""
     digest = hashlib.blake2b(digest_size=8)
     for fingerprint in fingerprints:
         digest.update(fingerprint.to_bytes(8, "little"))
@@ -288,14 +303,13 @@ def combined_fingerprint(fingerprints: Iterable[int]) -> int:
 
 
 def check_same_content(expected: int | None, shards: Sequence[ShardInfo]) -> None:
-    """Refuse a dataset that is not the one a reader was opened on.
+    """Check that the files of a reader have not been replaced since it was opened.
 
-    Raises: FormatError when the files were replaced in between.
+    Raises: FormatError: the content differs.
     """
     if expected is not None and combined_fingerprint(s.fingerprint for s in shards) != expected:
         raise FormatError(
-            "the files are not those that this reader was opened on: they were replaced or "
-            "rewritten meanwhile",
+            "the files were replaced or rewritten since this reader was opened",
             path=shards[0].path if shards else None,
-            hint="open them anew to read the new content",
+            hint="open a new reader to read the new content",
         )

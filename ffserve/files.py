@@ -1,4 +1,4 @@
-"""Opening and reading files, with errors that name them."""
+"""Open and read files; errors of the operating system become ffserve's and name the file."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC, ReadAt
 
 T = TypeVar("T")
 
-_NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-"""What the operating system says of a path at which there can be nothing."""
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""The errno values that mean a wrong path."""
 _HINTS = {
-    **dict.fromkeys(_NAMES_NOTHING, "is the path right on this machine?"),
+    **dict.fromkeys(_MISSING, "check the path on this machine"),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "the machine has no file descriptors left",
-    errno.ENOMEM: "is a limit on address space (ulimit -v) in force?",
-    errno.EFBIG: "is a limit on the size of files (ulimit -f) in force?",
-    errno.ENOSPC: "free some space and try again",
-    errno.ESTALE: "the network file system lost the file; open it again",
-    errno.EIO: "the device failed; see the kernel's log",
+    errno.ENFILE: "raise the machine's limit on open files (sysctl fs.file-max)",
+    errno.ENOMEM: "check the limit on address space (ulimit -v)",
+    errno.EFBIG: "check the limit on file sizes (ulimit -f)",
+    errno.ENOSPC: "free space on the device and try again",
+    errno.ESTALE: "the network file system lost the file: open it again",
+    errno.EIO: "check the kernel log for device errors",
 }
-_DENIED = "`namei -l` shows who may read it, and who may pass the directories above it"
+_DENIED = "check the permissions of the file and of all directories above it with `namei -l`"
 
 
 def os_error(error: OSError, path: str, *, hint: str | None = None) -> FFServeError:
-    """Return ours for the operating system's, naming the file; with the usual hint or another."""
+    """Convert an OSError about a file to an FFServeError.
+
+    Args:    path: the file. hint: None for the usual hint of this errno.
+    """
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
         return AccessDenied(reason, path=path, hint=hint or _DENIED)
-    kind = MissingFile if names_nothing(error) else ReadError
+    kind = MissingFile if is_missing(error) else ReadError
     return kind(reason, path=path, hint=hint or os_hint(error))
 
 
 def os_hint(error: OSError) -> str | None:
-    """Return what can be done about it, where that is known."""
+    """Return what the user can do about an OSError; None if unknown."""
     return _HINTS.get(error.errno or 0)
 
 
-def names_nothing(error: OSError) -> bool:
-    """Whether it is the path that is wrong."""
-    return error.errno in _NAMES_NOTHING
+def is_missing(error: OSError) -> bool:
+    """Whether the path of a failed call does not exist."""
+    return error.errno in _MISSING
 
 
 def wrap_os_error(call: Callable[[str], T], path: str) -> T:
-    """Return call(path), an OSError turned into ours."""
+    """Return ``call(path)``; raise an OSError as an FFServeError that names the path."""
     try:
         return call(path)
     except OSError as error:
@@ -60,7 +63,7 @@ def wrap_os_error(call: Callable[[str], T], path: str) -> T:
 def open_regular(path: str) -> int:
     """Open a regular file for reading through the page cache; return its descriptor.
 
-    A pipe of that name does not hold us up.
+    A named pipe is refused and does not block.
 
     Raises: MissingFile, AccessDenied, ReadError.
     """
@@ -69,11 +72,11 @@ def open_regular(path: str) -> int:
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise ReadError("this is no regular file", path=path)
+    raise ReadError("not a regular file", path=path, hint="give a file, not a pipe or a device")
 
 
 def read_at_of(fd: int, path: str) -> ReadAt:
-    """Return a reader of a descriptor that was opened without O_DIRECT."""
+    """Return a `ReadAt` over a descriptor that was opened without O_DIRECT."""
 
     def read_at(offset: int, into: memoryview, /) -> int:
         done = 0
@@ -91,9 +94,9 @@ def read_at_of(fd: int, path: str) -> ReadAt:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is a compressed TFRecord file; what cannot be opened is none.
+    """Whether a file is a compressed TFRecord file; False if it cannot be opened.
 
-    Most files are not, which their first bytes tell without importing how others are read.
+    The first bytes rule out most files before the module for compressed files is imported.
     """
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
@@ -108,12 +111,12 @@ def is_compressed(path: str) -> bool:
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open`: a pipe of that name does not hold us up."""
+    """Opener for `open` that does not block on a named pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def raise_file_limit() -> None:
-    """Take all descriptors that are allowed: every open shard holds one."""
+    """Raise the soft limit on open files to the hard limit; every open shard holds a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's, or what the cgroups of this process leave of it."""
+"""Memory of the machine that this process may use, with the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def usable_memory() -> int:
-    """Return the bytes of memory this process may use: MemTotal or the cgroup's limit."""
+    """Return the bytes of memory this process may use: MemTotal or the lowest cgroup limit."""
     limits = [_mem_total(), *_cgroup_limits()]
     return min(limits)
 
@@ -18,8 +18,8 @@ def free_memory(
     proc_cgroup: Path = Path("/proc/self/cgroup"),
     mount: Path = Path("/sys/fs/cgroup"),
 ) -> int:
-    """Return the bytes that can be taken without pushing out what programs have: MemAvailable, or
-    what the cgroup leaves, what is cached of files counting as free."""
+    """Return the bytes that can be allocated without swapping: MemAvailable, or what the cgroup
+    limits leave; page cache counts as free."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     free = [int(match[1]) * 1024] if match else []
     for directory, limit in _cgroups(proc_cgroup, mount):
@@ -47,12 +47,10 @@ def _cgroup_limits(
 
 
 def _cgroups(proc_cgroup: Path, mount: Path) -> list[tuple[Path, int]]:
-    """Collect the memory limits of this process's cgroup and of all groups above it, and where
-    they stand.
+    """Return (directory, limit) of this process's memory cgroup and of each group above it.
 
-    Inside a container without a cgroup namespace the path in /proc names a group of the host
-    that is not visible here; the mount's own root is then the container's group, which the walk
-    upward reaches in any case.
+    In a container without a cgroup namespace, the path in /proc names a group of the host that is
+    not visible; the root of the mount is then the container's group, and the loop ends there.
     """
     try:
         lines = proc_cgroup.read_text().splitlines()

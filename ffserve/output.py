@@ -1,11 +1,11 @@
-"""Files and directories that take their name only when they are complete.
+"""Output files and directories that take their name only when they are complete.
 
-What is written goes to a temporary file in the directory of the one to be. When it is complete and
-synced it is renamed, and then the directory is synced: so the final name means a complete file at
-any moment, also after a crash or a power cut. Where the file system can, the temporary file has no
-name until then (O_TMPFILE), so that a writer that is killed leaves nothing; elsewhere (NFS, most
-FUSE mounts) it leaves ``.NAME.<random>.tmp``, which no reader takes for data and which the next
-writer of NAME removes. That its writer lives is told by a lock (flock), which ends with it.
+Data goes to a temporary file in the directory of the final one. When the temporary file is complete
+and synced, it is renamed and the directory is synced. So the final name always denotes a complete
+file, also after a crash or a power failure. Where the file system supports O_TMPFILE, the
+temporary file has no name, and a killed writer leaves nothing behind. Elsewhere (NFS, most FUSE
+mounts) it leaves ``.NAME.<random>.tmp``, which no reader takes for data and which the next writer
+of NAME removes. A lock (flock) marks the temporary files of live writers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import stat
 from collections.abc import Iterator
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
-from ffserve.files import names_nothing
+from ffserve.files import is_missing
 
 _NAME_MAX = 255
 _ENDING = re.compile(r"[0-9a-f]{12}\.tmp")
 _ENDING_SIZE = 16
 
 
-class Files:
-    """The temporary file, the nameless one behind it, and who may finish or remove them."""
+class OutputFile:
+    """The temporary file of one output file, and its spool: a second, nameless file."""
 
     def __init__(self, path: str) -> None:
         self._final = os.path.realpath(path)
@@ -38,7 +38,11 @@ class Files:
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(self._final)
             if not stat.S_ISREG(found.st_mode):
-                raise UsageError("something that is no file has this name already", path=path)
+                raise UsageError(
+                    "cannot write: the path exists and is not a regular file",
+                    path=path,
+                    hint="choose another path",
+                )
             mode = stat.S_IMODE(found.st_mode)
         self._temporary, self.fd = self._make()
         self._spool = -1
@@ -47,7 +51,7 @@ class Files:
                 os.fchmod(self.fd, mode)
 
     def spool(self) -> int:
-        """Return the descriptor of the nameless file, made when first asked for."""
+        """Return the descriptor of the spool, created at the first call."""
         if self._spool < 0:
             name, self._spool = self._make()
             if name:
@@ -55,10 +59,10 @@ class Files:
         return self._spool
 
     def publish(self) -> None:
-        """Sync the file, give it its name, and sync the name."""
+        """Sync the file, rename it to its final name, and sync the directory."""
         os.fsync(self.fd)
         if not self._temporary:
-            # A link replaces nothing, a rename does.
+            # link() cannot replace an existing file; rename() can.
             name = temporary_name(self._final)
             _link(self.fd, name)
             self._temporary = name
@@ -68,7 +72,7 @@ class Files:
         sync_directory(os.path.dirname(self._final))
 
     def discard(self) -> None:
-        """Close the descriptors; in the process that made it, remove the file also."""
+        """Close the descriptors; in the process that created the file, also remove it."""
         if self.owner == os.getpid() and self._temporary:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
@@ -82,7 +86,7 @@ class Files:
         self.fd = self._spool = -1
 
     def _make(self) -> tuple[str, int]:
-        """Make a file to write to: its name, empty if it has none yet, and its descriptor."""
+        """Create a temporary file; return its name (empty with O_TMPFILE) and its descriptor."""
         if os.path.isdir(_DESCRIPTORS):
             with contextlib.suppress(OSError):
                 directory = os.path.dirname(self._final)
@@ -100,8 +104,8 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def _link(fd: int, path: str) -> None:
-    """Give a nameless file a name."""
-    # Only with a directory's descriptor does Python call linkat, which follows the link in /proc.
+    """Give an O_TMPFILE file a name."""
+    # linkat() follows the link in /proc; Python calls it only if a directory descriptor is given.
     here = os.open(_DESCRIPTORS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(str(fd), path, src_dir_fd=here)
@@ -110,34 +114,34 @@ def _link(fd: int, path: str) -> None:
 
 
 def temporary_name(path: str) -> str:
-    """Return a new hidden name beside ``path``, which no pattern for data files matches."""
-    return _beginning(path) + secrets.token_hex(6) + ".tmp"
+    """Return a new hidden name beside ``path`` that no pattern for data files matches."""
+    return _temporary_prefix(path) + secrets.token_hex(6) + ".tmp"
 
 
-def _beginning(path: str) -> str:
-    """Return what all temporary names for a path begin with."""
+def _temporary_prefix(path: str) -> str:
+    """Return the common prefix of all temporary names for a path."""
     directory, name = os.path.split(path)
     kept = os.fsencode(name)[: _NAME_MAX - _ENDING_SIZE - 2]
     return os.path.join(directory, f".{os.fsdecode(kept)}.")
 
 
 def _claim(fd: int, path: str) -> bool:
-    """Show that what was just made has a living writer; False when it was removed meanwhile."""
+    """Lock a new temporary file or directory; False if another writer removed it meanwhile."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # Without locks nobody removes anything either.
+        return True  # No locks here, so no other writer can remove it either.
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     return False
 
 
 def _remove_leftovers(final: str) -> None:
-    """Remove what writers of this name left that were killed."""
-    beginning = _beginning(final)
-    directory, start = os.path.split(beginning)
+    """Remove the temporary files that killed writers of this name left."""
+    prefix = _temporary_prefix(final)
+    directory, start = os.path.split(prefix)
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             if name.startswith(start) and _ENDING.fullmatch(name, len(start)):
@@ -147,7 +151,7 @@ def _remove_leftovers(final: str) -> None:
 
 def _remove_leftover(path: str) -> None:
     whole = stat.S_ISDIR(os.lstat(path).st_mode)
-    # NFS locks only what is open for writing.
+    # NFS locks only files that are open for writing.
     flags = os.O_RDONLY | os.O_DIRECTORY if whole else os.O_RDWR
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -161,7 +165,7 @@ def _remove_leftover(path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory durable, where its file system can."""
+    """Make the names in a directory durable, if its file system supports that."""
     fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -174,29 +178,31 @@ def sync_directory(path: str) -> None:
 
 @contextlib.contextmanager
 def staged_directory(out: str | os.PathLike[str], *, replace: bool = False) -> Iterator[str]:
-    """Fill a directory of files that appear together or not at all.
+    """Write a directory of files that appear together or not at all.
 
     Args:
-        out: the directory; its parents are made. If it does not exist or is empty, it appears
-            by one rename. Otherwise ``replace`` is needed, and the files are moved into it one
-            after the other once all are complete.
-        replace: allow a directory that holds something.
-    Returns: the directory to write into meanwhile, in a ``with``; an exception inside removes it.
-    Raises:  UsageError when ``out`` is no directory, or holds something and ``replace`` is off.
+        out: the directory; missing parents are created. If it does not exist or is empty, it
+            appears by one rename. Otherwise ``replace`` is required, and the files are moved into
+            it one by one after all of them are complete.
+        replace: allow a directory that is not empty.
+    Returns: in a ``with``, the temporary directory to write into; an exception removes it.
+    Raises:  UsageError if ``out`` is not a directory, or is not empty and ``replace`` is False.
     """
     final = os.path.realpath(os.fsdecode(out))
-    with naming(final):
-        filled = os.path.lexists(final) and _holds_something(final)
+    with writing(final):
+        filled = os.path.lexists(final) and _is_filled(final)
         if filled and not replace:
             raise UsageError(
-                "the directory is not empty", path=final, hint="remove it, or choose another"
+                "the output directory is not empty",
+                path=final,
+                hint="remove it, or choose another directory",
             )
         if not filled:
             os.makedirs(os.path.dirname(final), exist_ok=True)
         staging, lock = _make_directory(os.path.join(final, "parts") if filled else final)
     try:
         yield staging
-        with naming(final):
+        with writing(final):
             sync_directory(staging)
             if filled:
                 for name in sorted(os.listdir(staging)):
@@ -211,7 +217,7 @@ def staged_directory(out: str | os.PathLike[str], *, replace: bool = False) -> I
 
 
 def _make_directory(final: str) -> tuple[str, int]:
-    """Make a directory to write to: its name, and the descriptor that shows that somebody does."""
+    """Create a temporary directory; return its name and the descriptor that holds its lock."""
     _remove_leftovers(final)
     while True:
         path = temporary_name(final)
@@ -223,43 +229,47 @@ def _make_directory(final: str) -> tuple[str, int]:
             os.close(fd)
 
 
-def _holds_something(path: str) -> bool:
+def _is_filled(path: str) -> bool:
     if not os.path.isdir(path):
-        raise UsageError("this is no directory", path=path)
+        raise UsageError("not a directory", path=path, hint="give a directory for the output")
     with os.scandir(path) as entries:
         return next(entries, None) is not None
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Turn errors of the operating system into ours, naming the file."""
+def writing(path: str) -> Iterator[None]:
+    """Convert an OSError in the block to an FFServeError about the output file `path`."""
     try:
         yield
     except FFServeError:
         raise
     except OSError as error:
-        raise named(error, path) from error
+        raise write_error(error, path) from error
 
 
-def named(error: OSError, path: str) -> FFServeError:
-    """Return ours for the operating system's, naming the file that cannot be written."""
+def write_error(error: OSError, path: str) -> FFServeError:
+    """Return the FFServeError for an OSError while `path` was written."""
     if isinstance(error, FFServeError):
         return error
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return AccessDenied(
             f"cannot write: {error.strerror}",
             path=path,
-            hint="`ls -ld` shows who may write to its directory, `findmnt -T` how it is mounted",
+            hint="check the directory's permissions (`ls -ld`) and mount options (`findmnt -T`)",
         )
-    if names_nothing(error):
+    if is_missing(error):
         return MissingFile(
-            f"cannot write: {error.strerror}", path=path, hint="make the directory first"
+            f"cannot write: {error.strerror}", path=path, hint="create the directory first"
         )
     if isinstance(error, FileExistsError):
-        return UsageError("cannot write: a file stands where a directory is needed", path=path)
+        return UsageError(
+            "cannot write: a parent of this path is a file, not a directory",
+            path=path,
+            hint="choose another path",
+        )
     hint = None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room and write it again; what was written has been removed"
+        hint = "free space and write the file again; the incomplete file has been removed"
     elif error.errno == errno.EFBIG:
-        hint = "a limit on file sizes (ulimit -f, or the file system's own) was reached"
+        hint = "raise the limit on file sizes (ulimit -f), or use a file system with a higher one"
     return ReadError(f"cannot write: {error.strerror or error}", path=path, hint=hint)

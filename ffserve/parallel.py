@@ -1,7 +1,7 @@
-"""Run a few long tasks in processes of their own, with progress and with whole errors.
+"""Run a few long tasks in worker processes, with progress reports and complete errors.
 
-``concurrent.futures`` would do but for two things: a worker that is killed must be named with
-what it was writing, and progress has to come back while a task runs.
+``concurrent.futures`` lacks two things: the error for a killed worker must name the task it was
+running, and a running task must be able to report progress.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ffserve.errors import FFServeError
 
 Progress = Callable[[int, int], None]
-"""Called with samples and bytes done since the last call."""
+"""Called with the samples and bytes done since the last call."""
 
 
 class WorkerError(FFServeError):
@@ -29,7 +29,7 @@ class WorkerError(FFServeError):
 
 
 class _Remote(Exception):
-    """Carries the traceback of another process as the cause of an error raised here."""
+    """The traceback of a worker process, as the cause of an error raised in this process."""
 
     def __init__(self, trace: str) -> None:
         super().__init__(trace)
@@ -50,15 +50,15 @@ def run(
     """Call ``task(*arguments[k], report)`` for every k, up to ``jobs`` at a time.
 
     Args:
-        task: module-level function for ``method="spawn"``, any callable for ``"fork"``; its last
-            argument is a ``Progress`` to call now and then.
-        arguments: one tuple a task.
-        jobs: processes at a time; 1 runs everything in this process.
+        task: a module-level function for ``method="spawn"``, any callable for ``"fork"``. Its last
+            argument is a ``Progress`` function to call from time to time.
+        arguments: one tuple per task.
+        jobs: number of worker processes; 1 runs all tasks in this process.
         method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        progress: called here with what the tasks report.
+        progress: called in this process with the reports of all tasks.
     Returns: the results in the order of ``arguments``.
-    Raises:  the error of the first task that failed, once all workers are gone; WorkerError when
-             a worker died.
+    Raises:  the error of the first task that failed, after all workers have ended; WorkerError if
+             a worker process died.
     """
     report = progress or _nobody
     if jobs <= 1 or len(arguments) <= 1:
@@ -74,8 +74,8 @@ def run(
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(task, given, there), daemon=False)
                 with warnings.catch_warnings(), _uninterrupted(method):
-                    # Python 3.12 warns of a fork beside threads. The child runs the task alone,
-                    # and waits for no lock that one of those threads may hold.
+                    # Python 3.12 warns about fork in a process with threads. The child only runs
+                    # the task and takes no lock that another thread may hold.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                     running[here] = (k, process)
@@ -100,11 +100,11 @@ def run(
 
 @contextlib.contextmanager
 def _uninterrupted(method: str) -> Iterator[None]:
-    """Start a process without Ctrl-C in the middle, and one that knows nothing of Ctrl-C.
+    """Defer SIGINT while a worker starts, and let the worker inherit a mask that blocks it.
 
-    A terminal sends it to the whole group; a worker that had only half begun, or half heard what
-    to do, would show a traceback. It inherits what is blocked here, and ends when it is told to.
-    Blocking alone would not do here: another thread may take the signal.
+    A terminal sends SIGINT to the whole process group, and a worker that is still starting would
+    print a traceback. This process terminates its workers instead. The mask alone does not defer
+    the signal here, because another thread may receive it.
     """
     came: list[tuple[int, Any]] = []
     handler = signal.getsignal(signal.SIGINT)
@@ -112,7 +112,7 @@ def _uninterrupted(method: str) -> Iterator[None]:
     if held:
         signal.signal(signal.SIGINT, lambda *given: came.append(given))
     if method != "fork":
-        resource_tracker.ensure_running()  # which would unblock it
+        resource_tracker.ensure_running()  # starting it later would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -130,8 +130,8 @@ def _receive(connection: Any, process: Any, given: tuple[Any, ...]) -> tuple[str
     except EOFError:
         process.join()
         raise WorkerError(
-            f"the worker process for {given[0]!r} died (exit status {process.exitcode})",
-            hint="a negative status is a signal; -9 is often the kernel short of memory",
+            f"the worker process for {given[0]!r} died with exit status {process.exitcode}",
+            hint="a negative status is a signal number; for -9 check for a lack of memory",
         ) from None
     if kind == "error":
         error, trace = pickle.loads(value)  # from our own worker, through our own pipe
@@ -152,7 +152,7 @@ def _work(task: Callable[..., Any], given: tuple[Any, ...], connection: Any) -> 
 
 
 def _packed(error: BaseException, trace: str) -> bytes:
-    """Pickle an error, or what it says if it does not survive that."""
+    """Pickle an error and its traceback; a WorkerError with its text if it does not pickle."""
     with contextlib.suppress(Exception):
         packed = pickle.dumps((error, trace))
         pickle.loads(packed)

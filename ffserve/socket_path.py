@@ -1,4 +1,4 @@
-"""Where the daemon's socket is, for the daemon and for its clients."""
+"""Path of the daemon's socket, for the daemon and for its clients."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ffserve.errors import AccessDenied
 
 SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
-"""Bytes of a path in ``struct sockaddr_un``, without the closing zero."""
+"""Bytes of a path in ``struct sockaddr_un``, without the terminating zero."""
 
 
 def default_socket_path() -> str:
-    """Return where a daemon listens that was told nothing.
+    """Return the socket path of a daemon without a configured one.
 
-    ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (which
-    finds its directory in systemd's ``$RUNTIME_DIRECTORY``); else the user's own
-    ``$XDG_RUNTIME_DIR/ffserve/ffserve.sock``, and where there is no such directory
+    ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (whose
+    directory is in systemd's ``$RUNTIME_DIRECTORY``); else the user's own
+    ``$XDG_RUNTIME_DIR/ffserve/ffserve.sock``; without such a directory
     ``/tmp/ffserve-UID/ffserve.sock``.
 
-    Raises:  AccessDenied: ``/tmp/ffserve-UID`` exists and is not this user's alone.
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` exists and does not belong to this user alone.
     """
-    told = os.environ.get("FFSERVE_SOCKET")
-    if told:
-        return told
+    given = os.environ.get("FFSERVE_SOCKET")
+    if given:
+        return given
     for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
         if os.path.basename(directory) == "ffserve":
             return os.path.join(directory, "ffserve.sock")
@@ -32,16 +32,17 @@ def default_socket_path() -> str:
 
 
 def find_socket(explicit: str | None = None) -> str:
-    """Return the socket a client should try; it need not exist.
+    """Return the socket path that a client tries; it need not exist.
 
-    ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` where
-    it exists or for root; else the user's own (see :func:`default_socket_path`).
+    ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` if it
+    exists or for root; else the user's own (see :func:`default_socket_path`).
 
-    Raises:  AccessDenied: ``/tmp/ffserve-UID`` would be used and is not this user's alone.
+    Raises:  AccessDenied: ``/tmp/ffserve-UID`` would be used and does not belong to this user
+             alone.
     """
-    told = explicit or os.environ.get("FFSERVE_SOCKET")
-    if told:
-        return told
+    given = explicit or os.environ.get("FFSERVE_SOCKET")
+    if given:
+        return given
     if _is_root() or os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     return _user_socket_path()
@@ -50,10 +51,11 @@ def find_socket(explicit: str | None = None) -> str:
 def prepare_socket_directory(socket: str) -> None:
     """Create the directory of ``socket`` if it is missing, so that a daemon can bind there.
 
-    A directory that is made here is 0755 under ``/run`` (the socket's own mode decides who may
-    connect) and 0700 elsewhere.
+    A new directory has mode 0755 under ``/run`` (the socket's mode decides who may connect) and
+    0700 elsewhere.
 
-    Raises:  AccessDenied: it cannot be made, or the user's private one is someone else's.
+    Raises:  AccessDenied: the directory cannot be created, or the private directory belongs to
+             another user.
     """
     directory = os.path.dirname(os.path.abspath(socket))
     if directory == _private_directory():
@@ -64,9 +66,9 @@ def prepare_socket_directory(socket: str) -> None:
         pass
     except OSError as error:
         raise AccessDenied(
-            f"the socket's directory cannot be made: {error.strerror}",
+            f"cannot create the socket's directory: {error.strerror}",
             path=directory,
-            hint="name another place with --socket",
+            hint="choose another socket path with --socket",
         ) from error
     if directory == _private_directory():
         _check_private(directory)
@@ -90,7 +92,7 @@ def _private_directory() -> str:
 
 
 def _is_own(directory: str) -> bool:
-    # After su or sudo the variable may still name the directory of another user.
+    # After su or sudo, XDG_RUNTIME_DIR may still name the directory of another user.
     try:
         return os.stat(directory).st_uid == os.geteuid()
     except OSError:
@@ -98,7 +100,7 @@ def _is_own(directory: str) -> bool:
 
 
 def _check_private(directory: str) -> None:
-    """Refuse a directory in /tmp that somebody else made first to catch our clients."""
+    """Refuse a directory in /tmp that another user created to intercept clients."""
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
@@ -109,7 +111,7 @@ def _check_private(directory: str) -> None:
         or stat.S_IMODE(found.st_mode) & 0o077
     ):
         raise AccessDenied(
-            "is not a directory of mode 0700 that belongs to you",
+            "unsafe directory for the socket: not a directory of mode 0700 that belongs to you",
             path=directory,
             hint="remove it, or set XDG_RUNTIME_DIR or FFSERVE_SOCKET",
         )

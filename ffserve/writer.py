@@ -1,11 +1,16 @@
-"""Writing record files: any format, any number of samples, all or nothing.
+"""Write record files: ``create`` writes a new file, ``Appender`` extends a RecordIO file.
 
-The samples go to a file that takes its name when everything is written and synced; see `staging`.
+A new file takes its name only when it is completely written and synced; see ``output.py``.
 
-Some formats (FFRecord) put tables in front of the samples whose size depends on the number of
-samples. If that number is not given, the samples go to a second, nameless file first and are moved
-behind the tables at the end, last piece first, the nameless file shrinking as they go: the disk
-never holds them twice. What fits the gathering buffer never touches the second file.
+FFRecord puts tables in front of the samples, and their size depends on the number of samples. If
+that number is not given, the samples first go to a spool (a second, nameless file) and ``close``
+moves them behind the tables, last piece first, while the spool shrinks: the disk never holds them
+twice. Samples that fit into the write buffer never touch the spool.
+
+``Appender`` scans the file first and cuts off an incomplete chunk at its end, which a writer that
+died leaves behind. It refuses the file if intact chunks follow, because then a header is damaged.
+It writes each chunk with one call, so that only the last chunk can ever be incomplete, and locks
+the file against a second writer.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ from numpy.typing import NDArray
 
 from ffserve import formats
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import os_error, read_at_of, wrap_os_error
+from ffserve.files import os_error, os_hint, read_at_of, wrap_os_error
 from ffserve.formats.base import BatchEncoder, Encoder, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
-from ffserve.output import Files, named, naming
+from ffserve.output import OutputFile, write_error, writing
 
-GATHER_SIZE = 4 << 20
-"""Smaller pieces are gathered into writes of this size."""
+BUFFER_SIZE = 4 << 20
+"""Smaller pieces are collected into writes of this size."""
 
 _MOVE_SIZE = 64 << 20
 _NOT_COPYABLE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
@@ -46,30 +51,31 @@ def create(
     dialect: str | None = None,
     max_chunk_size: int | None = None,
 ) -> Writer:
-    """Begin a record file.
+    """Create a record file and return its writer.
 
     Args:
-        path: where the file will stand; its suffix names the format unless ``format`` does. An
-            existing file is replaced at ``close``, and stays as it is until then.
+        path: the file. Its suffix decides the format unless ``format`` is given. An existing file
+            stays unchanged until ``close`` replaces it.
         format: ``"ffrecord"``, ``"recordio"`` or ``"tfrecord"``.
-        n: the number of samples, if known: ``close`` then demands exactly so many, and formats
-            with tables in front need no second file.
-        compression: ``"none"``, ``"snappy"``, ``"gzip"``, ``"zlib"``, where the format has it.
-            TFRecord takes it from the suffixes ``.gz`` and ``.zlib`` if it is not given.
-        dialect: RecordIO: ``"py"`` or ``"go"``.
-        max_chunk_size: RecordIO: payload bytes a chunk.
-    Returns: a Writer, best used with ``with``.
-    Raises:  UsageError for an unknown format, an option that it lacks, or a path that cannot be
-             replaced by a file; ReadError or AccessDenied when no file can be made there.
-    Cost:    one file created.
+        n: number of samples, if known. ``close`` then requires exactly ``n`` samples, and FFRecord
+            needs no spool file.
+        compression: ``"none"``, ``"snappy"``, ``"gzip"`` or ``"zlib"``, if the format supports it.
+            None takes the format's default; for TFRecord the suffixes ``.gz`` and ``.zlib``
+            select it.
+        dialect: for RecordIO, ``"py"`` (default) or ``"go"``.
+        max_chunk_size: for RecordIO, payload bytes per chunk.
+    Returns: a Writer; use it in a ``with`` statement.
+    Raises:  UsageError: unknown format, unsupported option, or a path that is not a regular file.
+             MissingFile, AccessDenied, ReadError: the file cannot be created.
+    Cost:    creates one temporary file.
     """
     name = os.fsdecode(path)
     chosen = formats.by_name(format) if format is not None else formats.by_suffix(name)
     if chosen is None:
         raise UsageError(
-            "the suffix tells no format",
+            "unknown suffix: it does not determine the format",
             path=name,
-            hint=f"give format=, one of {', '.join(formats.NAMES)}",
+            hint=f"set format= to one of {', '.join(formats.NAMES)}",
         )
     if compression is None and chosen.name == "tfrecord":
         endings = {".gz": "gzip", ".zlib": "zlib"}
@@ -83,13 +89,13 @@ def create(
 
 
 class Writer:
-    """A record file in the making; made by ``create``.
+    """A record file that is being written; returned by ``create``.
 
-    Usable from several threads; samples then stand in the order in which ``write`` got them.
-    After a fork the file belongs to the parent: the child's copy can neither add to it, nor
-    finish it, nor remove it.
+    Threads may share a writer; samples are stored in the order of the ``write`` calls. After a
+    fork the file belongs to the parent: the child's copy can neither write, finish nor remove it.
 
-    A failed write (a full disk, say) removes what was written; ``close`` reports it again.
+    A failed write (for example on a full disk) removes the incomplete file; ``close`` raises the
+    same error again.
     """
 
     def __init__(self, path: str, encoder: Encoder, n: int | None) -> None:
@@ -101,8 +107,8 @@ class Writer:
         self._state = "open"
         self._failure: FFServeError | None = None
         self._lock = threading.Lock()
-        with naming(path):
-            files = self._files = Files(path)
+        with writing(path):
+            files = self._files = OutputFile(path)
         self._dropped = weakref.finalize(self, files.discard)
         self._spooled = n is None and encoder.head_size(1) != encoder.head_size(0)
         if self._spooled:
@@ -117,24 +123,23 @@ class Writer:
 
     @property
     def position(self) -> int:
-        """Bytes of records written so far, as they stand in the file (head excepted)."""
+        """Bytes of encoded records written so far, without the tables in front."""
         return self._stream.position
 
     @property
     def finished(self) -> bool:
-        """Whether the file was closed or given up."""
+        """Whether the file was closed, aborted or failed."""
         return self._state != "open"
 
     def write(self, buffer: Any, /) -> None:
         """Append one sample.
 
         Args:
-            buffer: bytes, or anything with the buffer protocol, of any item size and shape: its
-                bytes are stored whole, in C order (copied first if they do not lie so).
-        Raises:  UsageError for what is no buffer (str has to be encoded), for more than ``n``
-                 samples, and after close; ReadError when the file cannot be written, which
-                 removes it.
-        Cost:    one checksum; no copy for samples of 4 MiB and more, one for smaller ones.
+            buffer: bytes or any object with the buffer protocol, of any item size and shape. All
+                its bytes are stored, in C order.
+        Raises:  UsageError: not a buffer (encode str first), more than ``n`` samples, or a closed
+                 writer. ReadError: the file cannot be written; it is removed.
+        Cost:    one checksum, and one copy of a sample below 4 MiB or not in C order.
         """
         self._check_owner()
         with self._lock:
@@ -143,22 +148,25 @@ class Writer:
             try:
                 self._put(encoded)
             except BaseException as error:
-                self._give_up(error)
+                self._fail(error)
                 raise
             self._count += 1
 
     def write_batch(self, payloads: NDArray[np.uint8], offsets: NDArray[np.int64], /) -> None:
-        """Append samples that lie back to back, such as a ``Batch`` has them.
+        """Append samples that are stored back to back, as in a ``Batch``.
 
-        Args:    payloads: uint8, contiguous. offsets: int64[n + 1], rising from 0 to its length;
-                 sample i is payloads[offsets[i]:offsets[i + 1]].
-        Raises:  as ``write``; UsageError for arrays that are not so.
-        Cost:    as ``write``, but for small samples a tenth of the time.
+        Args:    payloads: uint8, contiguous. offsets: int64[n + 1], rising from 0 to the length of
+                 payloads; sample i is payloads[offsets[i]:offsets[i + 1]].
+        Raises:  as ``write``; UsageError if the offsets are invalid.
+        Cost:    as ``write``; a tenth of the time per sample if samples are small.
         """
         edges = np.ascontiguousarray(offsets, np.int64)
         size = payloads.nbytes
         if not len(edges) or edges[0] or edges[-1] != size or bool((np.diff(edges) < 0).any()):
-            raise UsageError("offsets have to rise from 0 to the length of the payloads")
+            raise UsageError(
+                f"invalid offsets: they must rise from 0 to {size}, the length of payloads",
+                path=self.path,
+            )
         encoder = self._encoder
         if not isinstance(encoder, BatchEncoder):
             view = flat(payloads)
@@ -171,17 +179,17 @@ class Writer:
             try:
                 self._put(encoder.encode_batch(np.frombuffer(flat(payloads), np.uint8), edges))
             except BaseException as error:
-                self._give_up(error)
+                self._fail(error)
                 raise
             self._count += len(edges) - 1
 
     def write_pieces(self, pieces: Iterable[Any], /) -> None:
         """Append one sample given in pieces, such as the blocks of a file.
 
-        Args:    pieces: buffers as for ``write``; one after the other they make the sample.
-        Raises:  as ``write``. An error from ``pieces`` itself goes through; if part of the
-                 sample was written by then, the file is given up.
-        Cost:    as ``write``; formats that must see a sample whole (RecordIO) join it.
+        Args:    pieces: buffers as for ``write``; the sample is their concatenation.
+        Raises:  as ``write``. An error raised by ``pieces`` itself passes through; the incomplete
+                 file is removed if part of the sample was already written.
+        Cost:    as ``write``; RecordIO and TFRecord join the pieces first.
         """
         self._check_owner()
         with self._lock:
@@ -198,17 +206,16 @@ class Writer:
                     assert self._growing is not None
                     self._put(self._growing.extend(flat(piece)))
             except BaseException as error:
-                self._give_up(error)
+                self._fail(error)
                 raise
             self._count += 1
 
     def close(self) -> None:
-        """Finish the file, sync it, and give it its name; a second call does nothing.
+        """Finish the file, sync it, and give it its name. Further calls do nothing.
 
-        Raises:  UsageError when fewer than ``n`` samples were written (writing may then go on);
-                 ReadError when the file could not be written, now or earlier.
-        Cost:    writes back what the kernel holds; moves the samples if ``n`` was not known and
-                 the format has tables in front.
+        Raises:  UsageError: fewer than ``n`` samples were written; more can then still be written.
+                 ReadError: the file could not be written, now or earlier.
+        Cost:    a sync; for FFRecord without ``n`` also one move of all samples.
         """
         if self._files.owner != os.getpid():
             self._files.discard()
@@ -220,20 +227,20 @@ class Writer:
                 return
             if self.n is not None and self._count < self.n:
                 raise UsageError(
-                    f"n={self.n} samples were announced, {self._count} were written",
+                    f"cannot finish: only {self._count} of n={self.n} samples were written",
                     path=self.path,
-                    hint="write the others, or leave n out when the number is not known",
+                    hint="write the missing samples, or create the file without n",
                 )
             try:
                 self._finish()
             except BaseException as error:
-                self._give_up(error)
+                self._fail(error)
                 raise
             self._state = "closed"
             self._dropped.detach()
 
     def abort(self) -> None:
-        """Give the file up and remove what was written; whatever had its name before stays."""
+        """Remove the incomplete file; an earlier file of the same name stays."""
         if self._files.owner != os.getpid():
             self._files.discard()
             return
@@ -256,11 +263,13 @@ class Writer:
             raise
 
     def __repr__(self) -> str:
-        announced = "" if self.n is None else f" of {self.n}"
-        return f"<Writer {self.path!r}: {self._state}, {self._count}{announced} samples>"
+        expected = "" if self.n is None else f" of {self.n}"
+        return f"<Writer {self.path!r}: {self._state}, {self._count}{expected} samples>"
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError("a Writer does not pickle", path=self.path, hint="one writer, one process")
+        raise UsageError(
+            "a Writer cannot be pickled", path=self.path, hint="create a writer in each process"
+        )
 
     def _encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
         try:
@@ -268,7 +277,7 @@ class Writer:
         except FFServeError as error:
             raise error.located(path=self.path, index=self._count) from None
         except BaseException as error:
-            self._give_up(error)
+            self._fail(error)
             raise
 
     def _put(self, encoded: Iterable[bytes | memoryview]) -> None:
@@ -276,12 +285,12 @@ class Writer:
             for piece in encoded:
                 self._stream.append(piece)
         except OSError as error:
-            raise named(error, self.path) from error
+            raise write_error(error, self.path) from error
 
     def _finish(self) -> None:
         self._put(self._encoder.tail())
         head_size = self._encoder.head_size(self._count)
-        with naming(self.path):
+        with writing(self.path):
             if self._spooled:
                 self._stream.move_to(self._files.fd, head_size)
             else:
@@ -293,51 +302,51 @@ class Writer:
             assert head.position == head_size, (head.position, head_size)
             self._files.publish()
 
-    def _give_up(self, error: BaseException) -> None:
-        """Remove the file, of which half a sample may be written, and remember why."""
+    def _fail(self, error: BaseException) -> None:
+        """Remove the incomplete file and keep the error for later calls."""
         self._state = "aborted"
         self._dropped()
         if isinstance(error, FFServeError):
             self._failure = error
         else:
             self._failure = ReadError(
-                f"given up: {type(error).__name__} came in the middle of a sample",
+                f"the file was removed after {type(error).__name__} in the middle of a sample",
                 path=self.path,
-                hint="what was written has been removed; write it again",
+                hint="create the file again",
             )
 
     def _check_owner(self) -> None:
         if self._files.owner != os.getpid():
             raise UsageError(
-                "this file is being written by the process that forked this one",
+                "cannot write: the writer belongs to the process that forked this one",
                 path=self.path,
-                hint="create a writer of its own in each process",
+                hint="create a writer in each process",
             )
 
     def _check_open(self, more: int = 1) -> None:
         if self._failure is not None:
             raise self._failure
         if self._state != "open":
-            raise UsageError(f"the writer is {self._state}", path=self.path)
+            raise UsageError(f"cannot write: the writer is {self._state}", path=self.path)
         if self.n is not None and self._count + more > self.n:
             raise UsageError(
-                f"n={self.n} samples were announced and written, this is one more",
+                f"cannot write more than n={self.n} samples",
                 path=self.path,
                 index=self._count,
-                hint="leave n out when the number is not known",
+                hint="create the file without n if the number is not known",
             )
 
 
 def flat(buffer: Any) -> memoryview:
-    """Return any buffer as a memoryview of its bytes in C order; copy only if they lie otherwise.
+    """Return the bytes of a buffer in C order, copied only if necessary.
 
-    Raises:  UsageError for what is no buffer.
+    Raises:  UsageError (also a TypeError): not a buffer.
     """
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
         kind = type(buffer).__name__
-        hint = "encode it first" if kind == "str" else "give bytes or an array that exports them"
+        hint = "encode it first" if kind == "str" else "give bytes or a buffer such as an array"
         raise NotABufferError(f"a sample cannot be {kind}: {error}", hint=hint) from None
     if "O" in view.format:
         raise NotABufferError("a sample cannot be an array of objects", hint="pickle it first")
@@ -352,16 +361,18 @@ def flat(buffer: Any) -> memoryview:
 
 
 class NotABufferError(UsageError, TypeError):
-    """What should be stored as a sample has no bytes of its own."""
+    """A sample does not support the buffer protocol."""
 
 
 class Appender:
-    """A RecordIO file that grows at its end.
+    """A RecordIO file opened for appending; created if it does not exist.
 
-    Args: dialect: "py", "go", or None for the file's own, and py for a new one; the others are
-        those of `ffserve.create`.
-    Raises: UsageError when the file has another dialect, or is being appended to already;
-        FormatError when it is damaged; AccessDenied, ReadError.
+    Args:
+        path: the file.
+        dialect: "py" or "go"; None takes the file's own, and "py" for a new file.
+        compression, max_chunk_size: as for `create`.
+    Raises:  UsageError: the file has another dialect, or another writer appends to it.
+             FormatError: the file is damaged. AccessDenied, ReadError: it cannot be written.
     """
 
     def __init__(
@@ -381,7 +392,9 @@ class Appender:
             own = self._prepare()
             if own is not None and dialect not in (None, own):
                 raise UsageError(
-                    f"the file is of the dialect {own}, which {dialect} cannot follow", path=path
+                    f"cannot append in dialect {dialect}: the file has dialect {own}",
+                    path=path,
+                    hint="leave dialect out",
                 )
             self._encoder = RECORDIO.writer(
                 compression=compression, dialect=dialect or own, max_chunk_size=max_chunk_size
@@ -391,17 +404,21 @@ class Appender:
             raise
 
     def _prepare(self) -> str | None:
-        """Lock the file, cut off what is not whole; return its dialect."""
+        """Lock the file, cut off an incomplete last chunk, and return the dialect."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError("somebody appends to this file already", path=self.path) from None
+            raise UsageError(
+                "another writer is appending to this file",
+                path=self.path,
+                hint="wait until it has closed the file",
+            ) from None
         except OSError as error:
             raise os_error(error, self.path) from error
         size = os.fstat(self._fd).st_size
         shard, self._end = RECORDIO.complete(read_at_of(self._fd, self.path), size, self.path)
         self.count = shard.count
-        """Records in the file, those of the unfinished chunk included."""
+        """Records in the file, including those of the unwritten last chunk."""
         if self._end < size:
             try:
                 os.ftruncate(self._fd, self._end)
@@ -411,10 +428,10 @@ class Appender:
         return shard.dialect.name if shard.dialect else None
 
     def write(self, payload: memoryview) -> None:
-        """Append a record; a chunk that is full is written.
+        """Append a record; write the chunk when it is full.
 
-        Raises: UsageError for a record that the format cannot hold, and after `close`; ReadError
-            when the file cannot be written: the chunk concerned is lost then, nothing before it.
+        Raises:  UsageError: the record is too large for the format, or the file is closed.
+                 ReadError: the chunk could not be written; earlier chunks are intact.
         """
         with self._lock:
             self._check()
@@ -426,11 +443,12 @@ class Appender:
 
     def _check(self) -> None:
         if self._fd < 0:
-            raise UsageError("the file is closed", path=self.path)
+            raise UsageError("cannot append: the file is closed", path=self.path)
         if self._pid != os.getpid():
             raise UsageError(
-                "this file is being appended to by the process that forked this one",
+                "cannot append: the file belongs to the process that forked this one",
                 path=self.path,
+                hint="open the file in one process only",
             )
 
     def _put(self, pieces: Iterable[bytes | memoryview]) -> None:
@@ -440,18 +458,21 @@ class Appender:
             while done < len(chunk):
                 done += os.pwrite(self._fd, chunk[done:], self._end + done)
         except OSError as error:
-            # What is there of the chunk would be cut off by the next who appends; do it now.
+            # Remove the partial chunk now; the next appender would have to.
             try:
                 os.ftruncate(self._fd, self._end)
             finally:
                 self._drop()
             raise ReadError(
-                f"cannot write: {error.strerror}", path=self.path, offset=self._end
+                f"cannot append: {error.strerror}",
+                path=self.path,
+                offset=self._end,
+                hint=os_hint(error),
             ) from error
         self._end += done
 
     def close(self) -> None:
-        """Write the last chunk and sync; a second call does nothing."""
+        """Write the last chunk and sync. Further calls do nothing."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -470,36 +491,36 @@ class Appender:
 
 
 class _Stream:
-    """Bytes appended to a descriptor from a position on, gathered into large writes."""
+    """Buffered appends to a descriptor, from a given offset on."""
 
     def __init__(self, descriptor: Callable[[], int], position: int) -> None:
         self._descriptor = descriptor
-        self._gathered = bytearray()
+        self._buffered = bytearray()
         self._written = position
         self._start = position
 
     @property
     def position(self) -> int:
-        return self._written + len(self._gathered)
+        return self._written + len(self._buffered)
 
     def append(self, piece: bytes | memoryview) -> None:
-        if len(self._gathered) + len(piece) > GATHER_SIZE:
+        if len(self._buffered) + len(piece) > BUFFER_SIZE:
             self.flush()
-        if len(piece) >= GATHER_SIZE:
+        if len(piece) >= BUFFER_SIZE:
             self._written += _write_all(self._descriptor(), piece, self._written)
         else:
-            self._gathered += piece
+            self._buffered += piece
 
     def flush(self) -> None:
-        if self._gathered:
-            self._written += _write_all(self._descriptor(), self._gathered, self._written)
-            self._gathered = bytearray()
+        if self._buffered:
+            self._written += _write_all(self._descriptor(), self._buffered, self._written)
+            self._buffered = bytearray()
 
     def move_to(self, fd: int, offset: int) -> None:
-        """Put everything appended into ``fd`` at ``offset``; the old place shrinks to nothing."""
+        """Move everything appended to ``fd`` at ``offset``, truncating the source as it goes."""
         written = self._written - self._start
-        _write_all(fd, self._gathered, offset + written)
-        self._gathered = bytearray()
+        _write_all(fd, self._buffered, offset + written)
+        self._buffered = bytearray()
         while written > 0:
             start = (written - 1) // _MOVE_SIZE * _MOVE_SIZE
             _copy(self._descriptor(), self._start + start, fd, offset + start, written - start)
@@ -513,13 +534,13 @@ def _write_all(fd: int, piece: bytes | bytearray | memoryview, offset: int) -> i
         while done < len(view):
             written = os.pwrite(fd, view[done:], offset + done)
             if written == 0:
-                raise OSError(errno.EIO, "the file takes no more bytes")
+                raise OSError(errno.EIO, "the file system accepts no more bytes")
             done += written
         return done
 
 
 def _copy(source: int, source_at: int, target: int, target_at: int, size: int) -> None:
-    """Copy between files inside the kernel, or through memory where that is not possible."""
+    """Copy between files inside the kernel, or through memory if the kernel cannot."""
     done = 0
     while done < size:
         try:
@@ -531,7 +552,7 @@ def _copy(source: int, source_at: int, target: int, target_at: int, size: int) -
                 raise
             got = 0
         if got == 0:
-            block = os.pread(source, min(GATHER_SIZE, size - done), source_at + done)
+            block = os.pread(source, min(BUFFER_SIZE, size - done), source_at + done)
             if not block:
                 raise OSError(errno.EIO, "the samples written so far cannot be read back")
             got = _write_all(target, block, target_at + done)
@@ -544,5 +565,5 @@ def _whole_number(name: str, value: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise UsageError(f"{name}={value!r} is not a number of samples")
+        raise UsageError(f"{name}={value!r} is not a valid number of samples")
     return number

@@ -36,7 +36,7 @@ from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset import PathLike
 from ffserve.engine.frames import crc32c
 from ffserve.errors import ChecksumError, UsageError
-from ffserve.output import naming
+from ffserve.output import writing
 from ffserve.writer import Writer, create, flat
 
 PLAN_NAME = ".ffserve-convert.json"
@@ -193,7 +193,7 @@ def _plan(sources: list[Source], options: list[Any]) -> str:
 
 def _prepare(directory: str, plan: str, names: set[str]) -> None:
     """Make the directory, or make sure that it is one of the same conversion."""
-    with naming(directory):
+    with writing(directory):
         _claim(directory, plan, names)
 
 

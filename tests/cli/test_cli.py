@@ -398,7 +398,7 @@ def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.ffr")
     for command in ("inspect", "verify", "index"):
         done = run(command, tmp_path / "pipe.ffr", code=1)
-        assert b"no regular file" in done.stdout + done.stderr
+        assert b"not a regular file" in done.stdout + done.stderr
 
 
 def test_names_that_are_no_text(packed: Path) -> None:
