@@ -572,7 +572,7 @@ def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) ->
             assert caught.value.hint is not None and str(inside) in caught.value.hint
         with pytest.raises(AccessDenied, match="regular files only"):
             daemon.open(inside / "fifo.ffr")
-        with pytest.raises(ReadError, match="holds no"):
+        with pytest.raises(ReadError, match="contains no"):
             daemon.open(inside / "directory.ffr")
         with Raw(daemon.socket) as raw:
             for k, path in enumerate((inside / "directory.ffr", outside / "not there", inside)):
