@@ -127,7 +127,7 @@ def test_help_names_every_command_and_each_has_an_example() -> None:
 def test_a_wrong_call_is_usage() -> None:
     assert "No such command" in error_of("srve", code=2)
     assert "No such option" in error_of("status", "--jsn", code=2)
-    assert "--arena: '4Q' is not a size" in error_of("serve", "--arena", "4Q", code=2)
+    assert "--arena: invalid size '4Q'" in error_of("serve", "--arena", "4Q", code=2)
     run("pack", "somewhere", code=2)
 
 

@@ -190,7 +190,7 @@ def test_a_client_that_is_killed_holds_nothing_up(path: str) -> None:
     [
         ("1KiB", "an arena of 1.00 KiB is too small"),
         ("300MiB", "the arena cannot grow to 300 MiB: this daemon was started for at most 256 MiB"),
-        ("many", "'many' is not a size"),
+        ("many", "invalid size 'many'"),
     ],
 )
 def test_sizes_that_cannot_be(daemon: Daemon, size: str, said: str) -> None:
