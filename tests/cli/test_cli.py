@@ -159,11 +159,11 @@ def test_a_place_where_nothing_can_be_made_is_named(
 def test_a_path_at_which_nothing_can_be_is_usage(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "turns").symlink_to(tmp_path / "turns")
     for path in (packed / "below.ffr", tmp_path / "turns", tmp_path / ("n" * 300)):
-        assert "is the path right" in error_of("inspect", path, code=2)
+        assert "check the path" in error_of("inspect", path, code=2)
         assert "1 unreadable file" in text_of("verify", path, code=2)
         for options in (["pack", packed, "-o"], ["convert", packed]):
             error = error_of(*options, path / "out.ffr", code=2)
-            assert "make the directory first" in error
+            assert "create the directory first" in error
 
 
 @pytest.mark.parametrize(
