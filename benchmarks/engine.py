@@ -24,10 +24,10 @@ import numpy.typing as npt
 
 from ffserve.bench import yardsticks
 from ffserve.bench.records import Data
-from ffserve.engine import ring
-from ffserve.engine.checksum import CRC_32, CRC_NONE, checksums
-from ffserve.engine.direct import open_direct
-from ffserve.engine.view import ENTRY_DTYPE, View, retract
+from ffserve.engine import io
+from ffserve.engine.codec import CRC_32, CRC_NONE, checksums
+from ffserve.engine.io import open_direct
+from ffserve.engine.shm import ENTRY_DTYPE, View, retract
 
 MIB = 1 << 20
 BATCH = 64
@@ -72,7 +72,7 @@ class Cold:
     """
 
     def __init__(
-        self, path: Path, step: int, kind: ring.Kind, ahead: int, verify: bool = True
+        self, path: Path, step: int, kind: io.Kind, ahead: int, verify: bool = True
     ) -> None:
         self.step, self.ahead = step, ahead
         self.size = path.stat().st_size
@@ -88,7 +88,7 @@ class Cold:
         self.arena = whole[start : start + count * room]
         self.arena[::4096] = 1
         self.entries = np.frombuffer(mmap.mmap(-1, count * ENTRY_DTYPE.itemsize), ENTRY_DTYPE)
-        self.engine = ring.Engine(kind, depth=DEPTH, threads=DEPTH)
+        self.engine = io.Engine(kind, depth=DEPTH, threads=DEPTH)
         self.engine.set_arena(
             self.arena.ctypes.data, len(self.arena), self.entries.ctypes.data, count
         )
@@ -108,7 +108,7 @@ class Cold:
         assert self.engine.add_file(self.fd, alignment) == 0
         self.random = np.random.default_rng(1)
 
-    def submit(self, batch: ring.Batch) -> None:
+    def submit(self, batch: io.Batch) -> None:
         chosen = self.random.integers(0, len(self.crcs), BATCH)
         batch.reads["offset"] = batch.records["offset"] = chosen * self.step
         batch.records["checksum"] = self.crcs[chosen]
@@ -170,7 +170,7 @@ def cold(path: Path, step: int, count: int, seconds: float) -> None:
     if yardsticks.has_fio():
         contestants["fio io_uring"] = lambda: fio(path, step, seconds)
     opened = []
-    for kind in ring.probe():
+    for kind in io.probe():
         for what, ahead, verify in (
             ("4 batches in flight", 4, True),
             ("the same, no checksum", 4, False),
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2)
     arguments = parser.parse_args()
     arguments.folder.mkdir(exist_ok=True)
-    print(ring.describe())
+    print(io.describe())
     print("\nhot")
     for step in (4096, 100 << 10):
         for batch in (64, 256):

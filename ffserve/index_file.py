@@ -41,7 +41,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.frames import crc32c
+from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError
 from ffserve.files import read_at_of
 from ffserve.formats.base import ScannedShard

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ffserve.dataset import bound_lengths
-from ffserve.engine.checksum import checksum
+from ffserve.engine.codec import checksum
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats.base import (
     HEAD_SIZE,

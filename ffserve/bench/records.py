@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.engine.direct import open_direct
+from ffserve.engine.io import open_direct
 from ffserve.errors import UsageError
 from ffserve.formats import by_name
 

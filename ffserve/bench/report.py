@@ -21,7 +21,7 @@ FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("own_mb", ",.0f"))
 
 def machine(folder: str) -> dict[str, Any]:
     """Return what a figure depends on, nothing that names the machine or its user."""
-    from ffserve.engine.ring import describe
+    from ffserve.engine.io import describe
 
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.source import Bytes, Int64s, Target
-from ffserve.engine.chunks import scatter
+from ffserve.engine.codec import scatter
 from ffserve.engine.extents import Extents, Spares
-from ffserve.engine.ring import Engine
+from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, status_error
 from ffserve.formats.base import ChunkedShard
 

@@ -22,12 +22,10 @@ from ffserve import formats, shardfile
 from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
-from ffserve.engine import ring
-from ffserve.engine.direct import open_direct
-from ffserve.engine.ring import Engine
-from ffserve.engine.view import NOWHERE
+from ffserve.engine import io
+from ffserve.engine.io import MERGED_SIZE, Engine, merge_reads, open_direct
+from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, ServerUnavailable, status_error
-from ffserve.extents import MERGED_SIZE, merged
 from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
@@ -70,7 +68,7 @@ class LocalPending:
 
     indices: Int64s
     target: Target
-    batch: ring.Batch | None
+    batch: io.Batch | None
     engine: Engine
 
 
@@ -261,7 +259,7 @@ class LocalSource:
         target = Target(offsets, apart=apart, out=out)
         if not count:
             return LocalPending(indices, target, None, engine)
-        firsts = merged(starts, starts + held, shards, MERGED_SIZE)
+        firsts = merge_reads(starts, starts + held, shards, MERGED_SIZE)
         counts = np.diff(np.append(firsts, count))
         batch = engine.batch(len(firsts), count)
         reads, records = batch.reads, batch.records
@@ -370,9 +368,9 @@ class LocalSource:
         self._size += int(offsets[-1]) - size
         return errors
 
-    def _read_singly(self, engine: Engine, batch: ring.Batch) -> None:
+    def _read_singly(self, engine: Engine, batch: io.Batch) -> None:
         """Read again, each by itself, what the disk refused as a whole."""
-        rows = np.flatnonzero(ring.refused(batch.records["status"]))
+        rows = np.flatnonzero(io.refused(batch.records["status"]))
         if not len(rows):
             return
         reads = np.searchsorted(batch.reads["first_record"], rows, side="right") - 1
@@ -390,14 +388,14 @@ class LocalSource:
         batch.records["found"][rows] = again.records["found"]
         again.free()
 
-    def _errors(self, pending: LocalPending, batch: ring.Batch) -> dict[int, FFServeError]:
+    def _errors(self, pending: LocalPending, batch: io.Batch) -> dict[int, FFServeError]:
         indices = pending.indices
         cut = self._cut(indices)
         errors: dict[int, FFServeError] = {}
         if not batch.failed and not len(cut):
             return errors
         status = batch.records["status"].copy()
-        status[cut] = ring.ETRUNCATED
+        status[cut] = io.ETRUNCATED
         for position in np.flatnonzero(status).tolist():
             index = int(indices[position])
             record = batch.records[position]

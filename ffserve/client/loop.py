@@ -21,7 +21,7 @@ from ffserve import protocol
 from ffserve.client import connections
 from ffserve.client.connection import ANSWER_TIMEOUT_S, Connection
 from ffserve.client.source import Int64s
-from ffserve.engine.ring import Batch, Engine
+from ffserve.engine.io import Batch, Engine
 from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.protocol import Message
 

@@ -29,7 +29,7 @@ from ffserve.client.loop import Home, LoopConnection, in_thread, pool, undisturb
 from ffserve.client.remote import RemoteSource
 from ffserve.client.request import Awaited, RemotePending, Steps
 from ffserve.client.source import Bytes, Int64s, Source, Target
-from ffserve.engine.ring import probe
+from ffserve.engine.io import probe
 from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.socket_path import find_socket
 

@@ -24,7 +24,7 @@ from ffserve.client.request import Awaited, Copy, RemotePending, Steps, Unsized,
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
 from ffserve.client.tally import Tally
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.view import View
+from ffserve.engine.shm import View
 from ffserve.errors import FFServeError, ProtocolError, ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ffserve.client import buffers
 from ffserve.dataset import ShardInfo
-from ffserve.engine.view import addresses
+from ffserve.engine.shm import addresses
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]

@@ -34,7 +34,7 @@ from ffserve.client.source import Batch
 from ffserve.compat import folder_index
 from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset import PathLike
-from ffserve.engine.frames import crc32c
+from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.output import writing
 from ffserve.writer import Writer, create, flat

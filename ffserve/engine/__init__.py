@@ -1,1 +1,5 @@
-"""Reading extents of files, checksums, and copying out of shared memory (a C core, ``ring``)."""
+"""The engine: a C core, and one Python face per subject.
+
+``io``: reading files. ``shm``: the directory and the arena in shared memory. ``codec``: checksums,
+and scanners of frames and chunks. ``plan`` and its neighbours: tables of the cache.
+"""

@@ -91,19 +91,3 @@ class Shards:
             self.c, _from_buffer(_I64S, numbers), _from_buffer(_I64S, sizes), len(numbers), sign
         )
         assert rc == 0, "samples are those of open shards"
-
-
-def merge(begins: Int64s, ends: Int64s, files: Int64s, most: int, gap: int, size: int) -> Int64s:
-    """Return the position of the first extent of each read; see `ffserve.extents`."""
-    firsts = np.empty(len(begins), np.int64)
-    count = lib.ffs_merge(
-        _from_buffer(_I64S, begins),
-        _from_buffer(_I64S, ends),
-        _from_buffer(_I64S, files),
-        len(begins),
-        most,
-        gap,
-        size,
-        _from_buffer(_I64S, firsts),
-    )
-    return firsts[:count]

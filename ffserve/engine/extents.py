@@ -11,8 +11,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.ring import Batch, Engine
-from ffserve.engine.view import NOWHERE
+from ffserve.engine.io import Batch, Engine
+from ffserve.engine.shm import NOWHERE
 
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]

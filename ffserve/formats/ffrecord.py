@@ -30,7 +30,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.checksum import checksums
+from ffserve.engine.codec import checksums
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 from ffserve.formats.base import (
     CHECKSUM_CRC32,

@@ -20,8 +20,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.checksum import checksum
-from ffserve.engine.chunks import split_records
+from ffserve.engine.codec import checksum, split_records
 from ffserve.errors import (
     ChecksumError,
     FFServeError,

@@ -12,8 +12,8 @@ for that does.
 
 from __future__ import annotations
 
-from ffserve.engine import chunks
-from ffserve.engine.checksum import checksum
+from ffserve.engine import codec
+from ffserve.engine.codec import checksum
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 from ffserve.formats.base import PIECE_SIZE, ReadAt, read_exactly
 from ffserve.formats.recordio_codec import (
@@ -93,7 +93,7 @@ class Scan:
     """
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
-        self.table = chunks.Walk(
+        self.table = codec.ChunkScanner(
             size, records_allowed=_RECORDS_ALLOWED, records_a_byte=_RECORDS_A_BYTE
         )
         self.problems: dict[int, FFServeError] = {}
@@ -121,7 +121,7 @@ class Scan:
         """Go to the end of the file, or raise where that is not possible."""
         while self.at < self._size:
             window, base = self._window.holding(self.table.wanted, HEADER.size)
-            if self.table.feed(window, base) == chunks.FAULT:
+            if self.table.feed(window, base) == codec.ChunkScanner.FAULT:
                 self._enter(*self._look(self.at))
 
     def _enter(self, header: Header, decoded: int) -> None:

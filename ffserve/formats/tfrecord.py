@@ -29,8 +29,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine import frames
-from ffserve.engine.frames import FOOTER_SIZE, FRAME_SIZE, HEADER_SIZE
+from ffserve.engine import codec
+from ffserve.engine.codec import FRAME_FOOTER_SIZE, FRAME_HEADER_SIZE, FRAME_SIZE
 from ffserve.errors import GAP_CHECKSUM, ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats.base import (
     CHECKSUM_CRC32C,
@@ -104,7 +104,7 @@ class _Scan:
         self._size = size
         self._path = path
         self._tolerant = tolerant
-        self._walk = frames.Walk(size, verify=verify or tolerant)
+        self._walk = codec.FrameScanner(size, verify=verify or tolerant)
         self._window = bytearray(0)
         self._listing = verify
         self._budget = 8 * size + SEARCH_SIZE
@@ -117,9 +117,9 @@ class _Scan:
             window = min(2 * window, PIECE_SIZE)
             base = walk.wanted
             why = walk.feed(self._bytes(base, want), base)
-            if why == frames.END:
+            if why == codec.FrameScanner.END:
                 return walk.tables()
-            if why != frames.MORE and not self._go_on(why):
+            if why != codec.FrameScanner.MORE and not self._go_on(why):
                 return walk.tables()
 
     def _bytes(self, base: int, want: int) -> memoryview:
@@ -135,15 +135,15 @@ class _Scan:
         """Raise what the walk met, or note it and go to the next frame; False: there is none."""
         at, record = self._walk.at, self._walk.count
         kind: type[FFServeError] = TruncatedError
-        if why == frames.CUT_HEADER:
+        if why == codec.FrameScanner.CUT_HEADER:
             text = f"{self._size - at} bytes are left behind record {record - 1}: too few for one"
             if not record:
                 text = f"the file has {self._size} bytes, a record alone has {FRAME_SIZE} at least"
-        elif why == frames.CUT_RECORD:
-            length, _ = _HEADER.unpack(self._bytes(at, HEADER_SIZE))
+        elif why == codec.FrameScanner.CUT_RECORD:
+            length, _ = _HEADER.unpack(self._bytes(at, FRAME_HEADER_SIZE))
             text = (
                 f"record {record} says that it has {length} bytes, but only "
-                f"{self._size - at - HEADER_SIZE} are left: the file was cut"
+                f"{self._size - at - FRAME_HEADER_SIZE} are left: the file was cut"
             )
         else:
             kind = ChecksumError
@@ -155,7 +155,7 @@ class _Scan:
             hint = 'take another copy of it, or read what is whole with on_error="skip"'
             raise kind(text, path=self._path, offset=at, hint=hint)
         self.sound = False
-        if why == frames.BAD_HEADER:
+        if why == codec.FrameScanner.BAD_HEADER:
             if self._listing:
                 self._walk.add(at, 0, GAP_CHECKSUM)
             self._walk.skip_to(self._find(at))
@@ -169,7 +169,7 @@ class _Scan:
         if self._size - lost < FRAME_SIZE:
             return self._size
         for proven in (True, False):
-            finder = frames.Finder(self._size, lost, proven=proven)
+            finder = codec.FrameFinder(self._size, lost, proven=proven)
             while self._budget > 0:
                 base = finder.wanted
                 window = self._bytes(base, PIECE_SIZE)
@@ -184,20 +184,20 @@ class _Scan:
 
     def _sound(self, at: int) -> bool:
         """Whether a frame's payload matches its checksum."""
-        length, _ = _HEADER.unpack(self._bytes(at, HEADER_SIZE))
+        length, _ = _HEADER.unpack(self._bytes(at, FRAME_HEADER_SIZE))
         self._budget -= length
         if self._budget < 0:
             return False
-        begin, end, crc = at + HEADER_SIZE, at + HEADER_SIZE + length, 0
+        begin, end, crc = at + FRAME_HEADER_SIZE, at + FRAME_HEADER_SIZE + length, 0
         for place in range(begin, end, PIECE_SIZE):
-            crc = frames.crc32c(self._bytes(place, min(PIECE_SIZE, end - place)), crc)
-        return _FOOTER.pack(frames.mask(crc)) == self._bytes(end, FOOTER_SIZE)
+            crc = codec.crc32c(self._bytes(place, min(PIECE_SIZE, end - place)), crc)
+        return _FOOTER.pack(codec.mask(crc)) == self._bytes(end, FRAME_FOOTER_SIZE)
 
 
 def frame_header(length: int) -> bytes:
     """Return what stands in front of a payload."""
     packed = struct.pack("<Q", length)
-    return packed + _FOOTER.pack(frames.mask(frames.crc32c(packed)))
+    return packed + _FOOTER.pack(codec.mask(codec.crc32c(packed)))
 
 
 class TFRecordEncoder:
@@ -209,14 +209,14 @@ class TFRecordEncoder:
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
         """Return one frame; the payload itself is not copied."""
-        footer = _FOOTER.pack(frames.mask(frames.crc32c(payload)))
+        footer = _FOOTER.pack(codec.mask(codec.crc32c(payload)))
         return (frame_header(len(payload)), payload, footer)
 
     def encode_batch(
         self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
     ) -> Iterable[bytes | memoryview]:
         """Return the frames of all, in one piece."""
-        return (frames.frame_all(payloads, edges).data,)
+        return (codec.frame_all(payloads, edges).data,)
 
     def tail(self) -> Iterable[bytes | memoryview]:
         """Return nothing: nothing follows the last record."""
@@ -265,8 +265,7 @@ class TFRecord:
 
         An empty file is a sound one of no records, but nothing tells it from any other.
         """
-        plain = len(head) >= HEADER_SIZE and frames.header_holds(head[:HEADER_SIZE])
-        return plain or compression_of(head) is not None
+        return codec.frame_header_is_valid(head) or compression_of(head) is not None
 
     def open(
         self,
@@ -312,7 +311,7 @@ class TFRecord:
         wrapped = (ends[1:] < ends[:-1]).any() if len(ends) else False
         if wrapped or (int(ends[-1]) if len(ends) else 0) != size:
             return None
-        return _shard(ends - lengths - np.uint64(FOOTER_SIZE), lengths, checksums, size, path)
+        return _shard(ends - lengths - np.uint64(FRAME_FOOTER_SIZE), lengths, checksums, size, path)
 
     def writer(
         self,

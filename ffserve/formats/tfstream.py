@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine import frames
-from ffserve.engine.checksum import checksums
-from ffserve.engine.frames import FRAME_SIZE, HEADER_SIZE, header_holds
+from ffserve.engine import codec
+from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums, frame_header_is_valid
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, GZIP_MAGIC, ZLIB_MAGIC
 
@@ -60,18 +59,18 @@ def compression_of(head: bytes) -> str | None:
     for name, magic in _MAGIC.items():
         if not head.startswith(magic):
             continue
-        if len(head) >= HEADER_SIZE and header_holds(head[:HEADER_SIZE]):
+        if frame_header_is_valid(head):
             return None
         inflater, begin = Inflater("", name), b""
         try:
             for piece in inflater.feed(head):
-                begin += piece[:HEADER_SIZE]
-                if len(begin) >= HEADER_SIZE:
+                begin += piece[:FRAME_HEADER_SIZE]
+                if len(begin) >= FRAME_HEADER_SIZE:
                     break
         except FormatError:
             continue
-        if len(begin) >= HEADER_SIZE:
-            found = header_holds(begin[:HEADER_SIZE])
+        if len(begin) >= FRAME_HEADER_SIZE:
+            found = frame_header_is_valid(begin)
         else:
             found = not begin if inflater.whole else name == "gzip"
         if found:
@@ -216,7 +215,7 @@ class FrameStream:
         self._verify = verify
         self._limit = limit
         self._held = bytearray()
-        self._wanted = HEADER_SIZE
+        self._wanted = FRAME_HEADER_SIZE
         """So many bytes are needed before there can be anything new."""
         self.count = 0
         """Records so far."""
@@ -233,11 +232,11 @@ class FrameStream:
         if len(self._held) < self._wanted:
             return None
         block = bytes(self._held)
-        walk = frames.Walk(len(block), verify=self._verify)
+        walk = codec.FrameScanner(len(block), verify=self._verify)
         why = walk.feed(memoryview(block), 0)
-        if why == frames.CUT_RECORD:
+        if why == codec.FrameScanner.CUT_RECORD:
             self._wanted = self._needed(block, walk.at, walk.count)
-        elif why == frames.BAD_HEADER and not walk.count:
+        elif why == codec.FrameScanner.BAD_HEADER and not walk.count:
             raise ChecksumError(
                 f"the length of record {self.count} does not match its checksum, so that nothing "
                 "tells where the next one begins",
@@ -246,7 +245,7 @@ class FrameStream:
                 hint=f"it stands at byte {self._at} of the uncompressed stream",
             )
         else:
-            self._wanted = HEADER_SIZE
+            self._wanted = FRAME_HEADER_SIZE
         self._held = bytearray(block[walk.at :])
         self._at += walk.at
         if not walk.count:
@@ -279,7 +278,7 @@ class FrameStream:
 
         Raises:  what `feed` still had to raise; TruncatedError when bytes are left.
         """
-        if len(self._held) >= HEADER_SIZE:
+        if len(self._held) >= FRAME_HEADER_SIZE:
             self._wanted = 0
             self.feed(b"")
         if self._held:

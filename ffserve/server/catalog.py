@@ -25,7 +25,7 @@ from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dataset import bound_lengths
-from ffserve.engine.direct import open_direct
+from ffserve.engine.io import open_direct
 from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard

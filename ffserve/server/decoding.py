@@ -27,8 +27,8 @@ from ffserve.cache.cache import Failure, Int64s
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.engine.extents import Extents, Spares
-from ffserve.engine.ring import Batch, Engine
-from ffserve.engine.view import publish_run
+from ffserve.engine.io import Batch, Engine
+from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT, FFServeError
 from ffserve.formats.base import ChunkedShard
 

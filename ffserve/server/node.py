@@ -22,7 +22,7 @@ from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
-from ffserve.engine.view import retract
+from ffserve.engine.shm import retract
 from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer

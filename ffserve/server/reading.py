@@ -14,10 +14,8 @@ from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
-from ffserve.engine.answers import Answer
-from ffserve.engine.ring import Batch, Engine, refused
+from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, Batch, DirectReply, Engine, refused
 from ffserve.errors import ReadError
-from ffserve.extents import MERGED_GAP, MERGED_SIZE
 from ffserve.server.decoding import Decoding
 
 MERGED_MOST = 32 * 1024
@@ -119,7 +117,7 @@ class Reading:
         """Forget a file of which no read is queued or in flight."""
         self._engines[engine].remove_file(file)
 
-    def submit(self, load: Load, answer: Answer | None = None) -> None:
+    def submit(self, load: Load, answer: DirectReply | None = None) -> None:
         """Read the blocks of a load; `done` is called when all have ended.
 
         Args: answer: waits for the load; where a part of it is decoded here, it does not go out.
@@ -128,7 +126,7 @@ class Reading:
             chunked = self._table.chunked[load.blocks.shards]
             if chunked.any():
                 if answer is not None:
-                    answer.withhold()
+                    answer.cancel()
                 self._submit_chunks(load, chunked)
                 return
         if len(self._engines) == 1:
@@ -146,7 +144,7 @@ class Reading:
             part = part.take(np.flatnonzero(engines == number))
             load.reads += self._submit_part(part, MERGED_MOST, answer)
 
-    def _submit_whole(self, load: Load, engine: int, answer: Answer | None) -> None:
+    def _submit_whole(self, load: Load, engine: int, answer: DirectReply | None) -> None:
         part = _Part(engine, load.blocks, load.offsets, load.sizes, load, _Outcome(1))
         load.reads = self._submit_part(part, MERGED_MOST, answer)
 
@@ -172,7 +170,7 @@ class Reading:
         if outcome.remaining == 0:
             self.done(load, outcome.failures)
 
-    def _submit_part(self, part: _Part, most: int, answer: Answer | None = None) -> int:
+    def _submit_part(self, part: _Part, most: int, answer: DirectReply | None = None) -> int:
         """Read blocks of one device, those of up to `most` bytes together with neighbours; return
         how many reads that takes."""
         engine = self._engines[part.engine]
@@ -186,7 +184,7 @@ class Reading:
         )
         reads = batch.read_count
         if answer is not None:
-            answer.awaits(batch)
+            answer.wait_for(batch)
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1

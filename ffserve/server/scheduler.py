@@ -47,7 +47,7 @@ _FEW_PINS = 1024
 class Promise(Protocol):
     """An answer that goes out by itself when all that was submitted with it has been read well."""
 
-    def settle(self) -> None:
+    def arm(self) -> None:
         """Nothing further is submitted with it. Before this is called it does not go out."""
         ...
 
@@ -299,7 +299,7 @@ class Scheduler:
                 and fetch.cursor == len(fetch.numbers)
                 and not fetch.failures
             ):
-                request.promise.settle()
+                request.promise.arm()
             return True
         if fetch.cursor > before:
             return False

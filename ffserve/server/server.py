@@ -16,7 +16,7 @@ import time
 from collections import deque
 
 from ffserve import protocol
-from ffserve.engine.answers import WHOLE_SIZE, Answer, Line
+from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -49,7 +49,7 @@ class Connection:
         self._outbox = Outbox(self._write)
         self._writing = self._busy = False
         self._closed = False
-        self._line = Line(self._fd)
+        self._reply_socket = ReplySocket(self._fd)
         self.session = Session(
             server.node,
             Peer.of(sock),
@@ -97,8 +97,8 @@ class Connection:
         if not self._closed:
             self._loop.add_reader(self._fd, self._readable)
 
-    def _promise(self, ready: protocol.Ready) -> Answer:
-        return Answer(self._line, protocol.encode(ready))
+    def _promise(self, ready: protocol.Ready) -> DirectReply:
+        return DirectReply(self._reply_socket, protocol.encode(ready))
 
     def _send(self, message: Message) -> None:
         if self._closed:
@@ -109,8 +109,8 @@ class Connection:
                 self._send_with_memory(frame)
                 return
             widen_send_buffer(self._sock)
-        if len(frame) > WHOLE_SIZE:
-            self._line.hold(True)
+        if len(frame) > ATOMIC_SEND_SIZE:
+            self._reply_socket.block(True)
         self._outbox.put(frame)
         if self._outbox.frames_size > MOST_UNSENT:
             log.warning("cut off a client (pid %d) that does not read", self.session.peer.pid)
@@ -135,7 +135,7 @@ class Connection:
             self._loop.call_soon(self.close)
         finally:
             self._busy = False
-        self._line.hold(self._closed or bool(self._outbox))
+        self._reply_socket.block(self._closed or bool(self._outbox))
         if bool(self._outbox) != self._writing:
             self._writing = not self._writing
             if self._writing:
@@ -175,7 +175,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._line.hold(True)
+        self._reply_socket.block(True)
         self._hello_timer.cancel()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.flag import Flag
+from ffserve.engine.shm import Flag
 
 Bytes = NDArray[np.uint8]
 

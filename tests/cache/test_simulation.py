@@ -371,7 +371,7 @@ class World:
 
 @dataclass(eq=False)
 class Promise:
-    """As engine.answers.Answer: goes to the client without the session."""
+    """As engine.io.DirectReply: goes to the client without the session."""
 
     client: Client
     ready: protocol.Ready
@@ -387,7 +387,7 @@ class Promise:
             self.client.promised += 1
             self.client._got(self.ready)
 
-    def settle(self) -> None:
+    def arm(self) -> None:
         self.left -= 1
 
 

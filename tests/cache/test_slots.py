@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.blocks import ROWS, Shards, merge
-from ffserve.engine.ring import Batch
+from ffserve.engine.blocks import ROWS, Shards
+from ffserve.engine.io import Batch, merge_reads
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots, mark
 from ffserve.errors import UsageError
 
@@ -250,7 +250,7 @@ def test_a_record_outside_of_its_block_is_refused() -> None:
     places = np.array([0]), np.array([4096])
     files.offsets[6] = 10
     table = files.c.blocks(np.array([5]), 1 << 20)
-    with pytest.raises(UsageError, match="outside of its block"):
+    with pytest.raises(UsageError, match="outside its block"):
         Batch.of_blocks(files.c, table, *places, 0, (0, 0, 1))
     for row, value in ((0, -1), (0, SAMPLES), (1, 0), (1, SAMPLES), (5, 2), (5, -1)):
         table = files.c.blocks(np.array([9]), 1 << 20)
@@ -277,4 +277,4 @@ def test_merge(parts: list[tuple[int, int, bool]], most: int) -> None:
         start = start if joined else begins[k]
         if not joined or (begins[k] - start) // 70 != (begins[k - 1] - start) // 70:
             firsts.append(k)
-    assert merge(begins, ends, files, most, 5, 70).tolist() == firsts
+    assert merge_reads(begins, ends, files, most, 5, 70).tolist() == firsts

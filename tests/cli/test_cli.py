@@ -30,7 +30,7 @@ from ffserve import cli
 from ffserve.cli import COMMANDS
 from ffserve.cli.recordfiles import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
-from ffserve.engine.frames import crc32c
+from ffserve.engine.codec import crc32c
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)

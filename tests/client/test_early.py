@@ -21,7 +21,7 @@ def test_what_has_come_is_copied_before_the_answer(tmp_path: Path) -> None:
         for sample in content:
             writer.write(sample)
     silent = (
-        "from ffserve.engine import answers\nanswers.Answer.settle = lambda self: None\n"
+        "from ffserve.engine import io\nio.DirectReply.arm = lambda self: None\n"
         "from ffserve.server import reading\nreading.Reading._reap = lambda *_: None"
     )
     with serving(

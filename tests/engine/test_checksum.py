@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.checksum import CRC_32, CRC_32C, CRC_NONE, checksum, checksums
+from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum, checksums
 from ffserve.errors import UsageError
 
 

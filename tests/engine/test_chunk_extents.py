@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ffserve.engine.extents import PIECE_SIZE, Extents, Spares
-from ffserve.engine.ring import ETRUNCATED, Engine
+from ffserve.engine.io import ETRUNCATED, Engine
 
 SIZE = 3 * PIECE_SIZE + 777
 

@@ -27,11 +27,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ffserve.cache.shm import SharedMemory
-from ffserve.engine import ring
-from ffserve.engine.checksum import CRC_32, CRC_32C, CRC_NONE, checksum
-from ffserve.engine.direct import open_direct
-from ffserve.engine.ring import Batch, Engine
-from ffserve.engine.view import ENTRY_DTYPE, NOWHERE, View, retract
+from ffserve.engine import io
+from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
+from ffserve.engine.io import Batch, Engine, open_direct
+from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, View, retract
 from ffserve.errors import UsageError
 
 MIB = 1 << 20
@@ -119,7 +118,7 @@ def place(batch: Batch, file: Opened, offset: int, length: int, slot: int, size:
     )
 
 
-@pytest.fixture(params=ring.probe())
+@pytest.fixture(params=io.probe())
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(request.param, depth=16, threads=4) as opened:
         yield opened
@@ -233,7 +232,7 @@ class TestEngine:
         engine.submit(batch)
         engine.wait(batch)
         assert batch.failed == 1
-        assert batch.records["status"][42] == ring.ECHECKSUM
+        assert batch.records["status"][42] == io.ECHECKSUM
         assert batch.records["found"][42] == batch.records["checksum"][42] ^ 1
         assert engine.counters()["checksum_errors"] == 1
         view = arena.view()
@@ -261,7 +260,7 @@ class TestEngine:
             batch.records[k] = (at, length, k, arena.address + to, crc, 0, 0, 0)
         engine.submit(batch)
         engine.wait(batch)
-        assert batch.records["status"].tolist() == [0, ring.ECHECKSUM, 0]
+        assert batch.records["status"].tolist() == [0, io.ECHECKSUM, 0]
         assert arena.view().places(np.arange(3)).tolist() == [0, NOWHERE, 200_000]
         for at, length, to in (parts[0], parts[2]):
             assert arena.bytes[to : to + length].tobytes() == CONTENT[at : at + length]
@@ -296,7 +295,7 @@ class TestEngine:
         batch.records[4] = (1 << 30, 5000, NOWHERE, 0, 0, 0, 0, 0)
         engine.submit(batch)
         assert engine.wait(batch, 10)
-        end = ring.ETRUNCATED
+        end = io.ETRUNCATED
         assert batch.records["status"].tolist() == [0, 0, end, 0, end]
         assert arena.entries["seq"].tolist() == [1, 1, 0, 1]
         os.close(file.fd)
@@ -312,7 +311,7 @@ class TestEngine:
             engine.submit(batch)
             assert engine.wait(batch, 20)
             assert np.flatnonzero(batch.records["status"]).tolist() == [3, 9]
-            assert batch.records["status"][9] == ring.ECHECKSUM
+            assert batch.records["status"][9] == io.ECHECKSUM
             assert batch.failed == 2
         batch.records["checksum"][[3, 9]] ^= 1
         engine.submit(batch)
@@ -336,7 +335,7 @@ class TestEngine:
             batch.records[5 + k] = (at, length, NOWHERE, dests[k].ctypes.data, crc, 0, 0, 0)
         engine.submit(batch)
         assert engine.wait(batch, 20)
-        assert batch.records["status"].tolist() == 2 * [0, 0, 0, ring.ECHECKSUM, 0]
+        assert batch.records["status"].tolist() == 2 * [0, 0, 0, io.ECHECKSUM, 0]
         assert arena.entries["seq"].tolist() == [1, 1, 1, 0, 1]
         for k in (0, 2, 4):
             expected = CONTENT[places[k] : places[k] + lengths[k]]
@@ -351,7 +350,7 @@ class TestEngine:
         batch, dests = pieces(engine, file, extents)
         engine.submit(batch)
         assert engine.wait(batch, 20)
-        end = ring.ETRUNCATED
+        end = io.ETRUNCATED
         assert batch.records["status"].tolist() == [0, end, end, end, 0]
         assert batch.failed == 3
         assert dests[0][: size - 5].tobytes() == CONTENT[5:size]
@@ -387,8 +386,8 @@ class TestEngine:
                     at = int(record["offset"])
                     assert dest[:20000].tobytes() == CONTENT[at : at + 20000]
         # A buffered read may see the zeros of a page that is being cut; the checksum tells.
-        assert seen <= {0, ring.ETRUNCATED, ring.ECHECKSUM}
-        assert ring.ETRUNCATED in seen
+        assert seen <= {0, io.ETRUNCATED, io.ECHECKSUM}
+        assert io.ETRUNCATED in seen
 
     def test_descriptor_that_cannot_be_read(self, engine: Engine, tmp_path: Path) -> None:
         fd = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
@@ -625,7 +624,7 @@ class TestEngine:
         assert b"".join(d[:-1].tobytes() for d in dests) == CONTENT[offset : offset + length]
 
 
-@pytest.mark.skipif("uring" not in ring.probe(), reason="only a ring reads from a pipe")
+@pytest.mark.skipif("uring" not in io.probe(), reason="only a ring reads from a pipe")
 class TestReadsThatHang:
     """A pipe that nobody writes to is a disk that does not answer."""
 
@@ -676,7 +675,7 @@ class TestReadsThatHang:
         os.close(writable)
 
 
-@pytest.mark.skipif("registered" not in ring.probe(), reason="nothing can be registered")
+@pytest.mark.skipif("registered" not in io.probe(), reason="nothing can be registered")
 class TestRegisteredMemory:
     @pytest.fixture
     def engine(self) -> Iterator[Engine]:
@@ -782,19 +781,19 @@ class TestRegisteredMemory:
 class TestChoice:
     def test_auto_takes_the_first_that_works(self) -> None:
         with Engine() as engine:
-            assert engine.kind == ring.probe()[0]
+            assert engine.kind == io.probe()[0]
 
     def test_auto_tries_no_further(self) -> None:
-        ring._trial.cache_clear()
+        io._trial.cache_clear()
         with Engine() as engine:
-            assert ring._trial.cache_info().currsize == 1 + list(ring.KINDS).index(engine.kind)
+            assert io._trial.cache_info().currsize == 1 + list(io.KINDS).index(engine.kind)
 
     def test_threads_always_work(self) -> None:
-        assert ring.probe()[-1] == "threads"
+        assert io.probe()[-1] == "threads"
 
     def test_description_names_every_kind(self) -> None:
-        assert all(kind in ring.describe() for kind in ring.KINDS)
-        assert "\n" not in ring.describe()
+        assert all(kind in io.describe() for kind in io.KINDS)
+        assert "\n" not in io.describe()
 
     def test_unknown_kind(self) -> None:
         with pytest.raises(UsageError, match="floppy"):
@@ -810,7 +809,7 @@ class TestChoice:
         ],
     )
     def test_kinds_that_the_kernel_refuses(self, refused: list[str], left: list[str]) -> None:
-        if any(kind not in ring.probe() for kind in ring.KINDS):
+        if any(kind not in io.probe() for kind in io.KINDS):
             pytest.skip("the kernel refuses some kinds as it is")
         numbers = SYSTEM_CALLS[os.uname().machine]
         calls = ",".join(str(numbers[name]) for name in refused)
@@ -826,7 +825,7 @@ class TestChoice:
         ("limit", "best"), [(0, "aio"), (MIB // 8, "uring"), (MIB, "registered")]
     )
     def test_memory_that_may_not_be_locked(self, limit: int, best: str) -> None:
-        if "registered" not in ring.probe():
+        if "registered" not in io.probe():
             pytest.skip("the kernel takes no registered buffers as it is")
         ran = subprocess.run(
             [sys.executable, "-c", UNDER_MEMLOCK, str(limit), best],
@@ -856,17 +855,17 @@ resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
 import mmap
 import tempfile
 import numpy as np
-from ffserve.engine import ring
-from ffserve.engine.direct import open_direct
-from ffserve.engine.view import ENTRY_DTYPE, View
+from ffserve.engine import io
+from ffserve.engine.io import open_direct
+from ffserve.engine.shm import ENTRY_DTYPE, View
 
-assert ring.probe()[0] == best, ring.describe()
+assert io.probe()[0] == best, io.describe()
 if best != "registered":
-    assert "no memory that may be locked" in ring.describe(), ring.describe()
+    assert "too little memory may be locked" in io.describe(), io.describe()
 arena = np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8)
 entries = np.frombuffer(mmap.mmap(-1, 4096), ENTRY_DTYPE)[:1]
 content = os.urandom(200_000)
-with ring.Engine() as engine, tempfile.TemporaryFile() as file:
+with io.Engine() as engine, tempfile.TemporaryFile() as file:
     file.write(content)
     file.flush()
     engine.set_arena(arena.ctypes.data, len(arena), entries.ctypes.data, 1)
@@ -898,17 +897,17 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
 assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0) == 0  # PR_SET_SECCOMP
 
-from ffserve.engine import ring
+from ffserve.engine import io
 from ffserve.errors import ReadError
 
-assert ring.probe() == left, ring.describe()
-with ring.Engine() as engine:
+assert io.probe() == left, io.describe()
+with io.Engine() as engine:
     assert engine.kind == left[0]
-for kind in ring.KINDS:
+for kind in io.KINDS:
     if kind not in left:
-        assert "not permitted" in ring.describe(), ring.describe()
+        assert "not permitted" in io.describe(), io.describe()
         try:
-            ring.Engine(kind)
+            io.Engine(kind)
         except ReadError as error:
             assert kind in str(error)
         else:

@@ -11,12 +11,11 @@ from daemon import DEADLINE_S, sample, serving, until, write
 from test_engine import MIB, Arena
 
 from ffserve.client.choice import RECONNECT_S
-from ffserve.engine import ring
-from ffserve.engine.direct import open_direct
-from ffserve.engine.ring import Engine
+from ffserve.engine import io
+from ffserve.engine.io import Engine, open_direct
 from ffserve.errors import ReadError, ServerUnavailable
 
-RINGS = [kind for kind in ring.probe() if kind in ("registered", "uring")]
+RINGS = [kind for kind in io.probe() if kind in ("registered", "uring")]
 COUNT, SIZE = 400, MIB // 4
 
 
@@ -43,7 +42,7 @@ def lose(fd: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "replaced"])
 @pytest.mark.parametrize("kind", RINGS)
-def test_reads_in_flight_were_reported_failed_and_written_later(kind: ring.Kind, how: str) -> None:
+def test_reads_in_flight_were_reported_failed_and_written_later(kind: io.Kind, how: str) -> None:
     before = descriptors("[io_uring]")
     arena = Arena(MIB, 1)
     readable, writable = os.pipe()
@@ -71,19 +70,19 @@ def test_reads_in_flight_were_reported_failed_and_written_later(kind: ring.Kind,
     os.close(writable)
 
 
-def engine_turn(engine: Engine) -> ring.Batch:
+def engine_turn(engine: Engine) -> io.Batch:
     """A submitted batch of one read."""
     fd = os.open(__file__, os.O_RDONLY)
     batch = engine.batch(1, 1)
     batch.keep = np.empty(100, np.uint8), fd
-    batch.reads[0] = (0, 100, ring.NOWHERE, 0, engine.add_file(fd, 1), 0, 0, 1)
-    batch.records[0] = (0, 100, ring.NOWHERE, batch.keep[0].ctypes.data, 0, 0, 0, 0)
+    batch.reads[0] = (0, 100, io.NOWHERE, 0, engine.add_file(fd, 1), 0, 0, 1)
+    batch.records[0] = (0, 100, io.NOWHERE, batch.keep[0].ctypes.data, 0, 0, 0, 0)
     engine.submit(batch)
     return batch
 
 
-@pytest.mark.parametrize("kind", [k for k in ring.probe() if k != "threads"])
-def test_a_slot_was_written_after_its_read_was_reported(kind: ring.Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [k for k in io.probe() if k != "threads"])
+def test_a_slot_was_written_after_its_read_was_reported(kind: io.Kind, tmp_path: Path) -> None:
     """With the descriptor by which the thread is woken closed, Linux AIO gave up on what was in
     flight, and nobody could wake the other."""
     (tmp_path / "file").write_bytes(os.urandom(COUNT * SIZE))
@@ -97,7 +96,7 @@ def test_a_slot_was_written_after_its_read_was_reported(kind: ring.Kind, tmp_pat
     file = engine.add_file(fd, alignment)
     for k in range(COUNT):
         batch.reads[k] = (k * SIZE, SIZE, k * SIZE, SIZE, file, 0, k, 1)
-        batch.records[k] = (k * SIZE, SIZE, ring.NOWHERE, 0, 0, 0, 0, 0)
+        batch.records[k] = (k * SIZE, SIZE, io.NOWHERE, 0, 0, 0, 0, 0)
     engine.submit(batch)
     while not engine.counters()["reads"]:
         pass
@@ -126,7 +125,7 @@ def test_a_slot_was_written_after_its_read_was_reported(kind: ring.Kind, tmp_pat
     os.close(fd)
 
 
-def arena_engine(arena: Arena, kind: ring.Kind) -> Engine:
+def arena_engine(arena: Arena, kind: io.Kind) -> Engine:
     engine = Engine(kind, depth=512)
     arena.serve(engine)
     return engine

@@ -14,16 +14,16 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.engine import ring
-from ffserve.engine.view import View
+from ffserve.engine import io
+from ffserve.engine.shm import View
 from ffserve.server.reading import Reading
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ring.probe() if kind != "aio"])
-def test_what_cannot_be_read_does_not_take_its_neighbours_along(kind: ring.Kind) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in io.probe() if kind != "aio"])
+def test_what_cannot_be_read_does_not_take_its_neighbours_along(kind: io.Kind) -> None:
     """The file is memory of this process of which a part is lost: that reads as an I/O error
     (and files of /proc cannot be read by Linux AIO)."""
     held = os.memfd_create("test-file", os.MFD_CLOEXEC)

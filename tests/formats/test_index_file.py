@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ffserve
 from ffserve import index_file, shardfile
-from ffserve.engine.frames import crc32c
+from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord
 from ffserve.index_file import Identity, decode, encode

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordio_files import RECORDIO, WAYS, intact, opened, read_at, records, written
 
-from ffserve.engine.checksum import CRC_32C, checksum
+from ffserve.engine.codec import CRC_32C, checksum
 from ffserve.errors import (
     ChecksumError,
     FFServeError,

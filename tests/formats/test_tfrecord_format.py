@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ffserve.engine.frames import crc32c, mask
+from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats import by_name, detect, tfrecord
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, ReadAt

@@ -241,7 +241,7 @@ node.close()
 
 
 def test_registered_buffers_follow() -> None:
-    if "registered" not in ffserve.engine.ring.probe():
+    if "registered" not in ffserve.engine.io.probe():
         pytest.skip("no registered buffers here")
     options = ("--max-arena", "256MiB", "--engine", "registered")
     with serving(arena="16MiB", options=options) as daemon:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import ffserve
 from ffserve.client import local
 from ffserve.client.connection import status
+from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, merge_reads
 from ffserve.errors import ReadError
-from ffserve.extents import MERGED_GAP, MERGED_SIZE, merged
 
 COUNT, SIZE = 3000, 777
 
@@ -39,7 +39,7 @@ def test_a_read_is_a_run_within_the_limits(steps: list[tuple[int, int, bool]], m
         ends.append(at + length)
         files.append(file)
         at += length
-    firsts = merged(np.array(begins), np.array(ends), np.array(files), most).tolist()
+    firsts = merge_reads(np.array(begins), np.array(ends), np.array(files), most).tolist()
     assert firsts[0] == 0 and firsts == sorted(set(firsts))
     for first, next_ in zip(firsts, [*firsts[1:], len(begins)], strict=True):
         run = range(first, next_)

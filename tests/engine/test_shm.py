@@ -16,12 +16,11 @@ from daemon import DEADLINE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ffserve.engine import ring
-from ffserve.engine.checksum import CRC_32, checksum
+from ffserve.engine import io
+from ffserve.engine.codec import CRC_32, checksum
 from ffserve.engine.core import lib
-from ffserve.engine.direct import open_direct
-from ffserve.engine.ring import Engine
-from ffserve.engine.view import ENTRY_DTYPE, NOWHERE, View, publish, retract
+from ffserve.engine.io import Engine, open_direct
+from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, View, publish, retract
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFF << 48)
@@ -388,8 +387,8 @@ def test_no_torn_copy_is_accepted() -> None:
     assert len(kinds) > 50
 
 
-@pytest.mark.parametrize("kind", ring.probe())
-def test_no_sample_is_taken_for_another(kind: ring.Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", io.probe())
+def test_no_sample_is_taken_for_another(kind: io.Kind, tmp_path: Path) -> None:
     """The engine fills four slots with ever other samples while the same thread's rival reads."""
     count, size, slots = 64, 3000, 4
     content = np.random.default_rng(3).integers(0, 256, (count, size), np.uint8)

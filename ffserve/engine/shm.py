@@ -1,7 +1,7 @@
-"""The shared directory: looking samples up in it, copying them out of the arena, changing it.
+"""Shared memory: looking samples up in the directory, copying them out of the arena, publishing.
 
-Arrays go in as numpy buffers, one C call is made a batch, and the GIL is released during it. Why a
-copy that the daemon's eviction overtakes is never taken stands in engine/shm.c.
+The Python face of shm.h. Arrays go in as numpy buffers, there is one C call per batch, and the GIL
+is released during it. engine/shm.c explains why a torn copy is never accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
 
 NOWHERE = 2**64 - 1
-"""No place: a sample that cannot be read now, a read without a slot, a record without an entry."""
+"""No offset: a sample that is not readable, a read without a slot, a record without an entry."""
 
 ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
@@ -40,12 +40,12 @@ def _empty(size: int) -> NDArray[np.uint8]:
 
 
 class View:
-    """What a reader needs to copy samples out of shared memory: the arena and the directory.
+    """The arena and the directory, as a client needs them to copy samples.
 
     Args:
         arena_address, arena_size: the mapping, which must outlive the view.
         segments: (address of the first entry, index of its sample, count), in rising order of
-            index and without gaps from 0.
+            index, from 0, without gaps.
     """
 
     __slots__ = ("_alike", "_c", "_last_size", "_segments", "sample_count")
@@ -56,11 +56,11 @@ class View:
         self.sample_count = 0
         self._last_size = 0
         self._alike = False
-        """Whether the last two batches took as many bytes."""
+        """Whether the last two batches were of the same size."""
         self._segments = ffi.new("ffs_segment[]", len(segments))
         for segment, (address, first, count) in zip(self._segments, segments, strict=True):
             if first != self.sample_count or count < 0:
-                raise UsageError("segments must follow each other from sample 0 without a gap")
+                raise UsageError("segments must cover the samples from 0 without gaps")
             segment.entries = ffi.cast("ffs_entry *", address)
             segment.first = first
             segment.count = count
@@ -76,10 +76,10 @@ class View:
 
         Args: indices: shape (n,), int64, contiguous; repeats are allowed.
         Returns: (offsets, missing, unknown). offsets (n + 1): running sum of the lengths, an
-            unknown one counted as 0. missing: positions that cannot be read now. unknown: how
-            many lengths are not known yet.
-        Raises: SampleIndexError for an index outside of the view.
-        Cost: one call, no lock; about 10-20 ns a sample.
+            unknown one counted as 0. missing: positions that are not readable now. unknown:
+            number of lengths that are not known yet.
+        Raises: SampleIndexError for an index outside the view.
+        Cost: one call, no lock; 10-20 ns per sample.
         """
         n = len(indices)
         if indices.dtype != _INT64:
@@ -97,7 +97,7 @@ class View:
         )
         if missing < 0:
             index = int(indices[out[2 * n + 2]])
-            raise SampleIndexError(f"there are {self.sample_count} samples", index=index)
+            raise SampleIndexError(f"the dataset has {self.sample_count} samples", index=index)
         return out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1]
 
     def gather(
@@ -111,14 +111,14 @@ class View:
         """Copy samples out of the arena.
 
         Args:
-            indices, offsets: as given to and got from ``locate``.
+            indices, offsets: the argument and result of ``locate``.
             buffer: sample k goes to buffer[offsets[k] : offsets[k + 1]]; None if dests are given.
-            dests: addresses, one a sample, with room for it.
+            dests: one address per sample, with room for it.
             positions: which samples to copy, each from 0 to n - 1; None for all.
-        Returns: the positions that could not be read (ask the daemon for them), or None when
-            a sample's length is not what ``offsets`` says: locate again.
-        Raises: ReadError when the directory points outside of the arena, SampleIndexError for
-            an index outside of the view.
+        Returns: the positions that were not readable (to be requested from the daemon), or None
+            when a sample's length differs from ``offsets``: call ``locate`` again.
+        Raises: ReadError when the directory points outside the arena, SampleIndexError for an
+            index outside the view.
         """
         n = len(indices)
         if len(offsets) != n + 1:
@@ -127,7 +127,7 @@ class View:
             raise UsageError("indices and offsets must be int64")
         if dests is not None:
             if len(dests) != n or dests.dtype != _UINT64:
-                raise UsageError("dests must be one uint64 address a sample")
+                raise UsageError("dests must be one uint64 address per sample")
             to, tos = _NULL, _from_buffer(_DESTS, dests)
         elif buffer is None or buffer.nbytes < offsets[n]:
             raise UsageError("the buffer is smaller than the samples")
@@ -155,8 +155,8 @@ class View:
         if rc == lib.FFS_ESTALE:
             return None
         if n and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
-            raise SampleIndexError(f"there are {self.sample_count} samples")
-        raise ReadError("the shared directory points outside of the arena")
+            raise SampleIndexError(f"the dataset has {self.sample_count} samples")
+        raise ReadError("the shared directory points outside the arena")
 
     def copy_batch(
         self,
@@ -164,16 +164,16 @@ class View:
         out: NDArray[np.uint8] | None = None,
         empty: Callable[[int], NDArray[np.uint8]] = _empty,
     ) -> tuple[NDArray[np.uint8], Int64s] | None:
-        """Copy a batch of which every sample can be read now: ``locate`` and ``gather`` in one.
+        """Copy a batch whose samples are all readable now: ``locate`` and ``gather`` in one.
 
         Args:
             indices: any array.
             out: uint8, contiguous, writable; used instead of a new buffer.
-            empty: makes a new buffer of so many bytes.
-        Returns: (buffer, offsets), the samples back to back. None when it is not as simple as
-            that: ``locate`` and ``gather`` tell why.
-        Cost: one call where a batch takes as much memory as the one before, else two. Where the two
-            before were alike samples are looked up while others are copied.
+            empty: allocates a buffer of so many bytes.
+        Returns: (buffer, offsets), each sample directly after the one before. None when that is
+            not possible; ``locate`` and ``gather`` tell the reason.
+        Cost: one call if the batch has the size of the one before, else two. If the last two had
+            one size, samples are looked up while others are copied.
         """
         if indices.dtype != _INT64 or indices.strides != _TOGETHER:
             return None
@@ -181,7 +181,7 @@ class View:
         offsets = np.empty(n + 1, _INT64)
         which, edges = _from_buffer(_I64S, indices), _from_buffer(_I64S, offsets)
         if out is None:
-            least = room = self._last_size  # a guess: also other threads have batches
+            least = room = self._last_size  # a guess, since other threads copy batches too
             to = empty(room)
         else:
             least, room, to = 0, len(out), out
@@ -200,9 +200,9 @@ class View:
         return to if out is None else to[: edges[n]], offsets
 
     def places(self, indices: Int64s) -> UInt64s:
-        """Byte offset in the arena of each sample, NOWHERE where it cannot be read now.
+        """Return the byte offset of each sample in the arena, NOWHERE if it is not readable now.
 
-        The samples must be pinned by a lease, or they may be gone at once.
+        Only a lease keeps the samples there.
         Raises: as ``gather``.
         """
         if indices.dtype != _INT64:
@@ -214,12 +214,12 @@ class View:
         if rc >= 0:
             return out
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
-            raise SampleIndexError(f"there are {self.sample_count} samples")
-        raise ReadError("the shared directory points outside of the arena")
+            raise SampleIndexError(f"the dataset has {self.sample_count} samples")
+        raise ReadError("the shared directory points outside the arena")
 
 
 def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
-    """Return where the bytes of each array lie (a tenth of a microsecond an array)."""
+    """Return the address of each array's bytes. Cost: 0.1 us per array."""
     pointers = ffi.new(_DESTS, [_from_buffer(_U8S, array) for array in arrays])
     return np.frombuffer(ffi.buffer(pointers), np.uint64)
 
@@ -227,13 +227,13 @@ def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
 def retract(
     entries_address: int, firsts: Int64s, counts: Int64s, slots: UInt64s, sizes: UInt64s
 ) -> None:
-    """Make entries unreadable before their slots are filled anew (the daemon's side).
+    """Make entries unreadable before their slots are written again (in the daemon).
 
-    Args: for each k the entries [firsts[k], firsts[k] + counts[k]), of which those are meant
-        whose payload starts within [slots[k], slots[k] + sizes[k]) of the arena.
+    Args: for each k, those entries of [firsts[k], firsts[k] + counts[k]) are retracted whose
+        payload starts inside [slots[k], slots[k] + sizes[k]) of the arena.
     """
     if not len(firsts) == len(counts) == len(slots) == len(sizes):
-        raise UsageError("firsts, counts, slots and sizes must be of one length")
+        raise UsageError("firsts, counts, slots and sizes must have the same length")
     lib.ffs_retract(
         ffi.cast("ffs_entry *", entries_address),
         _from_buffer(_I64S, firsts),
@@ -245,14 +245,14 @@ def retract(
 
 
 def publish(entries_address: int, entry: int, offset: int, length: int) -> None:
-    """Make one sample readable whose bytes lie at ``offset`` of the arena already."""
+    """Make one sample readable whose bytes are at ``offset`` in the arena."""
     lib.ffs_publish(ffi.cast("ffs_entry *", entries_address) + entry, offset, length)
 
 
 def publish_run(
     entries_address: int, first: int, base: int, starts: Int64s, lengths: Int64s
 ) -> None:
-    """Make the samples [first, first + n) readable, whose payloads lie at ``base + starts``."""
+    """Make samples [first, first + n) readable, whose payloads are at ``base + starts``."""
     lib.ffs_publish_run(
         ffi.cast("ffs_entry *", entries_address),
         first,
@@ -261,3 +261,26 @@ def publish_run(
         _from_buffer(_I64S, starts),
         _from_buffer(_I64S, lengths),
     )
+
+
+class Flag:
+    """One aligned u32 that two processes share.
+
+    A process that gets a value sees everything the other one wrote before setting it. Setting takes
+    no lock and allocates nothing, so a finalizer may do it.
+
+    Args: address: of the word; the memory must outlive the flag.
+    """
+
+    __slots__ = ("_word",)
+
+    def __init__(self, address: int) -> None:
+        self._word = ffi.cast("uint32_t *", address)
+
+    def get(self) -> int:
+        """Return the value."""
+        return int(lib.ffs_flag_get(self._word))
+
+    def set(self, value: int) -> None:
+        """Set the value."""
+        lib.ffs_flag_set(self._word, value)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordio_files import WAYS, read_at, written
 
-from ffserve.engine.chunks import END, FAULT, Walk
+from ffserve.engine.codec import ChunkScanner
 from ffserve.errors import FFServeError
 from ffserve.formats.recordio_scan import Scan
 
@@ -26,7 +26,7 @@ FILES = [content(way, [3, 0, 90_000, 20, 70_000, 70_000, 1, 5000]) for way in WA
 SMALL = [content(way, [40] * 5) + content(way, [7]) for way in WAYS]
 
 
-def tables(walk: Walk) -> dict[str, list[int]]:
+def tables(walk: ChunkScanner) -> dict[str, list[int]]:
     return {name: walk.table(name).tolist() for name in NAMES}
 
 
@@ -82,23 +82,23 @@ def test_every_value_of_every_byte_stops_both_at_the_same_place() -> None:
 @given(data=st.data())
 def test_windows_do_not_matter(data: st.DataObject) -> None:
     body = data.draw(st.sampled_from(FILES + SMALL))
-    walk = Walk(len(body), records_allowed=1 << 20, records_a_byte=8)
+    walk = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
     for _ in range(1000):
         before = data.draw(st.integers(0, 30))
         base = max(0, walk.wanted - before)
         window = bytearray(body[base : walk.wanted + data.draw(st.integers(20, 100_000))])
         why = walk.feed(memoryview(window), base)
-        if why == END:
+        if why == ChunkScanner.END:
             break
-        assert why != FAULT
+        assert why != ChunkScanner.FAULT
     assert tables(walk) == outcome(body, in_c=False)[1]
     assert walk.at == len(body)
 
 
 def test_tables_grow_with_what_was_found() -> None:
     body = content(("py", "none"), [40]) * 5000
-    walk = Walk(len(body), records_allowed=1 << 20, records_a_byte=8)
-    assert walk.feed(memoryview(bytearray(body)), 0) == END
+    walk = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
+    assert walk.feed(memoryview(bytearray(body)), 0) == ChunkScanner.END
     assert walk.count == walk.records == 5000
     assert walk.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))
     assert sum(walk.table(name).nbytes for name in NAMES) == 37 * 5000 + 8

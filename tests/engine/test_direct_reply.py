@@ -1,4 +1,4 @@
-"""Answers that the I/O thread sends by itself, through real engines and a real daemon."""
+"""Direct replies, sent by the I/O thread, through real engines and a real daemon."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 from daemon import Raw, get, sample, serving, stopped, write
 
 from ffserve import protocol
-from ffserve.engine import ring
-from ffserve.engine.answers import Answer, Line
-from ffserve.engine.ring import NOWHERE, Batch, Engine
+from ffserve.engine import io
+from ffserve.engine.io import NOWHERE, Batch, DirectReply, Engine, ReplySocket
 
 CONTENT = np.random.default_rng(4).bytes(64 * 1024)
 FRAME = b"all of it has come"
 
 
-@pytest.fixture(params=ring.probe())
+@pytest.fixture(params=io.probe())
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine that reports by its descriptor, as the daemon's do."""
     with Engine(request.param, depth=8, threads=4) as opened:
@@ -70,75 +69,75 @@ def sent(theirs: socket.socket) -> bytes:
     return theirs.recv(1000) if select.select([theirs], [], [], 0)[0] else b""
 
 
-class Promised:
-    """Batches with one answer."""
+class Replying:
+    """Batches with one reply."""
 
-    def __init__(self, engine: Engine, line: Line, *batches: Batch) -> None:
-        self.answer = Answer(line, FRAME)
+    def __init__(self, engine: Engine, reply_socket: ReplySocket, *batches: Batch) -> None:
+        self.reply = DirectReply(reply_socket, FRAME)
         self._kept = [batch.keep for batch in batches]
         for batch in batches:
-            self.answer.awaits(batch)
+            self.reply.wait_for(batch)
             engine.submit(batch)
 
 
-def test_it_goes_out_with_the_last_of_its_batches(
+def test_a_reply_is_sent_with_the_last_of_its_batches(
     engine: Engine, file: int, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     ours, theirs = pair
-    line = Line(ours.fileno())
-    first = Promised(engine, line, reading(engine, file, 0), reading(engine, file, 5000))
+    reply_socket = ReplySocket(ours.fileno())
+    first = Replying(engine, reply_socket, reading(engine, file, 0), reading(engine, file, 5000))
     await_all(engine, 2)
-    assert not sent(theirs) and not first.answer.sent, "there may be more to wait for"
+    assert not sent(theirs) and not first.reply.sent, "there may be more to wait for"
     last = reading(engine, file, 9000)
     kept = last.keep
-    first.answer.awaits(last)
-    first.answer.settle()
+    first.reply.wait_for(last)
+    first.reply.arm()
     engine.submit(last)
     await_all(engine, 1)
-    assert first.answer.sent and sent(theirs) == FRAME
+    assert first.reply.sent and sent(theirs) == FRAME
     del kept
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_failure_is_not_answered_here(
+def test_no_reply_is_sent_after_a_failure(
     engine: Engine, file: int, pair: tuple[socket.socket, socket.socket], bad: int
 ) -> None:
     ours, theirs = pair
     offsets = [0, 5000]
     offsets[bad] = len(CONTENT) - 10
     batches = [reading(engine, file, offset) for offset in offsets]
-    promised = Promised(engine, Line(ours.fileno()), *batches)
-    promised.answer.settle()
+    replying = Replying(engine, ReplySocket(ours.fileno()), *batches)
+    replying.reply.arm()
     await_all(engine, 2)
-    assert not promised.answer.sent and not sent(theirs)
+    assert not replying.reply.sent and not sent(theirs)
 
 
-def test_what_is_withheld_or_on_a_held_line_does_not_go_out(
+def test_a_cancelled_reply_and_a_blocked_socket_send_nothing(
     engine: Engine, file: int, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     ours, theirs = pair
-    line = Line(ours.fileno())
-    withheld = Promised(engine, line, reading(engine, file, 0))
-    withheld.answer.withhold()
-    withheld.answer.settle()
+    reply_socket = ReplySocket(ours.fileno())
+    cancelled = Replying(engine, reply_socket, reading(engine, file, 0))
+    cancelled.reply.cancel()
+    cancelled.reply.arm()
     await_all(engine, 1)
-    assert not withheld.answer.sent and not sent(theirs)
+    assert not cancelled.reply.sent and not sent(theirs)
 
-    line.hold(True)
-    held = Promised(engine, line)
+    reply_socket.block(True)
+    blocked = Replying(engine, reply_socket)
     batch = reading(engine, file, 0)
     kept = batch.keep
-    held.answer.awaits(batch)
-    held.answer.settle()
+    blocked.reply.wait_for(batch)
+    blocked.reply.arm()
     engine.submit(batch)
     await_all(engine, 1)
-    assert not held.answer.sent and not sent(theirs)
+    assert not blocked.reply.sent and not sent(theirs)
 
-    line.hold(False)
-    free = Answer(line, FRAME)
+    reply_socket.block(False)
+    free = DirectReply(reply_socket, FRAME)
     batch.keep = kept
-    free.awaits(batch)
-    free.settle()
+    free.wait_for(batch)
+    free.arm()
     engine.submit(batch)
     await_all(engine, 1)
     assert free.sent and sent(theirs) == FRAME
@@ -156,12 +155,12 @@ def test_a_client_that_reads_nothing_or_is_gone_holds_nobody_up(
             theirs.close()
         batch = reading(engine, file, 0)
         kept = batch.keep
-        answer = Answer(Line(ours.fileno()), FRAME)
-        answer.awaits(batch)
-        answer.settle()
+        reply = DirectReply(ReplySocket(ours.fileno()), FRAME)
+        reply.wait_for(batch)
+        reply.arm()
         engine.submit(batch)
         await_all(engine, 1)
-        assert not answer.sent
+        assert not reply.sent
         del kept
 
 

@@ -1,0 +1,391 @@
+"""Codecs: checksums, scanners of TFRecord frames and RecordIO chunks.
+
+The Python face of codec.h. Nothing here reads a file: a scanner says which bytes it needs next and
+gets them as a window. Its tables grow with what it finds and are bounded by the size of the file.
+The GIL is released during every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.core import ffi, lib
+from ffserve.errors import UsageError
+
+Int64s = NDArray[np.int64]
+UInt32s = NDArray[np.uint32]
+UInt64s = NDArray[np.uint64]
+
+CRC_NONE: int = lib.FFS_CRC_NONE
+CRC_32: int = lib.FFS_CRC_32
+CRC_32C: int = lib.FFS_CRC_32C
+
+_I64S = ffi.typeof("int64_t[]")
+_U64S = ffi.typeof("uint64_t[]")
+_U32S = ffi.typeof("uint32_t[]")
+_U8S = ffi.typeof("uint8_t[]")
+_DESTS = ffi.typeof("uint8_t *[]")
+_from_buffer = ffi.from_buffer
+_FIRST_ROOM = 1024
+
+
+def checksum(kind: int, data: Any, seed: int = 0) -> int:
+    """Return the CRC of a bytes-like object; ``seed`` is the CRC of the bytes before it."""
+    with _from_buffer(_U8S, data) as bytes_:
+        return int(lib.ffs_checksum(kind, seed, bytes_, len(bytes_)))
+
+
+def checksums(kind: int, data: Any, offsets: UInt64s, lengths: UInt64s) -> UInt32s:
+    """Return the CRC of each piece data[offsets[k] : offsets[k] + lengths[k]]; one call for all.
+
+    Raises: UsageError when a piece is outside the data.
+    """
+    offsets = np.ascontiguousarray(offsets, np.uint64)
+    lengths = np.ascontiguousarray(lengths, np.uint64)
+    with _from_buffer(_U8S, data) as bytes_:
+        size = np.uint64(len(bytes_))
+        if len(offsets) != len(lengths) or bool(
+            np.any(lengths > size) or np.any(offsets > size - np.minimum(lengths, size))
+        ):
+            raise UsageError("a piece is outside the data")
+        out = np.empty(len(offsets), np.uint32)
+        lib.ffs_checksums(
+            kind,
+            bytes_,
+            _from_buffer(_U64S, offsets),
+            _from_buffer(_U64S, lengths),
+            len(offsets),
+            _from_buffer(_U32S, out),
+        )
+    return out
+
+
+def checksum_library() -> str:
+    """Return the implementation of the checksums: "ISA-L" or "tables"."""
+    return str(ffi.string(lib.ffs_checksum_library()).decode())
+
+
+# ---- TFRecord frames ---------------------------------------------------------------------------
+
+FRAME_HEADER_SIZE = 12
+FRAME_FOOTER_SIZE = 4
+FRAME_SIZE = FRAME_HEADER_SIZE + FRAME_FOOTER_SIZE
+_MASK = 0xA282EAD8
+
+
+def crc32c(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
+    """Return the CRC-32C of contiguous bytes; ``seed`` is the CRC-32C of the bytes before them."""
+    return checksum(CRC_32C, data, seed)
+
+
+def mask(crc: int) -> int:
+    """Return a CRC-32C as TFRecord stores it (masked)."""
+    return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
+
+
+def frame_all(payloads: NDArray[np.uint8], edges: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return the frames of adjacent payloads.
+
+    Args: payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
+    """
+    out = np.empty(len(payloads) + FRAME_SIZE * (len(edges) - 1), np.uint8)
+    places = np.ascontiguousarray(edges, np.uint64)
+    lib.ffs_frame_all(
+        _from_buffer(_U8S, payloads),
+        _from_buffer(_U64S, places),
+        len(edges) - 1,
+        _from_buffer(_U8S, out),
+    )
+    return out
+
+
+def frame_header_is_valid(head: bytes | bytearray | memoryview) -> bool:
+    """Return whether bytes begin with a record's length and its checksum."""
+    return len(head) >= FRAME_HEADER_SIZE and mask(crc32c(head[:8])) == int.from_bytes(
+        head[8:12], "little"
+    )
+
+
+class FrameScanner:
+    """Scan of the frames of one TFRecord file.
+
+    Args:
+        file_size: in bytes.
+        verify: compare headers with their checksums.
+    """
+
+    MORE: int = lib.FFS_FRAMES_MORE
+    END: int = lib.FFS_FRAMES_END
+    BAD_HEADER: int = lib.FFS_FRAMES_BAD_HEADER
+    CUT_HEADER: int = lib.FFS_FRAMES_CUT_HEADER
+    CUT_RECORD: int = lib.FFS_FRAMES_CUT_RECORD
+    _FULL: int = lib.FFS_FRAMES_FULL
+
+    def __init__(self, file_size: int, *, verify: bool = True) -> None:
+        self._c = ffi.new("ffs_frame_scan *")
+        self._c.file_size = file_size
+        self._c.verify = verify
+        self._offsets = np.empty(0, np.uint64)
+        self._lengths = np.empty(0, np.uint64)
+        self._checksums = np.empty(0, np.uint32)
+        self._grow(_FIRST_ROOM)
+
+    @property
+    def count(self) -> int:
+        """Number of records found so far."""
+        return int(self._c.count)
+
+    @property
+    def at(self) -> int:
+        """Position of the next header."""
+        return int(self._c.at)
+
+    @property
+    def wanted(self) -> int:
+        """Where the next window must begin: at a footer that is still missing, if there is one."""
+        return self.at - FRAME_FOOTER_SIZE if self._c.owed else self.at
+
+    @property
+    def last_length(self) -> int:
+        """Payload size of the last record found; 0 before the first."""
+        return int(self._lengths[self.count - 1]) if self.count else 0
+
+    def feed(self, window: memoryview, base: int) -> int:
+        """Continue through the file's bytes from ``base`` on; return the reason for stopping.
+
+        Returns: MORE, END, BAD_HEADER, CUT_HEADER or CUT_RECORD.
+        """
+        with _from_buffer(_U8S, window) as bytes_:
+            while (why := int(lib.ffs_frames(self._c, bytes_, base, len(bytes_)))) == self._FULL:
+                self._grow(2 * len(self._lengths))
+        return why
+
+    def add(self, offset: int, length: int, checksum: int) -> None:
+        """Enter a placeholder for a damaged part of the file."""
+        if self.count == len(self._lengths):
+            self._grow(2 * self.count)
+        row = self.count
+        self._offsets[row], self._lengths[row], self._checksums[row] = offset, length, checksum
+        self._c.count += 1
+
+    def skip_to(self, at: int) -> None:
+        """Continue at another frame, after a damaged part."""
+        self._c.at = at
+
+    def _grow(self, room: int) -> None:
+        # A placeholder and the frame after it take at least 17 bytes of the file.
+        room = min(room, int(self._c.file_size) // 8 + 2)
+        self._offsets = np.resize(self._offsets, room)
+        self._lengths = np.resize(self._lengths, room)
+        self._checksums = np.resize(self._checksums, room)
+        self._c.offsets = _from_buffer(_U64S, self._offsets)
+        self._c.lengths = _from_buffer(_U64S, self._lengths)
+        self._c.checksums = _from_buffer(_U32S, self._checksums)
+        self._c.room = room
+
+    def tables(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return payload offsets, payload lengths and unmasked checksums, as views."""
+        return (
+            self._offsets[: self.count],
+            self._lengths[: self.count],
+            self._checksums[: self.count],
+        )
+
+
+class FrameFinder:
+    """Search for the next frame after a damaged header.
+
+    Args:
+        file_size: in bytes.
+        lost: position of the damaged header.
+        proven: accept a frame only if the four bytes before it are the checksum of all bytes since
+            the damaged header. If only that header is damaged, this always finds the next frame,
+            even if the payload contains frames; the end of the file may then be the result.
+    """
+
+    def __init__(self, file_size: int, lost: int, *, proven: bool) -> None:
+        self._c = ffi.new("ffs_frame_finder *")
+        self._c.file_size = file_size
+        self._c.proven = proven
+        self._c.summed = lost + FRAME_HEADER_SIZE
+        self._c.at = lost + FRAME_SIZE if proven else lost + 1
+
+    @property
+    def at(self) -> int:
+        """Position of the frame found; until then, of the next candidate."""
+        return int(self._c.at)
+
+    @property
+    def wanted(self) -> int:
+        """Where the next window must begin."""
+        return int(self._c.summed) if self._c.proven else self.at
+
+    def feed(self, window: memoryview, base: int) -> bool:
+        """Continue through the file's bytes from ``base`` on; True: found."""
+        with _from_buffer(_U8S, window) as bytes_:
+            return bool(lib.ffs_frame_search(self._c, bytes_, base, len(bytes_)))
+
+    def refuse(self) -> None:
+        """Reject the frame found; continue the search after it."""
+        self._c.at += 1
+
+
+# ---- RecordIO chunks ---------------------------------------------------------------------------
+
+_CHUNK_TABLES = {
+    "begins": (np.int64, "int64_t[]"),
+    "ends": (np.int64, "int64_t[]"),
+    "firsts": (np.int64, "int64_t[]"),
+    "sizes": (np.int64, "int64_t[]"),
+    "checksums": (np.uint32, "uint32_t[]"),
+    "compressors": (np.uint8, "uint8_t[]"),
+}
+
+
+class ChunkScanner:
+    """Scan of the chunks of one RecordIO file.
+
+    It accepts valid chunks only and stops at any other, without saying what is wrong there. Its
+    tables take 37 bytes per chunk; a chunk takes at least 21 bytes of the file.
+
+    Args:
+        file_size: in bytes.
+        records_allowed, records_a_byte: limit of the records that headers may state: so many, plus
+            so many per byte of the file up to there.
+    """
+
+    MORE: int = lib.FFS_CHUNKS_MORE
+    END: int = lib.FFS_CHUNKS_END
+    FAULT: int = lib.FFS_CHUNKS_FAULT
+    _FULL: int = lib.FFS_CHUNKS_FULL
+
+    def __init__(self, file_size: int, *, records_allowed: int, records_a_byte: int) -> None:
+        self._c = ffi.new("ffs_chunk_scan *")
+        self._c.file_size = file_size
+        self._c.records_allowed = records_allowed
+        self._c.records_a_byte = records_a_byte
+        self._c.dialect = -1
+        self._tables: dict[str, NDArray[Any]] = {
+            name: np.zeros(1, kind) for name, (kind, _) in _CHUNK_TABLES.items()
+        }
+        self._grow(_FIRST_ROOM)
+
+    @property
+    def count(self) -> int:
+        """Number of chunks found so far."""
+        return int(self._c.count)
+
+    @property
+    def records(self) -> int:
+        """Number of records in them, as their headers state."""
+        return int(self._tables["firsts"][self.count])
+
+    @property
+    def at(self) -> int:
+        """Position of the next chunk."""
+        return int(self._c.at)
+
+    @at.setter
+    def at(self, place: int) -> None:
+        self._c.at = self._c.wanted = place
+        self._c.inside = 0
+
+    @property
+    def wanted(self) -> int:
+        """Where the next window must begin, or before."""
+        return int(self._c.wanted)
+
+    @property
+    def dialect(self) -> int | None:
+        """0: py, 1: go, None: unknown before the first chunk."""
+        return None if self._c.dialect < 0 else int(self._c.dialect)
+
+    @dialect.setter
+    def dialect(self, number: int | None) -> None:
+        self._c.dialect = -1 if number is None else number
+
+    def feed(self, window: memoryview, base: int) -> int:
+        """Continue through the file's bytes from ``base`` on; return the reason for stopping.
+
+        Args: window: holds 20 bytes from ``wanted`` on, or all that are left.
+        Returns: MORE, END or FAULT.
+        """
+        with _from_buffer(_U8S, window) as bytes_:
+            while (why := int(lib.ffs_chunks(self._c, bytes_, base, len(bytes_)))) == self._FULL:
+                self._grow(2 * self.count)
+        return why
+
+    def add(
+        self, begin: int, end: int, records: int, size: int, checksum: int, compressor: int
+    ) -> None:
+        """Enter a chunk that the caller found; `at` does not change."""
+        if self.count == self._c.room:
+            self._grow(2 * self.count)
+        row, firsts = self.count, self._tables["firsts"]
+        values = (begin, end, firsts[row], size, checksum, compressor)
+        for table, value in zip(self._tables.values(), values, strict=True):
+            table[row] = value
+        firsts[row + 1] = firsts[row] + records
+        self._c.count += 1
+
+    def _grow(self, room: int) -> None:
+        # A damaged part and the chunk after it take at least 22 bytes of the file.
+        room = min(room, int(self._c.file_size) // 11 + 2)
+        for name, (kind, c_type) in _CHUNK_TABLES.items():
+            table = np.empty(room + 1, kind)
+            table[: self.count + 1] = self._tables[name][: self.count + 1]
+            self._tables[name] = table
+            setattr(self._c, name, _from_buffer(ffi.typeof(c_type), table))
+        self._c.room = room
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return `begins`, `ends`, `firsts` (one more), `sizes`, `checksums` or `compressors`.
+
+        A view: int64, the last two uint32 and uint8. The scanner does not change it later.
+        """
+        return self._tables[name][: self.count + (name == "firsts")]
+
+
+def split_records(data: Any, count: int) -> tuple[Int64s, Int64s, int]:
+    """Find records (u32 length, bytes), each directly after the one before.
+
+    Args: data: bytes-like. count: the maximum; bounded by the size of the data.
+    Returns: (starts, lengths, end): of the complete records, and where the last one ends.
+    """
+    starts, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
+    end = ffi.new("uint64_t *")
+    with _from_buffer(_U8S, data) as bytes_:
+        found = lib.ffs_split(
+            bytes_,
+            len(bytes_),
+            count,
+            _from_buffer(_I64S, starts),
+            _from_buffer(_I64S, lengths),
+            end,
+        )
+    return starts[:found], lengths[:found], int(end[0])
+
+
+def scatter(
+    data: NDArray[np.uint8], starts: Int64s, lengths: Int64s, dests: NDArray[np.uint64]
+) -> None:
+    """Copy pieces data[starts[k] : starts[k] + lengths[k]] to addresses that have room for them.
+
+    Raises: UsageError when a piece is outside the data.
+    """
+    if not len(starts) == len(lengths) == len(dests):
+        raise UsageError("starts, lengths and dests must have the same length")
+    if len(starts) == 0:
+        return
+    if int(min(starts.min(), lengths.min())) < 0 or int((starts + lengths).max()) > data.nbytes:
+        raise UsageError("a piece is outside the data")
+    lib.ffs_scatter(
+        _from_buffer(_U8S, data),
+        _from_buffer(_I64S, np.ascontiguousarray(starts, np.int64)),
+        _from_buffer(_I64S, np.ascontiguousarray(lengths, np.int64)),
+        len(starts),
+        _from_buffer(_DESTS, np.ascontiguousarray(dests, np.uint64)),
+    )
