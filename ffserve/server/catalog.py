@@ -31,7 +31,7 @@ from ffserve.files import os_error, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard
 from ffserve.server import access
 from ffserve.server.access import Peer
-from ffserve.server.reading import Reading
+from ffserve.server.io import Engines
 from ffserve.shardfile import open_shard
 
 Key = tuple[Any, ...]
@@ -74,7 +74,7 @@ class Catalog:
         directory: Directory,
         table: ShardTable,
         cache: Cache,
-        reading: Reading,
+        reading: Engines,
         roots: tuple[str, ...],
         max_chunk_size: int,
     ) -> None:

@@ -1,7 +1,7 @@
 """The daemon as a process: its socket, its signals, its memory, systemd.
 
-Reading order for a newcomer: `serve` takes the socket, `_run` wires node, server and signals;
-`node.py` is the picture of the parts, `session.py` one client's conversation.
+Reading order for a newcomer: `serve` takes the socket, `_run` wires state, server and signals;
+`state.py` is the picture of the parts, `session.py` one client's conversation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.errors import ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
-from ffserve.server import systemd
-from ffserve.server.node import Node
 from ffserve.server.server import Server
+from ffserve.server.state import ServerState
 from ffserve.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
@@ -33,6 +32,7 @@ log = logging.getLogger("ffserve")
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP is the end of the terminal; who wants to outlive it (nohup) has it ignored."""
 _BACKLOG = 1024
+_FIRST_PASSED_FD = 3
 LEAST_FILES = 64
 """Descriptors: its own take two dozen, and a client some more while it is greeted."""
 OWN_SIZE = 32 * 1024 * 1024
@@ -96,28 +96,28 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     if early:
         stop.set()
-    node = Node(config)
-    node.reading.broke = stop.set
-    server = Server(node, listener)
-    node.pages.start()
+    state = ServerState(config)
+    state.engines.broke = stop.set
+    server = Server(state, listener)
+    state.pages.start()
     log.info(
         "serving %s on %s, arena %s, engine %s",
         " ".join(config.roots),
         config.socket,
-        format_size(node.arena.size),
-        node.reading.kind,
+        format_size(state.arena.size),
+        state.engines.kind,
     )
-    systemd.notify("READY=1")
+    _notify("READY=1")
     watchdog = loop.create_task(_watchdog())
     await stop.wait()
-    systemd.notify("STOPPING=1")
+    _notify("STOPPING=1")
     log.info("stopping: %d clients", server.connection_count)
     watchdog.cancel()
-    broken = node.reading.broken
+    broken = state.engines.broken
     patience_s = 0.0 if broken else config.drain_timeout_s
     if not await server.drain(patience_s):
         log.warning("stopped with requests unanswered after %g s", patience_s)
-    node.close()
+    state.close()
     if broken:
         raise ReadError(
             "an engine broke while it read: nobody can say when the kernel is done with its memory",
@@ -126,10 +126,47 @@ async def _run(
 
 
 async def _watchdog() -> None:
-    interval_s = systemd.watchdog_interval_s()
+    interval_s = _watchdog_interval_s()
     while interval_s is not None:
-        systemd.notify("WATCHDOG=1")
+        _notify("WATCHDOG=1")
         await asyncio.sleep(interval_s / 2)
+
+
+# ---- systemd: sd_notify(3), sd_listen_fds(3) --------------------------------------------------
+
+
+def _notify(state: str) -> None:
+    """Tell the service manager, if there is one, such as "READY=1"."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock,
+    ):
+        sock.connect(address)
+        sock.send(state.encode())
+
+
+def _watchdog_interval_s() -> float | None:
+    """Return how often at least the manager wants a sign of life; None: never."""
+    wanted = os.environ.get("WATCHDOG_USEC", "")
+    pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not wanted.isdecimal() or pid != str(os.getpid()):
+        return None
+    return int(wanted) / 1e6
+
+
+def _passed_socket() -> socket.socket | None:
+    """Return the socket that socket activation passed, or None."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    if int(os.environ.get("LISTEN_FDS", "0")) < 1:
+        return None
+    os.set_inheritable(_FIRST_PASSED_FD, False)
+    return socket.socket(fileno=_FIRST_PASSED_FD)
 
 
 # ---- the socket -------------------------------------------------------------------------------
@@ -137,7 +174,7 @@ async def _watchdog() -> None:
 
 def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
     """Return the listening socket, and the lock that makes it ours (None: systemd's socket)."""
-    passed = systemd.listening_socket()
+    passed = _passed_socket()
     if passed is not None:
         return passed, None
     path = config.socket

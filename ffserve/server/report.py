@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import time
+from typing import Any
 
+from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
-
-if TYPE_CHECKING:
-    from ffserve.server.job import Job
-    from ffserve.server.node import Node
+from ffserve.server.state import MOST_COUNTED, Job, ServerState
 
 
-MOST_COUNTED = (1 << 63) - 1
-"""Beyond this a report could not be encoded; only what a client lied about gets there."""
+def status(state: ServerState, now: float) -> dict[str, Any]:
+    """What STATUS answers: plain numbers and texts."""
+    counters = state.cache.counters
+    engine = state.engines.counters()
+    usage = dict(zip(state.table.bases.tolist(), state.table.used.tolist(), strict=True))
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "started": state.started,
+        "uptime_s": round(time.monotonic() - state.began, 3),
+        "socket": state.config.socket,
+        "roots": list(state.config.roots),
+        "engine": {"kind": state.engines.kind, **engine},
+        "arena": arena_facts(state),
+        "cache": {
+            "asked": counters.asked,
+            "resident": counters.resident,
+            "joined": counters.joined,
+            "blocks_read": counters.blocks_read,
+            "evicted": counters.evicted,
+            "failed": counters.failed,
+            "read_size": state.engines.read_size,
+            "checksum_failures": state.checksum_failures,
+            "blocked": state.scheduler.blocked_count,
+            "prefetched": counters.prefetched,
+            "wasted": counters.wasted,
+        },
+        "shards": [
+            {
+                "path": shard.path,
+                "format": shard.format,
+                "count": shard.count,
+                "size": shard.size,
+                "payload_size": shard.payload_size,
+                "sessions": shard.sessions,
+                "cached_size": usage.get(shard.base, 0) if shard.count else 0,
+            }
+            for shard in state.catalog.shards()[:1000]
+        ],
+        "progress": [progress_facts(state, progress, now) for progress in state.uses.jobs],
+        "groups": group_facts(state, now),
+        "jobs": [job_facts(state, job, now) for job in state.jobs.values()],
+    }
 
 
-def progress_facts(node: Node, progress: JobProgress, now: float) -> dict[str, Any]:
+def arena_facts(state: ServerState) -> dict[str, Any]:
+    """What STATUS and RESIZE answer about the arena: bytes."""
+    return {
+        "size": state.resizing.size,
+        "target": state.resizing.target,
+        "limit": state.arena.limit,
+        "used": state.arena.used_size,
+        "populated": state.pages.populated,
+        "held": state.resizing.held_size,
+        "leased": state.scheduler.leased_size,
+        "resizing": state.resizing.under_way,
+    }
+
+
+def progress_facts(state: ServerState, progress: JobProgress, now: float) -> dict[str, Any]:
     """One job's way through one data set."""
     order, rate = progress.order, progress.pace.rate(now)
     position = progress.position if order else progress.seen_count
@@ -33,7 +88,7 @@ def progress_facts(node: Node, progress: JobProgress, now: float) -> dict[str, A
         "name": progress.name,
         "rate": round(rate, 3),
         "epoch_end_s": round((count - position) / rate, 3) if rate and known else None,
-        "window": node.scheduler.ahead.window(progress, now) if order else 0,
+        "window": state.scheduler.prefetcher.window(progress, now) if order else 0,
         "order_size": progress.size,
     }
 
@@ -48,10 +103,10 @@ def kind_of(progress: JobProgress) -> str:
     return "random" if progress.replacement else "silent"
 
 
-def group_facts(node: Node, now: float) -> list[dict[str, Any]]:
+def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
     """Who keeps what: data sets that share shards, the most memory first."""
-    floors, used = node.cache.policy.floors(), node.cache.policy.used
-    groups = node.uses.groups
+    floors, used = state.cache.policy.floors(), state.cache.policy.used
+    groups = state.uses.groups
     facts = [
         {
             "group": number,
@@ -65,9 +120,9 @@ def group_facts(node: Node, now: float) -> list[dict[str, Any]]:
     return facts[:1000]
 
 
-def job_facts(node: Node, job: Job, now: float) -> dict[str, Any]:
+def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
     """One training run."""
-    read_size = node.scheduler.read_sizes.get(job.name, 0)
+    read_size = state.scheduler.read_sizes.get(job.name, 0)
     return {
         "name": job.name,
         "pid": job.pid,
@@ -82,23 +137,23 @@ def job_facts(node: Node, job: Job, now: float) -> dict[str, Any]:
         "hit_rate": job.hits / max(1, job.hits + job.missed),
         "waited_s": round(job.waited_s, 3),
         "read_size": read_size,
-        "alone_size": _alone(node, job),
+        "alone_size": _alone(state, job),
     }
 
 
-def _alone(node: Node, job: Job) -> int:
+def _alone(state: ServerState, job: Job) -> int:
     """Return the bytes that the job would have read with the whole arena to itself: all in its
     first epoch, then what does not fit."""
-    jobs = [progress for progress in node.uses.jobs if progress.job == job.name]
+    jobs = [progress for progress in state.uses.jobs if progress.job == job.name]
     count = sum(progress.sample_count for progress in jobs)
     if not count:
         return 0
     payload = sum(
         shard.payload_size
-        for shard in node.catalog.shards()
+        for shard in state.catalog.shards()
         if any(progress.low <= shard.base < progress.low + progress.span for progress in jobs)
     )
     used = (job.hits + job.missed) * payload // count
     later = max(used - payload, 0)
-    alone = min(used, payload) + int(later * max(1 - node.arena.size / max(payload, 1), 0.0))
+    alone = min(used, payload) + int(later * max(1 - state.arena.size / max(payload, 1), 0.0))
     return min(alone, MOST_COUNTED)

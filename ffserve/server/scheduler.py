@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.errors import STATUS_ARENA_BUSY
-from ffserve.server.ahead import ReadAhead
+from ffserve.server.prefetch import Prefetcher
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
 """What a device reads in 2 to 6 ms. A turn costs the loop 100 us and 1 us a sample."""
@@ -111,7 +111,7 @@ class Scheduler:
         self._submit = submit
         self._most_reads = most_reads
         self._reads = 0
-        self.ahead = ReadAhead(cache)
+        self.prefetcher = Prefetcher(cache)
         self._turns: deque[str] = deque()
         """Jobs with something to do."""
         self._lines: dict[str, deque[Owner]] = {}
@@ -184,7 +184,7 @@ class Scheduler:
         for fetch in self._cache.loaded(load, failures):
             request = self._by_fetch.get(fetch)
             if request is None:
-                if not self.ahead.loaded(fetch, now):
+                if not self.prefetcher.loaded(fetch, now):
                     self._cache.release(fetch.pins)
                     fetch.pins = []
             elif fetch.complete or request.enough or request.blocked_since is not None:
@@ -245,7 +245,7 @@ class Scheduler:
         if self._turns or self._blocked:
             return
         while self._reads < self._most_reads // 2:
-            load = self.ahead.next_load(now)
+            load = self.prefetcher.next_load(now)
             if load is None:
                 break
             self._start(*load)
@@ -340,7 +340,7 @@ class Scheduler:
 
     def make_room(self, now: float) -> None:
         """Take back the pins that may be taken back."""
-        self.ahead.make_room()
+        self.prefetcher.make_room()
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
             if owner.taken_back is not None:

@@ -21,8 +21,8 @@ from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.inline import Outbox, widen_send_buffer
-from ffserve.server.node import Node
 from ffserve.server.session import NEW, OVER, Session
+from ffserve.server.state import ServerState
 
 log = logging.getLogger("ffserve")
 
@@ -51,7 +51,7 @@ class Connection:
         self._closed = False
         self._reply_socket = ReplySocket(self._fd)
         self.session = Session(
-            server.node,
+            server.state,
             Peer.of(sock),
             self._send,
             server.open_dataset,
@@ -62,7 +62,7 @@ class Connection:
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
 
     def _no_hello(self) -> None:
-        if self.session.state == NEW:
+        if self.session.phase == NEW:
             self._broken(ProtocolError("the client said nothing"))
 
     def _readable(self) -> None:
@@ -77,11 +77,11 @@ class Connection:
             return
         if self.session.promised:
             # The client may know more than we do: this may be what it says to the answer.
-            self._server.node.reading.reap()
+            self._server.state.engines.reap()
         try:
             for message in self._decoder.feed(chunk):
                 self.session.receive(message, time.monotonic())
-                if self.session.state == OVER or self._closed:
+                if self.session.phase == OVER or self._closed:
                     self.close()
                     return
         except FFServeError as error:
@@ -146,8 +146,8 @@ class Connection:
             self._loop.call_soon(self._server.pump)
 
     def _send_with_memory(self, frame: bytes) -> None:
-        node = self._server.node
-        memories = (node.memory, node.directory.entries_memory, node.directory.index_memory)
+        state = self._server.state
+        memories = (state.memory, state.directory.entries_memory, state.directory.index_memory)
         fds: list[int] = []
         try:
             fds.extend(memory.reader_fd() for memory in memories)
@@ -193,8 +193,8 @@ class Server:
     Args: listener: a listening Unix stream socket; closed by `drain`.
     """
 
-    def __init__(self, node: Node, listener: socket.socket) -> None:
-        self.node = node
+    def __init__(self, state: ServerState, listener: socket.socket) -> None:
+        self.state = state
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
@@ -206,7 +206,7 @@ class Server:
         self._line: deque[Connection] = deque()
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
-        node.reading.attach(self._loop)
+        state.engines.attach(self._loop)
 
     def _accept(self) -> None:
         for _ in range(64):
@@ -221,7 +221,7 @@ class Server:
                 self._loop.call_later(0.2, self._resume)
                 return
             sock.setblocking(False)
-            if len(self._connections) >= self.node.config.max_sessions:
+            if len(self._connections) >= self.state.config.max_sessions:
                 self._refuse(sock)
                 continue
             try:
@@ -235,7 +235,7 @@ class Server:
 
     def _refuse(self, sock: socket.socket) -> None:
         error = ServerUnavailable(
-            f"the daemon serves {self.node.config.max_sessions} sessions already",
+            f"the daemon serves {self.state.config.max_sessions} sessions already",
             hint="raise --max-sessions",
         )
         with contextlib.suppress(OSError):
@@ -275,7 +275,7 @@ class Server:
 
         async def opening() -> None:
             try:
-                catalog = self.node.catalog
+                catalog = self.state.catalog
                 shards = await catalog.open(paths, name, verify, tolerant, session.peer)
             except FFServeError as error:
                 session.failed(tag, error)
@@ -291,10 +291,10 @@ class Server:
 
     def arm(self) -> None:
         """See to it that requests that wait for room are looked at again in time."""
-        if self._resize_timer is None and self.node.resizing.under_way:
+        if self._resize_timer is None and self.state.resizing.under_way:
             self._resize_timer = self._loop.call_later(RESIZE_STEP_S, self._resize)
         now = time.monotonic()
-        deadline = self.node.scheduler.next_deadline()
+        deadline = self.state.scheduler.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
         if self._timer is not None:
@@ -304,7 +304,7 @@ class Server:
 
     def _resize(self) -> None:
         self._resize_timer = None
-        self.node.resizing.step(time.monotonic())
+        self.state.resizing.step(time.monotonic())
         self.arm()
 
     def pump(self) -> None:
@@ -312,7 +312,7 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.node.scheduler.pump(time.monotonic())
+        self.state.scheduler.pump(time.monotonic())
         self.arm()
 
     @property
@@ -329,12 +329,12 @@ class Server:
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         deadline = time.monotonic() + timeout_s
-        while not self.node.scheduler.idle and time.monotonic() < deadline:
+        while not self.state.scheduler.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        drained = self.node.scheduler.idle
+        drained = self.state.scheduler.idle
         for task in list(self._openings):
             task.cancel()
-        self.node.scheduler.stop()
+        self.state.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
         for timer in (self._timer, self._resize_timer):

@@ -25,19 +25,18 @@ import numpy as np
 from ffserve import protocol
 from ffserve.cache.cache import Fetch, Int64s
 from ffserve.cache.jobs import JobProgress
+from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError, status_error
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.announcing import Announcing
 from ffserve.server.inline import InlineReply, Outbox
-from ffserve.server.job import Job
-from ffserve.server.report import MOST_COUNTED
+from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Promise, Request
+from ffserve.server.state import MOST_COUNTED, Job, ServerState
 
 if TYPE_CHECKING:
     from ffserve.server.catalog import OpenShard
-    from ffserve.server.node import Node
 
 NEW, READY, OVER = "new", "ready", "over"
 
@@ -48,6 +47,8 @@ MOST_PROMISED = 4
 """Requests of all sessions up to which an answer goes out by itself, if it is the sole one of its
 session. With more on their way nobody waits for a wake, and the loop wakes one for several."""
 _PLACE = (1 << 48) - 1
+MOST_NAME = 200
+"""Characters of the name of an order that jobs share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +64,111 @@ class Dataset:
     """On their way; the shards are held until they are decided, even if it was closed."""
 
 
+@dataclass(slots=True)
+class _Announcement:
+    """An order of which not all pieces have come."""
+
+    tag: int
+    dataset: Dataset
+    epoch: int
+    name: str | None
+    order: Arriving
+
+
+class Announcing:
+    """The order that one session is being told; only one is under way at a time.
+
+    Args: fail: tells the client, by tag, why an order is not taken.
+    """
+
+    def __init__(self, state: ServerState, fail: Callable[[int, FFServeError], None]) -> None:
+        self._state = state
+        self._fail = fail
+        self._begun: _Announcement | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an order has begun to come and has not ended."""
+        return self._begun is not None
+
+    def forget(self, dataset: Dataset | None = None) -> None:
+        """The rest of the order will not come, if it is for this data set; None: for any."""
+        if dataset is None or (self._begun is not None and self._begun.dataset is dataset):
+            self._begun = None
+
+    def take(self, message: protocol.Order, dataset: Dataset) -> protocol.Ready | None:
+        """Take a piece in; pieces of an order that was refused are passed over.
+
+        Returns: the answer to the last piece.
+        Raises: ProtocolError.
+        """
+        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= MOST_COUNTED:
+            raise ProtocolError("the client announced an order with an impossible tag or epoch")
+        indices = protocol.unpack_order(message.indices)
+        try:
+            return self._take_piece(message, dataset, indices)
+        except FFServeError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            self._begun = None
+            self._fail(message.tag, error)
+            return None
+
+    def _take_piece(
+        self, message: protocol.Order, dataset: Dataset, indices: Int64s
+    ) -> protocol.Ready | None:
+        layout = dataset.layout
+        announcement = self._begun
+        if message.start == 0:
+            if announcement is not None:
+                self._begun = None
+                self._fail(announcement.tag, UsageError("another order came before this one ended"))
+            announcement = self._begun = self._begin(message, dataset)
+        elif announcement is None or announcement.tag != message.tag:
+            return None
+        order = announcement.order
+        if message.start != order.arrived or message.count != order.count or not len(indices):
+            raise UsageError(
+                f"a piece of the order says it begins at position {message.start} of "
+                f"{message.count}, but {order.arrived} of {order.count} have come"
+            )
+        if int(indices.max()) >= layout.count:
+            bad = int(indices.max())
+            raise SampleIndexError(
+                f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
+                index=bad,
+            )
+        order.add(layout.numbers(indices))
+        if order.arrived < order.count:
+            return None
+        self._begun = None
+        try:
+            whole = order.finish()
+        except SampleIndexError as error:
+            assert error.index is not None
+            raise error.located(index=layout.index(error.index)) from None
+        progress, uses = announcement.dataset.progress, self._state.uses
+        self._state.scheduler.prefetcher.replaced(progress, announcement.epoch)
+        uses.announced(progress, announcement.epoch, whole, announcement.name, dataset)
+        return protocol.Ready(message.tag, whole.count, [])
+
+    def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
+        name, replacement = message.what.get("name"), message.what.get("replacement")
+        if not isinstance(replacement, bool) or not (
+            name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
+        ):
+            raise ProtocolError("the client announced an order of no known kind")
+        arriving = self._state.uses.arriving(
+            dataset.progress, message.count, replacement=replacement
+        )
+        return _Announcement(message.tag, dataset, message.epoch, name, arriving)
+
+
 class Session:
     """See the module's text.
 
     Args:
-        node: everything the sessions share.
+        state: everything the sessions share.
         peer: the user behind the connection.
         send: takes a message for the client.
         opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
@@ -77,17 +178,17 @@ class Session:
 
     def __init__(
         self,
-        node: Node,
+        state: ServerState,
         peer: Peer,
         send: Callable[[Message], None],
         opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
         outbox: Outbox | None = None,
         promise: Callable[[protocol.Ready], Promise] | None = None,
     ) -> None:
-        self.state = NEW
+        self.phase = NEW
         self.peer = peer
         self.job: Job | None = None
-        self._node = node
+        self._state = state
         self._send = send
         self._opener = opener
         self._outbox = outbox
@@ -103,27 +204,27 @@ class Session:
         self._next_dataset = 1
         self._opening = 0
         self._joined = False
-        self._announcing = Announcing(node, self.fail)
+        self._announcing = Announcing(state, self.fail)
 
     def receive(self, message: Message, now: float) -> None:
         """Take a message in.
 
         Raises: ProtocolError when it breaks the rules: the session is of no more use.
         """
-        if self.state == NEW:
+        if self.phase == NEW:
             if not isinstance(message, protocol.Hello):
                 raise ProtocolError("the client did not begin with HELLO")
             self._hello(message, now)
             return
         assert self.job is not None
-        self.job.last_seen = self._node.uses.now = now
+        self.job.last_seen = self._state.uses.now = now
         match message:
             case protocol.Get():
                 self._tell(message.hits, message.hit_size, message.acknowledged)
                 self._ask(message.tag, message.dataset, message.indices, now, lease=False)
             case protocol.Tell():
                 self._tell(message.hits, message.hit_size, message.acknowledged)
-                self._node.scheduler.pump(now)
+                self._state.scheduler.pump(now)
             case protocol.Lookup():
                 self._look_up(message)
             case protocol.Lease():
@@ -131,26 +232,26 @@ class Session:
                     raise ProtocolError("the client leased memory that it does not have")
                 self._ask(message.tag, message.dataset, message.indices, now, lease=True)
             case protocol.Release():
-                self._node.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
-                self._node.scheduler.pump(now)
+                self._state.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
+                self._state.scheduler.pump(now)
             case protocol.Open():
                 self._open(message, now)
             case protocol.Order():
                 self._order(message)
-                self._node.scheduler.pump(now)
+                self._state.scheduler.pump(now)
             case protocol.Reached():
                 self._reached(message, now)
-                self._node.scheduler.pump(now)
+                self._state.scheduler.pump(now)
             case protocol.Seen():
                 self._seen(message, now)
             case protocol.Close():
                 self._close(message.dataset)
             case protocol.Status():
-                self._send(protocol.Report(message.tag, self._node.report(now)))
+                self._send(protocol.Report(message.tag, status(self._state, now)))
             case protocol.Resize():
                 self._resize(message)
             case protocol.Bye():
-                self.state = OVER
+                self.phase = OVER
             case _:
                 raise ProtocolError(f"a {type(message).__name__} has no place in a session")
 
@@ -167,7 +268,7 @@ class Session:
         if not isinstance(name, str) or not 0 < len(name) <= 200:
             raise ProtocolError("the client's HELLO names no job")
         can = about.get("payload", ["shared"])
-        chosen = self._node.payload
+        chosen = self._state.payload
         if chosen == "shared" and isinstance(can, list) and "shared" not in can:
             chosen = "inline"
         if not isinstance(can, list) or chosen not in can:
@@ -181,16 +282,16 @@ class Session:
             self._owner.taken_back = self._outbox.stop
         self.job = Job(name, now, now)
         self._owner.job = name
-        self.state = READY
-        self._send(protocol.Welcome({**self._node.about(), "payload": chosen}))
+        self.phase = READY
+        self._send(protocol.Welcome({**self._state.about(), "payload": chosen}))
 
     def _resize(self, message: protocol.Resize) -> None:
         try:
-            self._node.resize(message.size, self.peer)
+            self._state.resize(message.size, self.peer)
         except FFServeError as error:
             self.fail(message.tag, error)
         else:
-            self._send(protocol.Report(message.tag, {"arena": self._node.arena_facts()}))
+            self._send(protocol.Report(message.tag, {"arena": arena_facts(self._state)}))
 
     # ---- data sets ------------------------------------------------------------------------
 
@@ -200,7 +301,7 @@ class Session:
         if self._joined:
             return
         self._joined = True
-        self.job = self._node.job(self.job.name, now)
+        self.job = self._state.job(self.job.name, now)
         self.job.sessions += 1
         self.job.pid = self.job.pid or self.peer.pid
 
@@ -231,15 +332,15 @@ class Session:
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards now."""
         self._opening -= 1
-        if self.state != READY:
-            self._node.catalog.close(shards)
+        if self.phase != READY:
+            self._state.catalog.close(shards)
             return
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         number = self._next_dataset
         self._next_dataset += 1
         assert self.job is not None
-        progress = self._node.uses.join(self.job.name, bases, counts)
+        progress = self._state.uses.join(self.job.name, bases, counts)
         self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), progress)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
@@ -261,11 +362,11 @@ class Session:
         if dataset.requests:
             self._closing.add(dataset)
         else:
-            self._node.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards)
 
     def _leave_walk(self, dataset: Dataset) -> None:
-        self._node.uses.leave(dataset.progress, dataset)
-        self._node.scheduler.ahead.passed(dataset.progress)
+        self._state.uses.leave(dataset.progress, dataset)
+        self._state.scheduler.prefetcher.passed(dataset.progress)
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
@@ -290,7 +391,7 @@ class Session:
             tags = protocol.unpack_tags(acknowledged)
             # What is being sent stays pinned, whatever the client says.
             tags = [tag for tag in tags if tag not in self._delivering]
-            self._node.scheduler.acknowledge(self._owner, tags)
+            self._state.scheduler.acknowledge(self._owner, tags)
 
     def _ask(self, tag: int, number: int, packed: bytes, now: float, *, lease: bool) -> None:
         dataset = self._datasets.get(number)
@@ -317,7 +418,7 @@ class Session:
         assert self.job is not None
         self._count(numbers, hits_unreported=lease or self.inline)
         request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
-        crowded = owner.waiting or self._node.scheduler.request_count >= MOST_PROMISED
+        crowded = owner.waiting or self._state.scheduler.request_count >= MOST_PROMISED
         if self._promise is not None and not (crowded or lease or self.inline):
             request.promise = self._promise(protocol.Ready(tag, len(numbers), []))
             self._promised = tag
@@ -325,10 +426,10 @@ class Session:
         if len(indices) == 0:
             self._finished(request)
             return
-        self._node.scheduler.add(request, now)
+        self._state.scheduler.add(request, now)
         # While the disk works.
-        self._node.cache.used(numbers)
-        self._node.cache.invalidate(dataset.progress.asked(numbers, now))
+        self._state.cache.used(numbers)
+        self._state.cache.invalidate(dataset.progress.asked(numbers, now))
 
     def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
         """Return the samples' numbers; None: one is outside, and the client was told so."""
@@ -351,10 +452,10 @@ class Session:
         assert self.job is not None
         hits = 0
         if hits_unreported:
-            hit = numbers[self._node.directory.entries["seq"][numbers] & 1 == 1]
+            hit = numbers[self._state.directory.entries["seq"][numbers] & 1 == 1]
             hits = len(hit)
             self.job.hits += hits
-            self.job.hit_size += int(self._node.directory.lengths(hit).sum())
+            self.job.hit_size += int(self._state.directory.lengths(hit).sum())
         self.job.missed += len(numbers) - hits
 
     def _look_up(self, message: protocol.Lookup) -> None:
@@ -362,7 +463,7 @@ class Session:
         indices = protocol.unpack_indices(message.indices)
         numbers = self._numbers(message.tag, dataset, indices)
         if numbers is not None:
-            directory = self._node.directory
+            directory = self._state.directory
             offsets = directory.offsets[numbers].astype("<u8").tobytes()
             # As clients read an entry: records in chunks may have no length yet.
             entries = directory.entries[numbers]
@@ -373,7 +474,7 @@ class Session:
 
     def _deliver(self, request: Request, errors: list[Any]) -> None:
         """Send the samples, pinned as they are, then READY."""
-        tag, directory = request.tag, self._node.directory
+        tag, directory = request.tag, self._state.directory
         numbers = request.fetch.numbers[: request.count]
         lengths = directory.lengths(numbers)
         lengths[[error[0] for error in errors]] = 0
@@ -383,13 +484,13 @@ class Session:
 
         def over(count: int) -> protocol.Ready:
             self._delivering.discard(tag)
-            self._node.scheduler.acknowledge(self._owner, [tag])
+            self._state.scheduler.acknowledge(self._owner, [tag])
             return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
 
         outbox = self._outbox
         assert outbox is not None
         self._delivering.add(tag)
-        outbox.put(InlineReply(tag, self._node.memory.array, starts, lengths, over))
+        outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, over))
 
     @property
     def announcing(self) -> bool:
@@ -416,15 +517,15 @@ class Session:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset, _, asked = _context(request)
         assert self.job is not None
-        self.job.waited_s += max(self._node.uses.now - asked, 0.0)
+        self.job.waited_s += max(self._state.uses.now - asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
-            self._node.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards)
 
     def _errors(self, request: Request) -> list[Any]:
         dataset, indices, _ = _context(request)
-        node, failures = self._node, request.fetch.failures
+        state, failures = self._state, request.fetch.failures
         errors: list[Any] = []
         for position, number in enumerate(request.fetch.numbers[: request.count].tolist()):
             failure = failures.get(number)
@@ -446,11 +547,11 @@ class Session:
                 failure.status,
                 path=path,
                 index=index,
-                offset=int(node.directory.offsets[number]),
-                length=failure.size or int(node.directory.lengths(one)[0]),
+                offset=int(state.directory.offsets[number]),
+                length=failure.size or int(state.directory.lengths(one)[0]),
                 found=failure.found,
                 expected=failure.expected,
-                arena_size=node.cache.arena.size,
+                arena_size=state.cache.arena.size,
             )
             errors.append([position, *protocol.error_to_wire(error)])
         assert self.job is not None
@@ -476,8 +577,8 @@ class Session:
         if not (0 <= message.epoch <= MOST_COUNTED and 0 <= message.position <= MOST_COUNTED):
             raise ProtocolError("the client reported an impossible position")
         passed = dataset.progress.advance_to(message.epoch, message.position, now)
-        self._node.cache.invalidate(passed)
-        self._node.scheduler.ahead.passed(dataset.progress)
+        self._state.cache.invalidate(passed)
+        self._state.scheduler.prefetcher.passed(dataset.progress)
 
     def _seen(self, message: protocol.Seen, now: float) -> None:
         dataset = self._dataset(message.dataset, "reported hits")
@@ -487,20 +588,20 @@ class Session:
         if len(indices) and not dataset.progress.orders:
             numbers = layout.numbers(indices)
             dataset.progress.visited(numbers, now)
-            self._node.cache.invalidate(numbers)
+            self._state.cache.invalidate(numbers)
 
     def leave(self, now: float) -> None:
         """The connection is gone: give everything back."""
         if self._joined:
             assert self.job is not None
             self.job.sessions -= 1
-        self.state = OVER
-        self._node.scheduler.leave(self._owner, now)
+        self.phase = OVER
+        self._state.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
             self._leave_walk(dataset)
         self._announcing.forget()
         for dataset in (*self._datasets.values(), *self._closing):
-            self._node.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards)
         self._datasets.clear()
         self._closing.clear()
 

@@ -13,7 +13,7 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.server.ahead import QUANTUM, ReadAhead
+from ffserve.server.prefetch import QUANTUM, Prefetcher
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -26,7 +26,7 @@ class Node:
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.uses)
-        self.ahead = ReadAhead(self.cache)
+        self.ahead = Prefetcher(self.cache)
         self.base = self.directory.reserve(COUNT)
         offsets = np.arange(COUNT, dtype=np.uint64) * size
         self.directory.offsets[self.base : self.base + COUNT] = offsets

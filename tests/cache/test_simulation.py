@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,15 @@ from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.job import Job
-from ffserve.server.resizing import Resizing
+from ffserve.server.resize import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
 from ffserve.server.session import Session
+from ffserve.server.state import Job
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
@@ -75,6 +77,9 @@ class Shards:
     def close(self, shards: list[Shard]) -> None:
         self.hold(shards, -1)
 
+    def shards(self) -> list[Shard]:
+        return []
+
 
 class Pages:
     """Memory that is given back when the world has time for it."""
@@ -83,6 +88,7 @@ class Pages:
         self.world = world
         self.size = world.arena.size
         self.settled = True
+        self.populated = 0
 
     def follow(self, size: int) -> None:
         assert self.settled, "grown into what is being given back"
@@ -96,7 +102,7 @@ class Pages:
 
 
 class World:
-    """A node without engines and sockets: everything a Session asks of a Node.
+    """A ServerState without engines and sockets: everything that a Session asks of it.
 
     Args:
         lengths: of the samples, one array a shard.
@@ -133,6 +139,7 @@ class World:
         self.unheard: list[tuple[Load, dict[int, Failure]]] = []
         """Loads that have ended, of which the scheduler was not told yet."""
         self.clients: list[Client] = []
+        self.jobs: dict[str, Job] = {}
         self.slot_bytes: dict[int, int] = {}
         """What the directory says to clients: sample → place in the arena, readable ones only."""
         self.disk_delay_s = 0.0
@@ -157,18 +164,19 @@ class World:
         )
         return Shard(f"/shard{k}", base, len(lengths), int(ends[-1]) + 64)
 
-    # ---- what a Node offers its sessions ----------------------------------------------------
+    # ---- what ServerState offers its sessions ------------------------------------------------
 
     payload = "shared"
+    started = began = 0.0
+    checksum_failures = 0
+    config = ServerConfig()
+    engines = SimpleNamespace(kind="simulated", read_size=0, counters=dict)
 
     def about(self) -> dict[str, Any]:
         return {"version": protocol.VERSION}
 
     def job(self, name: str, now: float) -> Job:
-        return Job(name, now, now)
-
-    def report(self, now: float) -> dict[str, Any]:
-        return {"blocked": self.scheduler.blocked_count}
+        return self.jobs.setdefault(name, Job(name, now, now))
 
     # ---- the disk ---------------------------------------------------------------------------
 
@@ -308,7 +316,7 @@ class World:
         for fetch in self._fetches():
             for slots in fetch.pins:
                 pins[slots] += 1
-        ahead = self.scheduler.ahead
+        ahead = self.scheduler.prefetcher
         for walker in ahead._walkers.values():
             for piece in walker.pieces:
                 if not piece.fetch.waiting:
@@ -357,7 +365,7 @@ class World:
         for shard in self.shards:
             assert self.cache.allocator.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
-        assert not self.scheduler.ahead._walkers and not self.scheduler.ahead._by_fetch
+        assert not self.scheduler.prefetcher._walkers and not self.scheduler.prefetcher._by_fetch
         assert not self.uses.jobs, "a progress of a session that ended is still there"
         assert self.arena.used_size == 0
         self.resizing.step(self.now)

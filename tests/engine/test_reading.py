@@ -16,7 +16,7 @@ from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine import io
 from ffserve.engine.shm import View
-from ffserve.server.reading import Reading
+from ffserve.server.io import Engines
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def test_what_cannot_be_read_does_not_take_its_neighbours_along(kind: io.Kind) -
     memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
     table = ShardTable(directory)
     cache = Cache(arena, directory, table, lambda *_: None)
-    reading = Reading(kind, 16, memory, arena, directory, table)
+    reading = Engines(kind, 16, memory, arena, directory, table)
     fd = os.open("/proc/self/mem", os.O_RDONLY)
     engine, file = reading.add_file(0, fd, 1)
     base = directory.reserve(COUNT)

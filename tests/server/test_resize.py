@@ -225,9 +225,9 @@ import os
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied
 from ffserve.server.access import Peer
-from ffserve.server.node import Node
+from ffserve.server.state import ServerState
 small, large = 16 << 20, 32 << 20
-node = Node(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
+node = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:
     node.resize(large, Peer(1, os.geteuid() + 1, frozenset()))
 except AccessDenied as error:

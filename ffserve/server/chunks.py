@@ -79,10 +79,10 @@ class _Load:
     failures: Failures = field(default_factory=dict)
 
 
-class Decoding:
+class ChunkLoader:
     """Reads chunks and decodes them into their slots.
 
-    Args: engines: of Reading, which may grow.
+    Args: engines: of Engines, which may grow.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class _Walker:
     pieces: deque[_Piece] = field(default_factory=deque)
 
 
-class ReadAhead:
+class Prefetcher:
     """See the module's text."""
 
     def __init__(self, cache: Cache) -> None:

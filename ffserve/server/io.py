@@ -16,7 +16,7 @@ from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, Batch, DirectReply, Engine, refused
 from ffserve.errors import ReadError
-from ffserve.server.decoding import Decoding
+from ffserve.server.chunks import ChunkLoader
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged: copying more than that out of a bounce buffer (3 us and above)
@@ -25,7 +25,7 @@ costs more than the read that is spared."""
 Done = Callable[[Load, dict[int, Failure]], None]
 
 
-class Reading:
+class Engines:
     """Submits loads to the engines and reports what came of them.
 
     Args: kind, depth: of every engine. done: called in the loop's thread, once a load.
@@ -51,7 +51,7 @@ class Reading:
         self._batches: dict[int, _Part] = {}
         self._next_tag = 1
         self._arena_ready = (0, arena.size)
-        self._decoding = Decoding(self._engines, memory, directory, table)
+        self._decoding = ChunkLoader(self._engines, memory, directory, table)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
         self.broke: Callable[[], object] = _nobody_hears

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,12 @@ from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadErr
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
-from ffserve.server.job import Job
-from ffserve.server.pages import Pages
-from ffserve.server.reading import Reading
-from ffserve.server.report import group_facts, job_facts, progress_facts
-from ffserve.server.resizing import Resizing
+from ffserve.server.io import Engines
+from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
 
+MOST_COUNTED = (1 << 63) - 1
+"""Beyond this a report could not be encoded; only what a client lied about gets there."""
 MOST_JOBS = 256
 """Jobs whose counters are kept, the ended ones included."""
 
@@ -42,13 +42,31 @@ ORDERS_SHARE = 4
 SMALLEST_LIMIT at least, and at most half of what the arena leaves of the memory."""
 
 
-class Node:
+@dataclass(slots=True)
+class Job:
+    """One training run, over all its sessions; counters since it was first seen."""
+
+    name: str
+    first_seen: float
+    last_seen: float
+    sessions: int = 0
+    hits: int = 0
+    hit_size: int = 0
+    missed: int = 0
+    errors: int = 0
+    waited_s: float = 0.0
+    """Between its requests and their answers, summed over its sessions."""
+    pid: int = 0
+    paths: str = ""
+
+
+class ServerState:
     """The parts of one daemon."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.payload: str = config.payload
-        self.started, self._began = time.time(), time.monotonic()
+        self.started, self.began = time.time(), time.monotonic()
         self.epoch = secrets.randbits(63)
         self.arena, self.memory = _memory(config)
         self.directory = Directory()
@@ -61,23 +79,23 @@ class Node:
             self._retract,
             self.uses,
         )
-        self.reading = Reading(
+        self.engines = Engines(
             config.engine, config.depth, self.memory, self.arena, self.directory, self.table
         )
-        self.scheduler = Scheduler(self.cache, self.reading.submit, most_reads=4 * config.depth)
-        self.reading.done = self._loaded
+        self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
+        self.engines.done = self._loaded
         self.catalog = Catalog(
             self.directory,
             self.table,
             self.cache,
-            self.reading,
+            self.engines,
             config.roots,
             config.max_chunk_size_bytes,
         )
-        self.pages = Pages(self.memory, self.reading, self.arena.size)
+        self.pages = Pages(self.memory, self.engines, self.arena.size)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.checksum_failures = 0
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(
@@ -97,13 +115,13 @@ class Node:
 
     def job(self, name: str, now: float) -> Job:
         """Return the job of this name, new or known."""
-        job = self._jobs.get(name)
+        job = self.jobs.get(name)
         if job is None:
-            job = self._jobs[name] = Job(name, now, now)
-            for old in [j for j in self._jobs.values() if not j.sessions and j is not job]:
-                if len(self._jobs) <= MOST_JOBS:
+            job = self.jobs[name] = Job(name, now, now)
+            for old in [j for j in self.jobs.values() if not j.sessions and j is not job]:
+                if len(self.jobs) <= MOST_JOBS:
                     break
-                del self._jobs[old.name]
+                del self.jobs[old.name]
         return job
 
     def resize(self, size: int, peer: Peer) -> None:
@@ -128,19 +146,6 @@ class Node:
         self.resizing.begin(size)
         self.resizing.step(time.monotonic())
 
-    def arena_facts(self) -> dict[str, Any]:
-        """What STATUS and RESIZE answer about the arena: bytes."""
-        return {
-            "size": self.resizing.size,
-            "target": self.resizing.target,
-            "limit": self.arena.limit,
-            "used": self.arena.used_size,
-            "populated": self.pages.populated,
-            "held": self.resizing.held_size,
-            "leased": self.scheduler.leased_size,
-            "resizing": self.resizing.under_way,
-        }
-
     def about(self) -> dict[str, Any]:
         """What WELCOME says."""
         return {
@@ -153,54 +158,10 @@ class Node:
             "orders": True,
         }
 
-    def report(self, now: float) -> dict[str, Any]:
-        """What STATUS answers: plain numbers and texts."""
-        counters = self.cache.counters
-        engine = self.reading.counters()
-        usage = dict(zip(self.table.bases.tolist(), self.table.used.tolist(), strict=True))
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "started": self.started,
-            "uptime_s": round(time.monotonic() - self._began, 3),
-            "socket": self.config.socket,
-            "roots": list(self.config.roots),
-            "engine": {"kind": self.reading.kind, **engine},
-            "arena": self.arena_facts(),
-            "cache": {
-                "asked": counters.asked,
-                "resident": counters.resident,
-                "joined": counters.joined,
-                "blocks_read": counters.blocks_read,
-                "evicted": counters.evicted,
-                "failed": counters.failed,
-                "read_size": self.reading.read_size,
-                "checksum_failures": self.checksum_failures,
-                "blocked": self.scheduler.blocked_count,
-                "prefetched": counters.prefetched,
-                "wasted": counters.wasted,
-            },
-            "shards": [
-                {
-                    "path": shard.path,
-                    "format": shard.format,
-                    "count": shard.count,
-                    "size": shard.size,
-                    "payload_size": shard.payload_size,
-                    "sessions": shard.sessions,
-                    "cached_size": usage.get(shard.base, 0) if shard.count else 0,
-                }
-                for shard in self.catalog.shards()[:1000]
-            ],
-            "progress": [progress_facts(self, progress, now) for progress in self.uses.jobs],
-            "groups": group_facts(self, now),
-            "jobs": [job_facts(self, job, now) for job in self._jobs.values()],
-        }
-
     def close(self) -> None:
         """End the I/O threads, close the files. Shared memory goes with the process."""
         self.pages.stop()
-        self.reading.close()
+        self.engines.close()
         self.catalog.shutdown()
 
 
