@@ -23,6 +23,7 @@ demo: setup
 check: setup
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
+	@.venv/bin/clang-format --dry-run --Werror ffserve/engine/*.[ch]
 	@$(python) -m mypy
 
 test: check

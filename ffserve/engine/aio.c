@@ -1,10 +1,10 @@
-/* Linux AIO (io_submit), for where io_uring is forbidden: Docker's default seccomp profile allows
- * this one. By bare system calls, so there is no library to find.
+/* Linux AIO (io_submit), where io_uring is not permitted: Docker's default seccomp profile permits
+ * this one. It uses system calls directly and needs no library.
  *
- * Every completion also counts on wake_fd (IOCB_FLAG_RESFD), the descriptor that announces new
- * work: one blocking read waits for both. The kernel queues the event before it counts, so no
- * event is missed. When every op is in flight there is nothing to issue, and the thread waits for
- * several events instead; the counts left over cost one idle round later.
+ * Every completion also increments wake_fd (IOCB_FLAG_RESFD), the eventfd that announces new work, so
+ * one blocking read waits for both. The kernel queues the event before it increments, so no event is
+ * missed. When all ops are in flight there is nothing to issue, and the thread waits for several
+ * events instead; the increments left over cost one idle iteration later.
  */
 #ifdef FFS_HAVE_AIO
 #include <errno.h>
@@ -19,17 +19,17 @@
 
 typedef struct {
     aio_context_t context;
-    uint32_t depth, flying;   /* flying: issued or ready to be */
+    uint32_t depth, flying; /* flying: issued or ready to be */
     uint32_t ready_count, landed_count, spare_count;
-    struct iocb *blocks;      /* one an op, same place in its array */
-    struct iocb **ready;      /* to be issued */
+    struct iocb *blocks; /* one per op, with the same index */
+    struct iocb **ready; /* to be issued */
     struct io_event *events;
     ffs_op **landed, **spare;
 } aio;
 
 static void aio_forget(void *state)
 {
-    aio *a = state; /* the context belongs to the address space that stayed behind */
+    aio *a = state; /* the context belongs to the parent's address space */
     free(a->blocks);
     free(a->ready);
     free(a->events);
@@ -96,7 +96,7 @@ static void ended(ffs_engine *e, aio *a, ffs_op *op, int64_t result)
     }
 }
 
-/* Issue what is ready. The kernel takes a prefix; an error is the first one's own. */
+/* Issue what is ready. The kernel accepts a prefix; an error is that of the first read. */
 static void issue(ffs_engine *e, aio *a)
 {
     while (a->ready_count) {
@@ -104,7 +104,7 @@ static void issue(ffs_engine *e, aio *a)
         if (taken < 0 && errno == EINTR)
             continue;
         if (taken < 0 && errno == EAGAIN) {
-            /* The kernel is short of requests: go on when some of ours have ended. */
+            /* The kernel is short of requests: continue when some of ours have ended. */
             if (a->ready_count < a->flying)
                 return;
             nanosleep(&(struct timespec){0, 1000000}, NULL);
@@ -166,7 +166,7 @@ static int wait_for_more(ffs_engine *e, aio *a)
     return error ? error : reap(e, a, 0);
 }
 
-/* Somebody closed wake_fd. The context has no descriptor: what is in flight can be awaited. */
+/* Other code closed wake_fd. The context has no descriptor, so reads in flight can be awaited. */
 static void lose(ffs_engine *e, aio *a)
 {
     ffs_break(e, -EIO);
@@ -184,7 +184,7 @@ static void aio_loop(ffs_engine *e, void *state)
 {
     aio *a = state;
     for (;;) {
-        atomic_store(&e->files_removed, false); /* no table to keep */
+        atomic_store(&e->files_removed, false); /* there is no table of files */
         while (a->flying < a->depth && a->spare_count &&
                ffs_take(e, a->spare[a->spare_count - 1])) {
             prepare(e, a, a->spare[--a->spare_count]);

@@ -32,41 +32,41 @@
 
 /* The state of a read that may be split into pieces. */
 typedef struct {
-    _Atomic uint32_t left;      /* pieces that have not ended */
-    _Atomic int32_t error;      /* of one of them */
+    _Atomic uint32_t left; /* pieces that have not ended */
+    _Atomic int32_t error; /* of one of them */
 } ffs_pieced;
 
 /* A batch as the engine sees it: the public part first. */
 typedef struct ffs_job {
     ffs_batch face;
-    ffs_pieced *pieced;          /* one per read */
+    ffs_pieced *pieced;         /* one per read */
     struct ffs_job *next;       /* in the FIFO, then the finished list, then the done list */
     uint32_t taken;             /* reads handed to a backend so far */
     uint32_t pieces;            /* left of the next read, if some were taken */
     _Atomic uint32_t remaining; /* reads that have not ended */
     bool submitted, notify;
-    ffs_reply *reply;           /* that waits for it, or NULL */
+    ffs_reply *reply; /* that waits for it, or NULL */
 } ffs_job;
 
 /* One read, or one piece of a read, being carried out. Backends use the fields above the line only. */
 typedef struct ffs_op {
     int fd, file;
-    uint32_t generation;        /* distinguishes a file id from its earlier use */
-    uint8_t *to;                /* where this attempt's bytes go */
-    uint64_t offset;            /* this attempt: position and size */
+    uint32_t generation; /* distinguishes a file id from its earlier use */
+    uint8_t *to;         /* where this attempt's bytes go */
+    uint64_t offset;     /* this attempt: position and size */
     uint64_t size;
-    uint8_t *base;              /* where the byte at `lo` goes: the arena, or the bounce buffer */
-    uint8_t *bounce;            /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
+    uint8_t *base;   /* where the byte at `lo` goes: the arena, or the bounce buffer */
+    uint8_t *bounce; /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
     /* ---- */
     uint32_t alignment;
-    ffs_job *job;               /* NULL: the op is spare */
+    ffs_job *job; /* NULL: the op is spare */
     const ffs_read *read;
-    uint32_t piece;             /* which one of the read */
-    uint64_t lo, hi;            /* its extent widened to the alignment */
-    uint64_t end;               /* where the bytes that are needed end */
-    uint64_t got;               /* bytes from lo that have arrived */
-    uint64_t bytes;             /* read in total, repeated ones included */
-    int error;                  /* what it landed with */
+    uint32_t piece;  /* which one of the read */
+    uint64_t lo, hi; /* its extent widened to the alignment */
+    uint64_t end;    /* where the bytes that are needed end */
+    uint64_t got;    /* bytes from lo that have arrived */
+    uint64_t bytes;  /* read in total, repeated ones included */
+    int error;       /* what it landed with */
 } ffs_op;
 
 typedef struct {
@@ -77,43 +77,50 @@ typedef struct {
     void (*stop)(void *state);
     /* In a forked child, which has neither the threads nor the DONTFORK mappings. */
     void (*forget)(void *state);
-    bool many_threads;          /* wakes by condition variable, else by wake_fd */
+    bool many_threads; /* wakes by condition variable, else by wake_fd */
 } ffs_backend;
 
-typedef struct { int fd; uint32_t alignment, generation; } ffs_file;
+typedef struct {
+    int fd;
+    uint32_t alignment, generation;
+} ffs_file;
 
 struct ffs_engine {
     const ffs_backend *backend;
     uint32_t depth, thread_count;
-    bool registers;             /* wanted: registered buffers */
+    bool registers; /* wanted: registered buffers */
     int pid;
-    uint8_t *arena; uint64_t arena_size;
-    ffs_entry *entries; uint64_t entry_count;
+    uint8_t *arena;
+    uint64_t arena_size;
+    ffs_entry *entries;
+    uint64_t entry_count;
 
-    pthread_mutex_t lock;       /* guards everything down to `threads` */
-    pthread_cond_t work;        /* threads backend: the FIFO is not empty, or stop */
-    pthread_cond_t settled;     /* a thread has started; the last waiter has left */
+    pthread_mutex_t lock;                  /* guards everything down to `threads` */
+    pthread_cond_t work;                   /* threads backend: the FIFO is not empty, or stop */
+    pthread_cond_t settled;                /* a thread has started; the last waiter has left */
     pthread_cond_t ended[FFS_WAIT_GROUPS]; /* a batch of the group has ended */
     uint32_t listeners[FFS_WAIT_GROUPS];   /* threads that wait for that */
-    ffs_job *head, *tail;       /* FIFO of batches with reads not yet taken */
-    ffs_job *finished;          /* ended, their owners not yet woken */
+    ffs_job *head, *tail;                  /* FIFO of batches with reads not yet taken */
+    ffs_job *finished;                     /* ended, their owners not yet woken */
     ffs_job *done_head, *done_tail;
-    ffs_file *files; uint32_t file_room, generation;
-    uint64_t arena_ready;       /* pages below may be registered */
-    uint64_t arena_end;         /* of the part in use: below it all pieces but the last are full */
-    uint64_t arena_floor;       /* the lowest that `arena_ready` was since the I/O thread looked */
+    ffs_file *files;
+    uint32_t file_room, generation;
+    uint64_t arena_ready; /* pages below may be registered */
+    uint64_t arena_end;   /* of the part in use: below it all pieces but the last are full */
+    uint64_t arena_floor; /* the lowest that `arena_ready` was since the I/O thread looked */
     uint32_t idle, waiters, started;
     int start_error, broken;
     bool notify, joined;
-    bool abandoned;             /* a thread could not be woken and still uses this memory */
-    bool notified;              /* done_fd was written, or is about to be, and not read */
-    pthread_t *threads; void **states;
+    bool abandoned; /* a thread could not be woken and still uses this memory */
+    bool notified;  /* done_fd was written, or is about to be, and not read */
+    pthread_t *threads;
+    void **states;
 
     int wake_fd, done_fd;
-    ffs_op *ops;                /* shared out among the backend's threads */
+    ffs_op *ops; /* shared out among the backend's threads */
     uint32_t op_count;
     _Atomic bool stopping;
-    _Atomic bool sleeping;      /* the I/O thread waits (or is about to) and could take work */
+    _Atomic bool sleeping; /* the I/O thread waits (or is about to) and could take work */
     _Atomic bool files_removed, arena_changed;
     _Atomic uint32_t queued, inflight;
     _Atomic uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;

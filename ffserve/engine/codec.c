@@ -23,11 +23,11 @@ static uint64_t get64(const uint8_t *p)
 
 static uint32_t unmask(uint32_t masked)
 {
-    uint32_t turned = masked - 0xA282EAD8u;
-    return turned >> 17 | turned << 15;
+    uint32_t rotated = masked - 0xA282EAD8u;
+    return rotated >> 17 | rotated << 15;
 }
 
-static int header_holds(const uint8_t *p)
+static int header_is_valid(const uint8_t *p)
 {
     return ffs_checksum(FFS_CRC_32C, 0, p, 8) == unmask(get32(p + 8));
 }
@@ -49,7 +49,7 @@ int ffs_frames(ffs_frame_scan *w, const uint8_t *window, uint64_t base, uint64_t
         if (w->at < base || end < w->at || end - w->at < FRAME_HEADER)
             return FFS_FRAMES_MORE;
         const uint8_t *header = window + (w->at - base);
-        if (w->verify && !header_holds(header))
+        if (w->verify && !header_is_valid(header))
             return FFS_FRAMES_BAD_HEADER;
         uint64_t length = get64(header), left = w->file_size - w->at - FRAME_HEADER;
         if (left < FRAME_FOOTER || length > left - FRAME_FOOTER)
@@ -109,22 +109,24 @@ int ffs_frame_search(ffs_frame_finder *f, const uint8_t *window, uint64_t base, 
             continue;
         if (end - f->at < FRAME_HEADER)
             return 0;
-        if (header_holds(here) && get64(here) <= f->file_size - f->at - FRAME_HEADER - FRAME_FOOTER)
+        if (header_is_valid(here) &&
+            get64(here) <= f->file_size - f->at - FRAME_HEADER - FRAME_FOOTER)
             return 1;
     }
     return 0;
 }
 
 /* ---- RecordIO chunks --------------------------------------------------------------------- */
-#define CHUNK_HEADER 20 /* five u32: py magic, records, checksum, compressor, size; go magic, checksum, */
-                  /* compressor, size, records */
+/* Five u32. py: magic, records, checksum, compressor, size. go: magic, checksum, compressor, size,
+ * records. */
+#define CHUNK_HEADER 20
 #define MAGIC 0x01020304u
 #define PY 0
 #define GO 1
-#define NONE 0 /* compressors, as they are counted from the dialect's first */
+#define NONE 0 /* compressors, numbered from the first one of the dialect */
 #define SNAPPY 1
 #define GZIP 2
-#define FRAME_MOST 65536 /* what a frame of a snappy stream decodes to, at most */
+#define SNAPPY_FRAME_MOST 65536 /* decoded size of a frame of a snappy stream, at most */
 
 typedef struct {
     uint64_t records, size; /* size: of the payload */
@@ -132,7 +134,7 @@ typedef struct {
     uint32_t compression;
 } header;
 
-/* The window's bytes [place, place + n), or NULL: they are not in it. */
+/* The file's bytes [place, place + n), or NULL when they are not in the window. */
 static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size,
                            uint64_t place, uint64_t n)
 {
@@ -142,8 +144,8 @@ static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t ba
     return NULL;
 }
 
-/* 1: the words may be a header of the file's dialect. */
-static int understand(ffs_chunk_scan *w, header *h)
+/* Whether the words may be a header of the file's dialect. */
+static int parse_header(ffs_chunk_scan *w, header *h)
 {
     const uint32_t *words = w->words;
     int dialect = words[3] <= 3 ? PY : GO;
@@ -159,7 +161,7 @@ static int understand(ffs_chunk_scan *w, header *h)
     return h->compression <= GZIP && h->size && h->size <= w->file_size - w->at - CHUNK_HEADER;
 }
 
-/* The u32 that begins a raw snappy block, or -1. */
+/* The u32 at the start of a raw snappy block, or -1. */
 static int64_t varint(const uint8_t *p, uint64_t size)
 {
     uint64_t value = 0;
@@ -172,9 +174,9 @@ static int64_t varint(const uint8_t *p, uint64_t size)
     return -1;
 }
 
-/* What a frame of a snappy stream decodes to, or -1: it is none. p: its first 13 bytes, or all
- * `left` of the stream. *size: of the whole frame. */
-static int64_t frame(const uint8_t *p, uint64_t left, uint64_t *size)
+/* Decoded size of a frame of a snappy stream, or -1 when it is invalid. p: its first 13 bytes, or all
+ * `left` bytes of the stream. *size: of the encoded frame. */
+static int64_t snappy_frame(const uint8_t *p, uint64_t left, uint64_t *size)
 {
     int64_t decoded = 0;
 
@@ -190,12 +192,12 @@ static int64_t frame(const uint8_t *p, uint64_t left, uint64_t *size)
         decoded = inner == 6 ? 0 : -1;
     else if (p[0] < 0x80)
         decoded = -1;
-    return decoded <= FRAME_MOST ? decoded : -1;
+    return decoded <= SNAPPY_FRAME_MOST ? decoded : -1;
 }
 
-/* Find out what the payload decodes to as it tells itself: FFS_CHUNKS_END, w->decoded is that. */
-static int told(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint64_t base,
-                uint64_t size)
+/* Find the decoded size that the payload states. FFS_CHUNKS_END: it is in w->decoded. */
+static int stated_size(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint64_t base,
+                       uint64_t size)
 {
     uint64_t begin = w->at + CHUNK_HEADER, end = begin + h->size, n = 0;
     const uint8_t *p;
@@ -222,7 +224,7 @@ static int told(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint6
             n = left < 13 ? left : 13;
             if (!(p = look(w, window, base, size, w->place, n)))
                 return FFS_CHUNKS_MORE;
-            int64_t more = frame(p, n, &whole);
+            int64_t more = snappy_frame(p, n, &whole);
             if (more < 0 || whole > left)
                 return FFS_CHUNKS_FAULT;
             w->decoded += (uint64_t)more;
@@ -232,9 +234,10 @@ static int told(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint6
     return FFS_CHUNKS_END;
 }
 
-static int believable(const ffs_chunk_scan *w, const header *h)
+/* Whether the sizes that a chunk states are possible for its encoded size. */
+static int plausible(const ffs_chunk_scan *w, const header *h)
 {
-    static const uint64_t times[] = {1, 22, 1032}; /* see most_decoded */
+    static const uint64_t times[] = {1, 22, 1032}; /* see most_decoded in formats */
     uint64_t end = w->at + CHUNK_HEADER + h->size;
 
     return w->decoded <= UINT32_MAX && w->decoded <= h->size * times[h->compression] &&
@@ -262,11 +265,11 @@ int ffs_chunks(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t
             w->place = w->at + CHUNK_HEADER;
             w->decoded = 0;
         }
-        int why = understand(w, &h) ? told(w, &h, window, base, size) : FFS_CHUNKS_FAULT;
+        int why = parse_header(w, &h) ? stated_size(w, &h, window, base, size) : FFS_CHUNKS_FAULT;
         if (why == FFS_CHUNKS_MORE)
             return why;
         w->inside = 0;
-        if (why == FFS_CHUNKS_FAULT || !believable(w, &h))
+        if (why == FFS_CHUNKS_FAULT || !plausible(w, &h))
             return FFS_CHUNKS_FAULT;
         int64_t k = w->count++;
         w->begins[k] = (int64_t)w->at;
@@ -280,16 +283,14 @@ int ffs_chunks(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t
     return FFS_CHUNKS_END;
 }
 
-int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts,
-                  int64_t *lengths, uint64_t *end)
+int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts, int64_t *lengths,
+                  uint64_t *end)
 {
     uint64_t at = 0;
     int64_t k = 0;
 
     for (; k < n && size - at >= 4; k++) {
-        const uint8_t *p = bytes + at;
-        uint64_t length = (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 |
-                          (uint32_t)p[3] << 24;
+        uint64_t length = get32(bytes + at);
         if (length > size - at - 4)
             break;
         starts[k] = (int64_t)at + 4;

@@ -11,8 +11,8 @@
 
 /* cdef */
 #define FFS_CRC_NONE 0
-#define FFS_CRC_32 1             /* zlib's CRC-32 */
-#define FFS_CRC_32C 2            /* Castagnoli */
+#define FFS_CRC_32 1  /* zlib's CRC-32 */
+#define FFS_CRC_32C 2 /* Castagnoli */
 
 /* ---- checksums --------------------------------------------------------------------------- */
 /* Checksum of `size` bytes. seed: the checksum of the bytes before them, or 0. */
@@ -24,21 +24,21 @@ void ffs_checksums(int kind, const uint8_t *base, const uint64_t *offsets, const
 const char *ffs_checksum_library(void);
 
 /* ---- TFRecord frames --------------------------------------------------------------------- */
-#define FFS_FRAMES_MORE 0        /* needs a window from `at`, or from at - 4 while `owed` is set */
-#define FFS_FRAMES_FULL 1        /* the tables have no room for another record */
-#define FFS_FRAMES_END 2         /* the file ends after a complete frame */
-#define FFS_FRAMES_BAD_HEADER 3  /* the header at `at` does not match its checksum */
-#define FFS_FRAMES_CUT_HEADER 4  /* the file ends inside the header at `at` */
-#define FFS_FRAMES_CUT_RECORD 5  /* the file ends inside the frame at `at` */
+#define FFS_FRAMES_MORE 0       /* needs a window from `at`, or from at - 4 while `owed` is set */
+#define FFS_FRAMES_FULL 1       /* the tables have no room for another record */
+#define FFS_FRAMES_END 2        /* the file ends after a complete frame */
+#define FFS_FRAMES_BAD_HEADER 3 /* the header at `at` does not match its checksum */
+#define FFS_FRAMES_CUT_HEADER 4 /* the file ends inside the header at `at` */
+#define FFS_FRAMES_CUT_RECORD 5 /* the file ends inside the frame at `at` */
 
 /* Scan of a file's frames: the current position and the records found so far. */
 typedef struct {
-    uint64_t file_size, at;       /* at: position of the next header */
-    uint64_t *offsets, *lengths;  /* of payloads, `room` each */
-    uint32_t *checksums;          /* as stored, unmasked */
+    uint64_t file_size, at;      /* at: position of the next header */
+    uint64_t *offsets, *lengths; /* of payloads, `room` each */
+    uint32_t *checksums;         /* as stored, unmasked */
     int64_t count, room;
-    int32_t verify;               /* compare headers with their checksums */
-    int32_t owed;                 /* the checksum of the last record, at - 4, is still missing */
+    int32_t verify; /* compare headers with their checksums */
+    int32_t owed;   /* the checksum of the last record, at - 4, is still missing */
 } ffs_frame_scan;
 
 /* Continue through the file's bytes [base, base + size). Returns one of FFS_FRAMES_*. */
@@ -60,14 +60,13 @@ typedef struct {
 /* Continue through the file's bytes [base, base + size), which include `at` and, if proven,
  * `summed`. Returns 1 when `at` is a frame; 0 when a window that begins at `at` (proven: at
  * `summed`) is needed or the file ended. */
-int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t base,
-                     uint64_t size);
+int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t base, uint64_t size);
 
 /* ---- RecordIO chunks --------------------------------------------------------------------- */
-#define FFS_CHUNKS_MORE 0   /* needs a window with 20 bytes from `wanted` on, or all that is left */
-#define FFS_CHUNKS_FULL 1   /* the tables have no room for another chunk */
-#define FFS_CHUNKS_END 2    /* the file ends after a complete chunk */
-#define FFS_CHUNKS_FAULT 3  /* there is no valid chunk at `at` */
+#define FFS_CHUNKS_MORE 0  /* needs a window with 20 bytes from `wanted` on, or all that is left */
+#define FFS_CHUNKS_FULL 1  /* the tables have no room for another chunk */
+#define FFS_CHUNKS_END 2   /* the file ends after a complete chunk */
+#define FFS_CHUNKS_FAULT 3 /* there is no valid chunk at `at` */
 
 /* Scan of a file's chunk headers: the current position and the chunks found so far. */
 typedef struct {
@@ -78,13 +77,13 @@ typedef struct {
     int64_t *firsts;        /* number of the first record, room + 1 of them, the first is 0 */
     int64_t *sizes;         /* decoded size that each chunk states */
     uint32_t *checksums;
-    uint8_t *compressors;   /* as the dialect numbers them */
+    uint8_t *compressors; /* as the dialect numbers them */
     int64_t count, room;
     uint64_t records_allowed, records_a_byte; /* limit: so many, plus so many per byte of file */
-    int32_t dialect;        /* 0 py, 1 go, -1: the first chunk decides */
-    int32_t inside;         /* private: the header at `at` was read, */
-    uint64_t place;         /*   the payload is examined from here on, */
-    uint64_t decoded;       /*   and decodes to so many bytes up to there */
+    int32_t dialect;                          /* 0 py, 1 go, -1: the first chunk decides */
+    int32_t inside;                           /* private: the header at `at` was read, */
+    uint64_t place;                           /*   the payload is examined from here on, */
+    uint64_t decoded;                         /*   and decodes to so many bytes up to there */
     uint32_t words[5];
 } ffs_chunk_scan;
 
@@ -94,8 +93,8 @@ int ffs_chunks(ffs_chunk_scan *scan, const uint8_t *window, uint64_t base, uint6
 /* Find at most n records (u32 length, bytes) in `size` bytes, each directly after the one before.
  * starts[], lengths[]: of the complete ones; returns their number; *end: where the last one ends.
  * The bytes hold exactly n records if n is returned and *end equals size. */
-int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts,
-                  int64_t *lengths, uint64_t *end);
+int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *starts, int64_t *lengths,
+                  uint64_t *end);
 
 /* Copy n pieces, piece k to dests[k]. */
 void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *lengths, int64_t n,

@@ -119,10 +119,11 @@ int ffs_submit(ffs_engine *e, ffs_batch *b)
 {
     ffs_job *job = (ffs_job *)b;
     pthread_mutex_lock(&e->lock);
-    int rc = ffs_stopping(e) ? -ESHUTDOWN
-             : e->broken     ? e->broken
-             : job->submitted ? -EBUSY
-             : batch_fits(e, b) ? 0 : -EINVAL;
+    int rc = ffs_stopping(e)  ? -ESHUTDOWN
+           : e->broken        ? e->broken
+           : job->submitted   ? -EBUSY
+           : batch_fits(e, b) ? 0
+                              : -EINVAL;
     if (rc) {
         pthread_mutex_unlock(&e->lock);
         return rc;
@@ -539,7 +540,6 @@ uint32_t ffs_file_generation(ffs_engine *e, int id)
     return generation;
 }
 
-
 /* ---- open, close, fork ------------------------------------------------------------------- */
 int ffs_built(void)
 {
@@ -569,7 +569,10 @@ static const ffs_backend *backend_of(int kind)
 }
 
 /* The argument of thread_main. */
-typedef struct { ffs_engine *engine; uint32_t thread; } thread_start;
+typedef struct {
+    ffs_engine *engine;
+    uint32_t thread;
+} thread_start;
 
 /* A ring belongs to the thread that made it, so each thread starts its backend itself and passes
  * an error on to ffs_engine_open. */
@@ -657,8 +660,9 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
     e->ops = calloc(e->op_count, sizeof *e->ops);
     e->threads = calloc(e->thread_count, sizeof *e->threads);
     e->states = calloc(e->thread_count, sizeof *e->states);
-    int rc = e->wake_fd < 0 || e->done_fd < 0 ? -errno
-             : !e->ops || !e->threads || !e->states ? -ENOMEM : 0;
+    int rc = e->wake_fd < 0 || e->done_fd < 0     ? -errno
+           : !e->ops || !e->threads || !e->states ? -ENOMEM
+                                                  : 0;
     if (rc)
         e->thread_count = 0;
     else

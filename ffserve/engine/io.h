@@ -15,31 +15,31 @@
 #include "shm.h"
 
 /* cdef */
-#define FFS_ECHECKSUM -100001    /* the payload does not match its checksum */
-#define FFS_ETRUNCATED -100002   /* the file ends inside the payload */
+#define FFS_ECHECKSUM -100001  /* the payload does not match its checksum */
+#define FFS_ETRUNCATED -100002 /* the file ends inside the payload */
 
 /* ---- batches ----------------------------------------------------------------------------- */
 /* One record inside an extent. */
 typedef struct {
-    uint64_t offset;      /* of the payload in the file */
+    uint64_t offset; /* of the payload in the file */
     uint64_t length;
-    uint64_t entry;       /* directory entry to publish, or UINT64_MAX */
-    uint8_t *dest;        /* copy the payload here, or NULL; valid only if status is 0. If the
+    uint64_t entry;    /* directory entry to publish, or UINT64_MAX */
+    uint8_t *dest;     /* copy the payload here, or NULL; valid only if status is 0. If the
                            * read has no slot but the record has an entry: an address in the arena
                            * that nobody reads yet */
-    uint32_t checksum;    /* expected */
-    uint32_t found;       /* out: computed, if verified */
-    int32_t status;       /* out: 0, -errno, FFS_ECHECKSUM, FFS_ETRUNCATED */
+    uint32_t checksum; /* expected */
+    uint32_t found;    /* out: computed, if verified */
+    int32_t status;    /* out: 0, -errno, FFS_ECHECKSUM, FFS_ETRUNCATED */
     uint32_t reserved;
 } ffs_record;
 
 /* One read of one extent, into a slot of the arena or through a bounce buffer of the engine. */
 typedef struct {
-    uint64_t offset;      /* extent in the file, includes its records; the engine widens it to the */
-    uint64_t length;      /*   file's alignment on both sides */
-    uint64_t slot;        /* byte offset in the arena; UINT64_MAX: none, and records need a dest */
-    uint64_t slot_size;   /* must hold the widened extent */
-    int32_t file;         /* from ffs_file_add */
+    uint64_t offset;    /* extent in the file, includes its records; the engine widens it to the */
+    uint64_t length;    /*   file's alignment on both sides */
+    uint64_t slot;      /* byte offset in the arena; UINT64_MAX: none, and records need a dest */
+    uint64_t slot_size; /* must hold the widened extent */
+    int32_t file;       /* from ffs_file_add */
     int32_t checksum_kind;
     uint32_t first_record, record_count;
 } ffs_read;
@@ -49,16 +49,17 @@ typedef struct ffs_engine ffs_engine;
 /* A batch of reads. The caller fills it; the engine owns it from submit until `done` is 1, which
  * it becomes when every read has ended. Results are in records[].status. */
 typedef struct {
-    ffs_read *reads; ffs_record *records;
+    ffs_read *reads;
+    ffs_record *records;
     uint32_t read_count, record_count;
-    uint32_t failed;      /* out: records whose status is not 0 */
-    uint32_t done;        /* out */
-    uint64_t tag;         /* the caller's */
-    uint64_t bytes;       /* out: bytes read from files, over-read included */
-} ffs_batch;              /* private fields follow */
+    uint32_t failed; /* out: records whose status is not 0 */
+    uint32_t done;   /* out */
+    uint64_t tag;    /* the caller's */
+    uint64_t bytes;  /* out: bytes read from files, over-read included */
+} ffs_batch;         /* private fields follow */
 
 ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count); /* zeroed; NULL: no memory */
-void ffs_batch_free(ffs_batch *b);            /* never between submit and done */
+void ffs_batch_free(ffs_batch *b); /* never between submit and done */
 
 /* ---- direct replies ----------------------------------------------------------------------
  * A client's socket. The descriptor stays the caller's, who blocks the socket before closing it. */
@@ -72,9 +73,9 @@ void ffs_reply_socket_free(ffs_reply_socket *socket);
  * records failed. It and its socket must outlive these batches. */
 typedef struct {
     ffs_reply_socket *socket;
-    uint32_t left;        /* batches that have not ended, plus 1 until ffs_reply_arm */
+    uint32_t left; /* batches that have not ended, plus 1 until ffs_reply_arm */
     uint32_t failed, sent;
-    uint32_t size;        /* of the frame */
+    uint32_t size; /* of the frame */
     uint8_t frame[24];
 } ffs_reply;
 
@@ -87,12 +88,12 @@ uint32_t ffs_reply_arm(ffs_reply *reply);
 #define FFS_ENGINE_URING 1
 #define FFS_ENGINE_AIO 2
 #define FFS_ENGINE_THREADS 3
-#define FFS_ENGINE_REGISTERED 4  /* io_uring with registered buffers */
+#define FFS_ENGINE_REGISTERED 4 /* io_uring with registered buffers */
 
 typedef struct {
     uint64_t reads, bytes, short_reads, errors, checksum_errors, wakeups, submits;
-    uint64_t fixed;       /* reads issued into registered buffers */
-    uint64_t registered;  /* bytes of memory that are registered now */
+    uint64_t fixed;      /* reads issued into registered buffers */
+    uint64_t registered; /* bytes of memory that are registered now */
     uint32_t inflight, queued;
 } ffs_counters;
 
@@ -112,7 +113,7 @@ void ffs_engine_arena_ready(ffs_engine *e, uint64_t size, uint64_t end);
 /* Add a file. alignment: of offsets and lengths, the logical block size (1: buffered). The engine
  * never closes the descriptor. Returns an id >= 0 or -errno. */
 int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);
-void ffs_file_remove(ffs_engine *e, int id);  /* only when no read of it is queued or in flight */
+void ffs_file_remove(ffs_engine *e, int id); /* only when no read of it is queued or in flight */
 /* Alignment of memory and of file offsets that direct I/O on a file requires (statx, Linux 6.1), 0
  * where the file does not support it. 0, or -errno (-EOPNOTSUPP: the kernel does not say). */
 int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);

@@ -1,13 +1,13 @@
-/* One read from its start to its end: widening, pieces, the buffer, short reads, verification, the
- * copy to the caller, publication.
+/* One read from start to end: widening, pieces, bounce buffer, short reads, verification, copying to
+ * the caller, publishing.
  *
- * Direct I/O has to start and end at multiples of the file's alignment, so an extent is widened on
- * both sides and the payload lies `offset - lo` bytes into the buffer. A read that stops short goes
- * on from where it stopped, rounded down to the alignment. Only the end of a file leaves an
- * unaligned remainder; reading that block again brings nothing new, and no progress means the end.
+ * Direct I/O must start and end at multiples of the file's alignment, so an extent is widened on both
+ * sides and the payload begins `offset - lo` bytes into the buffer. A short read is continued where
+ * it stopped, rounded down to the alignment. Only the end of a file leaves an unaligned remainder;
+ * reading that block again returns nothing new, so no progress means the end of the file.
  *
- * Of a read in pieces each one leaves its bytes where they belong, in the slot or at the records'
- * destinations; the one that ends last verifies there.
+ * Each piece of a larger read puts its bytes where they belong, in the slot or at the records'
+ * destinations. The piece that ends last verifies them there.
  */
 #define _GNU_SOURCE /* AT_EMPTY_PATH */
 #include <errno.h>
@@ -29,8 +29,8 @@ int ffs_op_map_bounce(ffs_op *op)
                    0);
     if (p == MAP_FAILED)
         return -ENOMEM;
-    /* A fork while the device writes here would leave the bytes with whichever side copied the
-     * page first; a child that does not have the pages cannot take them. */
+    /* If the process forked while the device writes here, the bytes would go to whichever side keeps
+     * the original page; without the mapping the child cannot take it. */
     madvise(p, FFS_BOUNCE_SIZE, MADV_DONTFORK);
     op->bounce = p;
     return 0;
@@ -44,7 +44,9 @@ void ffs_op_free(ffs_op *op)
 }
 
 /* The extent of a read, widened to whole blocks. */
-typedef struct { uint64_t lo, hi; } span;
+typedef struct {
+    uint64_t lo, hi;
+} span;
 
 static inline span widened(const ffs_read *read, uint32_t alignment)
 {
@@ -52,7 +54,7 @@ static inline span widened(const ffs_read *read, uint32_t alignment)
     return (span){read->offset & ~mask, (read->offset + read->length + mask) & ~mask};
 }
 
-/* Bytes of each piece: as even as blocks and pages allow, so that the last one is none of a few. */
+/* Bytes of each piece: as equal as blocks and pages allow, so that the last one is not tiny. */
 static inline uint64_t step_of(uint64_t size, uint32_t alignment)
 {
     uint64_t unit = alignment < PAGE ? PAGE : alignment;
@@ -70,8 +72,8 @@ uint32_t ffs_pieces(const ffs_read *read, uint32_t alignment)
     return (uint32_t)((size + step - 1) / step);
 }
 
-/* Set the next attempt; the caller knows that something is left to read. */
-static void aim(ffs_op *op)
+/* Set up the next attempt; something is left to read. */
+static void set_attempt(ffs_op *op)
 {
     uint64_t from = op->got & ~(uint64_t)(op->alignment - 1);
     op->offset = op->lo + from;
@@ -79,7 +81,7 @@ static void aim(ffs_op *op)
     op->size = op->hi - op->offset;
 }
 
-/* 0: issue it; 1: there is nothing to read; or -errno. */
+/* 0: issue the read; 1: there is nothing to read; or -errno. */
 int ffs_op_begin(ffs_engine *e, ffs_op *op)
 {
     const ffs_read *read = op->read;
@@ -106,11 +108,11 @@ int ffs_op_begin(ffs_engine *e, ffs_op *op)
             return -ENOMEM;
         op->base = op->bounce;
     }
-    aim(op);
+    set_attempt(op);
     return 0;
 }
 
-/* Verify and publish a record whose bytes are all at `payload`. */
+/* Verify and publish a record whose bytes are at `payload`. */
 static int32_t verify(ffs_engine *e, const ffs_read *read, ffs_record *r, const uint8_t *payload)
 {
     if (read->checksum_kind != FFS_CRC_NONE) {
@@ -129,7 +131,7 @@ static int32_t verify(ffs_engine *e, const ffs_read *read, ffs_record *r, const 
     return 0;
 }
 
-/* A read in one piece, which is where its records are. */
+/* A record of a read in one piece: it is in the slot or the bounce buffer. */
 static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
 {
     uint64_t skip = r->offset - op->lo;
@@ -138,7 +140,7 @@ static int32_t settle_record(ffs_engine *e, const ffs_op *op, ffs_record *r)
     return verify(e, op->read, r, op->base ? op->base + skip : NULL);
 }
 
-/* What a piece brought of a record: to its place, if that is not where it was read to. */
+/* Copy the part of a record that a piece brought, unless it was read to its destination. */
 static void settle_part(const ffs_op *op, ffs_record *r)
 {
     uint64_t from = r->offset > op->lo ? r->offset : op->lo;
@@ -169,7 +171,7 @@ static uint32_t settle_pieces(ffs_engine *e, const ffs_op *op, ffs_record *recor
     return failed;
 }
 
-/* Settle a piece; returns whether the read has ended with it. */
+/* Settle a piece. Returns whether it was the last one of the read. */
 static bool settle_piece(ffs_engine *e, ffs_op *op, ffs_record *records, uint32_t *failed)
 {
     ffs_pieced *pieced = &op->job->pieced[op->read - op->job->face.reads];
@@ -178,7 +180,7 @@ static bool settle_piece(ffs_engine *e, ffs_op *op, ffs_record *records, uint32_
     else
         for (uint32_t k = 0; k < op->read->record_count; k++)
             settle_part(op, &records[k]);
-    /* Release what this piece brought, acquire what the others did. */
+    /* Releases the bytes of this piece, acquires those of the others. */
     if (atomic_fetch_sub_explicit(&pieced->left, 1, memory_order_acq_rel) != 1)
         return false;
     *failed = settle_pieces(e, op, records, pieced->error);
@@ -202,7 +204,7 @@ void ffs_settle(ffs_engine *e, ffs_op *op)
     uint32_t failed = 0;
     bool ended = true;
 
-    /* First, since the batch may be gone once another thread has settled the last piece. */
+    /* First, because the batch may be freed once another thread has settled the last piece. */
     __atomic_fetch_add(&job->face.bytes, op->bytes, __ATOMIC_RELAXED);
     if (ffs_pieces(op->read, op->alignment) == 1)
         settle_whole(e, op, records, &failed);
@@ -218,8 +220,8 @@ void ffs_settle(ffs_engine *e, ffs_op *op)
         return;
     if (failed)
         __atomic_fetch_add(&job->face.failed, failed, __ATOMIC_RELAXED);
-    /* Release what this read wrote, acquire what the batch's other reads did: the thread that
-     * ends the last read hands all of them over. */
+    /* Releases the bytes of this read, acquires those of the batch's other reads: the thread that
+     * ends the last read passes all of them on. */
     if (atomic_fetch_sub_explicit(&job->remaining, 1, memory_order_acq_rel) == 1) {
         pthread_mutex_lock(&e->lock);
         job->next = e->finished;
@@ -241,18 +243,18 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
     bool progress = reached > op->got;
     if (progress)
         op->got = reached;
-    /* The over-read behind the payload may lie past the end of the file: nobody needs it. */
+    /* The over-read after the payload is not needed; it may be past the end of the file. */
     if (!progress || op->lo + op->got >= op->end)
         return false;
     atomic_fetch_add_explicit(&e->short_reads, 1, memory_order_relaxed);
-    aim(op);
+    set_attempt(op);
     return true;
 }
 
 int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset)
 {
-    /* struct statx by its places, which are ABI, because headers older than Linux 6.1 do not have
-     * the two fields: stx_mask at 0, stx_dio_mem_align at 152, stx_dio_offset_align at 156. */
+    /* Headers older than Linux 6.1 lack two fields of struct statx, whose offsets are ABI: stx_mask
+     * at 0, stx_dio_mem_align at 152, stx_dio_offset_align at 156. */
     uint32_t x[64] = {0};
     const unsigned dioalign = 0x2000;
     *memory = *offset = 0;

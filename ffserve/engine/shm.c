@@ -1,32 +1,79 @@
-/* The seqlocked directory: how a client copies a sample that the daemon may evict meanwhile.
+/* The seqlocked directory: how a client copies a sample that the daemon may evict at the same time.
  *
- * Writer: seq to unreadable, full fence, then change the slot's bytes, length and place, then
- * seq to readable with release. Reader: seq with acquire, place and length, bounds check, copy,
- * acquire fence, seq again. If the reader saw anything that the writer wrote after its fence, then
- * its second look at seq sees the change too, and the copy is refused (Boehm, "Can seqlocks get
- * along with programming language memory models?", 2012). The copy itself races by design; what it
- * may never do is leave the arena, hence the bounds check on values loaded once.
+ * The writer makes seq unreadable, then a full fence, then changes the slot's bytes, length and
+ * place, then makes seq readable with release. The reader loads seq with acquire, then place and
+ * length, checks the bounds, copies, then an acquire fence, and loads seq again. If the reader saw
+ * anything that the writer wrote after its fence, its second load of seq sees the change too and the
+ * copy is rejected (Boehm, "Can seqlocks get along with programming language memory models?", 2012).
+ * The copy itself races by design. It must never leave the arena, so the bounds are checked on values
+ * that are loaded once.
  */
 #include <string.h>
 
-#include "entries.h"
+#include "shm.h"
 
 #define LINE 64
 
-/* ---- copying ----------------------------------------------------------------------------- */
-/*Copying samples of a page and more from random places.
- *
- * Three things cost a plain memcpy here. The processor's prefetchers stop at the end of a page and
- * need some misses to start again, so every page begins with waiting: here the bytes 4 KiB further
- * on in the batch, of this sample or of the next, are asked for meanwhile, into the second level,
- * since the first has room for little more than the lines on their way. Payloads lie at any byte,
- * and storing across cache lines costs more than loading across them: stores are aligned. And
- * memcpy turns to `rep movsb` at some KiB, which knows of no next sample. (Figures stand in
- * docs/decisions. Stores that go around the cache lost, more so with whoever reads the batch next.)
- */
-#define COPY_STEP 256     /* bytes between two looks at where we are */
-#define COPY_DISTANCE 4096
-#define COPY_SHORTEST 1024
+/* ---- entries ----------------------------------------------------------------------------- */
+#define UNKNOWN ((((uint64_t)1) << 48) - 1)
+
+/* An entry as it was at one moment: seq is loaded first, with acquire. */
+typedef struct {
+    uint32_t seq;
+    uint64_t offset, length;
+} snapshot;
+
+static inline snapshot load_entry(const ffs_entry *entry)
+{
+    snapshot now;
+    now.seq = __atomic_load_n(&entry->seq, __ATOMIC_ACQUIRE);
+    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED);
+    uint64_t low = __atomic_load_n(&entry->length_low, __ATOMIC_RELAXED);
+    now.offset = place & UNKNOWN;
+    now.length = (place >> 48) << 32 | low;
+    return now;
+}
+
+/* Whether what was read since the snapshot with this seq is valid. */
+static inline int unchanged(const ffs_entry *entry, uint32_t seq)
+{
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&entry->seq, __ATOMIC_RELAXED) == seq;
+}
+
+/* The entry of a sample, or NULL when the index is outside the view. *hint: the segment found last,
+ * which often holds the next sample too. */
+static inline const ffs_entry *find(const ffs_view *view, int64_t index, uint64_t *hint)
+{
+    const ffs_segment *s = view->segments + *hint;
+    uint64_t i = (uint64_t)index;
+    if (i - s->first < s->count)
+        return s->entries + (i - s->first);
+    uint64_t low = 0, n = view->segment_count;
+    while (n > 1) {
+        uint64_t half = n / 2;
+        low = view->segments[low + half].first <= i ? low + half : low;
+        n -= half;
+    }
+    s = view->segments + low;
+    if (i - s->first >= s->count)
+        return NULL;
+    *hint = low;
+    return s->entries + (i - s->first);
+}
+
+/* ---- copying -----------------------------------------------------------------------------
+ * Samples of a page and more, from random addresses. Three things make a plain memcpy slow here. The
+ * processor's prefetchers stop at the end of a page and restart only after some misses; so the copy
+ * prefetches the bytes that follow 4 KiB later in the batch, of this sample or of the next. They go
+ * to the second-level cache, because the first holds little more than the lines in flight. Payloads
+ * begin at any byte, and a store that crosses cache lines costs more than a load that does; so stores
+ * are aligned. And memcpy uses `rep movsb` from a few KiB on, which prefetches no next sample.
+ * Non-temporal stores were slower, the more so for the code that reads the batch next. (Figures:
+ * docs/decisions.) */
+#define COPY_STEP 256      /* bytes per iteration */
+#define COPY_DISTANCE 4096 /* bytes that are prefetched ahead */
+#define COPY_SHORTEST 1024 /* shorter samples are copied by memcpy */
 
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
@@ -38,10 +85,9 @@
 #endif
 
 #ifdef UNDER_TSAN
-/* The race is the design; the sanitizer intercepts memcpy wherever it is called from. */
-__attribute__((no_sanitize("thread"), noinline))
-static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next,
-                       uint64_t next_size)
+/* The copy races by design, and the sanitizer intercepts memcpy wherever it is called. */
+__attribute__((no_sanitize("thread"), noinline)) static void
+copy_plain(uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next, uint64_t next_size)
 {
     const volatile uint8_t *v = from;
     (void)next, (void)next_size;
@@ -60,34 +106,33 @@ static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t size, const ui
 #if defined(__x86_64__) && !defined(UNDER_TSAN)
 #define HAVE_VECTORS 1
 
-static inline void ask_for(const uint8_t *from)
+static inline void prefetch_step(const uint8_t *from)
 {
     for (int k = 0; k < COPY_STEP; k += LINE)
         __builtin_prefetch(from + k, 0, 2);
 }
 
-/* size >= COPY_SHORTEST. The first and the last vector are stored unaligned, over their neighbours. */
+/* size >= COPY_SHORTEST. The first and last vector are stored unaligned and overlap others. */
 #define COPY_BY(NAME, WIDTH, TARGET)                                                               \
-    typedef uint8_t NAME##_any                                                                     \
-        __attribute__((vector_size(WIDTH), aligned(1), may_alias));                                \
+    typedef uint8_t NAME##_any __attribute__((vector_size(WIDTH), aligned(1), may_alias));         \
     typedef uint8_t NAME##_even __attribute__((vector_size(WIDTH), may_alias));                    \
-    __attribute__((target(TARGET)))                                                                \
-    static void NAME(uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next,         \
-                     uint64_t next_size)                                                           \
+    __attribute__((target(TARGET))) static void NAME(                                              \
+        uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next, uint64_t next_size)  \
     {                                                                                              \
-        uint64_t k = -(uint64_t)(uintptr_t)to % WIDTH, end = size - (size - k) % COPY_STEP, asked = 0;  \
+        uint64_t k = -(uint64_t)(uintptr_t)to % WIDTH, end = size - (size - k) % COPY_STEP,        \
+                 asked = 0;                                                                        \
         *(NAME##_any *)to = *(const NAME##_any *)from;                                             \
-        for (; k < end; k += COPY_STEP) {                                                               \
-            if (k + COPY_DISTANCE < size) {                                                             \
-                ask_for(from + k + COPY_DISTANCE);                                                      \
+        for (; k < end; k += COPY_STEP) {                                                          \
+            if (k + COPY_DISTANCE < size) {                                                        \
+                prefetch_step(from + k + COPY_DISTANCE);                                           \
             } else if (asked < next_size) {                                                        \
-                ask_for(next + asked);                                                             \
-                asked += COPY_STEP;                                                                     \
+                prefetch_step(next + asked);                                                       \
+                asked += COPY_STEP;                                                                \
             }                                                                                      \
-            NAME##_even v[COPY_STEP / WIDTH];                                                           \
-            for (int i = 0; i < COPY_STEP / WIDTH; i++)                                                 \
+            NAME##_even v[COPY_STEP / WIDTH];                                                      \
+            for (int i = 0; i < COPY_STEP / WIDTH; i++)                                            \
                 v[i] = *(const NAME##_any *)(from + k + i * WIDTH);                                \
-            for (int i = 0; i < COPY_STEP / WIDTH; i++)                                                 \
+            for (int i = 0; i < COPY_STEP / WIDTH; i++)                                            \
                 *(NAME##_even *)(to + k + i * WIDTH) = v[i];                                       \
         }                                                                                          \
         for (; k + WIDTH <= size; k += WIDTH)                                                      \
@@ -109,7 +154,7 @@ int ffs_copy_width(int most)
     copier found = copy_plain;
 #ifdef HAVE_VECTORS
     __builtin_cpu_init();
-    /* avx512vbmi: not the first processors with AVX-512, whose clock went down for it. */
+    /* avx512vbmi excludes the first processors with AVX-512, which lower their clock for it. */
     if (most >= 64 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vbmi"))
         found = copy_64, width = 64;
     else if (most >= 32 && __builtin_cpu_supports("avx2"))
@@ -121,8 +166,10 @@ int ffs_copy_width(int most)
     return width;
 }
 
+/* memcpy while another process may write to `from`. next, next_size: what will be copied after it; it
+ * is prefetched and never read, so the address may be invalid. */
 static void copy_payload(uint8_t *to, const uint8_t *from, uint64_t size, const uint8_t *next,
-              uint64_t next_size)
+                         uint64_t next_size)
 {
     if (size < COPY_SHORTEST) {
         copy_plain(to, from, size, next, next_size);
@@ -137,17 +184,17 @@ static void copy_payload(uint8_t *to, const uint8_t *from, uint64_t size, const 
 }
 
 /* ---- reading the directory --------------------------------------------------------------- */
-#define AHEAD 32     /* directory entries prefetched; a power of two */
-#define FAR 24       /* payloads below SMALL that are prefetched whole, into the second level */
-#define NEAR 2       /* others, whose first lines are */
-#define SMALL 2048
+#define AHEAD 32   /* directory entries prefetched ahead; a power of two */
+#define FAR 24     /* small payloads prefetched ahead, completely, into the second-level cache */
+#define NEAR 2     /* other payloads whose first lines are prefetched ahead */
+#define SMALL 2048 /* a payload below this is small */
 
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
                    int64_t *missing, int64_t *unknown, int64_t *bad)
 {
     const ffs_entry *ring[AHEAD];
     uint64_t hint = 0, sum = 0;
-    int64_t lost = 0, blank = 0;
+    int64_t absent = 0, blank = 0;
 
     offsets[0] = 0;
     if (n > 0 && !view->segment_count) {
@@ -168,26 +215,29 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
         }
         if (k < 0)
             continue;
-        look l = look_at(entry);
-        if (l.length == UNKNOWN)
+        snapshot now = load_entry(entry);
+        if (now.length == UNKNOWN)
             blank++;
         else
-            sum += l.length;
+            sum += now.length;
         offsets[k + 1] = (int64_t)sum;
         if (missing)
-            missing[lost] = k;
-        lost += !(l.seq & 1);
+            missing[absent] = k;
+        absent += !(now.seq & 1);
     }
     *unknown = blank;
-    return lost;
+    return absent;
 }
 
-/* What is going to be copied, as far as a prefetch wants to know; size 0: nothing. */
-typedef struct { const uint8_t *payload; uint64_t size; } expected;
+/* A payload that will be copied soon, for prefetching; size 0: none. */
+typedef struct {
+    const uint8_t *payload;
+    uint64_t size;
+} expected;
 
 static inline expected expect(const ffs_view *view, const ffs_entry *entry)
 {
-    /* Unchecked: the prefetch of a wrong address is dropped. */
+    /* Not verified: the processor drops the prefetch of an invalid address. */
     uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED) & UNKNOWN;
     uint32_t low = __atomic_load_n(&entry->length_low, __ATOMIC_RELAXED);
     expected e = {view->arena + place, place < view->arena_size ? low : 0};
@@ -198,15 +248,15 @@ static inline expected expect(const ffs_view *view, const ffs_entry *entry)
 static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t *to,
                            uint64_t length, expected next)
 {
-    look l = look_at(entry);
-    if (!(l.seq & 1))
+    snapshot now = load_entry(entry);
+    if (!(now.seq & 1))
         return 1;
-    if (l.length != length)
-        return unchanged(entry, l.seq) ? FFS_ESTALE : 1;
-    if (l.offset > view->arena_size || length > view->arena_size - l.offset)
-        return unchanged(entry, l.seq) ? FFS_ERANGE : 1;
-    copy_payload(to, view->arena + l.offset, length, next.payload, next.size);
-    return unchanged(entry, l.seq) ? 0 : 1;
+    if (now.length != length)
+        return unchanged(entry, now.seq) ? FFS_ESTALE : 1;
+    if (now.offset > view->arena_size || length > view->arena_size - now.offset)
+        return unchanged(entry, now.seq) ? FFS_ERANGE : 1;
+    copy_payload(to, view->arena + now.offset, length, next.payload, next.size);
+    return unchanged(entry, now.seq) ? 0 : 1;
 }
 
 static inline void prefetch_start(expected e)
@@ -215,7 +265,7 @@ static inline void prefetch_start(expected e)
         __builtin_prefetch(e.payload + k * LINE);
 }
 
-/* Small samples are copied faster than memory answers, so these are asked for long before. */
+/* Small samples are copied faster than memory responds, so they are prefetched long before. */
 static inline void prefetch_small(expected e)
 {
     if (!e.size || e.size >= SMALL)
@@ -225,8 +275,9 @@ static inline void prefetch_small(expected e)
     __builtin_prefetch(e.payload + e.size - 1, 0, 2);
 }
 
-/* As ffs_gather. edges: not NULL: the same as offsets, which are not known yet but offsets[0]; that
- * is up to `room` bytes, and the first sample that cannot be copied ends it. */
+/* As ffs_gather. If `edges` is not NULL it is the same array as `offsets`, of which only the first
+ * is known: the others are filled in, up to `room` bytes, and the first sample that cannot be copied
+ * ends the call. */
 static inline int64_t gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
                              uint8_t *buffer, uint8_t *const *dests, const int64_t *positions,
                              int64_t m, int64_t *left, int64_t *edges, uint64_t room)
@@ -256,7 +307,7 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
             continue;
         int64_t position = positions ? positions[k] : k;
         if (edges) {
-            uint64_t length = look_at(entry).length;
+            uint64_t length = load_entry(entry).length;
             if (length > room - (uint64_t)edges[k])
                 return 1;
             edges[k + 1] = edges[k] + (int64_t)length;
@@ -277,8 +328,8 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
 }
 
 int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
-                   uint8_t *buffer, uint8_t *const *dests,
-                   const int64_t *positions, int64_t m, int64_t *left)
+                   uint8_t *buffer, uint8_t *const *dests, const int64_t *positions, int64_t m,
+                   int64_t *left)
 {
     return gather(view, indices, offsets, buffer, dests, positions, m, left, NULL, 0);
 }
@@ -315,11 +366,11 @@ int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint
         const ffs_entry *entry = find(view, indices[k], &hint);
         if (!entry)
             return FFS_ERANGE;
-        look l = look_at(entry);
-        int stable = (l.seq & 1) && unchanged(entry, l.seq);
-        if (stable && (l.offset > view->arena_size || l.length > view->arena_size - l.offset))
+        snapshot now = load_entry(entry);
+        int stable = (now.seq & 1) && unchanged(entry, now.seq);
+        if (stable && (now.offset > view->arena_size || now.length > view->arena_size - now.offset))
             return FFS_ERANGE;
-        places[k] = stable ? l.offset : UINT64_MAX;
+        places[k] = stable ? now.offset : UINT64_MAX;
         lost += !stable;
     }
     return lost;
@@ -330,12 +381,12 @@ void ffs_retract(ffs_entry *entries, const int64_t *firsts, const int64_t *count
 {
     for (int64_t k = 0; k < m; k++) {
         for (int64_t i = firsts[k]; i < firsts[k] + counts[k]; i++) {
-            look l = look_at(&entries[i]);
-            if ((l.seq & 1) && l.offset >= slots[k] && l.offset - slots[k] < sizes[k])
-                __atomic_store_n(&entries[i].seq, l.seq + 1, __ATOMIC_RELAXED);
+            snapshot now = load_entry(&entries[i]);
+            if ((now.seq & 1) && now.offset >= slots[k] && now.offset - slots[k] < sizes[k])
+                __atomic_store_n(&entries[i].seq, now.seq + 1, __ATOMIC_RELAXED);
         }
     }
-    /* Whoever reads a byte that is written to these slots after this sees the stores above. */
+    /* A reader that sees a byte written to these slots after this fence sees the stores above. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 

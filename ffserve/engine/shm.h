@@ -10,22 +10,32 @@
 #include <stdint.h>
 
 /* cdef */
-#define FFS_ESTALE -100003       /* a sample's length changed: look it up again */
-#define FFS_ERANGE -100004       /* an index outside the view; an offset outside the arena */
+#define FFS_ESTALE -100003 /* a sample's length changed: look it up again */
+#define FFS_ERANGE -100004 /* an index outside the view; an offset outside the arena */
 
 /* One directory entry per sample.
  * seq: low bit set = readable. Every change of state adds 1.
  * place: low 48 bits = the payload's byte offset in the arena, high 16 bits = the high part of the
  * length. length = length_low | (place >> 48) << 32; all 48 bits set = not known yet. */
-typedef struct { uint32_t seq; uint32_t length_low; uint64_t place; } ffs_entry;
+typedef struct {
+    uint32_t seq;
+    uint32_t length_low;
+    uint64_t place;
+} ffs_entry;
 
 /* Samples [first, first + count) of a dataset, whose entries are adjacent. */
-typedef struct { const ffs_entry *entries; uint64_t first; uint64_t count; } ffs_segment;
+typedef struct {
+    const ffs_entry *entries;
+    uint64_t first;
+    uint64_t count;
+} ffs_segment;
 
 /* What a client needs to copy samples. segments: in rising order of `first`, from 0, no gaps. */
 typedef struct {
-    const uint8_t *arena; uint64_t arena_size;
-    const ffs_segment *segments; uint64_t segment_count;
+    const uint8_t *arena;
+    uint64_t arena_size;
+    const ffs_segment *segments;
+    uint64_t segment_count;
 } ffs_view;
 
 /* ---- client side ------------------------------------------------------------------------- */
@@ -42,8 +52,8 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
  * the same array as positions. Returns their number, FFS_ESTALE when a length differs, or
  * FFS_ERANGE when an entry points outside the arena. */
 int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *offsets,
-                   uint8_t *buffer, uint8_t *const *dests,
-                   const int64_t *positions, int64_t m, int64_t *left);
+                   uint8_t *buffer, uint8_t *const *dests, const int64_t *positions, int64_t m,
+                   int64_t *left);
 
 /* ffs_locate and ffs_gather in one call, for a batch whose samples are all readable. Returns 0:
  * copied to buffer, one sample directly after the other; 1: not copied, because the batch takes less

@@ -1,6 +1,6 @@
-/* The last rung of the ladder: a pool of threads that call pread. Works everywhere, costs about
- * twice the CPU of a ring for nine tenths of its reads. One op a thread, so the depth is the
- * number of threads. */
+/* A pool of threads that call pread: the last resort. It works everywhere and costs about twice the
+ * CPU of a ring for nine tenths of its reads. Each thread has one op, so the depth is the number of
+ * threads. */
 #include <errno.h>
 #include <unistd.h>
 

@@ -1,17 +1,17 @@
-/* io_uring, one ring and one thread that alone touches it.
+/* io_uring: one ring, and one thread that alone uses it.
  *
- * Flags by allow-list: SINGLE_ISSUER | DEFER_TASKRUN (Linux 6.1) runs completions only when this
- * thread asks for them; then COOP_TASKRUN (5.19), then none. SQPOLL and IOPOLL cost more than they
- * give here. NO_SQARRAY must never be set: liburing 2.3 writes to an array that is not there.
+ * Setup flags are an allow-list: SINGLE_ISSUER | DEFER_TASKRUN (Linux 6.1) runs completions only when
+ * this thread asks for them; else COOP_TASKRUN (5.19); else none. SQPOLL and IOPOLL cost more than
+ * they save here. NO_SQARRAY must never be set: liburing 2.3 writes to the array that it omits.
  *
- * New work is announced by an eventfd of which a read is always pending in the ring while the
- * thread waits with room to spare, so work that arrives during a wait is issued at once. When the
- * ring is full there is nothing to issue, and the thread asks for several completions at a time.
+ * An eventfd announces new work. While the thread waits and the ring has room, a read of the eventfd
+ * is pending in the ring, so work that arrives during the wait is issued at once. When the ring is
+ * full there is nothing to issue, and the thread waits for several completions at a time.
  *
- * The ring is entered by its number in a table of the thread's own (Linux 5.18), not by its
- * descriptor: a program that closes descriptors which are not its own, or puts something else in
- * their place, cannot take it away while reads are in flight. Where that cannot be had and the ring
- * is lost, nothing that the kernel knows of is given back, and the engine is broken.
+ * The thread enters the ring by its registered number (Linux 5.18), not by its descriptor: a program
+ * that closes or replaces descriptors which are not its own cannot take the ring away while reads are
+ * in flight. If that is not available and the ring is lost, the engine is broken and nothing that the
+ * kernel may still write to is freed.
  */
 #ifdef FFS_HAVE_URING
 #include <assert.h>
@@ -24,7 +24,6 @@
 #include <unistd.h>
 
 #include "backend.h"
-#include "buffers.h"
 
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
@@ -36,18 +35,146 @@
 #define FIRST_READS 8
 #define FILE_TABLE 4096 /* ids beyond it use their plain descriptor */
 
+/* ---- registered buffers (IORING_REGISTER_BUFFERS) ------------------------------------------
+ * The pages of a registered buffer are pinned once and not looked up for every read. The table has
+ * one entry for the bounce buffer of each op and one for each piece of the arena. A read whose bytes
+ * all go to one entry is issued by its number; any other is issued plainly, so a refusal
+ * (RLIMIT_MEMLOCK) costs speed and nothing else. Only the I/O thread registers: a ring for a single
+ * issuer accepts it from no other. */
+
+/* A bounce buffer is pinned completely, so only a read that fills a good part of it registers it: a
+ * process that reads small records keeps to the few pages that it touches. */
+#define BOUNCE_WORTH (FFS_BOUNCE_SIZE / 4)
+#define MOST_PIECES 8192 /* of the arena: 1 TiB; reads beyond it are issued plainly */
+
+typedef struct {
+    bool *bounces;   /* by op: whether its bounce buffer is registered */
+    uint32_t pieces; /* of the arena, registered from its start */
+    uint64_t end;    /* of the last piece, in the arena */
+    bool refused;    /* the kernel accepts no more */
+} buffers;
+
+/* Register one buffer, or remove it (size 0). */
+static int put(struct io_uring *ring, uint32_t number, uint8_t *start, uint64_t size)
+{
+    struct iovec buffer = {start, size};
+    int rc = io_uring_register_buffers_update_tag(ring, number, &buffer, NULL, 1);
+    return rc < 0 ? rc : rc == 1 ? 0 : -EINVAL;
+}
+
+static bool bounce_is_bound(ffs_engine *e, buffers *b, struct io_uring *ring, const ffs_op *op)
+{
+    uint32_t number = (uint32_t)(op - e->ops);
+    if (b->bounces[number])
+        return true;
+    if (b->refused || op->size < BOUNCE_WORTH)
+        return false;
+    b->refused = put(ring, number, op->bounce, FFS_BOUNCE_SIZE) != 0;
+    b->bounces[number] = !b->refused;
+    if (!b->refused)
+        atomic_fetch_add_explicit(&e->registered, FFS_BOUNCE_SIZE, memory_order_relaxed);
+    return !b->refused;
+}
+
+static void free_buffers(buffers *b)
+{
+    free(b->bounces);
+    b->bounces = NULL;
+}
+
+/* 0, or -errno when the kernel accepts no registered buffer at all. */
+static int open_buffers(ffs_engine *e, buffers *b, struct io_uring *ring)
+{
+    b->bounces = calloc(e->op_count, sizeof *b->bounces);
+    int rc = b->bounces ? 0 : -ENOMEM;
+    if (!rc)
+        rc = io_uring_register_buffers_sparse(ring, e->op_count + MOST_PIECES);
+    if (!rc)
+        rc = ffs_op_map_bounce(&e->ops[0]);
+    if (!rc)
+        rc = put(ring, 0, e->ops[0].bounce, FFS_BOUNCE_SIZE);
+    if (rc) {
+        free_buffers(b);
+        return rc;
+    }
+    b->bounces[0] = true;
+    atomic_store(&e->registered, FFS_BOUNCE_SIZE);
+    return 0;
+}
+
+/* Where the next piece to register ends, or 0. */
+static uint64_t next_piece(const buffers *b, uint64_t end, uint64_t ready)
+{
+    uint64_t start = b->pieces * FFS_PIECE;
+    uint64_t stop = end < start + FFS_PIECE ? end : start + FFS_PIECE;
+    return b->refused || b->pieces == MOST_PIECES || start >= end || stop > ready ? 0 : stop;
+}
+
+/* Follow ffs_engine_arena_ready, one piece per call. */
+static void follow_arena(ffs_engine *e, buffers *b, struct io_uring *ring)
+{
+    if (!b->bounces || !atomic_load_explicit(&e->arena_changed, memory_order_relaxed) ||
+        !atomic_exchange(&e->arena_changed, false))
+        return;
+    pthread_mutex_lock(&e->lock);
+    uint64_t floor = e->arena_floor, ready = e->arena_ready, end = e->arena_end;
+    e->arena_floor = UINT64_MAX;
+    pthread_mutex_unlock(&e->lock);
+    /* The last piece was shorter than the others and the arena grew: it is registered again. */
+    if (b->end % FFS_PIECE && end > b->end && floor >= b->end)
+        floor = b->end - 1;
+    while (b->pieces && b->end > floor) {
+        uint64_t start = --b->pieces * FFS_PIECE;
+        put(ring, e->op_count + b->pieces, NULL, 0);
+        atomic_fetch_sub_explicit(&e->registered, b->end - start, memory_order_relaxed);
+        b->end = start;
+    }
+    uint64_t start = b->pieces * FFS_PIECE, stop = next_piece(b, end, ready);
+    if (!stop)
+        return;
+    b->refused = put(ring, e->op_count + b->pieces, e->arena + start, stop - start) != 0;
+    if (b->refused)
+        return;
+    atomic_fetch_add_explicit(&e->registered, stop - start, memory_order_relaxed);
+    b->pieces++;
+    b->end = stop;
+    if (next_piece(b, end, ready))
+        atomic_store(&e->arena_changed, true); /* the next call registers it */
+}
+
+/* The number of the buffer that holds this attempt's destination, or -1. */
+static int buffer_of(ffs_engine *e, buffers *b, struct io_uring *ring, const ffs_op *op)
+{
+    if (!b->bounces)
+        return -1;
+    if (op->base == op->bounce)
+        return bounce_is_bound(e, b, ring, op) ? (int)(op - e->ops) : -1;
+    /* Before the change was followed, pages that are registered may be gone. */
+    if (atomic_load_explicit(&e->arena_changed, memory_order_acquire))
+        return -1;
+    uint64_t place = (uint64_t)(op->to - e->arena);
+    uint64_t piece = place / FFS_PIECE;
+    if (piece >= b->pieces || place + op->size > b->end ||
+        (place + op->size - 1) / FFS_PIECE != piece)
+        return -1;
+    return (int)(e->op_count + piece);
+}
+
+/* ---- the ring ---------------------------------------------------------------------------- */
 typedef struct {
     struct io_uring ring;
-    uint32_t *registered;   /* by file id: the generation that stands in the ring's table */
+    uint32_t *registered; /* by file id: the generation in the ring's table */
     uint32_t table;
-    ffs_buffers buffers;
-    uint64_t wake_count;    /* the pending read of wake_fd writes here */
-    bool armed, deaf, lost;
-    dev_t device;           /* of the ring's descriptor, and its inode */
+    buffers buffers;
+    uint64_t wake_count; /* the pending read of wake_fd writes here */
+    bool armed;          /* that read is pending */
+    bool wake_lost;      /* wake_fd was closed */
+    bool lost;           /* the ring was */
+    dev_t device;        /* of the ring's descriptor, and its inode */
     ino_t inode;
     uint32_t flying, landed_count, spare_count;
-    ffs_op **landed;        /* op_count pointers each */
-    ffs_op **spare;         /* a stack: the last buffer used is the warmest */
+    ffs_op **landed; /* op_count pointers each */
+    ffs_op **spare;  /* a stack: the last buffer used is most likely in cache */
 } uring;
 
 static int setup(struct io_uring *ring, uint32_t depth)
@@ -64,8 +191,8 @@ static int setup(struct io_uring *ring, uint32_t depth)
     return rc;
 }
 
-/* Fixed files spare two atomic operations on the file a read. The table may not be larger than
- * RLIMIT_NOFILE; liburing would raise that limit behind the program's back. */
+/* Fixed files save two atomic operations per read. The table may not be larger than RLIMIT_NOFILE,
+ * which liburing would raise without the program's knowledge. */
 static uint32_t make_table(struct io_uring *ring)
 {
     struct rlimit limit;
@@ -77,14 +204,14 @@ static uint32_t make_table(struct io_uring *ring)
 
 static void release(uring *u)
 {
-    ffs_buffers_free(&u->buffers);
+    free_buffers(&u->buffers);
     free(u->registered);
     free(u->landed);
     free(u->spare);
     free(u);
 }
 
-/* Whether the ring's descriptor is the one that it got. */
+/* Whether the ring's descriptor still refers to the ring. */
 static bool own_fd(const uring *u)
 {
     struct stat now;
@@ -124,9 +251,9 @@ static int uring_start(ffs_engine *e, uint32_t thread, void **state)
         uring_stop(u);
         return -EINVAL;
     }
-    io_uring_register_ring_fd(&u->ring); /* an older kernel refuses, and keeps to the descriptor */
+    io_uring_register_ring_fd(&u->ring); /* an older kernel refuses; then the descriptor is used */
     io_uring_ring_dontfork(&u->ring);
-    rc = e->registers ? ffs_buffers_open(e, &u->buffers, &u->ring) : 0;
+    rc = e->registers ? open_buffers(e, &u->buffers, &u->ring) : 0;
     if (rc) {
         uring_stop(u);
         return rc;
@@ -153,7 +280,7 @@ static bool fixed(uring *u, const ffs_op *op)
     if (u->registered[op->file] == op->generation)
         return true;
     int fd = op->fd;
-    /* A refusal (a descriptor that is not open) shows again, as the read's own result. */
+    /* If this fails (a descriptor that is not open), the read fails in the same way. */
     if (io_uring_register_files_update(&u->ring, (unsigned)op->file, &fd, 1) != 1)
         return false;
     u->registered[op->file] = op->generation;
@@ -177,7 +304,7 @@ static void drop_removed(ffs_engine *e, uring *u)
 static void issue(ffs_engine *e, uring *u, ffs_op *op)
 {
     bool in_table = fixed(u, op);
-    int buffer = ffs_buffer_of(e, &u->buffers, &u->ring, op);
+    int buffer = buffer_of(e, &u->buffers, &u->ring, op);
     struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
     assert(sqe); /* the ring has room for depth + 2 */
     io_uring_prep_read(sqe, in_table ? op->file : op->fd, op->to, (unsigned)op->size, op->offset);
@@ -204,15 +331,14 @@ static void arm(ffs_engine *e, uring *u)
 
 static void feed(ffs_engine *e, uring *u)
 {
-    while (u->flying < e->depth && u->spare_count &&
-           ffs_take(e, u->spare[u->spare_count - 1])) {
+    while (u->flying < e->depth && u->spare_count && ffs_take(e, u->spare[u->spare_count - 1])) {
         issue(e, u, u->spare[--u->spare_count]);
         u->flying++;
-        /* An idle device begins with the first reads of a batch while the others are prepared: the
-         * kernel hands over what one call submits in pieces of 32 or when it has all of it. */
+        /* An idle device starts on the first reads of a batch while the others are prepared: the
+         * kernel passes on what one call submits in units of 32, or when it has all of it. */
         unsigned ready = io_uring_sq_ready(&u->ring);
         if (ready >= FIRST_READS && ready >= u->flying - ready)
-            io_uring_submit(&u->ring); /* what it did not take goes with the next */
+            io_uring_submit(&u->ring); /* the next call submits what this one did not */
     }
 }
 
@@ -220,13 +346,13 @@ static void reap(ffs_engine *e, uring *u)
 {
     struct io_uring_cqe *cqe;
     unsigned head, count = 0;
-    io_uring_for_each_cqe(&u->ring, head, cqe) {
+    io_uring_for_each_cqe (&u->ring, head, cqe) {
         ffs_op *op = io_uring_cqe_get_data(cqe);
         count++;
         if (!op) {
             u->armed = false;
             if (cqe->res < 0 && cqe->res != -EAGAIN && cqe->res != -EINTR)
-                u->deaf = true; /* wake_fd is gone */
+                u->wake_lost = true;
         } else if (ffs_advance(e, op, cqe->res)) {
             issue(e, u, op);
         } else {
@@ -239,7 +365,7 @@ static void reap(ffs_engine *e, uring *u)
 
 static void settle(ffs_engine *e, uring *u, uint32_t most)
 {
-    /* In the order of arrival, so that batches end in it. */
+    /* In the order of completion, so that batches end in that order. */
     uint32_t count = u->landed_count < most ? u->landed_count : most;
     for (uint32_t k = 0; k < count; k++) {
         ffs_settle(e, u->landed[k]);
@@ -250,7 +376,7 @@ static void settle(ffs_engine *e, uring *u, uint32_t most)
     ffs_flush(e);
 }
 
-/* The ring cannot be entered any more. What was in flight cannot be awaited. */
+/* The ring is lost: the completion of reads in flight cannot be awaited. */
 static void lose(ffs_engine *e, uring *u)
 {
     u->lost = true;
@@ -259,15 +385,15 @@ static void lose(ffs_engine *e, uring *u)
     ffs_lose(e);
 }
 
-/* How many completions to wait for: none while something has landed that is not settled, one when
- * work may arrive, several when the device's queue is full and there is more to come. */
+/* How many completions to wait for: none while landed reads are not settled, one when work may
+ * arrive, several when the ring is full and more reads are queued. */
 static unsigned wanted(ffs_engine *e, uring *u)
 {
     if (u->landed_count)
         return 0;
     if (u->flying == e->depth)
         return ffs_queued(e) && e->depth >= 16 ? e->depth / 8 : 1;
-    if (!ffs_stopping(e) && !u->deaf) {
+    if (!ffs_stopping(e) && !u->wake_lost) {
         arm(e, u);
         if (!ffs_sleep(e))
             return 0;
@@ -280,11 +406,11 @@ static void uring_loop(ffs_engine *e, void *state)
     uring *u = state;
     for (;;) {
         drop_removed(e, u);
-        ffs_buffers_follow(e, &u->buffers, &u->ring);
+        follow_arena(e, &u->buffers, &u->ring);
         feed(e, u);
-        if (u->deaf)
+        if (u->wake_lost)
             ffs_break(e, -EBADF);
-        if ((ffs_stopping(e) || u->deaf) && !u->flying && !u->landed_count && !u->armed)
+        if ((ffs_stopping(e) || u->wake_lost) && !u->flying && !u->landed_count && !u->armed)
             return;
         unsigned count = wanted(e, u);
         int rc = count ? io_uring_submit_and_wait(&u->ring, count)
@@ -307,5 +433,5 @@ const ffs_backend ffs_backend_uring = {
     .forget = uring_forget,
 };
 #else
-typedef int ffs_no_uring; /* ISO C wants something in every file */
+typedef int ffs_no_uring; /* ISO C requires a declaration in every file */
 #endif
