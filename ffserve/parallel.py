@@ -60,7 +60,7 @@ def run(
     Raises:  the error of the first task that failed, after all workers have ended; WorkerError if
              a worker process died.
     """
-    report = progress or _nobody
+    report = progress or no_progress
     if jobs <= 1 or len(arguments) <= 1:
         return [task(*given, report) for given in arguments]
     context: Any = multiprocessing.get_context(method)
@@ -161,5 +161,5 @@ def _packed(error: BaseException, trace: str) -> bytes:
     return pickle.dumps((WorkerError(f"{type(error).__name__}: {error}"), trace))
 
 
-def _nobody(samples: int, size: int) -> None:
-    """Progress that nobody asked for."""
+def no_progress(samples: int, size: int) -> None:
+    """Ignore a progress report."""

@@ -1,7 +1,7 @@
-"""``FileWriter`` and ``FileReader`` of the original ffrecord, over ffserve's own.
+"""Drop-in for ffrecord: ``FileReader``, ``FileWriter`` and ``dump``.
 
-Same names, arguments and results. Where the original raises AssertionError, TypeError or
-RuntimeError for a wrong call, the errors here are those too, beside being ffserve's.
+Names, arguments and results are those of HFAiLab/ffrecord 1.4. Where the original raises
+AssertionError, TypeError or RuntimeError for a wrong call, the errors here inherit these as well.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import parallel
+from ffserve import reader as readers
 from ffserve.client.source import Batch
 from ffserve.dataset import expand_paths
 from ffserve.errors import MissingFile, SampleIndexError, UsageError
+from ffserve.files import read_at_of
 from ffserve.formats import by_name, suffixes
 from ffserve.output import staged_directory
 from ffserve.writer import create
 
 _PROCESSES_MAX = 16
 _REPORT_EVERY = 256
-_SAY_EVERY_SECONDS = 2.0
+_REPORT_SECONDS = 2.0
 
 
 class FileNameError(UsageError, AssertionError):
-    """A file name that FFRecord does not take (it has to end in .ffr)."""
+    """A file name that does not end in .ffr."""
 
 
 class FileTypeError(UsageError, TypeError, AssertionError):
-    """Neither a path nor a list of paths."""
+    """An argument of the wrong type."""
 
 
 class FileMissingError(MissingFile, AssertionError):
-    """There is no such file."""
+    """A file that does not exist."""
 
 
 class FileWriter:
     """Write an FFRecord file.
 
-    The file takes its name when ``close`` has written and synced all of it. A writer that is
-    dropped before, or left by an exception, removes what it wrote; one that is dropped when all
-    ``n`` samples are there finishes the file, as the original does.
+    The file takes its name when ``close`` has completely written and synced it. A writer that is
+    dropped earlier, or left by an exception, removes the incomplete file. A writer that is dropped
+    after all ``n`` samples were written finishes the file, as the original does.
 
     Args:
         fname: str or PathLike ending in ``.ffr``; an existing file is replaced.
-        n: the number of samples; may be left out, then it is what was written by ``close``.
-    Raises:  FileNameError (an AssertionError) for another suffix; ReadError or AccessDenied when
-             no file can be made there.
+        n: number of samples; None if it is not known before ``close``.
+    Raises:  FileNameError (also an AssertionError): another suffix. MissingFile, AccessDenied,
+             ReadError: the file cannot be created.
     Source:  HFAiLab/ffrecord 1.4.
     """
 
@@ -67,7 +69,7 @@ class FileWriter:
 
     @property
     def n(self) -> int | None:
-        """Samples announced; if none were, None until ``close`` and the number written after."""
+        """Number of samples given, or None; after ``close`` the number of samples written."""
         if self._writer.n is None and self._closed:
             return self._writer.count
         return self._writer.n
@@ -80,17 +82,17 @@ class FileWriter:
     def write_one(self, buf: Any) -> None:
         """Append one sample.
 
-        Args:    buf: any buffer, of any item size and shape; stored whole, in C order.
-        Raises:  UsageError (a RuntimeError) for more than ``n`` samples, and for what is no
-                 buffer (then a TypeError also); ReadError when the file cannot be written.
+        Args:    buf: any buffer, of any item size and shape; all its bytes are stored, in C order.
+        Raises:  UsageError (also a RuntimeError): more than ``n`` samples, or not a buffer (then
+                 also a TypeError). ReadError: the file cannot be written.
         """
         self._writer.write(buf)
 
     def close(self) -> None:
-        """Finish the file; a second call does nothing.
+        """Finish the file. Further calls do nothing.
 
-        Raises:  UsageError (a RuntimeError) when fewer than ``n`` samples were written; writing
-                 may then go on.
+        Raises:  UsageError (also a RuntimeError): fewer than ``n`` samples were written; more can
+                 then still be written.
         """
         self._writer.close()
         self._closed = True
@@ -103,8 +105,8 @@ class FileWriter:
         self._closed = kind is None
 
     def __del__(self) -> None:
-        # The original's destructor finishes a file that has all its samples, and programs rely
-        # on it; an unfinished one it lets abort the whole process.
+        # The original's destructor finishes a complete file, and programs rely on that. For an
+        # incomplete file it aborts the process; we only warn.
         writer = getattr(self, "_writer", None)
         if writer is None:
             return
@@ -113,7 +115,7 @@ class FileWriter:
                 writer.close()
             elif not writer.finished:
                 warnings.warn(
-                    f"{writer!r} was dropped unfinished; what it wrote is removed",
+                    f"{writer!r} was dropped before close(); its incomplete file is removed",
                     ResourceWarning,
                     stacklevel=2,
                 )
@@ -121,15 +123,15 @@ class FileWriter:
 
 
 class FileReader:
-    """Read FFRecord files by sample index; one index space over all of them, in order.
+    """Read FFRecord files by sample index; the indices count through all files in order.
 
     Args:
-        fname: a file, a directory (its ``*.ffr``, not those below, sorted by name), or a list or
-            tuple of files.
-        check_data: compare the metadata's and every sample's checksum.
-    Raises:  FileTypeError (a TypeError), FileNameError, FileMissingError (AssertionErrors) for a
-             wrong name; FormatError and its kind for a damaged file.
-    Cost:    opening: 12 bytes a sample read, by the daemon once for everybody if there is one.
+        fname: a file, a directory (its ``*.ffr`` files sorted by name, not recursive), or a list
+            or tuple of files.
+        check_data: verify the checksums of the metadata and of every sample.
+    Raises:  FileTypeError (also a TypeError), FileNameError, FileMissingError (also
+             AssertionErrors): a wrong name. FormatError or a subclass: a damaged file.
+    Cost:    opening reads 12 bytes per sample, only once per machine if there is a daemon.
     Source:  HFAiLab/ffrecord 1.4.
     """
 
@@ -140,23 +142,21 @@ class FileReader:
         fname: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
         check_data: bool = True,
     ) -> None:
-        import ffserve
-
         self._reader: Any = None
         self._n = 0
         self._fnames = self._expanded(fname)
         self._check_data = bool(check_data)
-        self._reader = ffserve.open(self._fnames, format=self._format, verify=self._check_data)
+        self._reader = readers.open(self._fnames, format=self._format, verify=self._check_data)
         self._n = len(self._reader)
 
     @property
     def n(self) -> int:
-        """Samples in all files together."""
+        """Number of samples in all files."""
         return self._n
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """Total size of the files in bytes."""
         return sum(shard.size for shard in self._open().shards)
 
     @property
@@ -166,18 +166,19 @@ class FileReader:
 
     @property
     def check_data(self) -> bool:
-        """Whether checksums are compared."""
+        """Whether checksums are verified."""
         return self._check_data
 
     def read(self, indices: Iterable[int]) -> list[NDArray[np.uint8]]:
         """Read a batch of any size.
 
         Args:
-            indices: list, tuple, ndarray, range, set or generator of integers in [0, n); order
-                is kept, repeats are allowed.
-        Returns: one 1-D writable uint8 array a sample, each the caller's own.
-        Raises:  SampleIndexError (an IndexError) before anything is read; ChecksumError,
-                 TruncatedError, ReadError for a sample that cannot be had; UsageError when closed.
+            indices: list, tuple, ndarray, range, set or generator of integers in [0, n); order is
+                kept, repeats are allowed.
+        Returns: one 1-D writable uint8 array per sample; the caller owns the arrays.
+        Raises:  SampleIndexError (also an IndexError): an invalid index; nothing is read then.
+                 ChecksumError, TruncatedError, ReadError: a sample cannot be read. UsageError: the
+                 reader is closed.
         Cost:    one request to the daemon, or one batch of reads.
         """
         arrays: list[NDArray[np.uint8]] = self._open().read(self._checked(indices))
@@ -186,7 +187,7 @@ class FileReader:
     def copied(
         self, indices: NDArray[np.int64], out: NDArray[np.uint8] | None = None
     ) -> Batch | None:
-        """Read a batch if all of it is in memory; as ``ffserve.Reader.copied``."""
+        """Read a batch only if all of it is cached; see ``ffserve.Reader.copied``."""
         batch: Batch | None = self._open().copied(indices, out)
         return batch
 
@@ -195,7 +196,7 @@ class FileReader:
         try:
             number = operator.index(index)
         except TypeError:
-            raise FileTypeError(f"a sample's index cannot be {index!r}") from None
+            raise FileTypeError(f"invalid sample index {index!r}: not an integer") from None
         return self.read((number,))[0]
 
     def announce(
@@ -206,18 +207,18 @@ class FileReader:
         name: str | None = None,
         replacement: bool = False,
     ) -> None:
-        """Tell the daemon which samples will be asked for, in order; as ``Reader.announce``."""
+        """Announce the samples that will be read, in order; see ``Reader.announce``."""
         self._open().announce(order, epoch, name=name, replacement=replacement)
 
     def reached(self, epoch: int, position: int) -> None:
-        """Tell the daemon how far an announced order was used; as ``Reader.reached``."""
+        """Report how far an announced order was used; see ``Reader.reached``."""
         self._open().reached(epoch, position)
 
     def get_offsets(self, file_index: int) -> NDArray[np.int64]:
-        """Return where the samples of one file begin, and as last entry the file's size.
+        """Return the offsets of the samples of one file, followed by the size of the file.
 
         Args:    file_index: position in ``fnames``.
-        Returns: int64[N+1], the caller's own.
+        Returns: int64[N+1], owned by the caller.
         """
         reader, k = self._open(), self._file_index(file_index)
         starts = reader.tables(k)[0]
@@ -227,29 +228,25 @@ class FileReader:
         return offsets
 
     def get_checksums(self, file_index: int) -> NDArray[np.uint32]:
-        """Return the stored checksums of one file's samples: uint32[N], the caller's own."""
+        """Return the stored checksums of one file's samples: uint32[N], owned by the caller."""
         reader = self._open()
         return np.array(reader.tables(self._file_index(file_index))[2], np.uint32)
 
     def validate(self) -> None:
-        """Read the metadata of all files again and check it, whatever ``check_data`` is.
+        """Read and check the metadata of all files again, regardless of ``check_data``.
 
-        Raises:  ChecksumError or another FormatError (RuntimeErrors) for the first bad file.
-        Cost:    12 bytes a sample read; samples are not.
+        Raises:  ChecksumError or another FormatError (also RuntimeErrors): the first damaged file.
+        Cost:    reads 12 bytes per sample; the samples are not read.
         """
         self._open()
         ffrecord = by_name("ffrecord")
         for name in self._fnames:
             with open(name, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-
-                def read_at(offset: int, into: memoryview, fd: int = file.fileno()) -> int:
-                    return os.preadv(fd, [into], offset)
-
-                ffrecord.open(read_at, size, name)
+                fd = file.fileno()
+                ffrecord.open(read_at_of(fd, name), os.fstat(fd).st_size, name)
 
     def close(self) -> None:
-        """Free everything; a second call does nothing. Later reads raise, attributes stay."""
+        """Free all resources. Further calls do nothing, later reads raise, attributes stay."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -263,7 +260,7 @@ class FileReader:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._reader is None:
             return type(self), (self._fnames, self._check_data)
-        # Of its own, also for copy.copy; it connects at its first use.
+        # The copy has its own reader, which connects at its first use.
         reader = copy.copy(self._reader)
         return _copy, (type(self), self._fnames, self._check_data, reader, self._n)
 
@@ -277,13 +274,18 @@ class FileReader:
 
     def _open(self) -> Any:
         if self._reader is None:
-            raise UsageError("the reader is closed", path=self._fnames[0])
+            raise UsageError(
+                "cannot read: the reader is closed", path=self._fnames[0], hint="open a new one"
+            )
         return self._reader
 
     def _file_index(self, file_index: int) -> int:
         k = operator.index(file_index)
         if not 0 <= k < len(self._fnames):
-            raise SampleIndexError(f"there is no file {k}, only {len(self._fnames)} files")
+            raise SampleIndexError(
+                f"file index {k} is out of range",
+                hint=f"use file indices from 0 to {len(self._fnames) - 1}",
+            )
         return k
 
     def _checked(self, indices: Iterable[int]) -> NDArray[np.int64]:
@@ -291,28 +293,28 @@ class FileReader:
         given: NDArray[Any] = np.asarray(indices) if known else _integers(indices)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise FileTypeError(
-                f"indices must be whole numbers in one row, not {given.dtype} of shape "
+                f"invalid indices: expected integers in one dimension, not {given.dtype} of shape "
                 f"{given.shape}"
             )
         wrong = np.flatnonzero((given < 0) | (given >= self._n)) if given.size else given
         if wrong.size:
             index = int(given[wrong[0]])
             raise SampleIndexError(
-                f"there is no such sample: the files hold {self._n}",
+                f"index out of range: the files contain {self._n} samples",
                 path=self._fnames[0] if len(self._fnames) == 1 else None,
                 index=index,
-                hint="indices run from 0 to n-1; negative ones are not counted from the end",
+                hint="use indices from 0 to n-1; negative ones are not supported",
             )
         return given.astype(np.int64)
 
 
 class RecordReader(FileReader):
-    """A FileReader of files of any format that ffserve reads.
+    """A FileReader for files of any format.
 
     Args:
         fname: as ``paths`` of ``ffserve.open``: file, directory, pattern, or a sequence of these.
-        check_data: compare checksums.
-    Raises:  what ``ffserve.open`` raises.
+        check_data: verify checksums.
+    Raises:  as ``ffserve.open``.
     """
 
     _format = None
@@ -322,17 +324,15 @@ class RecordReader(FileReader):
         return list(expand_paths(fname, suffixes=suffixes()))
 
     def validate(self) -> None:
-        """Read again what the files say of themselves and check it; samples are not read.
+        """Read and check the metadata of all files again; the samples are not read.
 
-        Raises:  FormatError or its kind for the first bad file.
+        Raises:  FormatError or a subclass: the first damaged file.
         """
-        import ffserve
-
-        ffserve.open(self._fnames, server="off").close()
+        readers.open(self._fnames, server="off").close()
 
 
 def reader_of(fnames: Any, check_data: bool) -> FileReader:
-    """Return a FileReader where the original takes these names, else one of any format."""
+    """Return a FileReader if the original accepts these names, else a RecordReader."""
     if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
         original = next(Path(fnames).glob("*.ffr"), None) is not None
     else:
@@ -360,23 +360,27 @@ def _integers(indices: Iterable[int]) -> NDArray[Any]:
     try:
         numbers = [operator.index(i) for i in indices]
     except TypeError as error:
-        raise FileTypeError(f"indices must be whole numbers: {error}") from None
+        raise FileTypeError(f"invalid indices: {error}") from None
     try:
         return np.array(numbers, np.int64)
     except OverflowError:
         index = max(numbers, key=abs)
-        raise SampleIndexError("there is no such sample", index=index) from None
+        raise SampleIndexError(
+            "index out of range: it does not fit into 64 bits", index=index
+        ) from None
 
 
 def _checked_name(fname: Any) -> str:
     if not isinstance(fname, (str, os.PathLike)):
-        raise FileTypeError(f"a file name must be str or PathLike, not {type(fname).__name__}")
+        raise FileTypeError(
+            f"invalid file name: expected str or PathLike, not {type(fname).__name__}"
+        )
     name = os.fsdecode(fname)
     if Path(name).suffix != ".ffr":
         raise FileNameError(
-            "the file's name does not end in .ffr",
+            "the file name does not end in .ffr",
             path=name,
-            hint="rename it, or read a file of another format with ffserve.open",
+            hint="rename the file, or read other formats with ffserve.open",
         )
     return name
 
@@ -389,10 +393,14 @@ def _expanded(fname: Any) -> list[str]:
     else:
         names = [_checked_name(fname)]
     if not names:
-        raise FileNameError("there is no .ffr file", path=str(fname) if fname else None)
+        raise FileNameError(
+            "no .ffr file found",
+            path=str(fname) if fname else None,
+            hint="give at least one file, or a directory that contains .ffr files",
+        )
     for name in names:
         if not Path(name).is_file():
-            raise FileMissingError("there is no such file", path=name)
+            raise FileMissingError("no such file", path=name, hint="check the path on this machine")
     return names
 
 
@@ -400,34 +408,36 @@ def _expanded(fname: Any) -> list[str]:
 
 
 def dump(ds: Any, fname: str | os.PathLike[str], nfiles: int, verbose: bool = False) -> None:
-    """Write a dataset to FFRecord files, several at a time.
+    """Write a dataset to FFRecord files in parallel.
 
     Args:
-        ds: supports ``len()`` and ``[i]``; items are buffers. It is reached by fork, so that it
-            need not pickle.
-        fname: with ``nfiles=1`` the file, ending in ``.ffr``; else a directory, which gets
-            ``PART_00000.ffr`` and so on, in order. Parts already there are replaced once all new
-            ones are complete.
-        nfiles: how many files; a dataset that does not fill them gets fewer, with a warning.
+        ds: supports ``len()`` and ``[i]``; items are buffers. Worker processes inherit it by fork,
+            so it need not pickle.
+        fname: with ``nfiles=1`` the file, ending in ``.ffr``; else a directory that receives
+            ``PART_00000.ffr`` and so on, in order. Existing parts are replaced after all new ones
+            are complete.
+        nfiles: number of files; a dataset too small for them gets fewer, with a warning.
         verbose: report progress on standard error.
-    Raises:  whatever ``ds[i]`` raised, whole; WorkerError when a worker died; UsageError,
-             ReadError as ``FileWriter``. Nothing is left behind then.
+    Raises:  the exception of ``ds[i]``; WorkerError: a worker process died; UsageError, ReadError:
+             as ``FileWriter``. No file is left behind.
     Cost:    one pass over ``ds`` in up to 16 processes.
     Source:  HFAiLab/ffrecord 1.4.
     """
     n = len(ds)
     if nfiles < 1:
-        raise UsageError(f"nfiles={nfiles} has to be 1 at least")
-    report = _Said(n).report if verbose else None
+        raise UsageError(f"nfiles={nfiles} must be at least 1")
+    report = _ProgressLine(n).report if verbose else None
     if nfiles == 1:
-        _write_part(os.fspath(fname), ds, 0, n, report or _nobody)
+        _write_part(os.fspath(fname), ds, 0, n, report or parallel.no_progress)
         return
     if n == 0:
-        raise UsageError(f"an empty dataset does not fill {nfiles} files")
+        raise UsageError(
+            f"the dataset is empty and cannot be split into {nfiles} files", hint="use nfiles=1"
+        )
     size = -(-n // nfiles)
     starts = range(0, n, size)
     if len(starts) != nfiles:
-        warnings.warn(f"{n} samples fill {len(starts)} files, not {nfiles}", stacklevel=2)
+        warnings.warn(f"{n} samples fill only {len(starts)} files, not {nfiles}", stacklevel=2)
     _warn_of_leftovers(fname, len(starts))
     with staged_directory(fname, replace=True) as staging:
         work = [
@@ -454,7 +464,7 @@ def _write_part(out: str, ds: Any, start: int, end: int, report: parallel.Progre
 
 
 def _warn_of_leftovers(directory: str | os.PathLike[str], count: int) -> None:
-    """Parts of an earlier, longer dump would be read together with the new ones."""
+    """Warn about parts of an earlier dump, which would be read together with the new ones."""
     if not os.path.isdir(directory):
         return
     new = {_part_name(k) for k in range(count)}
@@ -463,26 +473,22 @@ def _warn_of_leftovers(directory: str | os.PathLike[str], count: int) -> None:
     )
     if others:
         warnings.warn(
-            f"{os.fspath(directory)} also holds {len(others)} other .ffr files, such as "
-            f"{others[0]}, which stay",
+            f"{os.fspath(directory)} contains {len(others)} other .ffr files, such as "
+            f"{others[0]}; they are kept",
             stacklevel=3,
         )
 
 
-class _Said:
-    """Progress in words: a line now and then on standard error."""
+class _ProgressLine:
+    """Progress as a line on standard error every few seconds."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._done = 0
-        self._next = time.monotonic() + _SAY_EVERY_SECONDS
+        self._next = time.monotonic() + _REPORT_SECONDS
 
     def report(self, samples: int, size: int) -> None:
         self._done += samples
         if self._done == self._count or time.monotonic() >= self._next:
-            self._next = time.monotonic() + _SAY_EVERY_SECONDS
+            self._next = time.monotonic() + _REPORT_SECONDS
             print(f"{self._done}/{self._count} samples written", file=sys.stderr, flush=True)
-
-
-def _nobody(samples: int, size: int) -> None:
-    """Progress that nobody asked for."""

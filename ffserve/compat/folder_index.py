@@ -1,11 +1,11 @@
-"""The index sample of a packed folder: which name is which sample.
+"""The folder index: the last sample of a packed folder, which maps names to samples.
 
 The original ends a packed folder with one more sample: the bytes ``piouhjgbr`` and a pickle of
 nested OrderedDicts, name → sample index for a file, name → OrderedDict for a directory. The file
-may come from anyone and a pickle is a program, so it is not given to ``pickle``, whose C
-implementation also allocates by numbers it finds (a memo index of 2^31, say). ``decode`` runs the
-few opcodes that such an index consists of, at any pickle protocol from 2 on, refuses all others,
-and keeps memory in proportion to the size of the sample.
+is untrusted and a pickle is a program, so ``pickle`` must not load it; its C implementation also
+allocates memory by numbers in the input (such as a memo index of 2^31). ``decode`` interprets only
+the opcodes that such an index consists of, for pickle protocols 2 to 5, refuses all others, and
+uses memory in proportion to the size of the sample.
 """
 
 from __future__ import annotations
@@ -18,46 +18,51 @@ from ffserve.errors import FormatError, UsageError
 
 MAGIC = b"piouhjgbr"
 SIZE_MAX = 1 << 30
-"""An index sample larger than this is refused: about 40 million names."""
+"""Largest folder index that is read, enough for about 40 million names."""
 DEPTH_MAX = 400
-"""Directories inside one another; the original's pickling ends at about this depth as well."""
+"""Deepest nesting of directories; the original's pickling fails at about this depth as well."""
+
+_DAMAGED = "the file is damaged or hostile: restore it from a copy"
 
 Folder = OrderedDict[str, Any]
 """name → sample index (int), or another Folder."""
 
 
 def encode(structure: Folder) -> bytes:
-    """Return the index sample; byte for byte the original's on the Pythons it runs on.
+    """Return the folder index, byte for byte as the original writes it.
 
     Args:    structure: nested OrderedDicts in the order of the samples.
-    Raises:  UsageError when directories lie too deep inside one another.
+    Raises:  UsageError: directories are nested too deeply.
     """
     try:
         return MAGIC + pickle.dumps(structure, protocol=4)
     except RecursionError:
         raise UsageError(
-            "the directories lie too deep inside one another to be indexed",
-            hint=f"at most about {DEPTH_MAX}",
+            "cannot store the names: directories are nested too deeply",
+            hint=f"nest at most {DEPTH_MAX} directories",
         ) from None
 
 
 def is_index(head: bytes) -> bool:
-    """Say whether a sample that begins with ``head`` is an index sample."""
+    """Whether a sample that begins with ``head`` is a folder index."""
     return head[: len(MAGIC)] == MAGIC and len(head) > len(MAGIC)
 
 
 def decode(sample: bytes | memoryview, count: int) -> Folder:
-    """Return the structure that an index sample holds.
+    """Decode a folder index.
 
     Args:
-        sample: the whole sample, magic included.
-        count: samples that may be named; every index must lie in [0, count).
-    Returns: nested OrderedDicts, the caller's own.
-    Raises:  FormatError for anything that the original would not have written.
-    Cost:    one to two seconds for a million names.
+        sample: the whole sample, including the magic.
+        count: number of samples that may be named; every index must be in [0, count).
+    Returns: nested OrderedDicts, owned by the caller.
+    Raises:  FormatError: anything that the original would not have written.
+    Cost:    one to two seconds per million names.
     """
     if len(sample) > SIZE_MAX:
-        raise FormatError(f"the index of this folder has {len(sample)} bytes, at most {SIZE_MAX}")
+        raise FormatError(
+            f"the folder index has {len(sample)} bytes, more than the limit of {SIZE_MAX}",
+            hint="the file is damaged, or pack the folder into several shards",
+        )
     machine = _Machine(bytes(sample[len(MAGIC) :]))
     try:
         structure: Folder = machine.run()
@@ -68,11 +73,11 @@ def decode(sample: bytes | memoryview, count: int) -> Folder:
 
 
 class _Mark:
-    """Lies on the stack below the items of one SETITEMS."""
+    """Marks the items of one SETITEMS on the stack."""
 
 
 class _Maker:
-    """Lies on the stack where the pickle names the class OrderedDict."""
+    """Stands for the class OrderedDict on the stack."""
 
 
 _MARK, _MAKER, _NO_ARGUMENTS = _Mark(), _Maker(), ()
@@ -81,6 +86,8 @@ _OPCODES = {value[0]: name for name, value in vars(pickle).items() if name.isupp
 
 
 class _Machine:
+    """Interpreter of the pickle opcodes of a folder index."""
+
     def __init__(self, code: bytes) -> None:
         self.code = code
         self.at = 0
@@ -88,7 +95,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Execute to the end; the opcodes that come once a name are spelled out for speed."""
+        """Run to the end; the opcodes that occur once per name are inlined for speed."""
         stack, code, memo, at = self.stack, self.code, self.memo, 0
         push = stack.append
         while True:
@@ -113,22 +120,22 @@ class _Machine:
                 break
             else:
                 self.at = at
-                self._seldom(opcode)
+                self._execute(opcode)
                 at = self.at
             if at > len(code):
-                raise ValueError("it is cut")
+                raise ValueError("it is truncated")
         self.at = at
         if len(stack) != 1 or at != len(code):
-            raise ValueError("it does not end where it stops")
+            raise ValueError("bytes or values are left after STOP")
         return stack.pop()
 
-    def _seldom(self, opcode: int) -> None:
+    def _execute(self, opcode: int) -> None:
         stack = self.stack
         name = _OPCODES.get(opcode, "unknown")
         if name == "REDUCE":
             arguments, maker = stack.pop(), stack.pop()
             if maker is not _MAKER or arguments != _NO_ARGUMENTS:
-                raise ValueError("it makes something other than an empty OrderedDict")
+                raise ValueError("it creates an object other than an empty OrderedDict")
             stack.append(OrderedDict())
         elif name == "MARK":
             stack.append(_MARK)
@@ -154,16 +161,16 @@ class _Machine:
             self._global(self._line(), self._line())
         elif name == "PROTO":
             if self._number(1) > 5:
-                raise ValueError("it is of a pickle protocol later than 5")
+                raise ValueError("its pickle protocol is later than 5")
         elif name == "FRAME":
             if self._number(8) > len(self.code) - self.at:
-                raise ValueError("it is cut")
+                raise ValueError("it is truncated")
         else:
-            raise ValueError(f"opcode {name} ({opcode:#04x}) has no place in it")
+            raise ValueError(f"opcode {name} ({opcode:#04x}) is not allowed")
 
     def _global(self, module: Any, attribute: Any) -> None:
         if (module, attribute) != ("collections", "OrderedDict"):
-            raise ValueError(f"it asks for {module!r}.{attribute!r}")
+            raise ValueError(f"global {module!r}.{attribute!r} is not allowed")
         self.stack.append(_MAKER)
 
     def _set_items(self) -> None:
@@ -172,7 +179,7 @@ class _Machine:
         while stack[mark] is not _MARK:
             mark -= 1
             if mark < 1:
-                raise ValueError("items belong to nothing")
+                raise ValueError("SETITEMS without MARK")
         names, values = stack[mark + 1 :: 2], stack[mark + 2 :: 2]
         del stack[mark:]
         if len(names) != len(values):
@@ -182,15 +189,15 @@ class _Machine:
 
     def _set(self, target: Any, key: Any, value: Any) -> None:
         if type(target) is not OrderedDict or type(key) is not str:
-            raise ValueError("a name that is no text")
+            raise ValueError("a name is not text")
         if type(value) is not int and type(value) is not OrderedDict:
-            raise ValueError(f"{key!r} is {type(value).__name__}")
+            raise ValueError(f"the value of {key!r} is {type(value).__name__}")
         target[key] = value
 
     def _take(self, size: int) -> bytes:
         part = self.code[self.at : self.at + size]
         if len(part) != size:
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         self.at += size
         return part
 
@@ -208,9 +215,9 @@ class _Machine:
 
 
 def _check(structure: Any, count: int) -> None:
-    """Walk the whole tree once: no loops, no shared directories, no names that lead elsewhere."""
+    """Check the tree: no loops, no shared directories, no names outside of it, no bad indices."""
     if type(structure) is not OrderedDict:
-        raise FormatError("the index of this folder is no directory")
+        raise FormatError("invalid folder index: the top is not a directory", hint=_DAMAGED)
     seen = {id(structure)}
     level = [structure]
     for _ in range(DEPTH_MAX + 1):
@@ -218,26 +225,28 @@ def _check(structure: Any, count: int) -> None:
         for folder in level:
             for name, value in folder.items():
                 if name in ("", ".", "..") or "/" in name or "\0" in name:
-                    raise FormatError(f"the index of this folder holds the name {name!r}")
+                    raise FormatError(f"invalid folder index: name {name!r}", hint=_DAMAGED)
                 if type(value) is int:
                     if not 0 <= value < count:
                         raise FormatError(
-                            f"the index of this folder says that {name!r} is sample {value} of "
-                            f"{count}"
+                            f"invalid folder index: {name!r} is sample {value} of {count}",
+                            hint=_DAMAGED,
                         )
                 elif id(value) in seen:
-                    raise FormatError(f"the index of this folder holds {name!r} twice")
+                    raise FormatError(f"invalid folder index: {name!r} occurs twice", hint=_DAMAGED)
                 else:
                     seen.add(id(value))
                     below.append(value)
         if not below:
             return
         level = below
-    raise FormatError(f"directories in this folder's index lie more than {DEPTH_MAX} deep")
+    raise FormatError(
+        f"invalid folder index: directories are nested more than {DEPTH_MAX} deep", hint=_DAMAGED
+    )
 
 
 def _bad(machine: _Machine, what: str) -> FormatError:
     return FormatError(
-        f"the index of this folder cannot be read: {what}, at byte {machine.at} of its pickle",
-        hint="it is damaged, or was made to do something else than to name files",
+        f"invalid folder index: {what}, at byte {machine.at} of its pickle",
+        hint=_DAMAGED,
     )

@@ -1,9 +1,9 @@
-"""Packed folders: many small files in one record file, with their names.
+"""Packed folders: many small files in one FFRecord file, with their names.
 
-A packed folder is an FFRecord file whose samples are the files of a directory, depth first and
-sorted by name, followed by one sample that holds the names (``folder_index``). It is the
-original's layout, readable and writable from both sides. Split over several shards, every shard
-is a packed folder of its own with a run of the files, so that each can also be used alone.
+The samples of a packed folder are the files of a directory, depth first and sorted by name,
+followed by the folder index, a sample with the names (``folder_index.py``). The original reads and
+writes the same layout. If a folder is packed into several shards, every shard is a packed folder
+with a run of the files and can be used alone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ffserve.output import staged_directory
 from ffserve.writer import create
 
 BLOCK_SIZE = 8 << 20
-"""Files are read in pieces of this size; no file is ever in memory whole."""
+"""Bytes per read of an input file; large files are never in memory as a whole."""
 
 _REPORT_FILES = 256
 _REPORT_SIZE = 64 << 20
 
 
 class NoSuchName(UsageError, AssertionError, LookupError):
-    """A packed folder has no file or directory of this name (or the other of the two)."""
+    """A name does not exist in a packed folder, or is a directory where a file is needed."""
 
 
 class NotPackedError(UsageError):
-    """A record file whose last sample holds no names."""
+    """The last sample of a file is not a folder index."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class PackReport:
     """What ``pack`` wrote."""
 
     paths: tuple[str, ...]
-    """The files written, in order."""
+    """The written files, in order."""
     files: int
-    """Files packed; every shard holds one sample more, its index."""
+    """Number of packed files; every shard has one more sample, the folder index."""
     bytes: int
-    """Of the files packed."""
+    """Total size of the packed files."""
 
 
 class PackedFolder:
     """Read a packed folder by name.
 
     Args:
-        f: the file; or a directory or list of shards each of which is a packed folder, whose
-            names then appear as one folder.
-        check_data: compare checksums.
-    Raises:  NotPackedError (a ValueError) when there are no names in it; FormatError when the
-             names cannot be trusted; and what ``FileReader`` raises.
-    Cost:    as ``FileReader``, and the index sample of each shard.
-    Source:  HFAiLab/ffrecord 1.4; the format of the names: ``folder_index``.
+        f: the file; or a directory or list of shards, each of which is a packed folder. The names
+            of all shards form one folder.
+        check_data: verify checksums.
+    Raises:  NotPackedError (also a ValueError): no folder index. FormatError: an invalid folder
+             index. Otherwise as ``FileReader``.
+    Cost:    as ``FileReader``, plus the folder index of each shard.
+    Source:  HFAiLab/ffrecord 1.4.
     """
 
     def __init__(self, f: Any, check_data: bool = True) -> None:
@@ -78,13 +78,13 @@ class PackedFolder:
             raise
 
     def num_files(self) -> int:
-        """Return how many files are packed."""
+        """Return the number of packed files."""
         return self._files
 
     def read_one(self, fname: str | os.PathLike[str]) -> NDArray[np.uint8]:
-        """Return the bytes of one file: a writable array, the caller's own.
+        """Return the bytes of one file: a writable array, owned by the caller.
 
-        Raises:  NoSuchName (an AssertionError) when there is none, or it is a directory.
+        Raises:  NoSuchName (also an AssertionError): no such file, or it is a directory.
         """
         return self.reader.read_one(self._index(fname))
 
@@ -95,7 +95,10 @@ class PackedFolder:
         Raises:  as ``read_one``, before anything is read.
         """
         if not isinstance(fnames, (list, tuple)):
-            raise NoSuchName(f"names come as a list or tuple, not {type(fnames).__name__}")
+            raise NoSuchName(
+                f"expected a list or tuple of names, not {type(fnames).__name__}",
+                hint="use read_one for a single name",
+            )
         return self.reader.read([self._index(name) for name in fnames])
 
     def list(
@@ -105,19 +108,20 @@ class PackedFolder:
         list_dir: bool = True,
         recursive: bool = False,
     ) -> list[str | Path]:
-        """Return the names below a directory, in the order of the file.
+        """Return the names in a directory, in the order of the file.
 
         Args:
             path: the directory; None for the top.
-            list_file, list_dir: whether to name files, directories.
-            recursive: also name what lies in directories below, relative to ``path``.
-        Returns: str for what lies directly in ``path``, Path for what lies deeper, as the
-                 original has it.
-        Raises:  NoSuchName when there is no such directory.
+            list_file, list_dir: whether to return files, directories.
+            recursive: also return the content of all subdirectories, relative to ``path``.
+        Returns: str for entries directly in ``path``, Path for deeper ones, as in the original.
+        Raises:  NoSuchName: no such directory.
         """
         folder = self.structure if path is None else self._find(path)
         if not isinstance(folder, OrderedDict):
-            raise NoSuchName(f"{os.fspath(path or '')!r} is not a directory but a file")
+            raise NoSuchName(
+                f"{os.fspath(path or '')!r} is a file, not a directory", path=self.reader.fnames[0]
+            )
         found: list[str | Path] = []
         for parts, node in _walk(folder, recursive):
             if list_file if isinstance(node, int) else list_dir:
@@ -125,19 +129,19 @@ class PackedFolder:
         return found
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Say whether there is a file or directory of this name."""
+        """Whether a file or directory of this name exists."""
         return self._lookup(path) is not None
 
     def is_file(self, path: str | os.PathLike[str]) -> bool:
-        """Say whether there is a file of this name."""
+        """Whether a file of this name exists."""
         return isinstance(self._lookup(path), int)
 
     def is_dir(self, path: str | os.PathLike[str]) -> bool:
-        """Say whether there is a directory of this name."""
+        """Whether a directory of this name exists."""
         return isinstance(self._lookup(path), OrderedDict)
 
     def close(self) -> None:
-        """Close the reader below; the names stay."""
+        """Close the files; the names remain available."""
         self.reader.close()
 
     def __enter__(self) -> PackedFolder:
@@ -163,23 +167,25 @@ class PackedFolder:
             raise NoSuchName(
                 f"{os.fspath(path)!r} does not exist",
                 path=self.reader.fnames[0],
-                hint="list(recursive=True) names what is there",
+                hint="list(recursive=True) returns all names",
             )
         return node
 
     def _index(self, path: str | os.PathLike[str]) -> int:
         node = self._find(path)
         if not isinstance(node, int):
-            raise NoSuchName(f"{os.fspath(path)!r} is not a file but a directory")
+            raise NoSuchName(
+                f"{os.fspath(path)!r} is a directory, not a file", path=self.reader.fnames[0]
+            )
         return node
 
 
 def index_samples(reader: Any) -> list[int]:
-    """Tell which samples of an opened reader are names and no data.
+    """Return the indices of the samples that are folder indices.
 
     Args:    reader: an ``ffserve.Reader`` or a ``FileReader``.
-    Returns: global indices, ascending; one for every shard that is a packed folder.
-    Raises:  what reading raises.
+    Returns: dataset indices, ascending; one for each shard that is a packed folder.
+    Raises:  as ``Reader.read``.
     Cost:    reads the last sample of every shard.
     """
     inner = reader._open() if isinstance(reader, FileReader) else reader
@@ -197,18 +203,20 @@ def pack_folder(
     """Pack a directory into one file, byte for byte as the original does.
 
     Args:
-        folder: the directory; links in it are followed.
-        out: the file to write, ending in ``.ffr``.
-        verbose: print a line a file.
-    Raises:  UsageError when ``folder`` is no directory (an AssertionError also), or holds what
-             is no file (a socket, a pipe), or a link to a directory around itself; ReadError
-             when a file cannot be read. Nothing is left behind then.
+        folder: the directory; symbolic links are followed.
+        out: the output file, ending in ``.ffr``.
+        verbose: print a line per file.
+    Raises:  UsageError: ``folder`` is not a directory (also an AssertionError), or contains a
+             socket, a pipe, or a link to a directory above itself. ReadError: a file cannot be
+             read. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
     if not os.path.isdir(folder):
-        raise FileNameError("this is no directory", path=os.fsdecode(folder))
+        raise FileNameError(
+            "not a directory", path=os.fsdecode(folder), hint="give an existing directory"
+        )
     tree = _scan([os.fsdecode(folder)], os.fsdecode(out))
-    _write_shard(_checked_out(out), tree, _nobody, print if verbose else None)
+    _write_shard(_checked_out(out), tree, parallel.no_progress, print if verbose else None)
 
 
 def pack(
@@ -224,27 +232,27 @@ def pack(
     Args:
         paths: one directory, whose contents are packed; or several files and directories, which
             are packed under their own names.
-        out: with one shard a file ending in ``.ffr``; with several a directory that does not
-            exist or is empty, which gets ``PART_00000.ffr`` and so on, each with a run of the
-            sorted files.
-        shards: how many files to write.
-        jobs: processes at a time (started afresh: a script needs its ``__main__`` guard).
+        out: with one shard a file ending in ``.ffr``; with several a new or empty directory, which
+            receives ``PART_00000.ffr`` and so on, each with a run of the sorted files.
+        shards: number of output files.
+        jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         progress: called with the samples and bytes done since the last call.
-    Returns: what was written.
-    Raises:  UsageError for what cannot be packed; ReadError or AccessDenied when reading or
-             writing fails. Nothing is left behind then.
+    Returns: the written files, and the number and total size of the packed files.
+    Raises:  UsageError: an input cannot be packed. ReadError, AccessDenied: reading or writing
+             failed. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
     if shards < 1 or jobs < 1:
-        raise UsageError(f"shards={shards} and jobs={jobs} have to be 1 at least")
+        raise UsageError(f"shards={shards} and jobs={jobs} must be at least 1")
     target = os.fsdecode(out)
     tree = _scan([os.fsdecode(path) for path in paths], target)
     if shards == 1:
-        size = _write_shard(_checked_out(target), tree, progress or _nobody)
+        size = _write_shard(_checked_out(target), tree, progress or parallel.no_progress)
         return PackReport((target,), tree.count, size)
     if tree.count < shards:
         raise UsageError(
-            f"{tree.count} files do not fill {shards} shards", hint=f"shards={tree.count} at most"
+            f"cannot split {tree.count} files into {shards} shards",
+            hint=f"use at most {tree.count} shards",
         )
     names = [f"PART_{k:05d}.ffr" for k in range(shards)]
     with staged_directory(target) as staging:
@@ -258,7 +266,7 @@ def pack(
 
 @dataclass
 class _Tree:
-    """What is to be packed, depth first: (parts of the name, file) or (parts, None): directory."""
+    """The input, depth first: (parts of the name, path) per file, (parts, None) per directory."""
 
     entries: list[tuple[tuple[str, ...], str | None]]
 
@@ -267,7 +275,7 @@ class _Tree:
         return sum(source is not None for _, source in self.entries)
 
     def split(self, shards: int) -> list[_Tree]:
-        """Cut into runs of as equal a number of files as can be; empty directories go along."""
+        """Cut into runs with nearly equal numbers of files; a directory goes with the next file."""
         count, done, parts = self.count, 0, [_Tree([]) for _ in range(shards)]
         for parts_of_name, source in self.entries:
             shard = min(done * shards // count, shards - 1)
@@ -276,7 +284,7 @@ class _Tree:
         return parts
 
     def structure(self) -> Folder:
-        """Number the files in their order."""
+        """Return the folder index, with the files numbered in order."""
         top: Folder = OrderedDict()
         count = 0
         for parts, source in self.entries:
@@ -292,7 +300,7 @@ class _Tree:
 
 
 def _scan(paths: list[str], out: str) -> _Tree:
-    """List everything to be packed, before anything is written."""
+    """List the input before anything is written."""
     final = os.path.realpath(out)
     tree = _Tree([])
     if len(paths) == 1 and os.path.isdir(paths[0]):
@@ -303,11 +311,13 @@ def _scan(paths: list[str], out: str) -> _Tree:
         name = os.path.basename(os.path.abspath(path))
         if name in named:
             raise UsageError(
-                f"two of the files are called {name!r}", path=path, hint="pack their directory"
+                f"two inputs have the name {name!r}",
+                path=path,
+                hint="pack their common directory instead",
             )
         named[name] = path
     if not named:
-        raise UsageError("there is nothing to pack")
+        raise UsageError("no input to pack", hint="give at least one file or directory")
     for name in sorted(named):
         _enter(named[name], (name,), tree, final, [])
     return tree
@@ -316,9 +326,9 @@ def _scan(paths: list[str], out: str) -> _Tree:
 def files_below(path: str, out: str) -> list[tuple[str, str]]:
     """List the files below a directory, depth first and by name.
 
-    Args:    path: the directory. out: what will be written, which may not be among them.
-    Returns: (name below the directory, path) of each.
-    Raises:  UsageError for what is no file; ReadError, AccessDenied.
+    Args:    path: the directory. out: the output file, which must not be among the input.
+    Returns: (name relative to the directory, path) of each file.
+    Raises:  UsageError: an entry is neither file nor directory. ReadError, AccessDenied.
     """
     entries = _scan([path], out).entries
     return [("/".join(parts), source) for parts, source in entries if source is not None]
@@ -331,9 +341,13 @@ def _descend(
         found = os.stat(folder)
         here = (found.st_dev, found.st_ino)
         if here in above:
-            raise UsageError("a link leads back to a directory around it", path=folder)
+            raise UsageError(
+                "this link leads to a directory above itself", path=folder, hint="remove the link"
+            )
         if len(above) >= folder_index.DEPTH_MAX:
-            raise UsageError("directories lie too deep inside one another", path=folder)
+            raise UsageError(
+                f"directories are nested more than {folder_index.DEPTH_MAX} deep", path=folder
+            )
         names = sorted(os.listdir(folder))
     for name in names:
         _enter(os.path.join(folder, name), (*parts, name), tree, final, [*above, here])
@@ -349,10 +363,14 @@ def _enter(
         _descend(path, parts, tree, final, above)
     elif not stat.S_ISREG(mode):
         raise UsageError(
-            "this is neither a file nor a directory", path=path, hint="take it out of the folder"
+            "cannot pack: neither a file nor a directory",
+            path=path,
+            hint="remove it from the folder",
         )
     elif os.path.realpath(path) == final:
-        raise UsageError("the output would be packed into itself", path=path)
+        raise UsageError(
+            "the output file is inside the folder to pack", path=path, hint="write it elsewhere"
+        )
     else:
         tree.entries.append((parts, path))
 
@@ -363,7 +381,7 @@ def _write_shard(
     report: parallel.Progress,
     say: Callable[[str], object] | None = None,
 ) -> int:
-    """Write one packed folder; return the bytes of its files."""
+    """Write one packed folder; return the total size of its files."""
     index = folder_index.encode(tree.structure())
     count, width = tree.count, len(str(tree.count))
     total = reported = reported_bytes = 0
@@ -392,13 +410,13 @@ def _blocks(source: str) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn errors of the operating system into ours, naming what was to be packed."""
+    """Convert an OSError to an FFServeError that names the input file."""
     try:
         yield
     except FFServeError:
         raise
     except OSError as error:
-        hint = "a link that leads nowhere?" if os.path.islink(path) else None
+        hint = "the symbolic link is broken" if os.path.islink(path) else None
         raise os_error(error, path, hint=hint) from error
 
 
@@ -406,26 +424,26 @@ def _checked_out(out: str | os.PathLike[str]) -> str:
     name = os.fsdecode(out)
     if not name.endswith(".ffr"):
         raise FileNameError(
-            "the file's name does not end in .ffr", path=name, hint="several shards need a name too"
+            "the output name does not end in .ffr", path=name, hint="choose a name such as x.ffr"
         )
     return name
 
 
 def _structure(reader: FileReader) -> tuple[Folder, int]:
-    """Return the names in a reader's files and the number of files named."""
+    """Return the folder of a reader's files and the number of files in it."""
     shards = reader._open().shards
     if reader.n == 0:
-        raise NotPackedError("this is no packed folder: it holds nothing", path=reader.fnames[0])
+        raise NotPackedError("not a packed folder: the file has no samples", path=reader.fnames[0])
     last = [shard.first + shard.count - 1 for shard in shards if shard.count]
     samples = reader.read(last)
     packed = [folder_index.is_index(sample[:16].tobytes()) for sample in samples]
     if not packed[-1]:
         raise NotPackedError(
-            "this is no packed folder: its last sample holds no names",
+            "not a packed folder: the last sample is not a folder index",
             path=reader.fnames[-1],
             hint="read it with FileReader",
         )
-    if not all(packed):  # one folder in several files: the last sample of all names everything
+    if not all(packed):  # one folder over several files, with one index at the end of the last
         return folder_index.decode(samples[-1].data, reader.n - 1), reader.n - 1
     merged: Folder = OrderedDict()
     first = 0
@@ -442,23 +460,31 @@ def _structure(reader: FileReader) -> tuple[Folder, int]:
 
 
 def _merge(target: Folder, part: Folder, first: int, path: str) -> None:
-    """Add one shard's names, its sample numbers moved by ``first``."""
+    """Add the names of one shard, whose first sample has the dataset index ``first``."""
     pairs = [(target, part)]
     for into, of in pairs:
         for name, node in of.items():
-            there = into.get(name)
+            existing = into.get(name)
             if isinstance(node, int):
-                if there is not None:
-                    raise FormatError(f"{name!r} is in two shards", path=path)
+                if existing is not None:
+                    raise FormatError(
+                        f"the name {name!r} occurs in two shards",
+                        path=path,
+                        hint="read the shards separately",
+                    )
                 into[name] = node + first
-            elif there is None or isinstance(there, OrderedDict):
+            elif existing is None or isinstance(existing, OrderedDict):
                 pairs.append((into.setdefault(name, OrderedDict()), node))
             else:
-                raise FormatError(f"{name!r} is a file in one shard, not in another", path=path)
+                raise FormatError(
+                    f"{name!r} is a file in one shard and a directory in another",
+                    path=path,
+                    hint="read the shards separately",
+                )
 
 
 def _walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (parts of the name, node), depth first, without recursion of our own."""
+    """Yield (parts of the name, node), depth first, without recursive calls."""
     stack: list[tuple[tuple[str, ...], Iterator[tuple[str, Any]]]] = [((), iter(folder.items()))]
     while stack:
         above, items = stack[-1]
@@ -469,7 +495,3 @@ def _walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], An
                 break
         else:
             stack.pop()
-
-
-def _nobody(samples: int, size: int) -> None:
-    """Progress that nobody asked for."""

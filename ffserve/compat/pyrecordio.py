@@ -1,4 +1,4 @@
-"""RecordIO for programs written for pyrecordio, and what RecordIO has beyond other formats.
+"""Drop-in for pyrecordio: ``File``; and ``index``, the chunks of a RecordIO file.
 
     from ffserve.recordio import File
 
@@ -7,9 +7,8 @@
     with File("x.recordio", "r") as records:
         assert records.get(0) == b"abc" and list(records) == [b"abc"]
 
-Reading goes through the daemon where there is one, as `ffserve.open` does. A file that is written
-takes its name when it is closed; one that is appended to ('a') grows in place, and keeps every
-complete record whatever happens.
+Reading uses the daemon if there is one, as `ffserve.open` does. A new file takes its name when it
+is closed. Appending ('a') writes in place; complete chunks are never lost.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ffserve.writer import Appender, Writer, flat
 
 
 class Compressor(enum.Enum):
-    """What compresses a chunk, by pyrecordio's names and numbers."""
+    """Compression of a chunk, with pyrecordio's names and numbers."""
 
     no_compression = 1
     snappy = 2
@@ -45,9 +44,9 @@ _COMPRESSIONS = {"no_compression": "none", "none": "none", "snappy": "snappy", "
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A part of a file that can be read apart from the others.
+    """A part of a file that can be read separately.
 
-    chunks, records: their numbers. begin, end: the bytes of the file that hold them.
+    chunks, records: ranges of chunk and record numbers. begin, end: their bytes in the file.
     """
 
     chunks: range
@@ -58,10 +57,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The chunks of a file, as its headers tell.
+    """The chunks of a file.
 
-    offsets, sizes: int64[n], where each begins and how many bytes of the file it has, header
-    included. counts: int64[n], records in each.
+    offsets, sizes: int64[n], bytes of each chunk in the file, including its header. counts:
+    int64[n], records in each chunk.
     """
 
     offsets: NDArray[np.int64]
@@ -73,19 +72,21 @@ class Index:
 
     @property
     def record_count(self) -> int:
-        """Records in the file."""
+        """Number of records in the file."""
         return int(self.counts.sum())
 
     def partition(self, k: int) -> list[Task]:
-        """Split the file into `k` runs of whole chunks with about as many records each.
+        """Split the file into `k` runs of whole chunks with about equal numbers of records.
 
-        Returns: `k` tasks in order, together the whole file. There are empty ones where there are
-            fewer chunks than that.
-        Raises:  UsageError for a `k` below 1.
-        Cost:    nothing is read.
+        Returns: `k` tasks in order, which cover the whole file; some are empty if the file has
+            fewer than `k` chunks.
+        Raises:  UsageError: `k` is below 1.
+        Cost:    no I/O.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise UsageError(f"a file can be split into 1 part or more, not {k!r}")
+            raise UsageError(
+                f"cannot split a file into {k!r} parts", hint="give an integer of at least 1"
+            )
         firsts = np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64)
         aims = np.arange(k + 1) * int(firsts[-1]) / k
         edges = np.searchsorted(firsts, aims)
@@ -106,10 +107,10 @@ class Index:
 
 
 def index(path: str | os.PathLike[str]) -> Index:
-    """Return the chunks of a file.
+    """Return the chunks of a RecordIO file.
 
-    Raises: FormatError, TruncatedError, AccessDenied, ReadError.
-    Cost:   one scan of the headers.
+    Raises:  FormatError, TruncatedError, MissingFile, AccessDenied, ReadError.
+    Cost:    one scan of the chunk headers.
     """
     name = os.fspath(path)
     fd = open_regular(name)
@@ -122,22 +123,21 @@ def index(path: str | os.PathLike[str]) -> Index:
 
 
 class File:
-    """One RecordIO file, opened for one of reading, writing and appending.
+    """A RecordIO file, opened for reading, writing or appending.
 
     Args:
-        file_path: its path.
-        mode: "r" or "read"; "w" or "write": a new file, which replaces one of the same name when it
-            is closed; "a" or "append": add to a file. An incomplete chunk at its end, which a
-            writer that died has left, is cut off first.
-        max_chunk_size: bytes of the records in a chunk; None: 1024 in the dialect py, 32 MiB in go.
+        file_path: the file.
+        mode: "r" or "read". "w" or "write": a new file, which replaces an existing one when it is
+            closed. "a" or "append": extend a file; an incomplete last chunk, which a writer that
+            died leaves behind, is cut off first.
+        max_chunk_size: payload bytes per chunk; None for 1024 in dialect py and 32 MiB in go.
         compressor: a Compressor (also pyrecordio's own), or "none", "snappy", "gzip".
-        encoder: called with what is given to `write`; returns bytes, or str, which is stored as
-            UTF-8.
+        encoder: called with each object given to `write`; returns bytes, or str to store as UTF-8.
         decoder: called with the bytes of each record that is read.
-        dialect: "py" or "go"; reading tells it by itself, appending takes the file's.
-        server, on_error: for reading, as of `ffserve.open`.
+        dialect: "py" or "go"; reading detects it, appending takes the file's own.
+        server, on_error: for reading, as for `ffserve.open`.
 
-    Raises: UsageError for what cannot be meant; what `ffserve.open` and `ffserve.create` raise.
+    Raises:  UsageError: an invalid argument. Otherwise as `ffserve.open` and `ffserve.create`.
     """
 
     def __init__(
@@ -172,22 +172,27 @@ class File:
         elif mode in ("a", "append"):
             self._writer = Appender(self._path, **options)
         else:
-            raise UsageError(f"the mode is 'read', 'write' or 'append', not {mode!r}")
+            raise UsageError(f"invalid mode {mode!r}", hint="use 'read', 'write' or 'append'")
 
     # ---- reading --------------------------------------------------------------------------
 
     def _reading(self) -> Reader:
         if self._reader is None:
-            raise UsageError("the file was not opened for reading", path=self._path)
+            raise UsageError(
+                "cannot read: the file was not opened for reading",
+                path=self._path,
+                hint="open it with mode 'r'",
+            )
         return self._reader
 
     def _decoded(self, record: bytes) -> Any:
         return record if self._decoder is None else self._decoder(record)
 
     def get(self, index: int) -> Any:
-        """Return a record, decoded.
+        """Return one record, decoded.
 
-        Raises: SampleIndexError (an IndexError) for a negative index and one beyond the last.
+        Raises:  SampleIndexError (also an IndexError): a negative index, or one beyond the last.
+                 Otherwise as `ffserve.Reader.read`.
         """
         return self._decoded(self._reading().read([index])[0].tobytes())
 
@@ -208,11 +213,13 @@ class File:
             found = self._reading().read(range(count)[index])
             return [self._decoded(record.tobytes()) for record in found]
         if index < -count:
-            raise SampleIndexError(f"record {index} of {count}", path=self._path, index=index)
+            raise SampleIndexError(
+                f"index out of range: the file has {count} records", path=self._path, index=index
+            )
         return self.get(index + count if index < 0 else index)
 
     def get_reader(self, start: int = 0, end: int | None = None) -> Iterator[Any]:
-        """Return an iterator over the records [start:end], with read-ahead."""
+        """Return an iterator over the records [start:end], which reads ahead."""
         reader = self._reading()
         return self._records(reader, range(len(reader))[start:end])
 
@@ -225,19 +232,25 @@ class File:
         return self.get_reader()
 
     def index(self) -> Index:
-        """Return the file's chunks, such as `index().partition(k)` splits among `k` tasks."""
+        """Return the chunks of the file; `index().partition(k)` splits them among `k` tasks."""
         self._reading()
         return index(self._path)
 
     # ---- writing --------------------------------------------------------------------------
 
     def write(self, record: Any) -> None:
-        """Append a record: bytes or anything with the buffer protocol, or str, stored as UTF-8.
+        """Append a record.
 
-        Raises: UsageError in a file that was opened for reading, and for what is neither.
+        Args:    record: bytes, any buffer, or str to store as UTF-8; or the argument of `encoder`.
+        Raises:  UsageError: neither buffer nor str, or the file was opened for reading.
+                 ReadError: the file cannot be written.
         """
         if self._writer is None:
-            raise UsageError("the file was not opened for writing", path=self._path)
+            raise UsageError(
+                "cannot write: the file was not opened for writing",
+                path=self._path,
+                hint="open it with mode 'w' or 'a'",
+            )
         encoded = record if self._encoder is None else self._encoder(record)
         if isinstance(encoded, str):
             encoded = encoded.encode()
@@ -249,7 +262,7 @@ class File:
     # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the file; a second call does nothing."""
+        """Finish the file. Further calls do nothing."""
         for side in (self._reader, self._writer):
             if side is not None:
                 side.close()
@@ -267,5 +280,5 @@ def _compression(compressor: Any) -> str:
     name = compressor.name if isinstance(compressor, enum.Enum) else compressor
     found = _COMPRESSIONS.get(name) if isinstance(name, str) else None
     if found is None:
-        raise UsageError(f"no compressor is called {compressor!r}", hint="none, snappy or gzip")
+        raise UsageError(f"unknown compressor {compressor!r}", hint="use none, snappy or gzip")
     return found

@@ -1,17 +1,17 @@
-"""From any records to record files of any format: ``ffserve convert`` and what is behind it.
+"""Convert record files, directories, tar files and arrays to record files of any format.
 
     convert.convert(["/data/*.tfrecord.gz"], "/fast/train", format="ffrecord", shards=64, jobs=8)
 
-What is read is a list of sources; what each can be read from is in ``sources.py``. Records are cut
-into as many runs as there are shards, and processes write one shard each. A shard takes its name
-when it is complete and synced, and the directory remembers what it is made of; so a conversion
-that was interrupted goes on with the shards that are missing when it is asked for again.
+The input is a list of sources (``inputs.py``). Its records are split into as many runs as there
+are output shards, and worker processes write one shard each. A shard takes its name only when it
+is complete and synced, and the output directory stores an identifier of the conversion. So an
+interrupted conversion that is started again writes only the missing shards.
 
-Names (of files, and of the members of tar files) are kept. FFRecord keeps them as its packed
-folders do, in one more sample at the end of each shard. Formats that have no place for names get
-one ``tf.train.Example`` for each group of files that share a name up to its first dot, as
-WebDataset groups them: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1", "jpg": …,
-"cls": …}. ``names="drop"`` stores the files alone.
+Names of files and of tar members are kept. FFRecord stores them like a packed folder, in one more
+sample at the end of each shard. Other formats cannot store names; they get one
+``tf.train.Example`` for each group of files whose names are equal up to the first dot, as in
+WebDataset: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1", "jpg": …, "cls": …}.
+``names="drop"`` stores the content of the files only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, parallel
+from ffserve import reader as readers
 from ffserve.client.source import Batch
+from ffserve.client.stream import StreamReader
 from ffserve.compat import folder_index
 from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset import PathLike
@@ -48,21 +50,21 @@ Names = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class Report:
-    """What ``convert`` wrote."""
+    """The result of ``convert``."""
 
     paths: tuple[str, ...]
-    """The files, in order."""
+    """The output files, in order."""
     samples: int
-    """Records in them, samples with names not counted."""
+    """Number of records, without the samples that store names."""
     bytes: int
-    """Of the records."""
+    """Total size of the records."""
     kept: int
-    """Shards that were there already, from an earlier run."""
+    """Number of shards that an earlier run had already written."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One shard: which records of which sources, and how it is written."""
+    """One output shard: runs of records (source, first, stop), and how to write them."""
 
     out: str
     runs: tuple[tuple[Source, int, int | None], ...]
@@ -86,45 +88,46 @@ def convert(
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Write the records of any files into record files.
+    """Convert files to record files.
 
     Args:
-        inputs: record files of any format, patterns of them, tar files (also compressed), ``.npy``
-            arrays (each row's bytes are a record), directories: of record files or of tar files,
-            else all files below become records. Read in the order given.
-        out: the file; with several shards a directory, which gets ``PART_00000`` and so on.
-        format: of what is written; by the suffix of ``out`` when left out.
-        shards: files to write, each with as many records as the others (give or take one).
-        jobs: processes at a time (started afresh: a script needs its ``__main__`` guard).
+        inputs: record files of any format, glob patterns, tar files (also compressed), ``.npy``
+            arrays (each row is a record), and directories of record files or of tar files; of any
+            other directory each file below it becomes a record. Read in the given order.
+        out: the output file; with several shards a directory, which receives ``PART_00000`` and so
+            on.
+        format: output format; None decides by the suffix of ``out``.
+        shards: number of output files; their numbers of records differ by at most one.
+        jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         compression, dialect, max_chunk_size: as for ``ffserve.create``.
-        names: what becomes of names, see above.
-        verify: read every shard back and compare it with what was written.
+        names: ``"keep"`` or ``"drop"`` the names of files, see the module's description.
+        verify: read every shard back and compare it with the input.
         progress: called with the records and bytes done since the last call.
-    Returns: what was written.
-    Raises:  FormatError, ChecksumError, TruncatedError: damaged input, which is not converted;
-             UsageError: nothing to read, an option that the format lacks, a directory that holds
-             something else; ReadError, AccessDenied. Finished shards stay then, for the next run.
-    Cost:    one pass over the input and the output, one more over the output to verify. Compressed
-             input is read from its beginning for every shard. Memory for a few batches a process.
+    Returns: the output files and their number and size of records.
+    Raises:  FormatError, ChecksumError, TruncatedError: the input is damaged. UsageError: no
+             input, an unsupported option, or an output directory with other content. MissingFile,
+             ReadError, AccessDenied. Finished shards are kept for the next run.
+    Cost:    one pass over input and output, and one more over the output to verify. Compressed
+             input is read from its beginning for every shard. Memory: a few batches per process.
     """
     if shards < 1 or jobs < 1:
-        raise UsageError(f"shards={shards} and jobs={jobs} have to be 1 at least")
+        raise UsageError(f"shards={shards} and jobs={jobs} must be at least 1")
     if names not in ("keep", "drop"):
-        raise UsageError(f"names is 'keep' or 'drop', not {names!r}")
+        raise UsageError(f"invalid names={names!r}", hint="use 'keep' or 'drop'")
     target = os.fsdecode(out)
     chosen = formats.by_name(format) if format else formats.by_suffix(target)
     if chosen is None:
         raise UsageError(
-            "the suffix tells no format",
+            "unknown suffix: it does not determine the format",
             path=target,
-            hint=f"give the format, one of {', '.join(formats.NAMES)}",
+            hint=f"set the format to one of {', '.join(formats.NAMES)}",
         )
     options: dict[str, Any] = {
         "compression": compression,
         "dialect": dialect,
         "max_chunk_size": max_chunk_size,
     }
-    chosen.writer(**options)  # refuses an option before anything is read
+    chosen.writer(**options)  # checks the options before anything is read
     sources = find_sources(inputs, target)
     keep = names == "keep" and any(source.named for source in sources)
     if keep and chosen.name != "ffrecord":
@@ -156,12 +159,13 @@ def convert(
 
 
 def _cut(sources: list[Source], shards: int) -> list[tuple[tuple[Source, int, int | None], ...]]:
-    """Cut all records into runs of as equal a number as can be."""
+    """Split all records into runs of nearly equal length."""
     counts = [source.count for source in sources]
     total = sum(counts)
     if total < shards:
         raise UsageError(
-            f"{total} records do not fill {shards} shards", hint=f"shards={total} at most"
+            f"cannot split {total} records into {shards} shards",
+            hint=f"use at most {total} shards",
         )
     edges = [total * k // shards for k in range(shards + 1)]
     runs: list[tuple[tuple[Source, int, int | None], ...]] = []
@@ -177,11 +181,11 @@ def _cut(sources: list[Source], shards: int) -> list[tuple[tuple[Source, int, in
     return runs
 
 
-# ---- what a directory is made of -----------------------------------------------------------------
+# ---- the output directory ------------------------------------------------------------------------
 
 
 def _plan(sources: list[Source], options: list[Any]) -> str:
-    """Return what identifies a conversion: its input, as it is now, and how it is written."""
+    """Return the identifier of a conversion: a digest of its input files and its options."""
     facts: list[Any] = [options]
     for source in sources:
         for path in source.files:
@@ -192,7 +196,7 @@ def _plan(sources: list[Source], options: list[Any]) -> str:
 
 
 def _prepare(directory: str, plan: str, names: set[str]) -> None:
-    """Make the directory, or make sure that it is one of the same conversion."""
+    """Create the output directory, or check that it belongs to the same conversion."""
     with writing(directory):
         _claim(directory, plan, names)
 
@@ -200,7 +204,11 @@ def _prepare(directory: str, plan: str, names: set[str]) -> None:
 def _claim(directory: str, plan: str, names: set[str]) -> None:
     place = os.path.join(directory, PLAN_NAME)
     if os.path.lexists(directory) and not os.path.isdir(directory):
-        raise UsageError("several shards need a directory, and this is none", path=directory)
+        raise UsageError(
+            "the output is a file, but several shards need a directory",
+            path=directory,
+            hint="choose another path, or use one shard",
+        )
     os.makedirs(directory, exist_ok=True)
     there = {name for name in os.listdir(directory) if not name.startswith(".")}
     with contextlib.suppress(FileNotFoundError), open(place, encoding="utf-8") as file:
@@ -212,10 +220,10 @@ def _claim(directory: str, plan: str, names: set[str]) -> None:
             return
     if there:
         raise UsageError(
-            "the directory holds something else, or shards of another conversion (other input, "
-            "changed input, or other options)",
+            "the output directory contains other files, or shards of another conversion (different "
+            "or changed input, or different options)",
             path=directory,
-            hint="remove it, or choose another",
+            hint="remove it, or choose another directory",
         )
     with open(place, "w", encoding="utf-8") as file:
         json.dump({"plan": plan}, file)
@@ -225,12 +233,12 @@ def _claim(directory: str, plan: str, names: set[str]) -> None:
 
 
 def _write(out: str, task: _Task, report: parallel.Progress) -> tuple[int, int]:
-    """Write one shard; return how many records and bytes it has."""
+    """Write one shard; return the number and total size of its records."""
     top: folder_index.Folder = OrderedDict()
     reported = reported_size = size = 0
     written = _Digest()
     stops = [None if stop is None else stop - first for _, first, stop in task.runs]
-    # Formats with tables in front need no second file if they know how long these will be.
+    # With a known number of samples, FFRecord needs no spool file.
     n = None if None in stops else sum(filter(None, stops)) + task.names
     with create(out, format=task.format, n=n, **task.options) as writer:
         for source, first, stop in task.runs:
@@ -261,13 +269,13 @@ def _write(out: str, task: _Task, report: parallel.Progress) -> tuple[int, int]:
 
 
 class _Digest:
-    """Of records, however they come in batches: a checksum of their bytes, one of their lengths."""
+    """Checksums of the bytes and of the lengths of records, independent of batch boundaries."""
 
     def __init__(self) -> None:
         self.count = self._payloads = self._lengths = 0
 
     def take(self, payloads: memoryview, lengths: NDArray[np.int64]) -> None:
-        """Add records that lie back to back."""
+        """Add records that are stored back to back."""
         self.count += len(lengths)
         self._payloads = crc32c(payloads, self._payloads)
         self._lengths = crc32c(lengths.tobytes(), self._lengths)
@@ -284,30 +292,31 @@ def _enter(top: folder_index.Folder, name: str, writer: Writer) -> None:
     for part in folders:
         node = node.setdefault(part, OrderedDict())
         if not isinstance(node, OrderedDict):
-            raise UsageError(f"{name!r} lies below something that is a file", path=writer.path)
+            raise UsageError(
+                f"a parent of {name!r} is a file in another input",
+                path=writer.path,
+                hint="convert the inputs separately, or drop names",
+            )
     if last in node:
         raise UsageError(
-            f"there are two files called {name!r}",
+            f"two inputs have the name {name!r}",
             path=writer.path,
-            hint="convert them apart, or without names",
+            hint="convert them separately, or drop names",
         )
     node[last] = writer.count
 
 
 def _compare(path: str, samples: int, expected: _Digest) -> None:
-    """Read a shard back; remove it if it is not what was written."""
-    import ffserve
-    from ffserve.client.stream import StreamReader
-
+    """Read a shard back; remove it if it differs from the input."""
     found = _Digest()
-    with ffserve.open(path, server="off") as reader:
+    with readers.open(path, server="off") as reader:
         indices = None if isinstance(reader, StreamReader) else np.arange(samples)
         for batch in reader.batches(indices):
             found.take(batch.buffer.data, np.diff(batch.offsets))
     if found != expected or found.count != samples:
         os.unlink(path)
         raise ChecksumError(
-            "what was read back is not what was written; the file was removed",
+            "verification failed: the written records differ from the input; the file was removed",
             path=path,
-            hint="the disk or the memory of this machine is at fault",
+            hint="check the disk and the memory of this machine",
         )

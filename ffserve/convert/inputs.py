@@ -1,7 +1,7 @@
-"""What ``convert`` can read: record files, compressed streams, directories, tar files, arrays.
+"""The inputs of ``convert``: record files, compressed streams, directories, tar files, arrays.
 
-A source pickles (each process that writes a shard opens it anew), says how many records it has,
-and gives those of a run of them in order. None is ever in memory whole.
+A source pickles (each worker process opens it again), has a number of records, and yields a run of
+its records in order. No source is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ffserve import formats
+from ffserve import example, formats
+from ffserve import reader as readers
 from ffserve.client.source import Batch
 from ffserve.compat import folder_index
 from ffserve.compat.packed_folder import files_below, index_samples
@@ -32,7 +33,7 @@ _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record, a buffer; and its name where the source has names: parts joined by "/"."""
+    """One record: a buffer, and its name (parts joined by "/") if the source has names."""
 
     payload: Any
     name: str | None = None
@@ -47,24 +48,24 @@ class Source(Protocol):
 
     @property
     def files(self) -> Sequence[str]:
-        """What it is read from."""
+        """The input files."""
         ...
 
     @property
     def count(self) -> int:
-        """Records; where nothing tells, a first pass counts them."""
+        """Number of records; computed by a pass over the input unless ``sized``."""
         ...
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
-        """Yield the records from first to stop, which is not among them; None: to the end.
+        """Yield the records [first:stop]; stop=None means to the end.
 
-        Those without names may come as batches.
+        Records without names may come in batches.
         """
         ...
 
 
 class RecordFiles:
-    """Record files, as ``ffserve.open`` reads them. Packed folders have names."""
+    """Record files, as ``ffserve.open`` reads them; packed folders have names."""
 
     sized = True
 
@@ -81,9 +82,7 @@ class RecordFiles:
         self.named = bool(self._names)
 
     def _open(self) -> Any:
-        import ffserve
-
-        return ffserve.open(self.files, server="off")
+        return readers.open(self.files, server="off")
 
     def _read_names(self, reader: Any) -> None:
         last = {shard.first + shard.count - 1: shard for shard in reader.shards if shard.count}
@@ -93,7 +92,7 @@ class RecordFiles:
             self._names.update(_flat_names(folder, shard.first))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
-        """Yield the records from first to stop, those that hold names left out."""
+        """Yield the records [first:stop], without folder indices."""
         with self._open() as reader:
             wanted = np.arange(len(reader), dtype=np.int64)
             if self._skipped:
@@ -130,11 +129,11 @@ class Stream:
 
     @cached_property
     def count(self) -> int:
-        """Records, by reading them all."""
+        """Number of records; reads them all."""
         return sum(map(len, self._batches()))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
-        """Yield the records from first to stop, having read those before."""
+        """Yield the records [first:stop]; reads the ones before as well."""
         if first == 0 and stop is None:
             yield from self._batches()
         else:
@@ -142,14 +141,12 @@ class Stream:
             yield from map(Record, islice(samples, first, stop))
 
     def _batches(self) -> Iterator[Batch]:
-        import ffserve
-
-        with ffserve.open(self.files, format="tfrecord", server="off") as reader:
+        with readers.open(self.files, format="tfrecord", server="off") as reader:
             yield from reader.batches(count=BATCH_COUNT)
 
 
 class Folder:
-    """The files below a directory, depth first and by name, as ``ffserve pack`` takes them."""
+    """The files below a directory, depth first and sorted by name, as in ``ffserve pack``."""
 
     named = True
     sized = True
@@ -160,11 +157,11 @@ class Folder:
 
     @property
     def files(self) -> Sequence[str]:
-        """The files themselves."""
+        """The paths of the files."""
         return [path for _, path in self._entries]
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
-        """Yield the files from first to stop."""
+        """Yield the files [first:stop]."""
         for name, path in self._entries[first:stop]:
             yield Record(wrap_os_error(_content, path), name)
 
@@ -188,11 +185,11 @@ class Tar:
 
     @cached_property
     def count(self) -> int:
-        """Files, by one pass over the headers."""
+        """Number of files; reads all headers."""
         return sum(1 for _ in self._members(content=False))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
-        """Yield the files from first to stop, having passed those before."""
+        """Yield the files [first:stop]; skips the ones before."""
         for k, record in enumerate(self._members(content=True)):
             if stop is not None and k >= stop:
                 return
@@ -208,36 +205,38 @@ class Tar:
                 plain = isinstance(place, io.BufferedReader)
                 size = os.path.getsize(path)
                 for member in archive:
-                    # What it remembers of each member would grow with the archive.
+                    # tarfile keeps every member; without this, memory grows with the archive.
                     archive.members = []  # type: ignore[attr-defined]
                     if member.isreg():
                         if member.issparse():
                             raise FormatError(
                                 f"the member {member.name!r} is a sparse file",
                                 path=path,
-                                hint="make the tar file without --sparse",
+                                hint="create the tar file without --sparse",
                             )
                         if plain and member.offset_data + member.size > size:
                             raise tarfile.ReadError("unexpected end of data")
                         data = _member(archive, member) if content else b""
                         yield Record(data, _clean(member.name, path))
-                # To tarfile anything that is no header is the end; the end is a block of zeros.
+                # tarfile takes an invalid header for the end; the true end is a block of zeros.
                 place.seek(archive.offset)
                 if place.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError(f"no header and no end at byte {archive.offset}")
+                    raise tarfile.ReadError(f"invalid header at byte {archive.offset}")
                 if not plain:
-                    while place.read(_PIECE_SIZE):  # the checksum of what is compressed stands last
+                    while place.read(_PIECE_SIZE):  # the compressed stream ends with a checksum
                         pass
         except (FFServeError, MemoryError):
             raise
         except OSError as error:
             raise os_error(error, path) from error
-        except Exception as error:  # of tarfile, and of what decompresses for it
-            raise FormatError(f"the tar file is damaged: {error}", path=path) from error
+        except Exception as error:  # from tarfile and from the decompressors it uses
+            raise FormatError(
+                f"the tar file is damaged: {error}", path=path, hint="restore it from a copy"
+            ) from error
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    """Read a member in pieces, since its size is only what the header says."""
+    """Read a member in pieces, because the size in its header is untrusted."""
     file, pieces, left = archive.extractfile(member), list[bytes](), member.size
     assert file is not None
     while left and (piece := file.read(min(left, _PIECE_SIZE))):
@@ -251,12 +250,16 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _clean(name: str, path: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if not parts or ".." in parts:
-        raise FormatError(f"a member is called {name!r}, which is no name", path=path)
+        raise FormatError(
+            f"invalid member name {name!r}",
+            path=path,
+            hint="create the tar file without ..",
+        )
     return "/".join(parts)
 
 
 class Rows:
-    """The rows of a NumPy array: what a[0], a[1], … hold, in C order. dtype and shape are lost."""
+    """The rows of a NumPy array: the bytes of a[0], a[1], … in C order, without dtype and shape."""
 
     named = False
     sized = True
@@ -269,26 +272,30 @@ class Rows:
     def _open(self) -> Any:
         [path] = self.files
         try:
-            with np.errstate(over="ignore"):  # of a shape that it refuses then
+            with np.errstate(over="ignore"):  # numpy warns about a huge shape before it refuses it
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise FormatError(f"this is no array that can be read: {error}", path=path) from None
+            raise FormatError(
+                f"cannot read the array: {error}", path=path, hint="save it again with numpy.save"
+            ) from None
         except OSError as error:
             raise os_error(error, path) from error
         if not isinstance(array, np.ndarray) or array.ndim == 0:
-            raise UsageError("an array of rows is needed", path=path)
-        if len(array) and not array.size:  # of which a header can claim any number
-            raise UsageError(f"the rows of an array of shape {array.shape} are empty", path=path)
+            raise UsageError("the array has no rows", path=path, hint="save at least one dimension")
+        if len(array) and not array.size:  # a header can claim any number of empty rows
+            raise UsageError(
+                f"the rows of the array are empty: its shape is {array.shape}", path=path
+            )
         return array
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
-        """Yield the rows from first to stop."""
+        """Yield the rows [first:stop]."""
         for row in self._open()[first:stop]:
             yield Record(np.ascontiguousarray(row))
 
 
 class Grouped:
-    """A source with names as one ``tf.train.Example`` for each run of files with the same key."""
+    """A source with names, as one ``tf.train.Example`` per run of files with the same key."""
 
     named = False
     sized = False
@@ -298,21 +305,19 @@ class Grouped:
 
     @property
     def files(self) -> Sequence[str]:
-        """Those of the source."""
+        """The input files of the source."""
         return self._source.files
 
     @cached_property
     def count(self) -> int:
-        """Groups, by reading them all."""
+        """Number of groups; reads them all."""
         return sum(1 for _ in self.records(0, None))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
-        """Yield the groups from first to stop."""
+        """Yield the groups [first:stop]."""
         yield from islice(self._groups(), first, stop)
 
     def _groups(self) -> Iterator[Record]:
-        from ffserve import example
-
         features: dict[str, Any] = {}
         for record in self._source.records(0, None):
             assert isinstance(record, Record)
@@ -327,21 +332,23 @@ class Grouped:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return key and extension as WebDataset has them: up to the first dot of the last part, and
-    what follows it; "data" where nothing does."""
+    """Split a name into key and extension as WebDataset does: at the first dot of its last part.
+
+    The extension is "data" if there is none.
+    """
     folder, slash, last = name.rpartition("/")
     begin = len(last) - len(last.lstrip("."))
     stem, _, extension = last[begin:].partition(".")
     return folder + slash + last[:begin] + stem, extension or "data"
 
 
-# ---- what a user meant ---------------------------------------------------------------------------
+# ---- from paths to sources -----------------------------------------------------------------------
 
 
 def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source]:
-    """Return the sources that paths mean, in order; neighbouring record files are one source.
+    """Return the sources of the given paths, in order; adjacent record files form one source.
 
-    Raises:  UsageError, ReadError, and what opening the files raises.
+    Raises:  UsageError, MissingFile, and the errors of opening the files.
     """
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     sources: list[Source] = []
@@ -354,7 +361,9 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
 
     for path in (file for given in paths for file in _expand(os.fsdecode(given))):
         if os.path.realpath(path) == os.path.realpath(out):
-            raise UsageError("the output is among the input", path=path)
+            raise UsageError(
+                "the output is also an input", path=path, hint="choose another output path"
+            )
         lower = path.lower()
         if os.path.isdir(path) or lower.endswith((*_TAR_SUFFIXES, ".npy")) or is_compressed(path):
             flush()
@@ -373,7 +382,7 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
 
 
 def _expand(path: str) -> tuple[str, ...]:
-    """Return the files that a path means; a directory of other files stays a directory."""
+    """Return the files of a path; a directory of other files is returned as it is."""
     if os.path.isdir(path):
         for suffixes in (formats.suffixes(), _TAR_SUFFIXES):
             with contextlib.suppress(ReadError):

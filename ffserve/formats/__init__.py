@@ -1,4 +1,4 @@
-"""The registry of formats. A new format is one module here and its name in ``NAMES``."""
+"""Registry of file formats. A format is one module in this package and its name in ``NAMES``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = (
     "recordio",
     "tfrecord",
 )  # fmt: skip
-"""Modules of this package, each with a ``FORMAT``; asked in this order, imported when needed."""
+"""Modules of this package, each with a ``FORMAT``; detected in this order, imported on demand."""
 
 _loaded: dict[str, Format] = {}
 
@@ -33,15 +33,15 @@ __all__ = [
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError unless a format is called ``name``; imports none."""
+    """Raise UsageError unless ``name`` is a format; imports no format."""
     if name not in NAMES:
-        raise UsageError(f"no format is called {name!r}", hint=f"known: {', '.join(NAMES)}")
+        raise UsageError(f"unknown format {name!r}", hint=f"use one of {', '.join(NAMES)}")
 
 
 def by_name(name: str) -> Format:
-    """Return the format called ``name``.
+    """Return the format with this name.
 
-    Raises:  UsageError when there is none.
+    Raises:  UsageError: unknown name.
     """
     check_name(name)
     if name not in _loaded:
@@ -50,7 +50,7 @@ def by_name(name: str) -> Format:
 
 
 def by_suffix(path: str | os.PathLike[str]) -> Format | None:
-    """Return the format whose suffix ``path`` has, or None."""
+    """Return the format that has the suffix of ``path``, or None."""
     name = os.path.basename(os.fspath(path)).lower()
     for known in NAMES:
         if name.endswith(by_name(known).suffixes):
@@ -59,25 +59,22 @@ def by_suffix(path: str | os.PathLike[str]) -> Format | None:
 
 
 def suffixes(only: str | None = None) -> tuple[str, ...]:
-    """Return the suffixes of all formats, or of one: what counts as a record file in a directory.
-
-    Imports them.
-    """
+    """Return the suffixes of the record files of all formats, or of one; imports the formats."""
     names = NAMES if only is None else (only,)
     return tuple(suffix for name in names for suffix in by_name(name).suffixes)
 
 
 def detect(head: bytes, path: str, size: int) -> Format:
-    """Tell the format of a file: by its content, then by its suffix.
+    """Detect the format of a file, by content, then by suffix.
 
-    A suffix also decides for a file that by its content belongs to nobody, so that a damaged
-    file is refused by its own format, which can say what is wrong with it.
+    The suffix also decides if the content matches no format: a damaged file is then refused by its
+    own format, whose error is more precise.
 
     Args:
-        head: the file's beginning, ``HEAD_SIZE`` bytes or all there are.
-        path: its name.
-        size: its size in bytes.
-    Raises:  FormatError when neither content nor suffix tells.
+        head: the first ``HEAD_SIZE`` bytes of the file, or all of them.
+        path: name of the file.
+        size: size of the file in bytes.
+    Raises:  FormatError: neither content nor suffix determines the format.
     """
     unsure = []
     for name in NAMES:
@@ -92,9 +89,10 @@ def detect(head: bytes, path: str, size: int) -> Format:
     if len(unsure) == 1:
         return by_name(unsure[0])
     raise FormatError(
-        f"neither the content ({head[:16].hex() or 'empty'}...) nor the suffix tells a format",
+        f"unknown format: neither the content ({head[:16].hex() or 'empty'}...) nor the suffix "
+        "determines it",
         path=path,
         offset=0,
-        hint=f"if it is a record file, give the format by name: {', '.join(NAMES)}; "
-        "`ffserve pack` makes a record file of other files",
+        hint=f"if it is a record file, give its format, one of {', '.join(NAMES)}; `ffserve pack` "
+        "makes a record file of other files",
     )

@@ -1,14 +1,13 @@
-"""What a file format must be able to do, and nothing about how files are reached.
+"""Protocol classes of file formats.
 
-A format turns bytes into *shards* (tables of payload offset, length and checksum) and samples
-into bytes. It never opens a file: reading goes through a ``ReadAt`` that the caller supplies,
-writing through an ``Encoder`` whose pieces the caller puts into the file. So the same code runs
-in the daemon, in a client without one, over a simulated disk, and over a file of 2^28 samples
-that exists only as a function.
+A format turns bytes into shards (tables of payload offset, length and checksum) and samples into
+bytes. It never opens a file: it reads through a ``ReadAt`` from the caller, and the caller writes
+the pieces that an ``Encoder`` returns. So the same code runs in the daemon, in a client without
+one, over a simulated disk, and over a file of 2^28 samples that exists only as a function.
 
-Adding a format: one module here with a module-level ``FORMAT``, and its name in the registry
-(``__init__.py``). Where records stand in the file as they are, a ``Shard`` is all that is needed;
-where they lie in chunks that must be decoded, a ``ChunkedShard``.
+To add a format, write a module in this package with a module-level ``FORMAT``, and add its name to
+the registry (``__init__.py``). A ``Shard`` suffices if records are stored as they are; a format
+whose records are in encoded chunks has a ``ChunkedShard``.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ CHECKSUM_CRC32C = 2
 """Castagnoli; the three numbers are those of ``engine/codec.h``."""
 
 GZIP_MAGIC, ZLIB_MAGIC = b"\x1f\x8b\x08", b"\x78"
-"""How files begin that are compressed as a whole; others do as well."""
+"""First bytes of files that are compressed as a whole; other files may begin alike."""
 HEAD_SIZE = 4096
-"""How much of a file's beginning ``detect`` wants to see; less is allowed."""
+"""Bytes at the beginning of a file that ``detect`` takes; fewer are allowed."""
 
 UNKNOWN_LENGTH = (1 << 48) - 1
-"""Length of a record that stands inside a chunk and can be told only when that is decoded."""
+"""Length of a record that is unknown until its chunk is decoded."""
 
 PIECE_SIZE = 4 << 20
-"""No format asks for more than this in one read."""
+"""Largest read that a format requests."""
 
 
 class ReadAt(Protocol):
-    """Read bytes at a place in a file."""
+    """Read bytes at an offset of a file."""
 
     def __call__(self, offset: int, into: memoryview, /) -> int:
-        """Fill ``into`` from ``offset``; return how many bytes, fewer only at the file's end."""
+        """Fill ``into`` from ``offset``; return the number of bytes, fewer only at end of file."""
         ...
 
 
 class Shard(Protocol):
-    """One opened file: what its header says, and the way to get its tables."""
+    """One opened file: its properties, and a method to load its tables."""
 
     format: str
     """Name of the format."""
     path: str
     size: int
-    """Of the file, in bytes, when it was opened."""
+    """Bytes of the file when it was opened."""
     count: int
-    """Samples."""
+    """Number of samples."""
     checksum_kind: int
     """0 none, 1 CRC-32, 2 CRC-32C."""
     fingerprint: int
-    """u64 of the content's identity: the same file has the same one on every machine."""
+    """u64 that identifies the content; equal for copies of the file on every machine."""
 
     def load(
         self,
@@ -71,21 +70,20 @@ class Shard(Protocol):
     ) -> None:
         """Fill the caller's arrays, ``count`` entries each.
 
-        Offsets and lengths are those of the payloads in the file. They are checked for order but
-        may reach behind the end of a file that was cut: a sample that is not empty and has
-        ``offset + length > size`` lacks bytes. Whoever allocates by ``lengths`` looks at that
-        first, for those lengths are bounded by nothing.
+        Offsets and lengths are those of the payloads in the file. Their order is checked, but they
+        may reach beyond the end of a truncated file: a sample with ``offset + length > size`` lacks
+        bytes. Such lengths are unbounded; check them before allocating memory.
         """
         ...
 
 
 @dataclass(slots=True)
 class Chunks:
-    """Where the chunks of a shard lie and what they hold.
+    """Table of the chunks of a shard.
 
-    firsts: int64[n + 1], number of each chunk's first record, and the count of all. begins, ends:
-    int64[n], their extents in the file, headers included. sizes: int64[n], bytes that each has
-    when it is decoded, as its headers tell; ``decode`` makes sure.
+    firsts: int64[n + 1], number of each chunk's first record, then the total count. begins, ends:
+    int64[n], extents in the file, including headers. sizes: int64[n], decoded bytes according to
+    the headers; ``decode`` verifies them.
     """
 
     firsts: NDArray[np.int64]
@@ -103,7 +101,7 @@ class Chunks:
 
 @runtime_checkable
 class ChunkedShard(Shard, Protocol):
-    """A shard whose records lie in chunks, each read and decoded as a whole.
+    """A shard whose records are in chunks, each read and decoded as a whole.
 
     ``load`` gives each record its chunk's offset in the file, its chunk's checksum, and
     UNKNOWN_LENGTH.
@@ -112,14 +110,13 @@ class ChunkedShard(Shard, Protocol):
     chunks: Chunks
 
     def about(self) -> dict[str, str | int]:
-        """Return what people may want to know of the chunks, by names of `inspect --json`."""
+        """Return a summary of the chunks, with the keys of `inspect --json`."""
         ...
 
     def limit(self, size: int) -> None:
         """Refuse chunks that are larger than ``size`` bytes, in the file or decoded.
 
-        Their records cannot be read from then on: ``chunks.sizes`` becomes 0 for them, and
-        ``decode`` raises.
+        For these chunks, ``chunks.sizes`` becomes 0 and ``decode`` raises.
         """
         ...
 
@@ -129,11 +126,11 @@ class ChunkedShard(Shard, Protocol):
         """Verify and decode one chunk.
 
         Args:
-            chunk: its number.
-            extent: the bytes of the file from its begin to its end.
-            into: ``chunks.sizes[chunk]`` bytes, overwritten; no more memory than that is taken.
-        Returns: (starts, lengths) of its records in ``into``, int64 each, as many as
-            ``chunks.firsts`` says.
+            chunk: number of the chunk.
+            extent: its bytes in the file, from begin to end.
+            into: buffer of ``chunks.sizes[chunk]`` bytes; decoding allocates no further memory.
+        Returns: (starts, lengths) of its records in ``into``, int64 each, as many as in
+            ``chunks.firsts``.
         Raises:  FormatError, ChecksumError, TruncatedError, ReadError, with file, byte and chunk.
         """
         ...
@@ -142,50 +139,49 @@ class ChunkedShard(Shard, Protocol):
 class Encoder(Protocol):
     """Turns samples into the bytes of a file: a head, the records, a tail.
 
-    The owner of the file calls ``encode`` for every sample and appends what it returns, appends
-    ``tail()`` at the end, and then puts ``head()`` in front, which takes exactly
-    ``head_size(count)`` bytes. A format whose head does not depend on the number of samples
-    returns the same size for every count.
+    The owner of the file calls ``encode`` for every sample and appends the result, then appends
+    ``tail()``, and finally writes ``head()`` in front, exactly ``head_size(count)`` bytes. If the
+    head does not depend on the number of samples, ``head_size`` is constant.
     """
 
     def head_size(self, count: int) -> int:
-        """Bytes that stand in front of the first record when there are ``count`` samples."""
+        """Bytes in front of the first record of a file of ``count`` samples."""
         ...
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Take one sample (C-contiguous bytes); return what to append now, maybe nothing.
+        """Encode one sample (C-contiguous bytes); return the pieces to append now, if any.
 
         Pieces may refer to ``payload`` and are valid until the next call. An error leaves the
-        encoder as it was.
+        encoder unchanged.
         """
         ...
 
     def tail(self) -> Iterable[bytes | memoryview]:
-        """Return what follows the last record; called once, after the last ``encode``."""
+        """Return the end of the file; called once, after the last ``encode``."""
         ...
 
     def head(self) -> Iterator[bytes | memoryview]:
-        """Yield the head in bounded pieces; called once, after ``tail``."""
+        """Yield the head in pieces of bounded size; called once, after ``tail``."""
         ...
 
 
 @runtime_checkable
 class GrowingEncoder(Encoder, Protocol):
-    """An encoder that takes one sample in several pieces, so that none need be in memory whole."""
+    """An encoder that accepts a sample in pieces, so that samples may exceed the memory."""
 
     def extend(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Add more bytes to the sample that was encoded last."""
+        """Append bytes to the last sample."""
         ...
 
 
 @runtime_checkable
 class BatchEncoder(Encoder, Protocol):
-    """An encoder that takes many samples at once, which is quicker for small ones."""
+    """An encoder that accepts many samples at once, which is faster for small ones."""
 
     def encode_batch(
         self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
     ) -> Iterable[bytes | memoryview]:
-        """Take samples that lie back to back; return what ``encode`` would for each in turn.
+        """Encode samples that are stored back to back; equals ``encode`` for each in turn.
 
         Args:    payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
         """
@@ -200,9 +196,9 @@ class Format(Protocol):
     """Such as ``(".ffr",)``, lower case."""
 
     def sniff(self, head: bytes, size: int) -> bool | None:
-        """Say whether a file of ``size`` bytes beginning with ``head`` is one of ours.
+        """Whether a file of ``size`` bytes that begins with ``head`` has this format.
 
-        True: for certain. False: certainly not, or not an intact one. None: cannot tell.
+        True: yes. False: no, or damaged. None: unknown.
         """
         ...
 
@@ -220,12 +216,12 @@ class Format(Protocol):
         Args:
             read_at: the file.
             size: its size in bytes.
-            path: for errors.
-            verify: False leaves out checksums only.
-            tolerant: open a file also where it is damaged between its records. Each place that
-                had to be left out is a record of the shard that cannot be read and whose error
-                says where it is, so that whoever reads all learns of every one.
-        Raises:  FormatError, or what is below it, for a file that cannot be used.
+            path: its name, for errors.
+            verify: False skips checksums, but no other check.
+            tolerant: also open a file that is damaged between its records. Each skipped place
+                becomes a record of the shard that cannot be read and whose error names the place,
+                so reading all records reports all damage.
+        Raises:  FormatError or a subclass: the file cannot be read.
         """
         ...
 
@@ -237,26 +233,26 @@ class Format(Protocol):
         dialect: str | None = None,
         max_chunk_size: int | None = None,
     ) -> Encoder:
-        """Return an encoder; an option that the format lacks is a UsageError."""
+        """Return an encoder; an unsupported option is a UsageError."""
         ...
 
 
 @runtime_checkable
 class ScannedShard(Shard, Protocol):
-    """A shard whose records follow from their lengths alone."""
+    """A shard that can be restored from the lengths and checksums of its records."""
 
     lengths: NDArray[np.uint64]
     """Of the payloads."""
     checksums: NDArray[np.uint32]
     sound: bool
-    """Whether nothing was left out on the walk."""
+    """Whether the scan skipped nothing."""
 
 
 @runtime_checkable
 class ScannedFormat(Format, Protocol):
-    """A format without tables, so that opening a file means a walk over the whole of it.
+    """A format without tables: opening a file means scanning all of it.
 
-    What the walk found is kept in an index file (``ffserve/index_file.py``).
+    An index file (``ffserve/index_file.py``) keeps the result.
     """
 
     def open(
@@ -268,13 +264,13 @@ class ScannedFormat(Format, Protocol):
         verify: bool = True,
         tolerant: bool = False,
     ) -> ScannedShard:
-        """Walk over a file."""
+        """Scan a file."""
         ...
 
     def restore(
         self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
     ) -> ScannedShard | None:
-        """Return the shard that an earlier walk found; None when such records do not fill it."""
+        """Return the shard of an earlier scan; None if such records do not fill the file."""
         ...
 
 
@@ -283,27 +279,27 @@ def refuse_options(format_name: str, options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None:
             raise UsageError(
-                f"{format_name} has no option {name}={value!r}", hint=f"leave {name} out"
+                f"{format_name} does not support {name}={value!r}", hint=f"leave {name} out"
             )
 
 
 def read_exactly(read_at: ReadAt, offset: int, into: memoryview, path: str) -> None:
-    """Fill ``into`` or raise TruncatedError saying where the file ended.
+    """Fill ``into``, or raise TruncatedError at the end of the file.
 
     Args:
         read_at: the file.
-        offset: where to begin.
-        into: what to fill; reads are split so that none exceeds ``PIECE_SIZE``.
-        path: for the error.
+        offset: offset of the first byte.
+        into: buffer to fill, in reads of at most ``PIECE_SIZE``.
+        path: name of the file, for errors.
     """
     done = 0
     while done < len(into):
         got = read_at(offset + done, into[done : done + PIECE_SIZE])
         if got <= 0:
             raise TruncatedError(
-                f"the file ended, {len(into) - done} bytes were still expected",
+                f"unexpected end of file: {len(into) - done} bytes are missing",
                 path=path,
                 offset=offset + done,
-                hint="it was shortened while open, or a copy of it was interrupted",
+                hint="the file was truncated while in use, or its copy is incomplete: restore it",
             )
         done += got

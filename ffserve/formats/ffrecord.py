@@ -1,4 +1,4 @@
-"""FFRecord, the format of HFAiLab/ffrecord 1.4, byte for byte.
+"""The FFRecord format of HFAiLab/ffrecord 1.4.
 
 Little-endian, without magic, version or padding::
 
@@ -8,13 +8,13 @@ Little-endian, without magic, version or padding::
     12+4N    i64 * N  absolute offset of each sample; the first is 12+12N
     12+12N            the samples, back to back
 
-No entry tells where the last sample ends: it is the end of the file. Nothing says how long the
-file ought to be either, so a file cut inside its last sample is told by that sample's checksum
-only. A metadata CRC of 0 marks a file of an older writer that had none.
+The last sample ends at the end of the file. The file does not store its size, so if it was
+truncated inside its last sample, only the checksum of that sample shows it. A metadata CRC of 0
+marks a file of an older writer, without a metadata checksum.
 
-Opening walks both tables once in pieces of bounded size and keeps nothing of them; ``load`` walks
-them again into the caller's arrays and refuses a file that changed in between. That is two passes
-over 12 bytes a sample, and no third copy of what may be gigabytes.
+Opening reads both tables once in pieces of bounded size and keeps nothing of them; ``load`` reads
+them again into the caller's arrays and refuses a file that changed in between. These are two passes
+over 12 bytes per sample, without a further copy of tables that may have gigabytes.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def tables_end(count: int) -> int:
 
 @dataclass
 class _Tables:
-    """What one walk over the tables found."""
+    """Result of one pass over the tables."""
 
     crc: int
     adler: int
     last_offset: int
     last_checksum: int
     problem: FormatError | None
-    """The first offset that cannot be, if any."""
+    """Error for the first invalid offset, if any."""
 
 
-class _Walk:
+class _TableReader:
     """One pass over the tables of a file, in pieces, optionally into the caller's arrays."""
 
     def __init__(self, read_at: ReadAt, count: int, path: str) -> None:
@@ -112,20 +112,20 @@ class _Walk:
 
     def _disorder(self, part: NDArray[np.generic], first: int, previous: int) -> FormatError | None:
         if first == 0 and int(part[0]) != previous:
-            at, rule = 0, f"the first sample must begin right behind the tables, at {previous}"
+            at, rule = 0, f"the first sample must begin after the tables, at {previous}"
         elif int(part[0]) < previous:
-            at, rule = 0, f"it may not lie before that of the sample before it, {previous}"
+            at, rule = 0, f"it must not be below the previous offset, {previous}"
         else:
             falls = np.flatnonzero(part[1:] < part[:-1])  # type: ignore[operator]
             if not len(falls):
                 return None
             at = int(falls[0]) + 1
-            rule = f"it may not lie before that of the sample before it, {int(part[at - 1])}"
+            rule = f"it must not be below the previous offset, {int(part[at - 1])}"
         return FormatError(
-            f"the offset of sample {first + at} is {int(part[at])}: {rule}",
+            f"invalid offset {int(part[at])} of sample {first + at}: {rule}",
             path=self._path,
             offset=_HEADER.size + 4 * self._count + 8 * (first + at),
-            hint="the offset table is damaged, or this is no FFRecord file; take another copy",
+            hint="the file is damaged, or not an FFRecord file: restore it from a copy",
         )
 
 
@@ -138,7 +138,7 @@ class FFRecordShard:
     count: int
     fingerprint: int
     metadata_checksum: int
-    """As stored; 0 in files of old writers."""
+    """The stored checksum; 0 in files of old writers."""
     _read_at: ReadAt = field(repr=False)
     _tables_crc: int = field(repr=False)
     format: str = "ffrecord"
@@ -152,29 +152,29 @@ class FFRecordShard:
     ) -> None:
         """Fill the caller's arrays with the tables.
 
-        Samples that a cut file has lost keep the length that the table gives them. The last
-        sample has no such length: it ends with the file. If it begins where the file has ended,
-        and its checksum shows that it was not empty, its length is given as 1, so that reading
-        it reports a truncated file and not an empty sample.
+        Samples beyond the end of a truncated file keep their length from the table. The last
+        sample has no length in the table, since it ends with the file. If it begins at or beyond
+        the end of the file and its checksum is not that of an empty sample, its length becomes 1,
+        so that reading it reports a truncated file and not an empty sample.
 
         Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
-        Raises:  ReadError when the tables are no longer those that were checked at opening;
-                 TruncatedError when the file ends inside them.
-        Cost:    one pass over 12 bytes a sample.
+        Raises:  ReadError: the tables changed since the file was opened. TruncatedError: the file
+                 ends inside the tables.
+        Cost:    one pass over 12 bytes per sample.
         """
         for name, given in (("offsets", offsets), ("lengths", lengths), ("checksums", checksums)):
             if given.shape != (self.count,):
-                raise UsageError(f"{name} has shape {given.shape}, ({self.count},) is needed")
+                raise UsageError(f"{name} has shape {given.shape}, expected ({self.count},)")
         if self.count == 0:
             return
-        found = _Walk(self._read_at, self.count, self.path).run(offsets, checksums)
+        found = _TableReader(self._read_at, self.count, self.path).run(offsets, checksums)
         if found.crc != self._tables_crc or found.problem is not None:
             raise ReadError(
                 f"the tables changed since the file was opened: their CRC-32 was "
-                f"{self._tables_crc:#010x} and is {found.crc:#010x}",
+                f"{self._tables_crc:#010x} and is now {found.crc:#010x}",
                 path=self.path,
                 offset=_HEADER.size,
-                hint="do not write into a file in use; write a new one and rename it",
+                hint="do not modify a file in use: write a new file and rename it",
             )
         np.subtract(offsets[1:], offsets[:-1], out=lengths[:-1])
         if found.last_offset < self.size:
@@ -184,7 +184,7 @@ class FFRecordShard:
 
 
 class FFRecordEncoder:
-    """Writes FFRecord; keeps 12 bytes a sample and nothing else."""
+    """Encodes samples as FFRecord; keeps 12 bytes per sample in memory."""
 
     def __init__(self) -> None:
         self._checksums = array("I")
@@ -192,11 +192,11 @@ class FFRecordEncoder:
         self._next_start = 0
 
     def head_size(self, count: int) -> int:
-        """Return 12 bytes and another 12 for every sample."""
+        """Return 12 bytes plus 12 per sample."""
         return tables_end(count)
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Note where the sample will stand; its bytes go into the file as they are."""
+        """Record offset and checksum; the payload is stored unchanged."""
         self._checksums.append(zlib.crc32(payload))
         self._starts.append(self._next_start)
         self._next_start += len(payload)
@@ -205,7 +205,7 @@ class FFRecordEncoder:
     def encode_batch(
         self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
     ) -> Iterable[bytes | memoryview]:
-        """Note where the samples will stand; they lie as they will in the file."""
+        """Record offsets and checksums; the payloads are stored unchanged."""
         starts = edges[:-1].astype(np.uint64)
         lengths = np.diff(edges).astype(np.uint64)
         found = checksums(CHECKSUM_CRC32, payloads, starts, lengths)
@@ -215,17 +215,17 @@ class FFRecordEncoder:
         return (payloads.data,)
 
     def extend(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Lengthen the sample encoded last."""
+        """Append bytes to the last sample."""
         self._checksums[-1] = zlib.crc32(payload, self._checksums[-1])
         self._next_start += len(payload)
         return (payload,)
 
     def tail(self) -> Iterable[bytes | memoryview]:
-        """Return nothing: the file ends with its last sample."""
+        """Return nothing; the file ends with its last sample."""
         return ()
 
     def head(self) -> Iterator[bytes | memoryview]:
-        """Yield the header and both tables, in two walks over what is kept."""
+        """Yield the header and both tables, in two passes: the checksum comes first."""
         crc = 0
         for part in self._tables():
             crc = zlib.crc32(part, crc)
@@ -246,13 +246,13 @@ class FFRecordEncoder:
 
 
 class FFRecord:
-    """The format, as the registry knows it."""
+    """The FFRecord format."""
 
     name = "ffrecord"
     suffixes: tuple[str, ...] = (".ffr",)
 
     def sniff(self, head: bytes, size: int) -> bool | None:
-        """Tell an FFRecord file by its first offset, which its count determines."""
+        """Detect an FFRecord file by its first offset, which follows from its count."""
         if len(head) < _HEADER.size:
             return False
         crc, count = _HEADER.unpack_from(head)
@@ -276,33 +276,33 @@ class FFRecord:
     ) -> Shard:
         """Read the header and both tables and check them; no sample is touched.
 
-        Offsets may lie behind the end of the file: then it was cut, the samples before the cut
-        are whole, and only reads of the others fail. What can crash a reader is checked whatever
-        ``verify`` says; ``tolerant`` makes no difference, since there is nothing between samples.
+        Offsets may be beyond the end of the file. Then the file was truncated: its first samples
+        are intact and only reads of the others fail. ``verify=False`` skips the checksum only;
+        ``tolerant`` has no effect, because there are no bytes between samples.
 
         Args:    as ``Format.open``.
-        Raises:  TruncatedError when the file ends inside its tables (or N is absurd);
-                 ChecksumError when the metadata CRC does not match; FormatError for offsets out
-                 of order, a negative N, and the zeros that a writer leaves who died.
-        Cost:    one pass over 12 bytes a sample, in reads of at most 4 MiB.
+        Raises:  TruncatedError: the file ends inside its tables, or N is too large.
+                 ChecksumError: the metadata CRC does not match. FormatError: offsets out of order,
+                 a negative N, or the zero header of a writer that died.
+        Cost:    one pass over 12 bytes per sample, in reads of at most 4 MiB.
         Source:  HFAiLab/ffrecord 1.4.
         """
         crc, count = self._header(read_at, size, path)
-        found = _Walk(read_at, count, path).run()
+        found = _TableReader(read_at, count, path).run()
         if crc == 0:
             _log.warning(
-                "%s: written by an old ffrecord without a metadata checksum: its tables are "
-                "taken as they are, the samples are still checked",
+                "%s: no metadata checksum, as in files of an old ffrecord: the tables are not "
+                "verified, the samples are",
                 path,
             )
         elif verify and found.crc != crc:
             detail = f"; {found.problem.message}" if found.problem is not None else ""
             raise ChecksumError(
-                f"the metadata (count, checksums, offsets) has CRC-32 {found.crc:#010x}, the "
-                f"header says {crc:#010x}{detail}",
+                f"checksum mismatch in the metadata (count, checksums, offsets): the header stores "
+                f"CRC-32 {crc:#010x}, the tables give {found.crc:#010x}{detail}",
                 path=path,
                 offset=0,
-                hint="the file is damaged: take another copy or write it again",
+                hint="the file is damaged: restore it from a copy or write it again",
             )
         if found.problem is not None:
             raise found.problem
@@ -322,36 +322,36 @@ class FFRecord:
     def _header(self, read_at: ReadAt, size: int, path: str) -> tuple[int, int]:
         if size < _HEADER.size:
             raise TruncatedError(
-                f"the file has {size} bytes, an FFRecord header alone has {_HEADER.size}",
+                f"the file has {size} bytes, an FFRecord header has {_HEADER.size}",
                 path=path,
                 offset=size,
-                hint="it is empty or was cut: write it again",
+                hint="the file is empty or truncated: write it again",
             )
         header = bytearray(_HEADER.size)
         read_exactly(read_at, 0, memoryview(header), path)
         crc, count = _HEADER.unpack(header)
         if count < 0:
             raise FormatError(
-                f"the header counts {count} samples",
+                f"invalid header: it counts {count} samples",
                 path=path,
                 offset=4,
-                hint="this is no FFRecord file, or its header is damaged",
+                hint="check that this is an FFRecord file; if so, its header is damaged",
             )
         if tables_end(count) > size:
             raise TruncatedError(
-                f"the header counts {count} samples, whose tables alone take "
-                f"{tables_end(count)} bytes, but the file has {size}",
+                f"the header counts {count} samples, whose tables need {tables_end(count)} bytes, "
+                f"but the file has {size}",
                 path=path,
                 offset=4,
-                hint="the file was cut, its header is damaged, or it is no FFRecord file",
+                hint="the file is truncated, damaged, or not an FFRecord file",
             )
         if count == 0 and (crc == 0 or size > _HEADER.size):
             raise FormatError(
-                f"unfinished: the header counts no samples, {size - _HEADER.size} bytes follow it, "
-                f"and the metadata CRC is {crc:#010x}",
+                "unfinished file: the header counts no samples, "
+                f"{size - _HEADER.size} bytes follow it, and the metadata CRC is {crc:#010x}",
                 path=path,
                 offset=0,
-                hint="its writer died before close(): write the file again",
+                hint="the writer died before close(): write the file again",
             )
         return crc, count
 
@@ -363,7 +363,7 @@ class FFRecord:
         dialect: str | None = None,
         max_chunk_size: int | None = None,
     ) -> Encoder:
-        """Return an encoder. FFRecord has no options, and ``n`` need not be known."""
+        """Return an encoder; FFRecord has no options, and ``n`` may be None."""
         if compression == "none":
             compression = None
         refuse_options(
@@ -371,7 +371,9 @@ class FFRecord:
             {"compression": compression, "dialect": dialect, "max_chunk_size": max_chunk_size},
         )
         if n is not None and n > _COUNT_MAX:
-            raise UsageError(f"n={n} does not fit a file")
+            raise UsageError(
+                f"n={n} is too large", hint=f"use at most {_COUNT_MAX} samples per file"
+            )
         return FFRecordEncoder()
 
 

@@ -222,7 +222,7 @@ def test_a_dropped_writer(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     dropin = FileWriter(tmp_path / "b.ffr", 2)
     dropin.write_one(b"1")
-    with pytest.warns(ResourceWarning, match="dropped unfinished"):
+    with pytest.warns(ResourceWarning, match="dropped before close"):
         del dropin
     assert os.listdir(tmp_path) == []
     complete = FileWriter(tmp_path / "c.ffr", 1)
@@ -240,7 +240,7 @@ def test_names_and_options_that_cannot_be_meant(tmp_path: Path) -> None:
         FileWriter(5, 1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="suffix"):
         create(tmp_path / "a.bin")
-    with pytest.raises(UsageError, match="no format"):
+    with pytest.raises(UsageError, match="unknown format"):
         create(tmp_path / "a.ffr", format="zip")
     for n in (-1, 1.5, "3"):
         with pytest.raises(UsageError, match="number of samples"):

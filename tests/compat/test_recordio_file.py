@@ -149,7 +149,7 @@ def test_appending_takes_turns_and_the_dialect_of_the_file(path: str) -> None:
     with pytest.raises(UsageError, match="dialect go"):
         File(path, "a", dialect="py")
     with File(path, "a") as file:
-        with pytest.raises(UsageError, match="already"):
+        with pytest.raises(UsageError, match="another writer"):
             File(path, "a")
         file.write(b"more")
     with pytest.raises(UsageError):

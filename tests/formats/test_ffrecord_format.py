@@ -215,7 +215,7 @@ def test_absurd_count_allocates_nothing(count: int) -> None:
     content = with_crc(struct.pack("<Iq", 0, count) + bytes(100)) if count > 100 else b""
     content = content or struct.pack("<Iq", 7, count) + bytes(100)
     for verify in (True, False):
-        with pytest.raises(FormatError, match="the header counts"):
+        with pytest.raises(FormatError, match="header.* counts"):
             opened(content, verify)
 
 
@@ -228,7 +228,7 @@ def test_offsets_out_of_order_are_refused_though_the_crc_is_right(
 ) -> None:
     content = struct.pack("<Iq3I3q", 0, 3, 1, 2, 3, *offsets) + bytes(9)
     for verify in (True, False):
-        with pytest.raises(FormatError, match=f"offset of sample {index} is") as caught:
+        with pytest.raises(FormatError, match=f"invalid offset .* of sample {index}:") as caught:
             opened(with_crc(content), verify)
         assert caught.value.offset == 12 + 4 * 3 + 8 * index
 
@@ -240,7 +240,7 @@ def test_disorder_across_a_piece_border_is_found() -> None:
         wrong = offsets.copy()
         wrong[at] = wrong[at - 1] - 1
         content = struct.pack("<Iq", 0, count) + bytes(4 * count) + wrong.tobytes() + bytes(count)
-        with pytest.raises(FormatError, match=f"offset of sample {at} is"):
+        with pytest.raises(FormatError, match=f"invalid offset .* of sample {at}:"):
             opened(with_crc(content))
 
 

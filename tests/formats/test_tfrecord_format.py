@@ -266,7 +266,7 @@ def test_bytes_left_at_the_end(left: int) -> None:
 def test_file_that_shrinks_during_the_walk() -> None:
     content = written(SMALL)
     for size in range(len(content)):
-        with pytest.raises(TruncatedError, match="the file ended"):
+        with pytest.raises(TruncatedError, match="unexpected end of file"):
             TFRECORD.open(read_at(content[:size]), len(content), "some.tfrecord")
 
 
