@@ -33,7 +33,7 @@ ALONE_S = 3.0
 def announcer(spec: dict[str, Any]) -> None:
     """Announce two epochs when told to; say how long it took."""
     import ffserve
-    from ffserve.torch.announcer import Announcement, Announcer
+    from ffserve.torch.announce import Announcement, Announcer
 
     with ffserve.open(spec["path"], server=spec["server"]) as reader:
         orders = [

@@ -17,22 +17,9 @@ ENOUGH = 4096
 """Samples that the data set in memory really has; its indices wrap around."""
 
 
-def same(samples: list[Any]) -> list[Any]:
-    """Hand raw samples on."""
-    return samples
-
-
 def tensors_of(samples: list[Any]) -> list[torch.Tensor]:
     """What a user's `process` may do."""
     return [torch.from_numpy(sample) for sample in samples]
-
-
-class Raw(ffserve.torch.Dataset):
-    """Samples as they are."""
-
-    def process(self, indices: list[int], data: list[Any]) -> list[Any]:
-        """Hand raw samples on."""
-        return data
 
 
 class Tensors(ffserve.torch.Dataset):
@@ -79,7 +66,7 @@ def _loader(case: Case, dataset: Any, **options: Any) -> Any:
 
 def raw(case: Case) -> Delivered:
     """Raw samples to the training process, shuffled, no collation."""
-    for samples in _endless(_loader(case, Raw(case["paths"]), collate_fn=same)):
+    for samples in _endless(_loader(case, ffserve.torch.Dataset(case["paths"]), collate_fn=list)):
         yield len(samples), sum(len(sample) for sample in samples)
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ffserve.compat.pyrecordio import Compressor, File, Index, Task, index
 
 if TYPE_CHECKING:
-    from ffserve.torch.recordio import TorchDataset
+    from ffserve.compat.pyrecordio_torch import TorchDataset
 
 __all__ = ["Compressor", "File", "Index", "Task", "TorchDataset", "index"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "TorchDataset":
-        return importlib.import_module("ffserve.torch.recordio").TorchDataset
+        return importlib.import_module("ffserve.compat.pyrecordio_torch").TorchDataset
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -184,12 +184,15 @@ class FileReader:
         arrays: list[NDArray[np.uint8]] = self._open().read(self._checked(indices))
         return arrays
 
-    def copied(
-        self, indices: NDArray[np.int64], out: NDArray[np.uint8] | None = None
-    ) -> Batch | None:
-        """Read a batch only if all of it is cached; see ``ffserve.Reader.copied``."""
-        batch: Batch | None = self._open().copied(indices, out)
+    def read_batch(self, indices: NDArray[np.int64], out: NDArray[np.uint8] | None = None) -> Batch:
+        """Read a batch into one buffer; see ``ffserve.Reader.read_batch``."""
+        batch: Batch = self._open().read_batch(indices, out=out)
         return batch
+
+    def sizes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sizes of samples in bytes; see ``ffserve.Reader.sizes``."""
+        sizes: NDArray[np.int64] = self._open().sizes(indices)
+        return sizes
 
     def read_one(self, index: int) -> NDArray[np.uint8]:
         """Read one sample; as ``read`` for a single index."""

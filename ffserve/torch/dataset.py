@@ -1,35 +1,36 @@
-"""Datasets that are indexed by a list, so that a batch costs one call and one request.
+"""Datasets that are indexed by a list: a batch is one call and one request.
 
-``Dataset`` reads through ``ffserve.FileReader`` and hence through the daemon when one runs.
-Its ``__getitems__`` is the method that torch 2 asks for a whole batch, so torch's own DataLoader
-(and its ``Subset`` and ``random_split``) also makes one call a batch. Readers reopen themselves
-after pickling and after a fork, so nothing here has to.
+``Dataset`` reads through ``ffserve.FileReader`` and hence through the daemon if one runs. torch 2
+asks its ``__getitems__`` for a whole batch, so torch's own DataLoader, ``Subset`` and
+``random_split`` also make one call per batch. Readers reopen themselves after pickling and after a
+fork.
+
+An announced order goes from a dataset down to its readers. Anything takes part that has
+``announce(order, epoch=0)`` and, to follow the position of the job, ``reached(epoch, position)``:
+a reader, a dataset of ffserve, a dataset of the user's. torch's Subset and ConcatDataset (of which
+``random_split`` makes them) have neither; their contents are announced to directly. Everything
+else is skipped.
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve.compat.ffrecord import FileReader, reader_of
+from ffserve.compat.ffrecord import FileReader, RecordReader, reader_of
 from ffserve.errors import SampleIndexError, UsageError
-from ffserve.torch.listeners import (
-    CONCATENATIONS,
-    PASSED_ON,
-    SUBSETS,
-    Int64s,
-    announce,
-    announce_parts,
-    announce_subset,
-    reached,
-    reached_parts,
-)
+
+Int64s = NDArray[np.int64]
+
+_EPOCHS_KEPT = 3
+"""Announced epochs whose positions are counted per part: the current one, and the next."""
 
 
 class DatasetIndexTypeError(UsageError, TypeError):
@@ -41,13 +42,13 @@ class ConcatError(UsageError, AssertionError):
 
 
 class ReaderRegistry:
-    """Know the FileReaders among one's attributes, and those of registries among them."""
+    """An object that lists the FileReaders among its attributes, and those of nested registries."""
 
     def ffreaders(self) -> list[FileReader]:
         """Return every FileReader that is an attribute here or in a nested registry.
 
         Returns: the own readers in the order of assignment, then those of the nested registries.
-            A reader that stands under two names is listed twice.
+            A reader that has two names is listed twice.
         """
         values = list(vars(self).values())
         readers = [value for value in values if isinstance(value, FileReader)]
@@ -60,14 +61,14 @@ class ReaderRegistry:
 class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
     """Samples of record files, read a batch at a time.
 
-    Override ``process`` to make samples of bytes, or ``__getitem__`` (then ``__init__`` and
-    ``__len__`` are yours as well if the samples come from elsewhere). ``dataset[[3, 1]]`` is a
-    list of two samples, ``dataset[3]`` is one.
+    Override ``process`` to make samples of bytes, or ``__getitem__`` (and ``__init__`` and
+    ``__len__`` if the samples come from elsewhere). ``dataset[[3, 1]]`` is a list of two samples,
+    ``dataset[3]`` is one. A Dataset that overrides neither gives raw samples, uint8 arrays.
 
     Args:
         fnames: a file, a directory of ``*.ffr`` files, or a list or tuple of files; one global
             index runs over them in order. Files of other formats, directories of them, and
-            patterns are taken as by ``ffserve.open``.
+            patterns are accepted as by ``ffserve.open``.
         check_data: verify each sample's checksum.
     Raises:  as FileReader does when it opens the files.
     """
@@ -101,16 +102,14 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         return self[indices if isinstance(indices, list) else list(indices)]
 
     def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
-        """Turn the bytes of a batch into samples; to be overridden.
+        """Turn the bytes of a batch into samples; override it for samples that are not raw.
 
         Args:
             indices: the indices asked for.
-            data: one 1-D writable uint8 array a sample, in the same order.
-        Returns: a list of samples; the loader hands it to ``collate_fn``.
+            data: one 1-D writable uint8 array per sample, in the same order.
+        Returns: a list of samples, which the loader hands to ``collate_fn``; here ``data``.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} overrides neither process(indices, data) nor __getitem__"
-        )
+        return data
 
     def announce(
         self,
@@ -120,10 +119,10 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         name: str | None = None,
         replacement: bool = False,
     ) -> None:
-        """Tell the readers which samples will be asked for, in order, so that they can read ahead.
+        """Announce to the readers which samples will be asked for, in order, for prefetching.
 
         The readers are the attribute ``reader``, and those of ``ffreaders()`` that have as many
-        samples as this dataset. ``ffserve.torch.DataLoader`` calls this by itself. Override it
+        samples as this dataset. ``ffserve.torch.DataLoader`` calls this itself. Override it
         if your ``__getitem__`` reads other samples than the indices it is given.
 
         Args:
@@ -132,16 +131,16 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             name, replacement: as for ``ffserve.Reader.announce``.
         Raises: what the readers' ``announce`` raises.
         """
-        for reader in self._listeners():
+        for reader in self._announced_to():
             announce(reader, order, epoch, name=name, replacement=replacement)
 
     def reached(self, epoch: int, position: int) -> None:
-        """Tell the readers that an announced order's first ``position`` samples were used."""
-        for reader in self._listeners():
+        """Report to the readers that an announced order's first ``position`` samples are used."""
+        for reader in self._announced_to():
             reached(reader, epoch, position)
 
-    def _listeners(self) -> list[Any]:
-        """Return what an announcement of this dataset goes to."""
+    def _announced_to(self) -> list[Any]:
+        """Return the readers or datasets that an announcement of this dataset goes to."""
         own = getattr(self, "reader", None)
         readers = [] if own is None else [own]
         for reader in self.ffreaders():
@@ -183,9 +182,9 @@ class Subset(Dataset):
         replacement: bool = False,
     ) -> None:
         """Announce the order to the whole dataset, in its own indices."""
-        announce_subset(self, order, epoch, name=name, replacement=replacement)
+        _announce_subset(self, order, epoch, name=name, replacement=replacement)
 
-    def _listeners(self) -> list[Any]:
+    def _announced_to(self) -> list[Any]:
         return [self.dataset]
 
 
@@ -204,7 +203,7 @@ class ConcatDataset(Dataset):
     def __init__(self, datasets: Iterable[Any]) -> None:
         self.datasets = list(datasets)
         if not self.datasets:
-            raise ConcatError("datasets is empty, but at least one is needed")
+            raise ConcatError("datasets is empty; at least one dataset is needed")
         for dataset in self.datasets:
             if not isinstance(dataset, Dataset) and not has_batch_method(dataset):
                 raise ConcatError(
@@ -231,11 +230,11 @@ class ConcatDataset(Dataset):
             index counts from the end.
         Returns: a list of samples in the order asked, or one sample.
         Raises:  SampleIndexError at or beyond the end, UsageError before the beginning; UsageError
-            if a dataset does not answer with one sample an index.
+            if a dataset does not answer with one sample per index.
         """
         if not isinstance(indices, (list, tuple)):
             return self[[as_index(indices)]][0]
-        return concatenated(self, indices)
+        return _concatenated(self, indices)
 
     def ffreaders(self) -> list[FileReader]:
         """Return the readers among the attributes, then those of every dataset."""
@@ -254,32 +253,38 @@ class ConcatDataset(Dataset):
         replacement: bool = False,
     ) -> None:
         """Announce to every dataset its part of the order."""
-        announce_parts(self, order, epoch, name=name, replacement=replacement)
+        _announce_parts(self, order, epoch, name=name, replacement=replacement)
 
     def reached(self, epoch: int, position: int) -> None:
-        """Tell each dataset how many of its samples are among the order's first ones."""
-        reached_parts(self, epoch, position)
+        """Report to each dataset how many of its samples are among the order's first ones."""
+        _reached_parts(self, epoch, position)
 
-    def _listeners(self) -> list[Any]:
+    def _announced_to(self) -> list[Any]:
         return self.datasets
 
 
-def concatenated(concatenation: Any, indices: Sequence[int]) -> list[Any]:
+def _concatenated(concatenation: Any, indices: Sequence[int]) -> list[Any]:
     """Return samples of a concatenation, torch's or ours: each part concerned is asked once."""
-    places: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     local_indices: dict[int, list[int]] = {}
-    for place, index in enumerate(indices):
-        which, local_index = _convert_index(concatenation.cumulative_sizes, index)
-        places.setdefault(which, []).append(place)
-        local_indices.setdefault(which, []).append(local_index)
+    for position, index in enumerate(indices):
+        part, local_index = _convert_index(concatenation.cumulative_sizes, index)
+        positions.setdefault(part, []).append(position)
+        local_indices.setdefault(part, []).append(local_index)
 
     samples: list[Any] = [None] * len(indices)
-    for which in sorted(places):
-        wanted = local_indices[which]
-        answer = fetch_batch(concatenation.datasets[which], wanted)
-        check_answer(which, concatenation.datasets[which], len(wanted), answer)
-        for place, sample in zip(places[which], answer, strict=True):
-            samples[place] = sample
+    for part in sorted(positions):
+        wanted = local_indices[part]
+        dataset = concatenation.datasets[part]
+        answer = fetch_batch(dataset, wanted)
+        if len(answer) != len(wanted):
+            raise UsageError(
+                f"dataset {part} ({type(dataset).__name__}) answered "
+                f"{len(wanted)} indices with {len(answer)} samples",
+                hint="process must return one sample per index, in order",
+            )
+        for position, sample in zip(positions[part], answer, strict=True):
+            samples[position] = sample
     return samples
 
 
@@ -291,23 +296,8 @@ def _convert_index(ends: list[int], index: int) -> tuple[int, int]:
         raise SampleIndexError(f"the datasets hold {total} samples", index=int(index))
     if index < 0:
         index += total
-    which = bisect.bisect_right(ends, index)
-    return which, index - (ends[which - 1] if which else 0)
-
-
-def check_answer(which: int, dataset: Any, count: int, answer: Any) -> None:
-    """Refuse what a part of a concatenation answered, unless it is a sample an index."""
-    if len(answer) != count:
-        raise UsageError(
-            f"dataset {which} ({type(dataset).__name__}) answered "
-            f"{count} indices with {len(answer)} samples",
-            hint="process must return one sample an index, in order",
-        )
-
-
-SUBSETS.add(Subset)
-CONCATENATIONS.add(ConcatDataset)
-PASSED_ON.add(Dataset.announce)
+    part = bisect.bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
 
 
 def as_index(value: Any) -> int:
@@ -316,15 +306,15 @@ def as_index(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise DatasetIndexTypeError(
-            f"a dataset is indexed by a list or tuple of indices, or by one, "
-            f"but got {type(value).__name__}",
+            f"a dataset is indexed by a list or tuple of indices, or by one index, "
+            f"not by {type(value).__name__}",
             hint="indices.tolist() makes a list of a tensor or array, list(range(a, b)) of a slice",
         ) from None
 
 
 def has_batch_method(dataset: Any) -> bool:
-    """Say whether a dataset can be asked for a whole batch: torch's fetcher would do it, or it is
-    torch's concatenation of such datasets."""
+    """Return whether a dataset can be asked for a whole batch: it has ``__getitems__``, which
+    torch's fetcher uses, or is torch's ConcatDataset of such datasets."""
     if callable(getattr(dataset, "__getitems__", None)):
         return True
     return type(dataset) is torch.utils.data.ConcatDataset and all(
@@ -337,5 +327,197 @@ def fetch_batch(dataset: Any, indices: list[int]) -> Any:
     if callable(getattr(dataset, "__getitems__", None)):
         return dataset.__getitems__(indices)
     if type(dataset) is torch.utils.data.ConcatDataset:
-        return concatenated(dataset, indices)
+        return _concatenated(dataset, indices)
     return dataset[indices]
+
+
+def is_raw(dataset: Any) -> bool:
+    """Return whether a dataset's samples are the bytes that ``dataset.reader`` reads.
+
+    The mark of such a dataset is that it inherits ``process`` and the methods that call it.
+    """
+    return (
+        isinstance(dataset, Dataset)
+        and type(vars(dataset).get("reader")) in (FileReader, RecordReader)
+        and all(
+            getattr(getattr(dataset, name), "__func__", None) is getattr(Dataset, name)
+            for name in ("process", "__getitem__", "__getitems__")
+        )
+    )
+
+
+def announce(
+    dataset: Any,
+    order: Int64s,
+    epoch: int,
+    *,
+    name: str | None = None,
+    replacement: bool = False,
+) -> None:
+    """Announce an order to a dataset or reader.
+
+    Args: as for ``ffserve.Reader.announce``. name and replacement are passed only if they are not
+        the default, so an ``announce`` of the user's need not have them.
+    """
+    method = getattr(dataset, "announce", None)
+    if callable(method):
+        options: dict[str, Any] = {} if name is None else {"name": name}
+        if replacement:
+            options["replacement"] = True
+        method(order, epoch=epoch, **options)
+    elif type(dataset) is torch.utils.data.Subset:
+        _announce_subset(dataset, order, epoch, name=name, replacement=replacement)
+    elif type(dataset) is torch.utils.data.ConcatDataset:
+        _announce_parts(dataset, order, epoch, name=name, replacement=replacement)
+
+
+def reached(dataset: Any, epoch: int, position: int) -> None:
+    """Report to a dataset or reader that an announced order's first samples are used."""
+    method = getattr(dataset, "reached", None)
+    if callable(method):
+        method(epoch, position)
+    elif type(dataset) is torch.utils.data.Subset:
+        reached(dataset.dataset, epoch, position)
+    elif type(dataset) is torch.utils.data.ConcatDataset:
+        _reached_parts(dataset, epoch, position)
+
+
+def readers_below(dataset: Any) -> Iterator[Any]:
+    """Yield where announcements end: readers, and datasets that are not known any further."""
+    if type(dataset) is torch.utils.data.Subset:
+        below = [dataset.dataset]
+    elif type(dataset) is torch.utils.data.ConcatDataset:
+        below = dataset.datasets
+    elif isinstance(dataset, Dataset):
+        below = dataset._announced_to()
+    else:
+        if callable(getattr(dataset, "announce", None)):
+            yield dataset
+        return
+    for each in below:
+        yield from readers_below(each)
+
+
+def sources(readers: Iterable[Any]) -> set[Hashable]:
+    """Return a key for the samples of each reader: its files, or the living object itself."""
+    return {
+        tuple(names) if (names := getattr(reader, "fnames", None)) else id(reader)
+        for reader in readers
+    }
+
+
+def has_repeats(indices: Int64s) -> bool:
+    """Return whether an index occurs more than once."""
+    if not len(indices) or int(indices.min()) < 0:
+        return False
+    seen = np.zeros(int(indices.max()) + 1, np.bool_)
+    seen[indices] = True
+    return int(np.count_nonzero(seen)) < len(indices)
+
+
+def _announce_subset(
+    subset: Any, order: Int64s, epoch: int, *, name: str | None, replacement: bool
+) -> None:
+    indices = np.asarray(subset.indices, dtype=np.int64)
+    replacement = replacement or has_repeats(indices)
+    announce(subset.dataset, indices[order], epoch, name=name, replacement=replacement)
+
+
+class _SplitOrder:
+    """An order of a concatenation, split among the datasets or readers below it.
+
+    Parts that lead to the same samples (the same dataset twice, or two datasets over the same
+    files) get one order together: a second one for the same samples would replace the first.
+    """
+
+    def __init__(self, concatenation: Any, order: Int64s) -> None:
+        self.below: list[Any] = []
+        self.which = np.zeros(len(order), np.int64)
+        """For each sample of the order the number of its dataset in `below`, and"""
+        self.indices = np.zeros(len(order), np.int64)
+        """its index there."""
+        self._numbers: dict[Hashable, int] = {}
+        self._split(concatenation, order, np.arange(len(order)))
+
+    def _split(self, concatenation: Any, order: Int64s, positions: Int64s) -> None:
+        ends = np.asarray(concatenation.cumulative_sizes, dtype=np.int64)
+        parts = np.searchsorted(ends, order, side="right")
+        start = 0
+        for number, dataset in enumerate(concatenation.datasets):
+            here = np.flatnonzero(parts == number)
+            self._follow(dataset, order[here] - start, positions[here])
+            start = int(ends[number])
+
+    def _follow(self, dataset: Any, order: Int64s, positions: Int64s) -> None:
+        if type(dataset) in (Subset, torch.utils.data.Subset):
+            indices = np.asarray(dataset.indices, dtype=np.int64)
+            self._follow(dataset.dataset, indices[order], positions)
+        elif type(dataset) in (ConcatDataset, torch.utils.data.ConcatDataset):
+            self._split(dataset, order, positions)
+        else:
+            number = self._numbers.setdefault(_samples_of(dataset), len(self.below))
+            if number == len(self.below):
+                self.below.append(dataset)
+            self.which[positions] = number
+            self.indices[positions] = order
+
+
+def _samples_of(dataset: Any) -> Hashable:
+    """Return a key that two datasets share if the same index is the same sample in both."""
+    if getattr(type(dataset), "announce", None) is Dataset.announce:
+        return frozenset(sources(readers_below(dataset)))
+    return id(dataset)
+
+
+class _PartPositions:
+    """How far a job is in each part of the announced orders of a concatenation."""
+
+    def __init__(self) -> None:
+        self._orders: dict[int, tuple[list[Any], NDArray[np.unsignedinteger[Any]]]] = {}
+        self._epoch = -1
+        self._position = 0
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, epoch: int, below: list[Any], which: Int64s) -> None:
+        if self._orders and epoch < min(self._orders):
+            self._orders.clear()
+        self._orders[epoch] = below, which.astype(np.min_scalar_type(len(below)))
+        while len(self._orders) > _EPOCHS_KEPT:
+            del self._orders[min(self._orders)]
+        if epoch == self._epoch:
+            self._epoch = -1
+
+    def counts(self, epoch: int, position: int) -> list[tuple[Any, int]]:
+        """Return each dataset below, and its number of samples among an order's first ones."""
+        if epoch not in self._orders:
+            return []
+        below, which = self._orders[epoch]
+        if epoch != self._epoch or position < self._position:
+            self._epoch, self._position = epoch, 0
+            self._counts = np.zeros(len(below), np.int64)
+        used = which[self._position : position]
+        self._counts += np.bincount(used, minlength=len(below))
+        self._position += len(used)
+        return list(zip(below, self._counts.tolist(), strict=True))
+
+
+_part_positions: WeakKeyDictionary[Any, _PartPositions] = WeakKeyDictionary()
+
+
+def _announce_parts(
+    concatenation: Any, order: Int64s, epoch: int, *, name: str | None, replacement: bool
+) -> None:
+    split = _SplitOrder(concatenation, order)
+    positions = _part_positions.setdefault(concatenation, _PartPositions())
+    positions.add(epoch, split.below, split.which)
+    for number, dataset in enumerate(split.below):
+        part_order = split.indices[split.which == number]
+        if len(part_order):
+            repeats = replacement or has_repeats(part_order)
+            announce(dataset, part_order, epoch, name=name, replacement=repeats)
+
+
+def _reached_parts(concatenation: Any, epoch: int, position: int) -> None:
+    positions = _part_positions.get(concatenation)
+    for dataset, count in () if positions is None else positions.counts(epoch, position):
+        reached(dataset, epoch, count)

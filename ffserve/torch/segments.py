@@ -1,24 +1,23 @@
-"""Shared memory in which batches cross from a worker to the training process.
+"""Segments: shared memory in which batches cross from a worker to the training process.
 
-A worker owns a few *segments*: memfds that it makes when it needs one, maps, and hands over once,
-through a socket pair that was there before the worker started. A segment is used again and again,
-so its pages are taken once and its descriptor crosses once. Its first word says whose it is:
+A worker has a few *segments*: memfds that it creates when it needs one, maps, and sends once,
+through a socket pair that existed before the worker started. A segment is reused, so its pages are
+allocated once and its descriptor is sent once. Its first word is its state:
 
-    FREE    the worker's, to be filled
-    TAKEN   filled, and then the training process's until the last array over it is gone
-    LEFT    nobody's: the worker forgets it
+    FREE    the worker may fill it
+    TAKEN   being filled, or in use by the training process until the last array over it is gone
+    LEFT    not to be used again: the worker drops it
 
-What the training process gets is writable and its own. It gives a segment back when the last array
-or tensor over it goes, whichever thread that happens in, by setting the word; nothing is sent. A
-memfd has no name and the kernel counts who maps it, so whoever is killed leaves nothing behind.
+The training process gets writable memory of its own. It returns a segment when the last array or
+tensor over it is gone, in whichever thread, by setting the word; nothing is sent. A memfd has no
+name and the kernel counts its mappings, so a killed process leaves nothing behind.
 
-Forks. A child of the training process inherits the arrays that exist then. So these segments are
-LEFT when they go, not FREE: the child may look at them as long as it likes. And a child never sets
-a word.
+Forks: a child of the training process inherits the arrays that exist then, and may read them for
+as long as it likes. So their segments become LEFT, not FREE. A child never sets a word.
 
-Bounds. A worker makes no more than `limit` bytes of segments, but always as many as it needs to
-keep torch's prefetching going. When the training process keeps that much, batches are copied out as
-they arrive, and their segments go back at once.
+Bounds: a worker creates no more than `limit` bytes of segments, but always as many as it needs to
+keep torch's prefetching going. When the training process holds that much, batches are copied as
+they arrive, and their segments are returned at once.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Segment:
-    """One memfd, mapped whole. The descriptor stays the caller's and is not needed any more.
+    """One memfd, mapped whole. The caller keeps the descriptor, which is not needed any more.
 
     Args:
-        number: which of its worker's.
+        number: of the segment among its worker's.
         size: bytes of the memfd.
     Raises: OSError when it cannot be mapped.
     """
@@ -82,23 +81,23 @@ class Segment:
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mmap")
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
-        # All pages at once, instead of a fault for each. Linux 5.14; before, they fault.
+        # All pages at once, instead of a fault for each; without effect before Linux 5.14.
         _libc.madvise(address, size, _MADV_POPULATE_WRITE)
         _libc.madvise(address, size, mmap.MADV_DONTDUMP)
         self.number = number
         self.size = size
         self.flag = Flag(address)
         self.kept = False
-        """Some other process may look at it for longer than this one: never to be used again."""
+        """A child may read it for longer than this process does: it is not to be used again."""
         self._room = (ctypes.c_uint8 * (size - HEAD_SIZE), address + HEAD_SIZE)
 
     @property
     def room(self) -> int:
-        """Bytes that a batch can have."""
+        """Bytes behind the state."""
         return self.size - HEAD_SIZE
 
     def lend(self) -> Any:
-        """Return a writable buffer of the room: a new object, that every array over it keeps alive.
+        """Return a writable buffer of the room: a new object that every array over it keeps alive.
 
         It keeps the mapping alive in turn.
         """
@@ -109,33 +108,38 @@ class Segment:
 
 
 class Sender:
-    """A worker's side: makes segments, finds free ones.
+    """A worker's side: creates segments, finds free ones.
 
     Args:
+        key: of the receiver. worker: this one's number.
         channel: the worker's end of the pair.
-        limit: bytes of segments, beyond `least` of them.
-        least: how many segments it may have in any case.
+        limit: bytes of segments, beyond `min_count` of them.
+        min_count: how many segments it may have in any case.
     """
 
-    def __init__(self, channel: socket.socket, limit: int, least: int) -> None:
+    def __init__(
+        self, key: int, worker: int, channel: socket.socket, limit: int, min_count: int
+    ) -> None:
+        self._key = key
+        self._worker = worker
         self._channel = channel
         weakref.finalize(self, channel.close)
         self._limit = limit
-        self._least = least
+        self._min_count = min_count
         self._segments: list[Segment] = []
         self._numbers = itertools.count()
-        self._gone: list[int] = []
+        self._dropped: list[int] = []
 
     def take(self, room: int) -> Segment | None:
         """Return a segment with at least this much room, now TAKEN; None if there is none.
 
-        Segments that are too small now make way for it.
+        A free segment that is too small is dropped for it.
         """
         free: list[Segment] = []
         for segment in tuple(self._segments):
             state = segment.flag.get()
             if state == LEFT:
-                self.forget(segment)
+                self._drop(segment)
             elif state == FREE:
                 free.append(segment)
         fitting = [segment for segment in free if segment.room >= room]
@@ -144,21 +148,27 @@ class Sender:
             chosen.flag.set(TAKEN)
         return chosen
 
+    def send(self, segment: Segment) -> tuple[Any, ...]:
+        """Return what tells the training process which segment this is: the key of its receiver,
+        and the arguments of `Receiver.open`."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return self._key, self._worker, segment.number, dropped
+
     def _make(self, room: int, free: list[Segment]) -> Segment | None:
         size = rounded(HEAD_SIZE + room)
         if free:
-            self.forget(min(free, key=_size_of))
+            self._drop(min(free, key=_size_of))
         while free and self._is_full(size):
             smallest = min(free, key=_size_of)
             free.remove(smallest)
-            self.forget(smallest)
+            self._drop(smallest)
         if self._is_full(size):
             return None
         number = next(self._numbers)
         try:
             fd = os.memfd_create("ffserve-batch", os.MFD_CLOEXEC)
             try:
-                # Memory that is not there is an error here, and a SIGBUS later.
+                # A lack of memory is an error here; at the first access it would be a SIGBUS.
                 os.posix_fallocate(fd, 0, size)
                 segment = Segment(fd, number, size)
                 socket.send_fds(
@@ -172,28 +182,23 @@ class Sender:
         return segment
 
     def _is_full(self, size: int) -> bool:
-        if len(self._segments) < self._least:
+        if len(self._segments) < self._min_count:
             return False
         return sum(map(_size_of, self._segments)) + size > self._limit
 
-    def forget(self, segment: Segment) -> None:
-        """Drop a segment; its memory goes with the last mapping of it."""
+    def _drop(self, segment: Segment) -> None:
+        """Drop a segment; its memory is freed with the last mapping of it."""
         if segment in self._segments:
             self._segments.remove(segment)
-            self._gone.append(segment.number)
-
-    def gone(self) -> tuple[int, ...]:
-        """Return the numbers of those forgotten since the last call."""
-        numbers, self._gone = tuple(self._gone), []
-        return numbers
+            self._dropped.append(segment.number)
 
 
 class Receiver:
-    """The training process's side: maps segments, gives them back when nothing uses them.
+    """The training process's side: maps segments, returns them when nothing uses them.
 
     Args:
         workers: how many there will be.
-        limit: bytes of one worker's segments that arrays may hold; beyond, batches are copied out.
+        limit: bytes of one worker's segments that arrays may hold; beyond, batches are copied.
     """
 
     def __init__(self, workers: int, limit: int) -> None:
@@ -208,9 +213,9 @@ class Receiver:
         self.key = next(_keys)
         _receivers[self.key] = self
 
-    def senders(self, least: int) -> Senders:
-        """Return what the workers need, for a process that is about to be started."""
-        return Senders(self.key, self._workers_ends, 2 * self._limit, least)
+    def channels(self, min_count: int) -> WorkerChannels:
+        """Return the workers' ends, for processes that are about to be started."""
+        return WorkerChannels(self.key, self._workers_ends, 2 * self._limit, min_count)
 
     def started(self) -> None:
         """Close the workers' ends here: all workers run."""
@@ -219,15 +224,15 @@ class Receiver:
     def __reduce__(self) -> Any:
         return _nothing, ()
 
-    def open(self, worker: int, number: int, gone: tuple[int, ...]) -> Any:
-        """Return a buffer of a segment's room that a worker filled; it gives itself back.
+    def open(self, worker: int, number: int, dropped: tuple[int, ...]) -> Any:
+        """Return a buffer over a segment that a worker filled; it is returned with its last user.
 
-        Args: gone: the numbers of this worker's segments that will not come again.
+        Args: dropped: the numbers of this worker's segments that will not come again.
         """
         with self._lock:
             segments, lent = self._segments[worker], self._lent[worker]
-            for gone_number in gone:
-                segments.pop(gone_number, None)
+            for dropped_number in dropped:
+                segments.pop(dropped_number, None)
             while (segment := segments.get(number)) is None:
                 self._receive(worker)
         if len(lent) * segment.size > self._limit:
@@ -240,7 +245,7 @@ class Receiver:
         return buffer
 
     def _receive(self, worker: int) -> None:
-        # A worker hands a segment over before it speaks of it, so nothing is waited for.
+        # A worker sends a segment before the first message that lies in it: no wait.
         channel = self._channels[worker]
         message, fds, _flags, _address = socket.recv_fds(channel, 8, 1, socket.MSG_DONTWAIT)
         number = int.from_bytes(message, "little")
@@ -250,7 +255,7 @@ class Receiver:
             os.close(fds[0])
 
     def keep_all(self) -> None:
-        """A fork is about to happen: what is lent now is never used again."""
+        """Before a fork: segments that are lent now are never used again."""
         for lent in self._lent:
             for segment in list(lent.values()):
                 segment.kept = True
@@ -262,9 +267,9 @@ def _close(sockets: Iterable[socket.socket]) -> None:
 
 
 def give_back(segment: Segment, owner: int, lent: dict[int, Segment] | None = None) -> None:
-    """Free a segment in the process that borrowed it. For finalizers: no locks here.
+    """Return a segment in the process that borrowed it. For finalizers: takes no locks.
 
-    Args: owner: that process. lent: where it stands as borrowed.
+    Args: owner: that process. lent: the segments that the process has borrowed.
     """
     if os.getpid() == owner:
         if lent is not None:
@@ -272,34 +277,36 @@ def give_back(segment: Segment, owner: int, lent: dict[int, Segment] | None = No
         segment.flag.set(LEFT if segment.kept else FREE)
 
 
-class Senders:
-    """The workers' ends of the pairs, on their way into the workers.
+class WorkerChannels:
+    """The workers' ends of the socket pairs, on their way into the workers.
 
     Survives the pickling that starts a process; in any other pickle it becomes None.
     """
 
-    def __init__(self, key: int, ends: list[socket.socket], limit: int, least: int) -> None:
-        self.key = key
+    def __init__(self, key: int, ends: list[socket.socket], limit: int, min_count: int) -> None:
+        self._key = key
         self._ends = ends
         self._limit = limit
-        self._least = least
+        self._min_count = min_count
 
-    def of(self, worker: int) -> Sender:
-        """Return one worker's own side, in that worker; the others' ends are closed."""
+    def sender(self, worker: int) -> Sender:
+        """Return one worker's side, in that worker; the others' ends are closed."""
         for number, end in enumerate(self._ends):
             if number != worker:
                 end.close()
-        return Sender(self._ends[worker], self._limit, self._least)
+        return Sender(self._key, worker, self._ends[worker], self._limit, self._min_count)
 
     def __reduce__(self) -> Any:
         if multiprocessing.context.get_spawning_popen() is None:
             return _nothing, ()
         ends = [multiprocessing.reduction.DupFd(end.fileno()) for end in self._ends]
-        return _arrived, (self.key, ends, self._limit, self._least)
+        return _arrived, (self._key, ends, self._limit, self._min_count)
 
 
-def _arrived(key: int, ends: list[Any], limit: int, least: int) -> Senders:
-    return Senders(key, [socket.socket(fileno=end.detach()) for end in ends], limit, least)
+def _arrived(key: int, ends: list[Any], limit: int, min_count: int) -> WorkerChannels:
+    return WorkerChannels(
+        key, [socket.socket(fileno=end.detach()) for end in ends], limit, min_count
+    )
 
 
 def _nothing() -> None:
@@ -324,7 +331,7 @@ os.register_at_fork(before=_before_fork)
 
 
 def rounded(size: int) -> int:
-    """Return the size of segment for so many bytes: an eighth more at most, a few sizes only."""
+    """Return the size of a segment for so many bytes: a multiple of a coarse step."""
     step = max(SMALLEST_SIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 

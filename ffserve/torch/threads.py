@@ -1,9 +1,9 @@
-"""A loader without worker processes: threads make the batches while the training loop works.
+"""Threads in place of worker processes: they make batches while the training loop works.
 
-Reading and copying happen outside of the interpreter's lock, so for a light ``process`` threads are
-enough; nothing is handed from process to process, and nothing is pickled. torch's own loader runs
-over them: its "sampler" draws tickets ahead of the loop, has threads begin with them, and
-yields what will be the answers, in order; its "dataset" waits for one.
+Reading and copying run outside of the interpreter's lock, so for a light ``process`` threads are
+enough; nothing crosses between processes, and nothing is pickled. torch's own loader runs over
+them: its sampler takes requests ahead of the loop, starts threads on them and yields the futures
+in order; its dataset waits for one.
 """
 
 from __future__ import annotations
@@ -11,45 +11,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils.data
 
-AHEAD = 2
-"""Batches that are begun for each thread before the loop asks for them."""
+BATCHES_AHEAD = 2
+"""Batches per thread that are begun before the loop asks for them."""
 
 
-class Begun(NamedTuple):
-    """A message that a thread is making, or has made."""
+class ThreadedRequests(torch.utils.data.Sampler[Future[Any]]):
+    """Requests on which threads begin as soon as they are known.
 
-    answers: Future[Any]
-
-
-class Threads(torch.utils.data.Sampler[Begun]):
-    """Tickets that are worked on as soon as they are drawn.
-
-    An iterator that is dropped calls off what has not begun; its threads end with what has.
+    An iterator that is dropped cancels what has not begun; its threads end with what has.
 
     Args:
-        tickets: what to make, drawn in the loop's own thread.
-        make: makes it, in any thread.
-        count: threads.
+        requests: iterated in the loop's own thread.
+        make: answers a request, in any thread.
+        count: number of threads.
     """
 
-    def __init__(self, tickets: Iterable[Any], make: Callable[[Any], Any], count: int) -> None:
-        self._tickets = tickets
+    def __init__(self, requests: Iterable[Any], make: Callable[[Any], Any], count: int) -> None:
+        self._requests = requests
         self._make = make
         self._count = count
 
-    def __iter__(self) -> Iterator[Begun]:
+    def __iter__(self) -> Iterator[Future[Any]]:
         pool = ThreadPoolExecutor(self._count, thread_name_prefix="ffserve-loader")
         begun: deque[Future[Any]] = deque()
         try:
-            for ticket in self._tickets:
-                begun.append(pool.submit(self._make, ticket))
-                if len(begun) > AHEAD * self._count:
-                    yield Begun(begun.popleft())
+            for request in self._requests:
+                begun.append(pool.submit(self._make, request))
+                if len(begun) > BATCHES_AHEAD * self._count:
+                    yield begun.popleft()
             while begun:
-                yield Begun(begun.popleft())
+                yield begun.popleft()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

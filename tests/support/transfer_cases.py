@@ -181,8 +181,8 @@ class Waiting:
 
 
 class Placed(Dataset):
-    """Of each sample its index, its first byte, and where it lay; keeps them if it is told to, and
-    says whether what it kept is still as it was."""
+    """For each sample its index, its first byte, and whether the samples kept so far, if it keeps
+    them, are still as they were."""
 
     def __init__(self, fnames: Any, *, keeps: bool = False) -> None:
         super().__init__(fnames)
@@ -190,7 +190,7 @@ class Placed(Dataset):
         self.kept: list[tuple[int, Any]] = []
 
     def process(self, indices: Any, data: list[Any]) -> Any:
-        found = [(i, int(d[0]), d.ctypes.data) for i, d in zip(indices, data, strict=True)]
+        found = [(i, int(d[0])) for i, d in zip(indices, data, strict=True)]
         intact = all((array == index % 256).all() for index, array in self.kept)
         if self.keeps:
             self.kept += zip(indices, map(torch.from_numpy, data), strict=True)
@@ -232,7 +232,6 @@ class Indexed(Dataset):
     """What `process` was given."""
 
     def process(self, indices: Any, data: list[Any]) -> Any:
-        assert all(type(index) is int for index in indices)
         return [torch.tensor([i, int(d[0])]) for i, d in zip(indices, data, strict=True)]
 
 

@@ -33,8 +33,8 @@ from torch.utils.data.distributed import DistributedSampler
 import ffserve
 from ffserve.order import epoch_order
 from ffserve.torch import ConcatDataset, DataLoader, Dataset, EpochSampler, Subset
-from ffserve.torch.announcer import Announcement, Announcer
-from ffserve.torch.draws import draw_of
+from ffserve.torch.announce import Announcement, Announcer
+from ffserve.torch.samplers import order_of
 
 N = 20
 
@@ -178,7 +178,7 @@ def test_any_distributed_sampler(
             range(n), replicas, rank, shuffle=shuffle, seed=3, drop_last=drop_last
         )
         sampler.set_epoch(epoch)
-        assert draw_of(sampler).draw().tolist() == list(sampler)
+        assert order_of(sampler).compute().tolist() == list(sampler)
 
 
 @settings(max_examples=100, deadline=None)
@@ -192,7 +192,7 @@ def test_any_random_sampler(n: int, count: int, seed: int) -> None:
         torch.default_generator.set_state(before)
         if generator is not None:
             generator.set_state(before)
-        assert draw_of(sampler).draw().tolist() == expected
+        assert order_of(sampler).compute().tolist() == expected
 
 
 # What is announced
@@ -492,9 +492,9 @@ def test_datasets_find_their_readers(tmp_path: Path) -> None:
 
     paths = [write(tmp_path / f"{i}.ffr", [b"x"] * count) for i, count in enumerate((4, 6))]
     dataset = Two(4)
-    assert dataset._listeners() == [dataset.images]
+    assert dataset._announced_to() == [dataset.images]
     dataset.reader = dataset.labels
-    assert dataset._listeners() == [dataset.labels, dataset.images]
+    assert dataset._announced_to() == [dataset.labels, dataset.images]
     dataset.announce(np.arange(4), 0)
     dataset.reached(0, 2)
 
@@ -533,7 +533,7 @@ def test_listeners_of_other_kinds(caplog: pytest.LogCaptureFixture) -> None:
     dataset = Plain(4)
     drained(DataLoader(dataset))
     assert dataset.announced == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
-    # Nobody listens: nothing is drawn, no thread is started.
+    # Nobody to announce to: no thread is started.
     loader = DataLoader(cases.Single(4))
     assert flat([[int(i) for i in batch[0]] for batch in loader]) == [0, 1, 2, 3]
     assert loader._plan._announcer._thread is None
@@ -547,7 +547,7 @@ def test_listeners_of_other_kinds(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_odd_lists_are_left_alone() -> None:
     for sampler in (["a", "b"], [(0, 1), (2, 3)], [[0, 1], [2]], [], [0.5]):
-        assert draw_of(sampler).draw() is None or sampler == []
+        assert order_of(sampler).compute() is None or sampler == []
 
     class Mine(Sampler):
         def __iter__(self) -> Iterator[int]:
@@ -556,9 +556,9 @@ def test_odd_lists_are_left_alone() -> None:
     class MineToo(RandomSampler):
         pass
 
-    assert draw_of(Mine()) is None
-    assert draw_of(MineToo(range(4))) is None
-    assert draw_of(SequentialSampler(range(4))).draw().tolist() == [0, 1, 2, 3]
+    assert order_of(Mine()) is None
+    assert order_of(MineToo(range(4))) is None
+    assert order_of(SequentialSampler(range(4))).compute().tolist() == [0, 1, 2, 3]
 
 
 class Held(cases.Recorder):

@@ -112,8 +112,12 @@ def test_a_dataset_refuses_what_is_no_index(file: str) -> None:
         with pytest.raises(IndexError) as caught:
             dataset[outside]
         assert isinstance(caught.value, SampleIndexError)
-    with pytest.raises(NotImplementedError, match="process"):
-        Dataset(file)[[0]]
+
+
+def test_a_dataset_without_process_gives_raw_samples(file: str, samples: list[bytes]) -> None:
+    dataset = Dataset(file)
+    assert [bytes(sample) for sample in dataset[[3, 0, 3]]] == [samples[i] for i in (3, 0, 3)]
+    assert bytes(dataset[7]) == samples[7]
 
 
 def test_golden_files_read_as_the_original_wrote_them() -> None:

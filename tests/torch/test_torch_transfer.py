@@ -480,6 +480,6 @@ def test_small_batches_share_messages_and_large_ones_do_not(
         )
         assert len(list(batches)) == COUNT // batch_size
         assert batches._inner is not None
-        assert batches._inner.sampler._count == expected
+        assert batches._inner.sampler.message_batches == expected
     with pytest.raises(ffserve.UsageError, match="bundle"):
         DataLoader(cases.Made(3), bundle=0)

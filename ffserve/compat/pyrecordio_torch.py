@@ -1,4 +1,4 @@
-"""pyrecordio's data set for torch."""
+"""pyrecordio's dataset for torch, imported through ``ffserve.recordio.TorchDataset``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ffserve.compat.pyrecordio import File
 
 
 class TorchDataset(Dataset[Any]):
-    """The records of a RecordIO file as a map-style data set; found as `ffserve.recordio.
-    TorchDataset` also.
+    """The records of a RecordIO file as a map-style dataset.
 
     Args: recordfile_path: the file. options: of `ffserve.recordio.File`, such as a decoder.
     """

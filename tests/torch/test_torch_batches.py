@@ -1,4 +1,4 @@
-"""Samples that are read for `process` together, or copied batch by batch into memory used again."""
+"""Batches of small samples, of subsets and of concatenations, through workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from daemon import damage, serving
 from test_torch_transfer import alike
 
 import ffserve
-from ffserve.torch import ConcatDataset, DataLoader, Subset
+from ffserve.torch import ConcatDataset, DataLoader, Dataset, Subset
 from ffserve.torch.dataset import has_batch_method
-from ffserve.torch.joint import joint_of
-from ffserve.torch.parted import way_of
 
 COUNT = 60
 
@@ -50,7 +48,7 @@ def rows_of(loader: Any) -> list[list[list[int]]]:
     return [batch.tolist() for batch in loader]
 
 
-# Memory that is used again
+# Samples that `process` gets
 
 
 @pytest.mark.parametrize(("size", "odd"), [(4096, 0), (48, 0), (100, 0), (4096, 16), (4096, 5)])
@@ -61,28 +59,8 @@ def test_small_samples_come_right_and_stay_as_they_were(
     dataset = cases.Placed(written(tmp_path / "a.ffr", size, odd), keeps=keeps)
     batches = rows_of(DataLoader(dataset, batch_size=6, num_workers=1, bundle=4))
     rows = [row for batch in batches for row in batch]
-    assert [(index, first) for index, first, _, _ in rows] == [(k, k) for k in range(COUNT)]
+    assert [(index, first) for index, first, _ in rows] == [(k, k) for k in range(COUNT)]
     assert all(intact for *_, intact in rows), "what a data set keeps is its own"
-    assert all(address % 16 == 0 for _, _, address, _ in rows)
-    if source != "/nonexistent" and size % 16 == 0 and not odd:
-        # The first batch shows how large they are.
-        firsts = [batch[0][2] for batch in batches[1:]]
-        assert len(set(firsts)) == (len(firsts) if keeps else 1)
-
-
-def test_what_is_not_in_memory_is_read_with_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path / "a.ffr", 4096)
-    with serving() as daemon:
-        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        with ffserve.open(path) as reader:
-            reader.read(range(15))  # two batches and a half
-        batches = DataLoader(cases.Indexed(path), batch_size=6, num_workers=1, bundle=10)
-        assert rows_of(batches) == [[[k, k] for k in range(i, i + 6)] for i in range(0, COUNT, 6)]
-        with ffserve.open(path) as reader:
-            reader.read(range(COUNT))
-            assert reader.stats()["misses"] == 0
 
 
 def test_a_damaged_sample_fails_its_batch_only(source: str, tmp_path: Path) -> None:
@@ -144,9 +122,8 @@ def subsets(dataset: Any) -> dict[str, tuple[Any, list[int]]]:
 
 
 @pytest.mark.parametrize("kind", [*subsets(range(COUNT))])
-def test_subsets_are_read_together(source: str, tmp_path: Path, kind: str) -> None:
+def test_subsets_arrive_as_they_were_asked_for(source: str, tmp_path: Path, kind: str) -> None:
     subset, expected = subsets(cases.Indexed(written(tmp_path / "a.ffr", 4096)))[kind]
-    assert joint_of(subset) is not None
     for options in ({"bundle": 3}, {"bundle": 1}, {}):
         batches = DataLoader(subset, batch_size=4, num_workers=1, **options)
         rows = [row for batch in rows_of(batches) for row in batch]
@@ -154,8 +131,8 @@ def test_subsets_are_read_together(source: str, tmp_path: Path, kind: str) -> No
 
 
 def test_raw_samples_of_a_subset(source: str, tmp_path: Path) -> None:
-    subset, expected = subsets(cases.Raw(written(tmp_path / "a.ffr", 4096)))["torch's"]
-    batches = DataLoader(subset, batch_size=4, num_workers=1, bundle=2, collate_fn=cases.keep_list)
+    subset, expected = subsets(Dataset(written(tmp_path / "a.ffr", 4096)))["torch's"]
+    batches = DataLoader(subset, batch_size=4, num_workers=1, bundle=2, collate_fn=list)
     assert [int(array[0]) for batch in batches for array in batch] == expected
 
 
@@ -171,7 +148,7 @@ def test_small_batches_of_subsets_and_concatenations_share_messages(tmp_path: Pa
     ):
         batches = DataLoader(whole, batch_size=2, num_workers=1)
         batches._inner, receiver = batches._build_inner()
-        assert batches._inner.sampler._count == 7
+        assert batches._inner.sampler.message_batches == 7
         del receiver
 
 
@@ -197,7 +174,6 @@ class Other(Subset):
 
 def test_a_subset_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
     other = Other(cases.Indexed(written(tmp_path / "a.ffr", 4096)), range(COUNT))
-    assert joint_of(other) is None
     batches = DataLoader(other, batch_size=6, num_workers=1, bundle=4)
     rows = [row for batch in rows_of(batches) for row in batch]
     assert rows == [[k, k] for k in range(COUNT - 1, -1, -1)]
@@ -234,13 +210,12 @@ def concatenations(first: Any, second: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [*concatenations(cases.Made(COUNT), cases.Made(COUNT))])
 @pytest.mark.parametrize("size", [4096, 20_480])
-def test_concatenations_are_read_together(
+def test_concatenations_arrive_as_they_were_asked_for(
     source: str, tmp_path: Path, kind: str, size: int
 ) -> None:
     first = cases.Indexed(written(tmp_path / "a.ffr", size))
     second = cases.Indexed(written(tmp_path / "b.ffr", 48, odd=1))
     whole = concatenations(first, second)[kind]
-    assert way_of(whole) is not None
     order = np.random.default_rng(3).permutation(len(whole)).tolist()
     expected = [sample.tolist() for sample in whole.__getitems__(order)]
     for options in ({"bundle": 3}, {"bundle": 1}, {}):
@@ -276,21 +251,9 @@ def test_an_index_that_a_concatenation_lacks_fails_its_batch_only(
     assert next(batches).tolist() == [[59, 59]]
 
 
-def test_a_part_is_read_once_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FFSERVE_SOCKET", "/nonexistent")
-    paths = [written(tmp_path / name, 4096) for name in ("a.ffr", "b.ffr")]
-    whole = ConcatDataset([cases.Calls(path) for path in paths])
-    order = [k for pair in zip(range(COUNT), range(COUNT, 2 * COUNT), strict=True) for k in pair]
-    batches = DataLoader(whole, batch_size=12, sampler=order, num_workers=1, bundle=5)
-    assert [batch[0].tolist() for batch in batches] == [
-        [k, 30 * (1 + k // 30)] for k in range(0, 60, 6)
-    ]
-
-
 def test_a_part_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
     dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
     whole = ConcatDataset([dataset, Other(dataset, range(COUNT))])
-    assert way_of(whole) is None
     rows = [
         row for batch in rows_of(DataLoader(whole, batch_size=6, num_workers=1)) for row in batch
     ]
@@ -303,7 +266,6 @@ def test_torchs_concatenation_is_asked_once_a_batch(source: str, tmp_path: Path)
     whole = plain([cases.Indexed(path), plain([Subset(cases.Indexed(path), [3, 9])])])
     order = [61, 5, 59, 60, -1, -62]
     expected = [[9, 9], [5, 5], [59, 59], [3, 3], [9, 9], [0, 0]]
-    assert way_of(whole) is not None
     for options in ({"num_workers": 1}, {"num_workers": 0}, {"threads": 2}):
         batches = DataLoader(whole, batch_size=4, sampler=order, **options)
         assert [row for batch in rows_of(batches) for row in batch] == expected
@@ -311,7 +273,7 @@ def test_torchs_concatenation_is_asked_once_a_batch(source: str, tmp_path: Path)
     batch = next(iter(DataLoader(calls, batch_size=8, num_workers=0)))
     assert batch[:, 1].tolist() == [8] * 8
     other = plain([cases.Indexed(path), torch.utils.data.TensorDataset(torch.zeros(2, 2))])
-    assert way_of(other) is None and not has_batch_method(other)
+    assert not has_batch_method(other)
 
 
 def test_an_index_that_torchs_concatenation_lacks_is_an_index_error(

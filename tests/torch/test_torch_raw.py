@@ -1,9 +1,8 @@
-"""Raw samples that nobody looks at on their way, tensors that stay where they were read, and the
-loader's options that torch fulfils, over both."""
+"""Raw messages, tensors that stay where they were read, and the options of torch's loader for
+both."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from daemon import damage, serving
 
 import ffserve
 from ffserve.torch import DataLoader, Dataset, EpochSampler, Subset
-from ffserve.torch.joint import joint_of
-from ffserve.torch.raw import RawBatches, changes_nothing
+from ffserve.torch.dataset import is_raw
 from ffserve.torch.segments import SMALLEST_SIZE
+from ffserve.torch.transfer import RawBatches
 
 COUNT = 90
 EVEN_SIZE = 20_480
@@ -62,8 +61,8 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def raw_loader(file: str, **options: Any) -> DataLoader:
-    given: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "collate_fn": cases.keep_list}
-    return DataLoader(cases.Raw(file), **{**given, **options})
+    given: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "collate_fn": list}
+    return DataLoader(Dataset(file), **{**given, **options})
 
 
 def went_raw(iterator: Any) -> bool:
@@ -91,8 +90,7 @@ def test_raw_samples_arrive_as_they_were_asked_for(
     kept = []
     for number, indices in enumerate(asked):
         batch = next(iterator)
-        if source != "inline":
-            assert went_raw(iterator)
+        assert went_raw(iterator) == ("batch_sampler" not in order)
         assert type(batch) is list and len(batch) == len(indices)
         for index, array in zip(indices, batch, strict=True):
             assert type(array) is np.ndarray and array.flags.writeable and array.flags.c_contiguous
@@ -153,39 +151,28 @@ class Halved(Dataset):
         return data[::2]
 
 
-def test_only_what_does_nothing_is_left_out(file: str) -> None:
-    raw = cases.Raw(file)
-    joint = joint_of(raw)
-    assert joint is not None and joint.reader is raw.reader
-    for other in (Own(file), Subset(Own(file), [1]), cases.Made(3), [1, 2]):
-        assert joint_of(other) is None
-    assert joint_of(Halved(file)) is not None, "read at once, but processed"
-
-    def keyword(samples: Any, *, also: Any = None) -> Any:
-        return samples
-
-    def rest(*samples: Any) -> Any:
-        return samples
-
-    def generator(samples: Any) -> Any:
-        return samples
-        yield
-
-    @functools.cache
-    def cached(samples: Any) -> Any:
-        return samples
-
-    assert changes_nothing(raw, cases.keep_list) and changes_nothing(raw, lambda s: s)
-    for collate in (
-        keyword, rest, generator, cached, cases.first_only, list, lambda s: s[:],
-        lambda s, t=0: t, torch.utils.data.default_collate,
-    ):  # fmt: skip
-        assert not changes_nothing(raw, collate)
-    assert not changes_nothing(Halved(file), cases.keep_list)
-    raw.process = lambda indices, data: data[1:]  # type: ignore[method-assign]
-    assert not changes_nothing(raw, cases.keep_list)
-    (batch,) = DataLoader(raw, batch_size=90, num_workers=1, collate_fn=cases.keep_list)
+def test_only_a_dataset_that_inherits_process_is_raw(file: str) -> None:
+    plain = Dataset(file)
+    assert is_raw(plain)
+    for other in (cases.Raw(file), Own(file), Halved(file), Subset(plain, [1]), cases.Made(3), [1]):
+        assert not is_raw(other)
+    plain.process = lambda indices, data: data[1:]  # type: ignore[method-assign]
+    assert not is_raw(plain)
+    (batch,) = DataLoader(plain, batch_size=90, num_workers=1, collate_fn=list)
     assert len(batch) == 89
+
+
+@pytest.mark.parametrize("kind", [Dataset, cases.Raw, Own])
+@pytest.mark.parametrize("collate", [list, cases.keep_list])
+def test_raw_samples_are_the_same_on_either_way(
+    file: str, samples: list[np.ndarray], kind: Any, collate: Any
+) -> None:
+    iterator = iter(DataLoader(kind(file), batch_size=7, num_workers=1, collate_fn=collate))
+    arrays = []
+    for batch in iterator:
+        assert went_raw(iterator) == (kind is Dataset and collate is list)
+        arrays += batch
+    assert all(map(np.array_equal, arrays, samples)) and len(arrays) == COUNT
 
 
 def test_what_process_leaves_out_stays_out(file: str, samples: list[np.ndarray]) -> None:
@@ -274,7 +261,7 @@ def test_pinned_batches(even: str, raw: bool) -> None:
     cuda = torch.cuda.is_available()
     options: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "bundle": 2, "pin_memory": True}
     if raw:
-        batches = DataLoader(cases.Raw(even), collate_fn=cases.keep_list, **options)
+        batches = DataLoader(Dataset(even), collate_fn=list, **options)
     else:
         batches = DataLoader(cases.Tensors(even), **options)
     if cuda:
