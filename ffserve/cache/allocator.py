@@ -17,11 +17,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import Arena, first_run
+from ffserve.cache.arena import Arena, first_run, joined
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import ShardTable
-from ffserve.engine.plan import Stock
-from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
+from ffserve.engine.plan import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
 """Slabs looked at together when one has to be emptied."""
@@ -37,8 +36,10 @@ Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
 take the old bytes for good any more."""
 
+Part: TypeAlias = tuple[int, Int64s, bool]
+"""Slots of one size class, and whether they are expendable: taken at another sample's cost."""
+
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
-_ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -94,73 +95,73 @@ class Allocator:
 
     # ---- for what is to be read -----------------------------------------------------------
 
-    def stock(self, size_class: int, group: int, count: int) -> Stock:
-        """Return the slots of a class that are at hand, as far as `count` may need them."""
-        free = self._arena.free_slots(size_class).held
-        if len(free) >= count:
-            return size_class, free, False, None
-        if self._arena.has_free_slabs:
-            return size_class, free, True, None
-        undecided = (
-            self.idle_changed
-            or self._idle_slabs
-            or self._idle_found
-            or self._idle_runs
-            or self._arena.open_count < self._arena.slab_count
-        )
-        at_hand = None if undecided else self._policy.at_hand(size_class, group)
-        return size_class, free, False, at_hand
-
     def allocate(
-        self, classes: Int64s, sizes: Int64s, group: int, latest: float | None
-    ) -> tuple[Int64s, NDArray[np.bool_]]:
-        """Return a LOADING slot for each size, or -1, and whether it came at another's cost.
+        self,
+        classes: list[tuple[int, Int64s | slice]],
+        sizes: Int64s,
+        group: int,
+        latest: float | None,
+    ) -> tuple[Int64s, list[Part], bool]:
+        """Return a slot for each size, or -1; the slots by size class; whether there is none of -1.
 
-        Slots are marked at once, so that making room for the next does not take them again. What
-        is read ahead takes no slab from another class.
+        Slots are marked LOADING, unless one class has all: the search for the next must not take
+        them again. A prefetch (`latest`) takes no slab from another class.
+
+        Args: classes: each size class with its rows of `sizes`.
         """
-        slots = np.full(len(sizes), -1, np.int64)
-        passing = np.zeros(len(sizes), np.bool_)
-        for size_class, rows in by_class(classes):
+        slots = np.full(len(sizes), -1, np.int64) if len(classes) > 1 else _NO_SLOTS
+        parts: list[Part] = []
+        complete = True
+        for size_class, rows in classes:
+            wanted = sizes[rows]
             if size_class == self._large:
-                for row in np.arange(len(sizes))[rows].tolist():
-                    slots[row], passing[row] = self._allocate_large(int(sizes[row]), latest)
-                    if slots[row] >= 0:
-                        self._state[slots[row]] = LOADING
-                continue
-            wanted = len(sizes[rows])
-            free = self._arena.take(size_class, wanted)
-            if len(free) < wanted:
-                free = _joined(free, self._from_idle(size_class, wanted - len(free)))
-            while len(free) < wanted and (self._idle_slabs or self._idle_found):
-                self._state[free] = LOADING
-                if not self._steal_idle():
-                    break
-                free = _joined(free, self._arena.take(size_class, wanted - len(free)))
-            fresh = len(free)
-            if len(free) < wanted:
-                missing = wanted - len(free)
-                victims, others = self._from_policy(size_class, missing, group, latest)
-                free = _joined(free, victims)
-                fresh += others
-            while len(free) < wanted and latest is None:
-                self._state[free] = LOADING
-                unwanted = self._steal(1)
-                if unwanted is None:
-                    break
-                stolen = self._arena.take(size_class, wanted - len(free))
-                assert len(stolen), "an emptied slab has room"
-                if unwanted and fresh == len(free):
-                    fresh += len(stolen)
-                free = _joined(free, stolen)
-            if len(free) == len(sizes):
-                passing[fresh:] = True
-                return free, passing
-            self._state[free] = LOADING
-            filled = np.arange(len(sizes))[rows][: len(free)]
-            slots[filled] = free
-            passing[filled[fresh:]] = True
-        return slots, passing
+                found, expendable = self._take_runs(wanted, latest)
+                parts += _parts(size_class, found, expendable)
+            else:
+                found, fresh = self._take(size_class, len(wanted), group, latest)
+                if fresh < len(found):
+                    parts.append((size_class, found[fresh:], True))
+                if fresh:
+                    parts.append((size_class, found[:fresh], False))
+            if len(classes) == 1 and len(found) == len(sizes):
+                return found, parts, int(np.minimum.reduce(found)) >= 0
+            self._state[found[found >= 0]] = LOADING
+            if len(classes) == 1:
+                slots = np.full(len(sizes), -1, np.int64)
+            slots[np.arange(len(sizes))[rows][: len(found)]] = found
+            complete &= len(found) == len(wanted) and bool((found >= 0).all())
+        return slots, parts, complete
+
+    def _take(
+        self, size_class: int, wanted: int, group: int, latest: float | None
+    ) -> tuple[Int64s, int]:
+        """Return up to `wanted` slots, and how many of them (they stand first) came at no cost of
+        the group's."""
+        found = self._arena.take(size_class, wanted)
+        if len(found) < wanted:
+            found = joined((found, self._from_idle(size_class, wanted - len(found))))
+        while len(found) < wanted and (self._idle_slabs or self._idle_found):
+            self._state[found] = LOADING
+            if not self._steal_idle():
+                break
+            found = joined((found, self._arena.take(size_class, wanted - len(found))))
+        fresh = len(found)
+        if len(found) < wanted:
+            missing = wanted - len(found)
+            victims, others = self._from_policy(size_class, missing, group, latest)
+            found = joined((found, victims))
+            fresh += others
+        while len(found) < wanted and latest is None:
+            self._state[found] = LOADING
+            unwanted = self._steal(1)
+            if unwanted is None:
+                break
+            stolen = self._arena.take(size_class, wanted - len(found))
+            assert len(stolen), "an emptied slab has slots"
+            if unwanted and fresh == len(found):
+                fresh += len(stolen)
+            found = joined((found, stolen))
+        return found, fresh
 
     def _from_policy(
         self, size_class: int, count: int, group: int, latest: float | None
@@ -169,16 +170,20 @@ class Allocator:
         self._evict(victims)
         return victims, others
 
-    def _allocate_large(self, size: int, latest: float | None) -> tuple[int, bool]:
-        slot = self._arena.take_run(size)
-        if slot is not None or latest is not None:
-            return -1 if slot is None else slot, False
-        unwanted = self._steal(-(-size // self._arena.slab_size))
-        if unwanted is None:
-            return -1, False
-        slot = self._arena.take_run(size)
-        assert slot is not None
-        return slot, not unwanted
+    def _take_runs(self, sizes: Int64s, latest: float | None) -> tuple[Int64s, NDArray[np.bool_]]:
+        """Return a large slot for each size, or -1, and whether it is expendable."""
+        slots, expendable = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.bool_)
+        for row, size in enumerate(sizes.tolist()):
+            slot = self._arena.take_run(size)
+            if slot is None and latest is None:
+                unwanted = self._steal(-(-size // self._arena.slab_size))
+                if unwanted is not None:
+                    slot, expendable[row] = self._arena.take_run(size), not unwanted
+                    assert slot is not None, "a run was emptied"
+            if slot is not None:
+                slots[row] = slot
+                self._state[slot] = LOADING
+        return slots, expendable
 
     # ---- what nobody has open -------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class Allocator:
         evicted = self._evict_idle(size_class, count)
         if len(evicted) < count and self._idle_runs:
             self._find_idle()
-            evicted = _joined(evicted, self._evict_idle(size_class, count - len(evicted)))
+            evicted = joined((evicted, self._evict_idle(size_class, count - len(evicted))))
         return evicted
 
     def _evict_idle(self, size_class: int, count: int) -> Int64s:
@@ -364,10 +369,7 @@ class Allocator:
         """Make the samples of resident slots unreadable and forget them. The slots stay taken."""
         if not len(slots):
             return
-        firsts, counts, offsets, sizes = self._slots.contents(slots)
-        self._retract(firsts, counts, offsets, sizes)
-        self._slots.vacate(slots)
-        self._shards.c.count(firsts, sizes, -1)
+        self._retract(*self._slots.vacate(slots))
         self._counters.wasted += self._policy.leave(slots)
         self._counters.evicted += len(slots)
 
@@ -402,14 +404,10 @@ class Allocator:
         return classes
 
 
-def _joined(some: Int64s, more: Int64s) -> Int64s:
-    if not len(more):
-        return some
-    return np.concatenate((some, more)) if len(some) else more
-
-
-def by_class(classes: Int64s) -> list[tuple[int, Int64s | slice]]:
-    """Return each size class with the rows that have it; mostly there is one."""
-    if np.count_nonzero(classes != classes[0]) == 0:
-        return [(int(classes[0]), _ALL)]
-    return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
+def _parts(size_class: int, slots: Int64s, expendable: NDArray[np.bool_]) -> list[Part]:
+    taken = slots >= 0
+    parts = [
+        (size_class, slots[taken & expendable], True),
+        (size_class, slots[taken & ~expendable], False),
+    ]
+    return [part for part in parts if len(part[1])]

@@ -13,6 +13,9 @@ number = slab × slots_per_slab + position in the slab.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +33,7 @@ LARGE = -2
 _FREE = -1
 _RETIRED = -3
 """Of slabs that are not handed out: beyond the size."""
+_ALL = slice(None)
 
 
 class FreeSlots:
@@ -61,8 +65,9 @@ class FreeSlots:
 
     def take(self, count: int) -> NDArray[np.int64]:
         """Take up to `count` slots off, the uppermost first."""
-        taken = self.held[::-1][:count].copy()
-        self.count -= len(taken)
+        start = max(self.count - count, 0)
+        taken = self.slots[start : self.count][::-1].copy()
+        self.count = start
         return taken
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
@@ -96,6 +101,7 @@ class Arena:
         """Bytes that slots can ever lie in."""
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT
         self.class_sizes = _class_sizes(self.slab_size)
+        self._class_sizes: list[int] = self.class_sizes.tolist()
         # Sized for the limit; what lies beyond the size is not touched and takes no memory.
         self.slab_class = np.empty(slabs, np.int32)
         self.slab_used = np.zeros(slabs, np.int64)
@@ -168,6 +174,19 @@ class Arena:
         """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
         return self.class_sizes.searchsorted(sizes)
 
+    def by_class(
+        self, sizes: NDArray[np.int64], smallest: int, largest: int
+    ) -> list[tuple[int, NDArray[np.int64] | slice]]:
+        """Return each size class of these sizes with the rows that have it; mostly there is one.
+
+        Args: smallest, largest: no size is outside of this.
+        """
+        low = bisect_left(self._class_sizes, smallest)
+        if low == bisect_left(self._class_sizes, largest):
+            return [(low, _ALL)]
+        classes = self.classes(sizes)
+        return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
+
     def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the byte offset of each slot in use."""
         offsets: NDArray[np.int64] = self._offset[slots]
@@ -184,7 +203,8 @@ class Arena:
 
     def take(self, size_class: int, count: int) -> NDArray[np.int64]:
         """Take up to `count` slots of a class that are free or can be cut from a free slab."""
-        self.cut_slabs(size_class, count)
+        if self._free_slabs:
+            self._cut_slabs(size_class, count)
         taken = self._free_slots[size_class].take(count)
         if len(taken):
             slabs = taken // self.slots_per_slab
@@ -195,18 +215,7 @@ class Arena:
             self.used_size += len(taken) * int(self.class_sizes[size_class])
         return taken
 
-    def free_slots(self, size_class: int) -> FreeSlots:
-        """Return the free slots of a class."""
-        return self._free_slots[size_class]
-
-    @property
-    def has_free_slabs(self) -> bool:
-        """Whether there are slabs that belong to no class."""
-        return bool(self._free_slabs)
-
-    def cut_slabs(self, size_class: int, count: int) -> None:
-        """Make `count` slots of a class free, if free slabs suffice. One of them is to be taken: a
-        slab goes back with the last slot in use."""
+    def _cut_slabs(self, size_class: int, count: int) -> None:
         free = self._free_slots[size_class]
         while len(free) < count and self._free_slabs:
             slab = self._free_slabs.pop()
@@ -218,11 +227,6 @@ class Arena:
             begin = slab * self.slab_size
             self._offset[first : first + per_slab] = range(begin, begin + per_slab * size, size)
             free.add(np.arange(first + per_slab - 1, first - 1, -1))
-
-    def taken(self, size_class: int, count: int) -> None:
-        """The uppermost `count` free slots of a class were taken, and counted in `slab_used`."""
-        self._free_slots[size_class].count -= count
-        self.used_size += count * int(self.class_sizes[size_class])
 
     def take_run(self, size: int) -> int | None:
         """Take a run of free slabs for one large slot of `size` bytes; None when there is none."""
@@ -287,6 +291,14 @@ class Arena:
         inside = self.slab_class[: self.slab_count] == LARGE
         heads[inside & (self._run_length[: self.slab_count] == 0)] = 0
         return np.maximum.accumulate(heads)
+
+
+def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return arrays of slots one behind the other; a sole one is not copied."""
+    filled = [part for part in parts if len(part)]
+    if len(filled) == 1:
+        return filled[0]
+    return np.concatenate(filled) if filled else np.zeros(0, np.int64)
 
 
 def first_run(free: NDArray[np.bool_], need: int) -> int | None:

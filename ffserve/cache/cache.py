@@ -22,13 +22,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.allocator import Allocator, CacheCounters, Retract, by_class
+from ffserve.cache.allocator import Allocator, CacheCounters, Part, Retract
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
-from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Blocks, Directory, ShardTable
-from ffserve.engine.plan import MOST_CLASSES, Planner
-from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
+from ffserve.cache.tables import Blocks, Directory, ShardTable
+from ffserve.engine.plan import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import STATUS_TOO_LARGE, FFServeError
 
 Int64s: TypeAlias = NDArray[np.int64]
@@ -94,7 +93,7 @@ class Load:
     slots: Int64s
     offsets: Int64s
     sizes: Int64s
-    parts: list[tuple[int, Int64s, bool]]
+    parts: list[Part]
     size: int
     reads: int
     fetches: list[Fetch] = field(default_factory=list)
@@ -137,52 +136,40 @@ class Cache:
             self._count,
             self._load_of,
             *arena.tables(),
+            shards.c,
         )
         self.allocator = Allocator(arena, shards, self._slots, self.policy, retract, self.counters)
-        self.plans_at_once = True
-        """Whether plain misses are planned at once; for tests."""
-        self._planner = Planner(
-            self._slots,
-            shards.c,
-            self.policy.buckets.residents,
-            arena.class_sizes,
-            arena.slab_used,
-            LARGEST_SHARED_BLOCK,
-        )
-        self._usual_classes: dict[int, tuple[int, ...]] = {}
-        """By group: the size classes of what was planned at once of late."""
         self._loading: dict[int, Load] = {}
         self._next_load = 1
 
     # ---- asking ---------------------------------------------------------------------------
 
     def advance(self, fetch: Fetch, count: int, size: int) -> Load | None:
-        """Deal with the next samples of a fetch: at most `count`, and about `size` bytes.
+        """Plan the next samples of a fetch: at most `count`, and about `size` bytes.
 
-        Pins what it touches, moves `fetch.cursor`. No progress means that the arena is full of
-        pinned slots: ask again after a release.
+        Pins the slots of these samples and moves `fetch.cursor`. If the cursor stays, the arena is
+        full of pinned slots: try again after a release.
+
+        Returns: what must be read for them, or None.
         """
         part = fetch.numbers[fetch.cursor : fetch.cursor + count]
         if not len(part):
             return None
-        if self.plans_at_once and fetch.latest is None and not self.shards.has_chunks:
-            plain = self._advance_at_once(fetch, part, size)
-            if plain is not None:
-                return plain
         handled, absent, touched, positions = self._slots.split(part, size)
         load = None
         held, loading = self._slots.pin(touched) if len(touched) else (0, touched)
         if len(absent):
-            # What the request finds in memory must not be evicted for what it does not.
+            # Pinned before: samples of the request must not evict each other.
             part = part[:handled]
             load, cut = self._admit(fetch, part, absent, size)
             kept = int(positions.searchsorted(cut)) if len(touched) else 0
             if kept < len(touched):
                 self.release([touched[kept:]])
                 touched = touched[:kept]
-                held, loading = self._again(touched)
+                held = int(self.arena.sizes(touched).sum())
+                loading = touched[self.state[touched] == LOADING]
             if cut == 0 and handled > 1:
-                # What was there of the part may itself have been in the way.
+                # The pins of the part's other samples may have been in the way.
                 load, cut = self._admit(fetch, part[:1], absent[:1], size)
             handled = cut
         if len(touched):
@@ -199,66 +186,6 @@ class Cache:
             self.counters.resident += handled - int(absent.searchsorted(handled))
         return load
 
-    def _advance_at_once(self, fetch: Fetch, part: Int64s, size: int) -> Load | None:
-        """Do what `advance` does where that is plain; None: it is not, nothing was done."""
-        group = self.uses.group_of(int(part[0]))
-        usual = self._usual_classes.get(group, ())
-        for _ in range(3):
-            stocks = [self.allocator.stock(size_class, group, len(part)) for size_class in usual]
-            if stocks and not any(len(stock[1]) or stock[2] or stock[3] for stock in stocks):
-                return None
-            plan = self._planner.choose(part, size, group, stocks)
-            if plan.found or not plan.wanted:
-                break
-            wanted = dict(plan.wanted)
-            if wanted.keys() <= set(usual):
-                for size_class, count in wanted.items():
-                    self.arena.cut_slabs(size_class, count)
-            else:
-                every = {*usual, *wanted}
-                usual = tuple(sorted(every if len(every) <= MOST_CLASSES else wanted))
-                self._usual_classes[group] = usual
-        if not plan.found:
-            return None
-        c, slots = plan.c, plan.slots
-        if c.gone:
-            self._retract(*plan.contents)
-            self.counters.evicted += c.gone
-        parts: list[tuple[int, Int64s, bool]] = []
-        for size_class, fresh, gone, looked in plan.parts():
-            if len(gone):
-                at_hand = next(stock[3] for stock in stocks if stock[0] == size_class)
-                assert at_hand is not None
-                self.policy.took(size_class, group, at_hand[1], looked, newest=at_hand[2])
-                parts.append((size_class, gone, True))
-            if len(fresh):
-                self.arena.taken(size_class, len(fresh))
-                parts.append((size_class, fresh, False))
-        number = self._number()
-        offsets, sizes = plan.take(group, number)
-        self.policy.replaced(group, c.held, c.freed)
-        self.counters.wasted += c.wasted
-        self.counters.blocks_read += len(slots)
-        self.counters.asked += c.handled
-        load = Load(
-            number, Blocks(plan.table), slots, offsets, sizes, parts, c.size, len(slots), [fetch]
-        )
-        self._loading[number] = load
-        fetch.pins.append(slots)
-        fetch.pinned_size += c.held
-        fetch.waiting += 1
-        fetch.cursor += c.handled
-        return load
-
-    def _number(self) -> int:
-        number = self._next_load
-        self._next_load = number % MOST_LOADS + 1
-        return number
-
-    def _again(self, pinned: Int64s) -> tuple[int, Int64s]:
-        size = int(self.arena.sizes(pinned).sum())
-        return size, pinned[self.state[pinned] == LOADING]
-
     def _join(self, fetch: Fetch, loading: Int64s) -> None:
         for number in np.unique(self._load_of[loading]).tolist():
             self._loading[number].fetches.append(fetch)
@@ -268,52 +195,62 @@ class Cache:
     def _admit(
         self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
     ) -> tuple[Load | None, int]:
-        """Find room for what is absent; return the load and how much of the part is dealt with."""
-        # In order of first use, so that a cut leaves a prefix that is whole.
+        """Allocate slots for absent samples; return the load, and how many samples of the part are
+        dealt with."""
         numbers = part if len(absent) == len(part) else part[absent]
-        table, where, left_out = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
-        blocks, cut = Blocks(table), len(part) if left_out < 0 else left_out
-        if not len(where):
-            return None, cut
-        if int(np.maximum.reduce(blocks.sizes)) > self.arena.size:
-            fits = blocks.sizes <= self.arena.size
-            for column in np.flatnonzero(~fits).tolist():
-                told = int(blocks.sizes[column])
-                told = told if self.shards.chunked[blocks.shards[column]] else 0
-                first, failure = blocks.firsts[column], Failure(STATUS_TOO_LARGE, size=told)
-                inside = part[(part >= first) & (part < first + blocks.counts[column])]
-                fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
-            blocks, where = blocks.take(fits), where[fits]
-            if not len(where):
-                return None, cut
-        classes = self.arena.classes(blocks.sizes)
-        group = self.uses.group_of(int(blocks.firsts[0]))
-        slots, passing = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
-        if np.minimum.reduce(slots) < 0:
-            cut = int(where[int(np.argmax(slots < 0))])
-            surplus = slots[(where >= cut) & (slots >= 0)]
+        # Blocks are in order of first use, so that what fits is a prefix of the part.
+        cut = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
+        blocks, wanted_by = Blocks(cut.blocks), cut.positions
+        end = len(part) if cut.end < 0 else cut.end
+        if cut.largest > self.arena.size:
+            fits = self._refuse_too_large(fetch, part, blocks)
+            blocks, wanted_by = blocks.take(fits), wanted_by[fits]
+        if not len(wanted_by):
+            return None, end
+        classes = self.arena.by_class(blocks.sizes, cut.smallest, cut.largest)
+        group = self.uses.group_of(int(numbers[0]))
+        slots, parts, complete = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
+        if not complete:
+            end = int(wanted_by[int(np.argmax(slots < 0))])
+            surplus = slots[(wanted_by >= end) & (slots >= 0)]
             self.state[surplus] = FREE
             self.arena.free(surplus)
-            rest = where < cut
-            blocks, slots, passing = blocks.take(rest), slots[rest], passing[rest]
-            classes = classes[rest]
+            fits = wanted_by < end
+            blocks, slots = blocks.take(fits), slots[fits]
+            parts = [(c, kept, e) for c, s, e in parts if len(kept := s[self.state[s] == LOADING])]
             if not len(slots):
-                return None, cut
-        number = self._number()
+                return None, end
+        return self._start(fetch, blocks, slots, parts, group), end
+
+    def _refuse_too_large(self, fetch: Fetch, part: Int64s, blocks: Blocks) -> NDArray[np.bool_]:
+        """Fail the samples of blocks that exceed the whole arena; return which blocks do not."""
+        fits = blocks.sizes <= self.arena.size
+        for column in np.flatnonzero(~fits).tolist():
+            chunked = self.shards.chunked[blocks.shards[column]]
+            size = int(blocks.sizes[column]) if chunked else 0
+            first = blocks.firsts[column]
+            inside = part[(part >= first) & (part < first + blocks.counts[column])]
+            failure = Failure(STATUS_TOO_LARGE, size=size)
+            fetch.failures.update(dict.fromkeys(inside.tolist(), failure))
+        return fits
+
+    def _start(
+        self, fetch: Fetch, blocks: Blocks, slots: Int64s, parts: list[Part], group: int
+    ) -> Load:
+        number = self._next_load
+        self._next_load = number % MOST_LOADS + 1
         held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group, held)
-        self.shards.c.count(blocks.firsts, sizes, 1)
         if fetch.latest is not None:
             self.policy.prefetched(slots)
             self.counters.prefetched += len(slots)
         fetch.pins.append(slots)
         fetch.pinned_size += held
-        parts = _parts(slots, classes, passing)
+        self.counters.blocks_read += len(slots)
         size = int(np.add.reduce(blocks.sizes))
         load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots))
         self._loading[number] = load
-        self.counters.blocks_read += len(slots)
-        return load, cut
+        return load
 
     # ---- what came of it ------------------------------------------------------------------
 
@@ -367,8 +304,7 @@ class Cache:
     def _free_failed(self, slot: int) -> None:
         if self.pins[slot] == 0:
             freed = np.array([slot], np.int64)
-            self.state[slot] = FREE
-            self.shards.c.count(self._first[freed], self.arena.sizes(freed), -1)
+            self._slots.vacate(freed)
             self.policy.leave(freed)
             self.arena.free(freed)
 
@@ -403,18 +339,3 @@ class Cache:
             return False  # Where its samples are evicted, what failed is still pinned.
         self.uses.drop(base)
         return True
-
-
-def _parts(
-    slots: Int64s, classes: Int64s, passing: NDArray[np.bool_]
-) -> list[tuple[int, Int64s, bool]]:
-    """Return slots by size class and whether they came at another's cost, these first."""
-    parts = []
-    for size_class, rows in by_class(classes):
-        chosen, at_a_cost = slots[rows], passing[rows]
-        count = np.count_nonzero(at_a_cost)
-        if count:
-            parts.append((size_class, chosen[at_a_cost] if count < len(chosen) else chosen, True))
-        if count < len(chosen):
-            parts.append((size_class, chosen[~at_a_cost] if count else chosen, False))
-    return parts

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.orders import PARTS, Order
-from ffserve.engine.slots import mark
+from ffserve.engine.plan import mark
 
 MOST_EPOCHS = 4
 """Epochs that one progress may have announced at a time."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving, Order
-from ffserve.engine.orders import Future, Silent
+from ffserve.engine.plan import Future, SilentJobs
 from ffserve.errors import UsageError
 
 SMALLEST_LIMIT = 1 << 30
@@ -34,7 +34,7 @@ class Group:
     def __init__(self, number: int) -> None:
         self.number = number
         self.jobs: list[JobProgress] = []
-        self._silent: Silent | None = None
+        self._silent: SilentJobs | None = None
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
     def active(self, now: float) -> list[JobProgress]:
@@ -66,13 +66,13 @@ class Group:
         ]
         return Future(announced, self._expected(now), now)
 
-    def _expected(self, now: float) -> Silent | None:
+    def _expected(self, now: float) -> SilentJobs | None:
         """Return what silent jobs want; of many, what was true a moment ago."""
         many = len(self.jobs) > FEW_JOBS
         if many and self._known_at <= now < self._known_until and len(self.jobs) == self._known:
             return self._silent
         jobs = [progress for progress in self.jobs if not progress.orders and progress.active(now)]
-        self._silent = Silent([progress.expected(now) for progress in jobs]) if jobs else None
+        self._silent = SilentJobs([progress.expected(now) for progress in jobs]) if jobs else None
         self._known, self._known_at = len(self.jobs), now
         if many:
             left_s = min((progress.left_s(now) for progress in jobs), default=1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.orders import Table
+from ffserve.engine.plan import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
 
 PARTS = 250
@@ -53,7 +53,7 @@ class Order:
         self.count = count
         self.low = low
         self.table = table
-        self.c = Table(table, low)
+        self.c = OrderParts(table, low)
         self.following = following
         self._pieces = pieces
         self._position = 0

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import Arena
+from ffserve.cache.arena import Arena, joined
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import (
     BUCKETS_PER_EPOCH,
@@ -39,8 +39,7 @@ from ffserve.cache.next_use_buckets import (
     NextUseBuckets,
     Usable,
 )
-from ffserve.engine.plan import AtHand
-from ffserve.engine.residents import MIXED
+from ffserve.engine.plan import MIXED
 
 MOST_LOOKED_AT = 65_536
 """Residents that one search looks at before it takes what it has."""
@@ -77,10 +76,6 @@ class Policy:
         """Slots that are being filled for a group, and their bytes."""
         self.buckets.group[slots] = group
         self.used[group] = self.used.get(group, 0) + size
-
-    def replaced(self, group: int, held: int, freed: int) -> None:
-        """A group has so many bytes of slots more, and so many less."""
-        self.used[group] = self.used.get(group, 0) + held - freed
 
     def prefetched(self, slots: Int64s) -> None:
         """Slots that are being filled though nobody asked for them."""
@@ -140,23 +135,23 @@ class Policy:
 
     def has_idle(self, size_class: int) -> bool:
         """Whether there may be slots that nobody wants."""
-        return any(
-            IDLE in bucket_set.buckets for bucket_set in self.buckets.of_class[size_class].values()
-        )
+        for bucket_set in self.buckets.of_class[size_class].values():
+            if IDLE in bucket_set.buckets:
+                return True
+        return False
 
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
         """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
-        found, missing = [_NO_SLOTS], count
-        bucket_sets = self.buckets.of_class[size_class].values()
-        there = [bucket_set for bucket_set in bucket_sets if IDLE in bucket_set.buckets]
-        for bucket_set in there:
+        found: list[Int64s] = []
+        missing = count
+        for bucket_set in self.buckets.of_class[size_class].values():
             while IDLE in bucket_set.buckets and missing:
                 slots = self.buckets.pop(bucket_set, IDLE, missing)
                 good = usable(slots)
                 found.append(slots[good])
                 missing -= len(found[-1])
                 self.buckets.put(slots[~good], size_class, UNSURE)
-        return np.concatenate(found) if there else _NO_SLOTS
+        return joined(found)
 
     def victims(
         self, size_class: int, count: int, usable: Usable, taker: int, latest: float | None
@@ -184,28 +179,6 @@ class Policy:
             if not missing:
                 break
         return np.concatenate((*found, own)), others
-
-    def at_hand(self, size_class: int, taker: int) -> AtHand | None:
-        """Return where `victims` would take from, where that needs no choice; see `took`."""
-        bucket_set = self.buckets.of_class[size_class].get(taker)
-        if bucket_set is None or len(self.buckets.of_class[size_class]) > 1 or self._uses.merged:
-            return None
-        buckets = bucket_set.buckets
-        if not buckets or IDLE in buckets:
-            return None
-        if READY in buckets:
-            return buckets[READY].held, READY, True
-        group = self._uses.groups.get(taker)
-        if group is not None and not group.static(self._uses.now):
-            return None
-        key = EXPENDABLE if EXPENDABLE in buckets else max(buckets)
-        return buckets[key].held, key, key != EXPENDABLE
-
-    def took(self, size_class: int, taker: int, key: int, count: int, *, newest: bool) -> None:
-        """So many entries of a bucket `at_hand` were examined; those still valid are evicted."""
-        self.buckets.of_class[size_class][taker].pop(key, count, newest=newest)
-        if key != READY:
-            self._static[taker] = True
 
     def _merge(self) -> None:
         while self._uses.merged:
@@ -275,9 +248,11 @@ class Policy:
         bucket_set = self.buckets.of_class[size_class].get(number)
         if bucket_set is None or not bucket_set.entries:
             return _NO_SLOTS
-        ready = self._take_ready(bucket_set, count, usable, latest)
-        if len(ready) == count:
-            return ready
+        ready = _NO_SLOTS
+        if READY in bucket_set.buckets:
+            ready = self._take_ready(bucket_set, count, usable, latest)
+            if len(ready) == count:
+                return ready
         group = self._uses.groups.get(number)
         static = self._static[number] = group is None or group.static(self._uses.now)
         if static:
@@ -285,7 +260,7 @@ class Policy:
         else:
             assert group is not None
             rest = self._search.take(group, bucket_set, count - len(ready), usable, latest)
-        return np.concatenate((ready, rest))
+        return joined((ready, rest))
 
     def _take_ready(
         self, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None
@@ -303,25 +278,26 @@ class Policy:
                 slots = slots[good]
             found.append(slots)
             missing -= len(slots)
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else _NO_SLOTS
+        return joined(found)
 
     def _take_static(self, bucket_set: BucketSet, count: int, usable: Usable) -> Int64s:
         """What passes, oldest first; then what is kept, newest first."""
-        found, spared, missing, looked = [_NO_SLOTS], [], count, 0
+        found: list[Int64s] = []
+        spared: list[tuple[int, Int64s]] = []
+        missing, looked = count, 0
         while bucket_set.buckets and missing and looked < MOST_LOOKED_AT:
             key = EXPENDABLE if EXPENDABLE in bucket_set.buckets else max(bucket_set.buckets)
             slots = self.buckets.pop(bucket_set, key, missing, newest=key != EXPENDABLE)
             looked += len(slots)
             good = usable(slots)
-            found.append(slots[good])
-            missing -= len(found[-1])
-            if not good.all():
+            if np.count_nonzero(good) < len(slots):
                 spared.append((key, slots[~good]))
+                slots = slots[good]
+            found.append(slots)
+            missing -= len(slots)
         for key, slots in reversed(spared):
             self.buckets.put(slots, bucket_set.size_class, key)
-        return np.concatenate(found)
+        return joined(found)
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:
         """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import codec
-from ffserve.engine.blocks import Shards
 from ffserve.engine.core import ffi, lib
+from ffserve.engine.plan import Shards
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import ReadError, UsageError
 
@@ -140,7 +140,7 @@ class Batch:
         """Return a batch that reads blocks into slots; one C call fills it.
 
         Args:
-            shards, blocks: see `ffserve.engine.blocks`; n blocks, with a record per sample.
+            shards, blocks: see `ffserve.engine.plan`; n blocks, with a record per sample.
             places, rooms: int64[n], offset in the arena and size of each slot.
             merge: most, gap and size of `merge_reads`. Blocks that are merged are read through a
                 buffer.

@@ -1,243 +1,396 @@
-/* The plain case of a miss, planned by one call: none of the samples is there or on its way, all of
- * their blocks take slots of a few sizes, and free slots or victims at hand suffice. What is not plain
- * is found before anything is changed, and planned step by step elsewhere (ffserve/cache/cache.py),
- * which comes to the same: tests hold the two against each other.
+/* Planning of reads: from samples to blocks (what is read, verified and evicted together), from blocks
+ * to the batch that reads them, and the cache's tables of slots. The decisions are made in
+ * ffserve/cache; see tables.py there for what a block is.
  *
- * Between choosing and taking nothing may look at the tables; the caller makes the victims unreadable
- * meanwhile.
+ * Numbers of samples and slots are checked against the tables before anything is written. A mark
+ * that one call leaves in a table (SEEN in a state, MARK in slot_of) is gone when it returns.
  */
 #include <stdbool.h>
-#include <string.h>
+#include <stdlib.h>
 
 #include "plan.h"
 
+#define SEEN 0x80
+#define MARK -1
+#define FEW 256 /* blocks: a turn of the scheduler */
+
+/* Rows of a table of blocks. */
 enum { FIRST, COUNT, BEGIN, END, SIZE, SHARD };
 
-static int64_t class_of_size(const ffs_planner *p, int64_t size)
+/* ---- blocks ------------------------------------------------------------------------------ */
+
+/* Return the last shard that begins at or before a sample, -1 for none; neighbours mostly share one. */
+static int64_t shard_of(const ffs_shards *s, int64_t number, int64_t hint)
 {
-    int64_t low = 0, high = p->class_count;
+    if (hint >= 0 && number >= s->bases[hint] &&
+        (hint + 1 == s->shard_count || number < s->bases[hint + 1]))
+        return hint;
+    int64_t low = 0, high = s->shard_count;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (p->class_sizes[middle] < size)
+        if (s->bases[middle] <= number)
             low = middle + 1;
         else
             high = middle;
     }
-    return low;
+    return low - 1;
 }
 
-/* Say how many slots of which size classes the blocks take, and of each block in row[] which of these
- * it has; false: they are too many, or one is for larger ones. */
-static bool sort_by_class(const ffs_planner *p, const int64_t *sizes, int64_t n, int64_t *row,
-                          ffs_plan *plan)
+static bool is_alone(const ffs_shards *s, int64_t first)
 {
-    int64_t last = -1, count = 0;
+    int64_t low = 0, high = s->singly_count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (s->singly[middle] < first)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < s->singly_count && s->singly[low] == first;
+}
+
+static int64_t length_of(const ffs_shards *s, int64_t number)
+{
+    const ffs_entry *entry = &s->entries[number];
+    return (int64_t)((uint64_t)entry->length_low | entry->place >> 48 << 32);
+}
+
+/* Wraps around: the file's tables are not trusted, and add_records checks the result. */
+static int64_t end_of(const ffs_shards *s, int64_t number)
+{
+    return (int64_t)(s->offsets[number] + (uint64_t)length_of(s, number));
+}
+
+static int64_t widened(int64_t begin, int64_t end, int64_t alignment)
+{
+    uint64_t mask = (uint64_t)alignment - 1;
+    return (int64_t)((((uint64_t)end + mask) & ~mask) - ((uint64_t)begin & ~mask));
+}
+
+int ffs_blocks(const ffs_shards *s, const int64_t *numbers, int64_t n, int64_t largest,
+               int64_t *blocks)
+{
+    int64_t shard = -1;
     for (int64_t k = 0; k < n; k++) {
-        if (last < 0 || sizes[k] > p->class_sizes[last] ||
-            (last && sizes[k] <= p->class_sizes[last - 1]))
-            last = class_of_size(p, sizes[k]);
-        if (last == p->class_count)
-            return false;
-        row[k] = last;
-        int64_t at = count;
-        while (at && plan->classes[at - 1] > last)
-            at--;
-        if (at && plan->classes[at - 1] == last) {
-            plan->wanted[at - 1]++;
-            continue;
+        int64_t number = numbers[k];
+        shard = shard_of(s, number, shard);
+        if (shard < 0 || number - s->bases[shard] >= s->counts[shard] || number >= s->sample_count)
+            return FFS_ERANGE;
+        int64_t base = s->bases[shard], shift = s->shifts[shard];
+        int64_t first = base + ((number - base) >> shift << shift);
+        int64_t stop = first + ((int64_t)1 << shift);
+        if (stop > base + s->counts[shard])
+            stop = base + s->counts[shard];
+        if (shift && s->singly_count && is_alone(s, first)) {
+            first = number;
+            stop = number + 1;
         }
-        if (count == FFS_PLAN_CLASSES)
-            return false;
-        for (int64_t i = count++; i > at; i--) {
-            plan->classes[i] = plan->classes[i - 1];
-            plan->wanted[i] = plan->wanted[i - 1];
+        int64_t begin = (int64_t)s->offsets[first], end = end_of(s, stop - 1);
+        if (stop - first > 1 && (uint64_t)end - (uint64_t)begin > (uint64_t)largest) {
+            first = number;
+            stop = number + 1;
+            begin = (int64_t)s->offsets[first];
+            end = end_of(s, number);
         }
-        plan->classes[at] = last;
-        plan->wanted[at] = 1;
+        blocks[FIRST * n + k] = first;
+        blocks[COUNT * n + k] = stop - first;
+        blocks[BEGIN * n + k] = begin;
+        blocks[END * n + k] = end;
+        blocks[SIZE * n + k] = widened(begin, end, s->alignments[shard]);
+        blocks[SHARD * n + k] = shard;
     }
-    plan->class_count = count;
-    for (int64_t k = 0; k < n; k++)
-        for (int64_t i = 0; i < count; i++)
-            if (row[k] == plan->classes[i]) {
-                row[k] = i;
-                break;
-            }
-    return true;
-}
-
-static bool all_absent(const ffs_slots *s, const int64_t *numbers, int64_t n)
-{
-    for (int64_t k = 0; k < n; k++)
-        if ((uint64_t)numbers[k] >= (uint64_t)s->sample_count || s->slot_of[numbers[k]])
-            return false;
-    return true;
-}
-
-static bool in_no_slot(const ffs_slots *s, const int64_t *blocks, int64_t n)
-{
-    for (int64_t k = 0; k < n; k++) {
-        int64_t first = blocks[FIRST * n + k], count = blocks[COUNT * n + k];
-        if (first < 0 || count < 1 || count > INT32_MAX || count > s->sample_count - first)
-            return false;
-        for (int64_t i = first; i < first + count; i++)
-            if (s->slot_of[i])
-                return false;
-    }
-    return true;
-}
-
-static bool usable(const ffs_slots *s, int64_t slot, uint8_t state)
-{
-    return (uint64_t)slot < (uint64_t)s->slot_count && s->states[slot] == state && !s->pins[slot];
-}
-
-/* As many victims as are wanted, in the order in which they are popped off their stack a few at a time
- * and looked at, which is that of Policy. Returns how many entries that took; 0: they do not suffice,
- * or one of them cannot go just now. */
-static int64_t choose_victims(const ffs_planner *p, const ffs_stock *stock, int64_t wanted,
-                              int64_t *slots)
-{
-    const ffs_residents *r = p->residents;
-    int64_t looked = 0, found = 0;
-    while (found < wanted && looked < stock->victim_count) {
-        int64_t left = stock->victim_count - looked, count = wanted - found;
-        count = count < left ? count : left;
-        const int32_t *items = stock->victims + (stock->newest ? left - count : looked);
-        looked += count;
-        for (int64_t k = 0; k < count; k++) {
-            int64_t slot = items[k];
-            if ((uint64_t)slot >= (uint64_t)r->slot_count)
-                goto none;
-            int64_t size_class = r->classes[slot >> r->slab_shift];
-            if (r->keys[slot] != stock->key || r->groups[slot] != stock->group ||
-                size_class != stock->size_class)
-                continue;
-            if (!usable(p->slots, slot, FFS_SLOT_RESIDENT))
-                goto none;
-            r->keys[slot] = FFS_NO_KEY; /* so that it is not found a second time */
-            slots[found++] = slot;
-        }
-    }
-    if (found == wanted)
-        return looked;
-none:
-    while (found)
-        r->keys[slots[--found]] = stock->key;
     return 0;
 }
 
-/* The stocks of the plan's size classes; false: one is missing, or could be larger. */
-static bool find_stocks(const ffs_stock *stocks, int64_t stock_count, const ffs_plan *plan,
-                        const ffs_stock **of)
+static int64_t minus(int64_t a, int64_t b)
 {
-    for (int64_t i = 0; i < plan->class_count; i++) {
-        of[i] = NULL;
-        for (int64_t k = 0; k < stock_count; k++)
-            if (stocks[k].size_class == plan->classes[i])
-                of[i] = &stocks[k];
-        if (!of[i] || (plan->wanted[i] > of[i]->free_count && of[i]->more_free))
-            return false;
-    }
-    return true;
+    return (int64_t)((uint64_t)a - (uint64_t)b);
 }
 
-static bool choose_slots(const ffs_planner *p, const ffs_stock **of, int64_t *taken, ffs_plan *plan)
+int64_t ffs_merge(const int64_t *begins, const int64_t *ends, const int64_t *files, int64_t n,
+                  int64_t most, int64_t gap, int64_t size, int64_t *firsts)
 {
-    int64_t *at = taken;
-    for (int64_t i = 0; i < plan->class_count; i++) {
-        const ffs_stock *stock = of[i];
-        int64_t fresh = plan->wanted[i] < stock->free_count ? plan->wanted[i] : stock->free_count;
-        plan->fresh[i] = fresh;
-        for (int64_t k = 0; k < fresh; k++, at++) {
-            *at = stock->free_slots[stock->free_count - 1 - k];
-            if (!usable(p->slots, *at, FFS_SLOT_FREE))
-                return false;
-        }
-    }
-    plan->gone = plan->count - (at - taken);
-    for (int64_t i = 0; i < plan->class_count; i++) {
-        int64_t wanted = plan->wanted[i] - plan->fresh[i];
-        plan->looked[i] = wanted ? choose_victims(p, of[i], wanted, at) : 0;
-        if (wanted && !plan->looked[i]) {
-            while (i--)
-                for (wanted = plan->wanted[i] - plan->fresh[i]; wanted; wanted--)
-                    p->residents->keys[*--at] = of[i]->key;
-            return false;
-        }
-        at += wanted;
-    }
-    return true;
-}
-
-int64_t ffs_plan_choose(const ffs_planner *p, const int64_t *numbers, int64_t n, int64_t most,
-                        const ffs_stock *stocks, int64_t stock_count, int64_t *blocks,
-                        int64_t *slots, int64_t *taken, int64_t *contents, ffs_plan *plan)
-{
-    int64_t cut;
-    plan->count = 0;
-    if (n < 1 || !all_absent(p->slots, numbers, n) ||
-        ffs_blocks(p->shards, numbers, n, p->largest, blocks))
-        return 0;
-    for (int64_t k = 0; k < n; k++)
-        slots[k] = k;
-    int64_t kept = ffs_slots_cut(p->slots, blocks, slots, n, most, &cut);
-    if (kept < 1)
-        return 0;
-    for (int row = 1; kept < n && row < FFS_BLOCK_ROWS; row++)
-        memmove(blocks + row * kept, blocks + row * n, (size_t)kept * sizeof *blocks);
-    if (!in_no_slot(p->slots, blocks, kept) ||
-        !sort_by_class(p, blocks + SIZE * kept, kept, slots, plan))
-        return 0;
-    plan->handled = cut < 0 ? n : cut;
-    plan->count = kept;
-    const ffs_stock *of[FFS_PLAN_CLASSES];
-    if (!find_stocks(stocks, stock_count, plan, of))
-        return 0;
-    if (!choose_slots(p, of, taken, plan)) {
-        plan->count = 0;
-        return 0;
-    }
-    /* Which slot comes next, of the free ones and of the victims of each class. */
-    int64_t fresh[FFS_PLAN_CLASSES], gone[FFS_PLAN_CLASSES], left[FFS_PLAN_CLASSES];
-    for (int64_t i = 0, a = 0, b = kept - plan->gone; i < plan->class_count; i++) {
-        fresh[i] = a;
-        gone[i] = b;
-        left[i] = plan->fresh[i];
-        a += plan->fresh[i];
-        b += plan->wanted[i] - plan->fresh[i];
-    }
-    for (int64_t k = 0; k < kept; k++) {
-        int64_t i = slots[k];
-        slots[k] = taken[left[i] ? fresh[i]++ : gone[i]++];
-        left[i] -= left[i] > 0;
-    }
-    ffs_slots_contents(p->slots, taken + kept - plan->gone, plan->gone, contents);
-    return kept;
-}
-
-int ffs_plan_take(const ffs_planner *p, int64_t group, int32_t load, const int64_t *blocks,
-                  const int64_t *slots, const int64_t *taken, const int64_t *contents,
-                  int64_t *places, int64_t *rooms, ffs_plan *plan)
-{
-    const ffs_residents *r = p->residents;
-    int64_t n = plan->count, gone = plan->gone, found[3] = {0, 0, 0};
-    const int64_t *victims = taken + n - gone;
-    if (gone &&
-        (ffs_slots_vacate(p->slots, victims, gone) ||
-         ffs_shards_count(p->shards, contents, contents + 3 * gone, gone, -1) ||
-         ffs_residents_leave(r, victims, gone, found)))
-        return FFS_ERANGE;
-    plan->freed = found[1];
-    plan->wasted = found[2];
-    plan->held = ffs_slots_enter(p->slots, blocks, slots, n, load, places, rooms);
-    if (plan->held < 0 || ffs_shards_count(p->shards, blocks + FIRST * n, rooms, n, 1))
-        return FFS_ERANGE;
-    plan->size = 0;
+    int64_t reads = 0, start = 0, piece = 0;
     for (int64_t k = 0; k < n; k++) {
-        r->groups[slots[k]] = (int32_t)group;
-        plan->size += blocks[SIZE * n + k];
+        /* As unsigned numbers, extents that overlap are far apart. */
+        bool joined = k && (uint64_t)begins[k] - (uint64_t)ends[k - 1] <= (uint64_t)gap &&
+                      files[k] == files[k - 1] && minus(ends[k], begins[k]) <= most &&
+                      minus(ends[k - 1], begins[k - 1]) <= most;
+        if (!joined)
+            start = begins[k];
+        int64_t at = minus(begins[k], start) / size;
+        if (!joined || at != piece)
+            firsts[reads++] = k;
+        piece = at;
     }
-    for (int64_t k = 0; k < n - gone; k++)
-        p->slab_used[taken[k] >> r->slab_shift]++;
+    return reads;
+}
+
+/* The records of one block; false: one exceeds it. */
+static bool add_records(const ffs_shards *s, const int64_t *blocks, int64_t n, int64_t k,
+                        uint8_t *slot, ffs_record *records)
+{
+    uint64_t begin = (uint64_t)blocks[BEGIN * n + k], end = (uint64_t)blocks[END * n + k];
+    for (int64_t i = 0; i < blocks[COUNT * n + k]; i++) {
+        int64_t number = blocks[FIRST * n + k] + i;
+        ffs_record *r = &records[i];
+        r->offset = s->offsets[number];
+        r->length = (uint64_t)length_of(s, number);
+        if (r->offset < begin || r->offset > end || r->length > end - r->offset)
+            return false;
+        r->entry = (uint64_t)number;
+        r->checksum = s->checksums[number];
+        r->dest = slot ? slot + (r->offset - begin) : NULL;
+    }
+    return true;
+}
+
+/* firsts: the first block of each read. */
+static ffs_batch *batch_of(const ffs_shards *s, const int64_t *blocks, int64_t n,
+                           const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
+                           const int64_t *firsts, int64_t reads)
+{
+    int64_t total = 0;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t first = blocks[FIRST * n + k], count = blocks[COUNT * n + k];
+        int64_t shard = blocks[SHARD * n + k];
+        if (shard < 0 || shard >= s->shard_count || first < 0 || count < 1 ||
+            count > s->sample_count - first || offsets[k] < 0 || sizes[k] < 0)
+            return NULL;
+        total += count;
+    }
+    if (total > UINT32_MAX)
+        return NULL;
+    ffs_batch *b = ffs_batch_new((uint32_t)reads, (uint32_t)total);
+    if (!b)
+        return NULL;
+    uint32_t record = 0;
+    for (int64_t r = 0; r < reads; r++) {
+        int64_t low = firsts[r], high = r + 1 < reads ? firsts[r + 1] : n;
+        bool alone = high - low == 1;
+        int64_t shard = blocks[SHARD * n + low];
+        ffs_read *read = &b->reads[r];
+        read->offset = (uint64_t)blocks[BEGIN * n + low];
+        read->length = (uint64_t)blocks[END * n + high - 1] - read->offset;
+        read->slot = alone ? (uint64_t)offsets[low] : UINT64_MAX;
+        read->slot_size = (uint64_t)sizes[low];
+        read->file = s->files[shard];
+        read->checksum_kind = s->kinds[shard];
+        read->first_record = record;
+        for (int64_t k = low; k < high; k++) {
+            uint8_t *slot = alone ? NULL : arena + offsets[k];
+            if (!add_records(s, blocks, n, k, slot, &b->records[record])) {
+                ffs_batch_free(b);
+                return NULL;
+            }
+            record += (uint32_t)blocks[COUNT * n + k];
+        }
+        read->record_count = record - read->first_record;
+    }
+    return b;
+}
+
+ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t n,
+                            const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
+                            int64_t most, int64_t gap, int64_t size)
+{
+    int64_t few[FEW], *firsts = n > FEW ? malloc((size_t)n * sizeof *firsts) : few;
+    if (!firsts)
+        return NULL;
+    int64_t reads = ffs_merge(blocks + BEGIN * n, blocks + END * n, blocks + SHARD * n, n, most,
+                              gap, size, firsts);
+    ffs_batch *b = batch_of(s, blocks, n, offsets, sizes, arena, firsts, reads);
+    if (firsts != few)
+        free(firsts);
+    return b;
+}
+
+/* ---- slots ------------------------------------------------------------------------------- */
+
+static bool inside(const int64_t *values, int64_t n, int64_t count)
+{
+    for (int64_t k = 0; k < n; k++)
+        if ((uint64_t)values[k] >= (uint64_t)count)
+            return false;
+    return true;
+}
+
+int ffs_slots_split(const ffs_slots *s, const int64_t *numbers, int64_t n, int64_t most,
+                    int64_t *absent, int64_t *slots, int64_t *positions, int64_t *found)
+{
+    int64_t missing = 0, held = 0, bytes = 0, k = 0;
+    bool whole = inside(numbers, n, s->sample_count);
+    for (; whole && k < n; k++) {
+        int64_t slot = (int64_t)s->slot_of[numbers[k]] - 1;
+        if (slot < 0) {
+            absent[missing++] = k;
+            continue;
+        }
+        if (slot >= s->slot_count) {
+            whole = false;
+            break;
+        }
+        if (s->states[slot] & SEEN)
+            continue;
+        bytes += s->sizes[slot];
+        if (bytes > most && k)
+            break;
+        s->states[slot] |= SEEN;
+        slots[held] = slot;
+        positions[held++] = k;
+    }
+    for (int64_t i = 0; i < held; i++)
+        s->states[slots[i]] &= (uint8_t)~SEEN;
+    found[0] = k;
+    found[1] = missing;
+    found[2] = held;
+    return whole ? 0 : FFS_ERANGE;
+}
+
+int64_t ffs_slots_cut(const ffs_slots *s, int64_t *blocks, int64_t *positions, int64_t n,
+                      int64_t most, int64_t *found)
+{
+    if (!inside(blocks + FIRST * n, n, s->sample_count))
+        return FFS_ERANGE;
+    int64_t kept = 0, bytes = 0, smallest = INT64_MAX, largest = 0;
+    bool whole = true;
+    found[0] = -1;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t first = blocks[FIRST * n + k], size = blocks[SIZE * n + k];
+        if (s->slot_of[first] == MARK)
+            continue;
+        if (s->slot_of[first]) {
+            whole = false;
+            break;
+        }
+        if (size > most - bytes && (kept || positions[k])) {
+            found[0] = positions[k];
+            break;
+        }
+        bytes += size;
+        smallest = size < smallest ? size : smallest;
+        largest = size > largest ? size : largest;
+        s->slot_of[first] = MARK;
+        if (kept < k) {
+            for (int row = 0; row < FFS_BLOCK_ROWS; row++)
+                blocks[row * n + kept] = blocks[row * n + k];
+            positions[kept] = positions[k];
+        }
+        kept++;
+    }
+    for (int64_t k = 0; k < kept; k++)
+        s->slot_of[blocks[FIRST * n + k]] = 0;
+    found[1] = smallest;
+    found[2] = largest;
+    return whole ? kept : FFS_ERANGE;
+}
+
+int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64_t *loading,
+                      int64_t *bytes)
+{
+    int64_t count = 0;
+    *bytes = 0;
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        s->pins[slots[k]]++;
+        *bytes += s->sizes[slots[k]];
+        if (s->states[slots[k]] == FFS_SLOT_LOADING)
+            loading[count++] = slots[k];
+    }
+    return count;
+}
+
+int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n)
+{
+    int64_t failed = 0;
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        if (s->pins[slots[k]] <= 0)
+            return FFS_ERANGE;
+        failed += --s->pins[slots[k]] == 0 && s->states[slots[k]] == FFS_SLOT_FAILED;
+    }
+    return failed;
+}
+
+int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int64_t *blocks,
+                        const int64_t *slots, int64_t n, int32_t load, int64_t *offsets,
+                        int64_t *sizes)
+{
+    int64_t bytes = 0;
+    if (!inside(slots, n, s->slot_count) || !inside(blocks + SHARD * n, n, shards->shard_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t slot = slots[k], first = blocks[FIRST * n + k], count = blocks[COUNT * n + k];
+        if (first < 0 || count < 1 || count > INT32_MAX || count > s->sample_count - first ||
+            s->pins[slot])
+            return FFS_ERANGE;
+        for (int64_t i = first; i < first + count; i++) {
+            if (s->slot_of[i])
+                return FFS_ERANGE;
+            s->slot_of[i] = (int32_t)slot + 1;
+        }
+        s->firsts[slot] = first;
+        s->counts[slot] = (int32_t)count;
+        s->loads[slot] = load;
+        s->states[slot] = FFS_SLOT_LOADING;
+        s->pins[slot]++;
+        offsets[k] = s->offsets[slot];
+        sizes[k] = s->sizes[slot];
+        bytes += sizes[k];
+        shards->used[blocks[SHARD * n + k]] += sizes[k];
+    }
+    return bytes;
+}
+
+int64_t ffs_slots_of(const ffs_slots *s, const int64_t *numbers, int64_t n, int state,
+                     int64_t *slots)
+{
+    int64_t count = 0;
+    if (!inside(numbers, n, s->sample_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t slot = (int64_t)s->slot_of[numbers[k]] - 1;
+        if (slot >= s->slot_count)
+            return FFS_ERANGE;
+        if (slot >= 0 && (state < 0 || s->states[slot] == state))
+            slots[count++] = slot;
+    }
+    return count;
+}
+
+int ffs_slots_usable(const ffs_slots *s, const int64_t *slots, int64_t n, uint8_t *usable)
+{
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++)
+        usable[k] = s->states[slots[k]] == FFS_SLOT_RESIDENT && !s->pins[slots[k]];
+    return 0;
+}
+
+int ffs_slots_vacate(const ffs_slots *s, const ffs_shards *shards, const int64_t *slots, int64_t n,
+                     int64_t *contents)
+{
+    int64_t shard = -1;
+    if (!inside(slots, n, s->slot_count))
+        return FFS_ERANGE;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t slot = slots[k], first = s->firsts[slot], count = s->counts[slot];
+        if (first < 0 || count < 0 || count > s->sample_count - first)
+            return FFS_ERANGE;
+        shard = shard_of(shards, first, shard);
+        if (shard < 0 || first - shards->bases[shard] >= shards->counts[shard])
+            return FFS_ERANGE;
+        for (int64_t i = first; i < first + count; i++)
+            if (s->slot_of[i] == slot + 1)
+                s->slot_of[i] = 0;
+        s->states[slot] = FFS_SLOT_FREE;
+        shards->used[shard] -= s->sizes[slot];
+        contents[k] = first;
+        contents[n + k] = count;
+        contents[2 * n + k] = s->offsets[slot];
+        contents[3 * n + k] = s->sizes[slot];
+    }
     return 0;
 }

@@ -1,161 +1,487 @@
-"""The Python face of plan.c: a plain miss, planned by two calls."""
+"""The Python face of plan.c and next_use.c: what is computed per sample or slot, once per batch.
+
+Pure functions over the caller's arrays; nothing is decided or read here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine._core import ffi, lib
-from ffserve.engine.blocks import ROWS, Shards
-from ffserve.engine.residents import Residents
-from ffserve.engine.slots import Slots
+from ffserve.engine.core import ffi, lib
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float64]
 
-MOST_CLASSES: int = lib.FFS_PLAN_CLASSES
-"""Size classes that the blocks of one plan may have."""
+ROWS: int = lib.FFS_BLOCK_ROWS
+"""Rows of a table of blocks, int64[ROWS, n]: first sample, number of samples, begin and end in the
+file, size widened to the file's alignment, shard."""
 
-AtHand: TypeAlias = tuple[Int32s, int, bool]
-"""Victims that need no choice: entries of a stack of a group's residents of one size class, their
-key, whether the newest go first."""
-Stock: TypeAlias = tuple[int, Int64s, bool, AtHand | None]
-"""A size class; its free slots, the last of which is taken first; whether there could be more of
-them; victims."""
+FREE: int = lib.FFS_SLOT_FREE
+LOADING: int = lib.FFS_SLOT_LOADING
+RESIDENT: int = lib.FFS_SLOT_RESIDENT
+FAILED: int = lib.FFS_SLOT_FAILED
+
+NO_KEY: int = lib.FFS_NO_KEY
+"""The key of a slot in no bucket."""
+MIXED: int = lib.FFS_MIXED
 
 _I64S = ffi.typeof("int64_t[]")
 _I32S = ffi.typeof("int32_t[]")
+_U8S = ffi.typeof("uint8_t[]")
+_DOUBLES = ffi.typeof("double[]")
 _from_buffer = ffi.from_buffer
 
 
-class Planner:
-    """The tables that a plan is made from, which stay where they are.
+class Shards:
+    """The tables of open shards, and those of their samples.
+
+    Args: addresses of the directory's entries, of the payloads' offsets and of the checksums, and
+        the number of samples in each; the memory must outlive this object.
+    """
+
+    def __init__(self, entries: int, offsets: int, checksums: int, sample_count: int) -> None:
+        self.c: Any = ffi.new("ffs_shards *")
+        self.c.entries = ffi.cast("ffs_entry *", entries)
+        self.c.offsets = ffi.cast("uint64_t *", offsets)
+        self.c.checksums = ffi.cast("uint32_t *", checksums)
+        self.c.sample_count = sample_count
+        self._keep: list[Any] = []
+
+    def follow(
+        self,
+        bases: Int64s,
+        counts: Int64s,
+        alignments: Int64s,
+        shifts: Int64s,
+        files: Int32s,
+        kinds: Int32s,
+        used: Int64s,
+        singly: Int64s,
+    ) -> None:
+        """Take over the tables of shards, one element each, bases rising.
+
+        Args:
+            counts: samples. alignments: powers of two. shifts: 1 << shift samples make a block.
+            used: bytes of slots, which `Slots.enter` and `Slots.vacate` change.
+            singly: first samples, rising, of blocks that are not shared.
+        """
+        c = self.c
+        c.shard_count, c.singly_count = len(bases), len(singly)
+        wide = {
+            "bases": bases,
+            "counts": counts,
+            "alignments": alignments,
+            "shifts": shifts,
+            "used": used,
+            "singly": singly,
+        }
+        kept = {name: _from_buffer(_I64S, array) for name, array in wide.items()}
+        kept |= {
+            name: _from_buffer(_I32S, array) for name, array in (("files", files), ("kinds", kinds))
+        }
+        for name, pointer in kept.items():
+            setattr(c, name, pointer)
+        self._keep = list(kept.values())
+
+    def blocks(self, numbers: Int64s, largest: int) -> Int64s:
+        """Return the block of each sample, int64[ROWS, n]; a sample alone where its block would
+        have more than `largest` bytes."""
+        table = np.empty((ROWS, len(numbers)), np.int64)
+        rc = lib.ffs_blocks(
+            self.c, _from_buffer(_I64S, numbers), len(numbers), largest, _from_buffer(_I64S, table)
+        )
+        assert rc == 0, "samples belong to open shards"
+        return table
+
+
+class Cut(NamedTuple):
+    """Blocks to be read; see `Slots.cut`.
+
+    blocks: int64[ROWS, n]. positions: int64[n], of the samples that want them. end: position of the
+    first sample left out, -1 if none was. smallest, largest: bytes of a block.
+    """
+
+    blocks: Int64s
+    positions: Int64s
+    end: int
+    smallest: int
+    largest: int
+
+
+class Slots:
+    """The cache's tables by sample and by slot, which stay where they are.
 
     Args:
-        class_sizes: int64[classes], of slots, rising. slab_used: int64[slabs], slots in use.
-        largest: bytes of a block that several samples share.
+        slot_of: int32[samples], the slot of a sample + 1, 0 for none.
+        states, pins, firsts, counts, loads: by slot; loads: number of the load that fills it.
+        offsets, sizes: int64[slots], in the arena.
+        shards: whose used bytes are counted.
     """
 
     def __init__(
         self,
-        slots: Slots,
+        slot_of: Int32s,
+        states: NDArray[np.uint8],
+        pins: Int32s,
+        firsts: Int64s,
+        counts: Int32s,
+        loads: Int32s,
+        offsets: Int64s,
+        sizes: Int64s,
         shards: Shards,
-        residents: Residents,
-        class_sizes: Int64s,
-        slab_used: Int64s,
-        largest: int,
     ) -> None:
-        c = self._c = ffi.new("ffs_planner *")
-        self._keep = [slots, shards, residents, class_sizes, slab_used]
-        c.slots, c.shards, c.residents = slots.c, shards.c, residents.c
-        c.class_sizes = _from_buffer(_I64S, class_sizes)
-        c.class_count, c.largest = len(class_sizes), largest
-        c.slab_used = _from_buffer(_I64S, slab_used)
-        self._stocks = ffi.new("ffs_stock[]", MOST_CLASSES)
+        self.slot_of, self.states, self.pins = slot_of, states, pins
+        self.firsts, self.counts = firsts, counts
+        self._shards = shards
+        c = self.c = ffi.new("ffs_slots *")
+        self._keep: list[Any] = []
+        assert len(states) == len(pins) == len(firsts) == len(counts) == len(loads) == len(sizes)
+        for name, kind, array in (
+            ("slot_of", _I32S, slot_of),
+            ("states", _U8S, states),
+            ("pins", _I32S, pins),
+            ("firsts", _I64S, firsts),
+            ("counts", _I32S, counts),
+            ("loads", _I32S, loads),
+            ("offsets", _I64S, offsets),
+            ("sizes", _I64S, sizes),
+        ):
+            pointer = _from_buffer(kind, array)
+            setattr(c, name, pointer)
+            self._keep.append(pointer)
+        c.sample_count, c.slot_count = len(slot_of), len(states)
+        self._found = ffi.new("int64_t[3]")
 
-    def choose(self, numbers: Int64s, most: int, group: int, stocks: Sequence[Stock]) -> Plan:
-        """Choose slots for the samples.
+    def split(self, numbers: Int64s, most: int) -> tuple[int, Int64s, Int64s, Int64s]:
+        """Look samples up.
 
-        Args: numbers: n > 0 of them. most: bytes, about. stocks: at most MOST_CLASSES.
+        Args: most: bytes; stops where the slots found would have more together.
+        Returns: the number of samples examined, at least one; the positions of those in no slot;
+            the slots that hold the others, each once, and the first position of each.
         """
-        victims = False
-        for c, (size_class, free, more, at_hand) in zip(self._stocks, stocks, strict=False):
-            c.size_class, c.group, c.more_free = size_class, group, more
-            c.free_slots, c.free_count = _from_buffer(_I64S, free), len(free)
-            c.victim_count = 0
-            if at_hand is not None:
-                entries, c.key, c.newest = at_hand
-                c.victims, c.victim_count = _from_buffer(_I32S, entries), len(entries)
-                victims = True
-        return Plan(self._c, self._stocks, len(stocks), numbers, most, victims)
+        n = len(numbers)
+        out = np.empty(3 * n, np.int64)
+        c, found = _from_buffer(_I64S, out), self._found
+        rc = lib.ffs_slots_split(
+            self.c, _from_buffer(_I64S, numbers), n, most, c, c + n, c + 2 * n, found
+        )
+        assert rc == 0, "samples belong to open shards"
+        held = found[2]
+        return found[0], out[: found[1]], out[n : n + held], out[2 * n : 2 * n + held]
+
+    def cut(self, blocks: Int64s, positions: Int64s, most: int) -> Cut:
+        """Reduce blocks to each one once, in order, until they have more than `most` bytes
+        together.
+
+        Args:
+            blocks: int64[ROWS, n]. positions: int64[n], of the sample that wants each; the one at 0
+                is served however large. Both are overwritten.
+        """
+        n, found = len(positions), self._found
+        kept = lib.ffs_slots_cut(
+            self.c, _from_buffer(_I64S, blocks), _from_buffer(_I64S, positions), n, most, found
+        )
+        assert kept >= 0, "a block that is to be read is in no slot, not even in part"
+        if kept < n:
+            blocks, positions = blocks[:, :kept].copy(), positions[:kept]
+        return Cut(blocks, positions, found[0], found[1], found[2])
+
+    def pin(self, slots: Int64s) -> tuple[int, Int64s]:
+        """Pin slots, once each; return the bytes of all, and those in state LOADING."""
+        loading, size = np.empty(len(slots), np.int64), self._found
+        count = lib.ffs_slots_pin(
+            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, loading), size
+        )
+        assert count >= 0
+        return size[0], loading[:count]
+
+    def unpin(self, slots: Int64s) -> int:
+        """Release pins; return the number of FAILED slots that have none left."""
+        failed: int = lib.ffs_slots_unpin(self.c, _from_buffer(_I64S, slots), len(slots))
+        assert failed >= 0, "only pinned slots are released"
+        return failed
+
+    def enter(self, blocks: Int64s, slots: Int64s, load: int) -> tuple[int, Int64s, Int64s]:
+        """Give slots to blocks that a load reads; each becomes LOADING and gets a pin.
+
+        Returns: bytes of the slots together; offset and size of each.
+        """
+        offsets, sizes = np.empty((2, len(slots)), np.int64)
+        size = lib.ffs_slots_enter(
+            self.c,
+            self._shards.c,
+            _from_buffer(_I64S, blocks),
+            _from_buffer(_I64S, slots),
+            len(slots),
+            load,
+            _from_buffer(_I64S, offsets),
+            _from_buffer(_I64S, sizes),
+        )
+        assert size >= 0, "a block that is to be read is in no slot, not even in part"
+        return size, offsets, sizes
+
+    def resident(self, numbers: Int64s) -> Int64s:
+        """Return the slots of the samples that are resident, in order, with repeats."""
+        return self._of(numbers, RESIDENT)
+
+    def taken(self, numbers: Int64s) -> Int64s:
+        """Return the slots of the samples that are in a slot, of any state."""
+        return self._of(numbers, -1)
+
+    def _of(self, numbers: Int64s, state: int) -> Int64s:
+        slots = np.empty(len(numbers), np.int64)
+        count = lib.ffs_slots_of(
+            self.c, _from_buffer(_I64S, numbers), len(numbers), state, _from_buffer(_I64S, slots)
+        )
+        assert count >= 0, "samples belong to open shards"
+        return slots[:count]
+
+    def usable(self, slots: Int64s) -> NDArray[np.bool_]:
+        """Return for each slot whether it is resident and has no pin."""
+        usable = np.empty(len(slots), np.bool_)
+        rc = lib.ffs_slots_usable(
+            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_U8S, usable)
+        )
+        assert rc == 0
+        return usable
+
+    def vacate(self, slots: Int64s) -> Int64s:
+        """Free slots. Returns: what they held, int64[4, n]: first sample, number of samples, offset
+        and size of each slot."""
+        contents = np.empty((4, len(slots)), np.int64)
+        rc = lib.ffs_slots_vacate(
+            self.c,
+            self._shards.c,
+            _from_buffer(_I64S, slots),
+            len(slots),
+            _from_buffer(_I64S, contents),
+        )
+        assert rc == 0
+        return contents
 
 
-class Plan:
-    """What was chosen.
+class Residents:
+    """The policy's tables by slot, which stay where they are.
 
-    found: whether it is one; if not, nothing was done. c: the fields of `ffs_plan` in plan.h.
-    table: int64[ROWS, n], the blocks. slots: int64[n], for them. taken: the same slots, the free
-        ones by size class, then those with victims by size class.
-    contents: int64[4, victims], see `Slots.contents`.
+    Args:
+        keys: int64[slots]. groups: int32[slots]. prefetched: bool[slots], filled before a request.
+        sizes: int64[slots], bytes.
+        classes: int32[slabs], below 0 of large slots, whose size class is `large`.
+        slots_per_slab: a power of two.
     """
 
-    __slots__ = (
-        "_blocks", "_contents", "_planner", "_slots", "_taken", "c", "contents", "found", "slots",
-        "table", "taken",
-    )  # fmt: skip
+    def __init__(
+        self,
+        keys: Int64s,
+        groups: Int32s,
+        prefetched: NDArray[np.bool_],
+        sizes: Int64s,
+        classes: Int32s,
+        slots_per_slab: int,
+        large: int,
+    ) -> None:
+        assert len(keys) == len(groups) == len(prefetched) == len(sizes)
+        assert len(classes) * slots_per_slab >= len(keys)
+        assert slots_per_slab & (slots_per_slab - 1) == 0
+        c = self.c = ffi.new("ffs_residents *")
+        self._keep = [
+            _from_buffer(_I64S, keys),
+            _from_buffer(_I32S, groups),
+            _from_buffer(_U8S, prefetched),
+            _from_buffer(_I64S, sizes),
+            _from_buffer(_I32S, classes),
+        ]
+        c.keys, c.groups, c.prefetched, c.sizes, c.classes = self._keep
+        c.slot_count, c.slab_shift, c.large = len(keys), slots_per_slab.bit_length() - 1, large
+        self._found = ffi.new("int64_t[3]")
+
+    def take(
+        self, entries: Int32s, key: int, group: int, size_class: int, after: int = NO_KEY
+    ) -> Int64s:
+        """Return the entries of a bucket that still belong there, each once, in order: slots that
+        were not moved, evicted, or given to another group or class since. Their key becomes
+        `after`."""
+        slots = np.empty(len(entries), np.int64)
+        count = lib.ffs_residents_take(
+            self.c,
+            _from_buffer(_I32S, entries),
+            len(entries),
+            key,
+            after,
+            group,
+            size_class,
+            _from_buffer(_I64S, slots),
+        )
+        assert count >= 0
+        return slots[:count]
+
+    def group(self, slots: Int64s) -> int:
+        """Return the group of all slots, or MIXED, also for none."""
+        group: int = lib.ffs_residents_group(self.c, _from_buffer(_I64S, slots), len(slots))
+        assert group >= MIXED
+        return group
+
+    def put(self, slots: Int64s, key: int) -> int:
+        """Give slots a key; return the group of all, or MIXED."""
+        found = self._found
+        rc = lib.ffs_residents_put(self.c, _from_buffer(_I64S, slots), len(slots), key, found)
+        assert rc == 0
+        group: int = found[0]
+        return group
+
+    def invalidate(self, slots: Int64s, key: int) -> tuple[Int64s, int, int]:
+        """Slots were used: they no longer count as prefetched, and those in buckets below `key` get
+        that key.
+
+        Returns: these, with repeats; the group of all and the size class of all, or MIXED.
+        """
+        moved, found = np.empty(len(slots), np.int64), self._found
+        count = lib.ffs_residents_invalidate(
+            self.c,
+            _from_buffer(_I64S, slots),
+            len(slots),
+            key,
+            _from_buffer(_I64S, moved),
+            found,
+        )
+        assert count >= 0
+        return moved[:count], found[0], found[1]
+
+    def leave(self, slots: Int64s) -> tuple[int, int, int]:
+        """Slots, each named once, hold nothing any more.
+
+        Returns: the group of all or MIXED, their bytes, the number of those prefetched and unused.
+        """
+        found = self._found
+        rc = lib.ffs_residents_leave(self.c, _from_buffer(_I64S, slots), len(slots), found)
+        assert rc == 0
+        return found[0], found[1], found[2]
+
+
+def by_key(slots: Int64s, keys: Int64s, far: int) -> tuple[Int64s, Int64s]:
+    """Return slots and keys in the order of the keys, sorted stably.
+
+    Args: keys: mostly 0 to `far`, and below it no farther apart than some epochs have parts.
+    """
+    n = len(slots)
+    assert len(keys) == n
+    sorted_slots, sorted_keys = np.empty(n, np.int64), np.empty(n, np.int64)
+    if lib.ffs_sort_by_key(
+        _from_buffer(_I64S, slots),
+        _from_buffer(_I64S, keys),
+        n,
+        far,
+        _from_buffer(_I64S, sorted_slots),
+        _from_buffer(_I64S, sorted_keys),
+    ):
+        return sorted_slots, sorted_keys
+    rising = np.argsort(keys, kind="stable")
+    return slots[rising], keys[rising]
+
+
+def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
+    """Mark seen[numbers - low]; return how many were not marked before, and how many were. A number
+    that comes twice is counted once."""
+    found = ffi.new("int64_t[2]")
+    rc = lib.ffs_mark(
+        _from_buffer(_U8S, seen), len(seen), _from_buffer(_I64S, numbers), len(numbers), low, found
+    )
+    assert rc == 0, "samples belong to the dataset"
+    return found[0], found[1]
+
+
+class OrderParts:
+    """The part of an epoch in which each sample comes.
+
+    Args: parts: uint8[n], of samples `low` and on; looked at, not copied.
+    """
+
+    def __init__(self, parts: Bytes, low: int) -> None:
+        self.c = ffi.new("ffs_order *")
+        self._keep = self.c.parts = _from_buffer(_U8S, parts)
+        self.c.size, self.c.low = len(parts), low
+        self._found = ffi.new("int64_t[3]")
+
+    def parts(self, numbers: Int64s) -> tuple[Bytes, int, int, int]:
+        """Return the part of each sample, 0 for those outside; the lowest and the highest of these;
+        the last position in `numbers` of the highest."""
+        parts, found = np.empty(len(numbers), np.uint8), self._found
+        lib.ffs_order_parts(
+            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, parts), found
+        )
+        return parts, found[0], found[1], found[2]
+
+
+class SilentJobs:
+    """Jobs that announced nothing: only what they have seen in this epoch is known.
+
+    Args:
+        jobs: for each what it has seen, bool[samples], or None where all samples are alike; the
+            number of the first of these samples; the chance per second that it wants a sample that
+            it has seen, and one that it has not. The arrays are looked at, not copied.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[NDArray[np.bool_] | None, int, float, float]]) -> None:
+        self.c = ffi.new("ffs_silent_job[]", len(jobs))
+        self._keep = []
+        for job, (seen, low, again, first) in zip(self.c, jobs, strict=True):
+            job.low, job.again, job.first = low, again, first
+            if seen is not None:
+                job.seen, job.size = pointer, _ = _from_buffer(_U8S, seen), len(seen)
+                self._keep.append(pointer)
+
+    def __len__(self) -> int:
+        return len(self.c)
+
+
+class Future:
+    """All that is known of when samples will be wanted.
+
+    Args:
+        announced: for each order the part of its epoch in which a sample comes, and float64[256],
+            the time at which each part comes.
+        silent: the jobs that announced nothing. now: the time at which their chances hold.
+    """
 
     def __init__(
-        self, planner: Any, stocks: Any, stock_count: int, numbers: Int64s, most: int, victims: bool
+        self, announced: Sequence[tuple[OrderParts, Floats]], silent: SilentJobs | None, now: float
     ) -> None:
-        n = len(numbers)
-        self._planner, c = planner, ffi.new("ffs_plan *")
-        self.c = c
-        room = np.empty((ROWS + 2) * n, np.int64)
-        contents = np.empty(4 * n if victims else 0, np.int64)
-        self._blocks = _from_buffer(_I64S, room)
-        self._slots = self._blocks + ROWS * n
-        self._taken = self._slots + n
-        self._contents = _from_buffer(_I64S, contents)
-        count = lib.ffs_plan_choose(
-            planner,
-            _from_buffer(_I64S, numbers),
-            n,
-            most,
-            stocks,
-            stock_count,
-            self._blocks,
-            self._slots,
-            self._taken,
-            self._contents,
-            c,
+        orders = ffi.new("ffs_timed_order[]", len(announced))
+        self._keep: list[Any] = [orders, announced, silent]
+        for order, (parts, times) in zip(orders, announced, strict=True):
+            order.order, order.time_count = parts.c[0], len(times)
+            order.times = pointer = _from_buffer(_DOUBLES, times)
+            self._keep.append(pointer)
+        c = self._c = ffi.new("ffs_future *")
+        c.announced, c.announced_count = orders, len(announced)
+        if silent is not None:
+            c.silent, c.silent_count = silent.c, len(silent)
+        c.now = now
+
+    def keys(self, firsts: Int64s, counts: Int32s, slots: Int64s, width: float, far: int) -> Int64s:
+        """Return when slots will be wanted, for each the soonest of its samples, in units of
+        `width` seconds, rounded down, at most `far`.
+
+        Args: firsts, counts: by slot, its first sample and its number of samples.
+        """
+        assert len(firsts) == len(counts)
+        keys = np.empty(len(slots), np.int64)
+        rc = lib.ffs_keys(
+            self._c,
+            _from_buffer(_I64S, firsts),
+            _from_buffer(_I32S, counts),
+            len(firsts),
+            _from_buffer(_I64S, slots),
+            len(slots),
+            width,
+            far,
+            _from_buffer(_I64S, keys),
         )
-        self.found: bool = count > 0
-        if count:
-            self.table = room[: ROWS * count].reshape(ROWS, count)
-            self.slots = room[ROWS * n : ROWS * n + count]
-            self.taken = room[(ROWS + 1) * n : (ROWS + 1) * n + count]
-            gone = c.gone
-            self.contents = contents[: 4 * gone].reshape(4, gone)
-
-    @property
-    def wanted(self) -> list[tuple[int, int]]:
-        """The size classes, rising, and how many slots of each it takes, where nothing but a stock
-        is in the way."""
-        c = self.c
-        return [(c.classes[k], c.wanted[k]) for k in range(c.class_count)] if c.count else []
-
-    def parts(self) -> list[tuple[int, Int64s, Int64s, int]]:
-        """Return for each size class the free slots that are taken, those with victims, and how
-        many entries were taken off their stack."""
-        c, found = self.c, []
-        fresh, gone = 0, c.count - c.gone
-        for k in range(c.class_count):
-            fresh_end = fresh + c.fresh[k]
-            gone_end = gone + c.wanted[k] - c.fresh[k]
-            looked = c.looked[k]
-            found.append(
-                (c.classes[k], self.taken[fresh:fresh_end], self.taken[gone:gone_end], looked)
-            )
-            fresh, gone = fresh_end, gone_end
-        return found
-
-    def take(self, group: int, load: int) -> tuple[Int64s, Int64s]:
-        """Have the slots, whose victims were made unreadable; return their places and sizes."""
-        places, rooms = np.empty((2, len(self.slots)), np.int64)
-        rc = lib.ffs_plan_take(
-            self._planner,
-            group,
-            load,
-            self._blocks,
-            self._slots,
-            self._taken,
-            self._contents,
-            _from_buffer(_I64S, places),
-            _from_buffer(_I64S, rooms),
-            self.c,
-        )
-        assert rc == 0, "what is planned is not changed before it is taken"
-        return places, rooms
+        assert rc == 0, "there is a time for each part"
+        return keys

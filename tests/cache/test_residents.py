@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.orders import Future, Silent, Table
-from ffserve.engine.residents import MIXED, NO_KEY, Residents, by_key
+from ffserve.engine.plan import MIXED, NO_KEY, Future, OrderParts, Residents, SilentJobs, by_key
 
 SLOTS, PER_SLAB, LARGE = 32, 8, 9
 SLOT = st.integers(0, SLOTS - 1)
@@ -157,9 +156,9 @@ def test_a_slot_is_wanted_when_the_soonest_of_its_samples_is(
     buckets = chance.integers(0, 256, (2, 40)).astype(np.uint8)
     times = np.sort(chance.random((2, 256)) * 100)
     times[:, 0] = np.inf
-    jobs = Silent([(seen, 5, 0.25, 1.0), (None, 0, 0.0, 0.0), (seen, 30, 16.0, 32.0)])
+    jobs = SilentJobs([(seen, 5, 0.25, 1.0), (None, 0, 0.0, 0.0), (seen, 30, 16.0, 32.0)])
     future = Future(
-        [(Table(buckets[0], 10), times[0]), (Table(buckets[1], 0), times[1])] * announced,
+        [(OrderParts(buckets[0], 10), times[0]), (OrderParts(buckets[1], 0), times[1])] * announced,
         jobs if silent else None,
         50.0,
     )
@@ -183,7 +182,7 @@ def test_a_slot_is_wanted_when_the_soonest_of_its_samples_is(
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=30))
 def test_the_parts_of_samples_and_the_last_in_the_highest(numbers: list[int]) -> None:
     parts = np.random.default_rng(1).integers(0, 5, 20).astype(np.uint8)
-    buckets, lowest, highest, place = Table(parts, 10).parts(np.array(numbers, np.int64))
+    buckets, lowest, highest, place = OrderParts(parts, 10).parts(np.array(numbers, np.int64))
     expected = [int(parts[k - 10]) if 10 <= k < 30 else 0 for k in numbers]
     assert buckets.tolist() == expected
     assert (lowest, highest) == (min(expected), max(expected))
@@ -191,7 +190,7 @@ def test_the_parts_of_samples_and_the_last_in_the_highest(numbers: list[int]) ->
 
 
 def test_a_time_or_a_slot_that_there_is_not_is_refused() -> None:
-    table, times = Table(np.array([3], np.uint8), 0), np.zeros(256)
+    table, times = OrderParts(np.array([3], np.uint8), 0), np.zeros(256)
     firsts, counts, slots = np.zeros(2, np.int64), np.ones(2, np.int32), np.array([0, 1])
     assert Future([(table, times)], None, 0.0).keys(firsts, counts, slots, 1.0, 9).tolist() == [
         0,

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.blocks import ROWS, Shards
 from ffserve.engine.io import Batch, merge_reads
-from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots, mark
+from ffserve.engine.plan import FAILED, FREE, LOADING, RESIDENT, ROWS, Shards, Slots, mark
 from ffserve.errors import UsageError
 
 SAMPLES, SLOTS = 40, 12
@@ -20,7 +19,8 @@ indices = st.lists(st.integers(0, SAMPLES - 1), max_size=30)
 
 
 class Tables:
-    """Slots 0 to 9 hold samples 0 to 9, each slot k * 100 + 50 bytes large."""
+    """Slots 0 to 9 hold samples 0 to 9, each slot k * 100 + 50 bytes large; samples from 20 on
+    belong to a second shard."""
 
     def __init__(self) -> None:
         self.slot_of = np.zeros(SAMPLES, np.int32)
@@ -42,7 +42,15 @@ class Tables:
             self.loads,
             self.offsets,
             self.sizes,
+            self._shards(),
         )
+
+    def _shards(self) -> Shards:
+        self.used = np.array([2750, 0])
+        shards, none = Shards(0, 0, 0, SAMPLES), np.zeros(2, np.int64)
+        bases, counts, files = np.array([0, 20]), np.array([20, 20]), np.zeros(2, np.int32)
+        shards.follow(bases, counts, none + 1, none, files, files, self.used, none[:0])
+        return shards
 
 
 @given(indices, st.integers(0, 3000))
@@ -75,7 +83,6 @@ def test_nothing_is_done_for_what_is_outside(chosen: list[int]) -> None:
         lambda: tables.c.taken(numbers),
         lambda: tables.c.pin(numbers),
         lambda: tables.c.unpin(numbers),
-        lambda: tables.c.contents(numbers),
         lambda: tables.c.usable(numbers),
         lambda: tables.c.vacate(numbers),
         lambda: tables.c.cut(np.vstack([numbers] * ROWS), numbers.copy(), LARGE),
@@ -100,7 +107,7 @@ def test_cut_leaves_each_block_once(wanted: list[tuple[int, int]], most: int) ->
     blocks[0] = [first for first, _ in wanted]
     blocks[4] = [sizes[first] for first, _ in wanted]
     where = np.arange(len(wanted)) * 2
-    left, places, cut = tables.c.cut(blocks, where, most)
+    left, places, cut, smallest, largest = tables.c.cut(blocks, where, most)
     expected, size, end = {}, 0, -1
     for k, (first, _) in enumerate(wanted):
         if first not in expected:
@@ -112,13 +119,16 @@ def test_cut_leaves_each_block_once(wanted: list[tuple[int, int]], most: int) ->
     assert dict(zip(left[0].tolist(), places.tolist(), strict=True)) == expected
     assert left[4].tolist() == [sizes[first] for first in expected]
     assert cut == end and not tables.slot_of[10:].any()
+    if expected:
+        assert (smallest, largest) == (left[4].min(), left[4].max())
 
 
 def test_pins_and_what_is_read() -> None:
     tables = Tables()
     blocks = np.zeros((ROWS, 2), np.int64)
-    blocks[0], blocks[1] = [12, 20], [1, 3]
+    blocks[0], blocks[1], blocks[5] = [12, 20], [1, 3], [0, 1]
     size, offsets, sizes = tables.c.enter(blocks, np.array([11, 10]), 7)
+    assert tables.used.tolist() == [2750 + 1150, 1050]
     assert (size, offsets.tolist(), sizes.tolist()) == (2200, [11000, 10000], [1150, 1050])
     assert tables.slot_of[[12, 19, 20, 21, 22, 23]].tolist() == [12, 0, 11, 11, 11, 0]
     assert tables.firsts[10:].tolist() == [20, 12] and tables.counts[10:].tolist() == [3, 1]
@@ -129,12 +139,6 @@ def test_pins_and_what_is_read() -> None:
     assert tables.c.resident(np.array([3, 21, 30, 3])).tolist() == [3, 3]
     assert tables.c.taken(np.array([3, 21, 30, 3])).tolist() == [3, 10, 3]
     assert tables.c.usable(np.array([3, 10, 5, 11])).tolist() == [False, False, True, False]
-    assert tables.c.contents(np.array([10, 11])).tolist() == [
-        [20, 12],
-        [3, 1],
-        [10000, 11000],
-        [1050, 1150],
-    ]
     tables.states[10] = FAILED
     assert tables.c.unpin(np.array([10])) == 0
     assert tables.c.unpin(np.array([3, 10])) == 1
@@ -146,7 +150,8 @@ def test_pins_and_what_is_read() -> None:
         tables.c.cut(np.array([[20], [1], [0], [0], [1], [0]]), np.array([0]), 9)
     tables.slot_of[21] = 0  # it failed
     tables.slot_of[22] = 5  # and is read again by itself
-    tables.c.vacate(np.array([10]))
+    assert tables.c.vacate(np.array([10])).tolist() == [[20], [3], [10000], [1050]]
+    assert tables.used.tolist() == [2750 + 1150, 0]
     assert tables.slot_of[[12, 20, 21, 22]].tolist() == [12, 0, 0, 5]
     assert tables.states[10:].tolist() == [FREE, LOADING]
 
@@ -212,16 +217,21 @@ def test_blocks() -> None:
             files.c.blocks(np.array([outside]), 1 << 20)
 
 
-def test_bytes_are_counted_by_shard() -> None:
-    files = Files()
-    files.c.count(np.array([5, 30, 24, 34]), np.array([1, 10, 2, 20]), 1)
-    assert files.used.tolist() == [3, 30]
-    files.c.count(np.array([30, 5]), np.array([10, 1]), -1)
-    assert files.used.tolist() == [2, 20]
-    for outside in (4, 25, 35, -1, 1 << 62):
+def test_the_contents_of_several_slots() -> None:
+    tables = Tables()
+    tables.firsts[:10], tables.counts[:10] = np.arange(10), 1
+    assert tables.c.vacate(np.array([3, 0])).tolist() == [[3, 0], [1, 1], [3000, 0], [350, 50]]
+    assert tables.used.tolist() == [2350, 0] and (tables.states[[0, 3]] == FREE).all()
+    assert tables.slot_of[:5].tolist() == [0, 2, 3, 0, 5]
+
+
+def test_a_block_of_no_shard_is_refused() -> None:
+    tables = Tables()
+    for shard in (2, -1):
+        blocks = np.array([[12], [1], [0], [0], [0], [shard]])
         with pytest.raises(AssertionError):
-            files.c.count(np.array([outside]), np.array([1]), 1)
-    assert files.used.tolist() == [2, 20]
+            tables.c.enter(blocks, np.array([11]), 7)
+    assert tables.used.tolist() == [2750, 0] and not tables.slot_of[12]
 
 
 def test_a_batch_of_blocks() -> None:
