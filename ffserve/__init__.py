@@ -1,8 +1,11 @@
-"""Record files for training jobs: one daemon a node, one cache for all jobs, a light client.
+"""Record file server for training jobs: one daemon per machine, one cache for all jobs.
 
-Names are imported when they are first used, so `import ffserve` stays quick and works without
-torch and without the daemon's parts. `import ffserve as ffrecord` runs programs that were written
-for the original ffrecord.
+    reader = ffserve.open("/data/*.ffr")         # read samples by index
+    with ffserve.create("train.ffr") as writer:  # write a record file
+        writer.write(sample)
+
+Names are imported when they are first used, so that `import ffserve` is fast and works without
+torch. `import ffserve as ffrecord` runs programs written for the original ffrecord.
 """
 
 from __future__ import annotations

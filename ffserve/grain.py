@@ -1,10 +1,10 @@
-"""Record files as a data source of Grain, JAX's loader: random access by index, picklable.
+"""Record files as a random-access data source of Grain, the data loader for JAX.
 
     source = ffserve.grain.Source("/data/*.ffr")
     data = grain.MapDataset.source(source).shuffle(seed=7).map(decode).batch(64)
 
-A Grain source is any object with ``__len__`` and ``__getitem__``, so Grain itself is not needed
-here. Its workers are processes: each opens the files anew, through the daemon if there is one.
+A Grain source is any object with ``__len__`` and ``__getitem__``, so this module does not import
+Grain. Each worker process of Grain opens the files again, through the daemon if there is one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import operator
 from typing import Any, SupportsIndex
 
-import ffserve
+from ffserve import reader as readers
 from ffserve.client.source import Bytes
 
 
 class Source:
-    """Samples by index, as uint8 arrays of their own memory.
+    """Samples by index, each a uint8 array with its own memory.
 
     Args:
         paths: as for ``ffserve.open``.
@@ -26,7 +26,7 @@ class Source:
     """
 
     def __init__(self, paths: Any, **options: Any) -> None:
-        self._reader = ffserve.open(paths, **options)
+        self._reader = readers.open(paths, **options)
         self._count = len(self._reader)
 
     def __len__(self) -> int:
@@ -37,14 +37,14 @@ class Source:
         return self._reader.read([number + self._count if number < 0 else number])[0]
 
     def _getitems(self, indices: list[int]) -> list[Bytes]:
-        """Read several at once: what Grain calls where it knows a batch in advance."""
+        """Read several samples; Grain calls this if it knows a batch in advance."""
         return self._reader.read(indices)
 
     def close(self) -> None:
-        """Close the reader of this process."""
+        """Close this process's reader."""
         self._reader.close()
 
     def __repr__(self) -> str:
-        # Grain holds sources against each other by this when it restores a checkpoint.
+        # Grain compares this text when it restores a checkpoint.
         files = ", ".join(shard.path for shard in self._reader.shards)
         return f"<ffserve.grain.Source of {self._count} samples in {files}>"

@@ -1,10 +1,10 @@
-"""Hugging Face datasets from record files, and record files from them.
+"""Convert between record files and Hugging Face datasets.
 
     data = ffserve.hf.dataset("/data/*.tfrecord", decode=ffserve.example.decode)
     ffserve.hf.write(data, "/data/train.ffr", encode=lambda row: row["text"].encode())
 
-``dataset`` is a ``datasets.IterableDataset`` with one of its shards a file, so that it can be
-split over workers and nodes; nothing is copied into a cache of Arrow files.
+``dataset`` returns a ``datasets.IterableDataset`` with one shard per file, so it can be split over
+workers and machines. Nothing is copied into a cache of Arrow files.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import ffserve
-from ffserve import formats
+from ffserve import example, formats
+from ffserve import reader as readers
 from ffserve.dataset import PathLike, expand_paths
 from ffserve.errors import UsageError
+from ffserve.writer import create
 
 
 def _as_bytes(sample: Any) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def _rows(
     paths: list[str], decode: Callable[[Any], Mapping[str, Any]], options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     for path in paths:
-        with ffserve.open(path, **options) as reader:
+        with readers.open(path, **options) as reader:
             for batch in reader.batches():
                 for sample in batch:
                     yield dict(decode(sample))
@@ -39,11 +40,12 @@ def dataset(
 
     Args:
         paths: as for ``ffserve.open``.
-        decode: from a sample (uint8 array, valid during the call) to the columns of a row. The
-            default gives one column, ``sample``, of bytes.
+        decode: converts a sample (uint8 array, valid during the call) to the columns of a row. The
+            default returns one column ``sample`` of bytes.
         options: as for ``ffserve.open``.
-    Returns: an iterable dataset of as many shards as there are files.
-    Raises:  UsageError without the package; iteration raises as ``ffserve.open`` and reading.
+    Returns: an iterable dataset with one shard per file.
+    Raises:  UsageError: the package datasets is not installed. Iteration raises as
+             ``ffserve.open`` and ``Reader.read``.
     """
     try:
         import datasets
@@ -52,7 +54,7 @@ def dataset(
             f"datasets is not installed: {error}", hint="pip install 'ffserve[hf]'"
         ) from error
     files = list(expand_paths(paths, suffixes=formats.suffixes()))
-    # Of the arguments only lists are split over shards.
+    # Of gen_kwargs, only lists are split over shards.
     arguments = {"paths": files, "decode": decode, "options": options}
     return datasets.IterableDataset.from_generator(_rows, gen_kwargs=arguments)
 
@@ -64,20 +66,18 @@ def write(
     encode: Callable[[Mapping[str, Any]], Any] | None = None,
     **options: Any,
 ) -> int:
-    """Write the rows of a dataset, or any mappings, as one record file.
+    """Write the rows of a dataset, or any mappings, to a record file.
 
     Args:
-        rows: a ``Dataset``, an ``IterableDataset``, or anything that gives rows.
-        path: the file.
-        encode: from a row to the bytes of its record; None for ``ffserve.example.encode``.
+        rows: a ``Dataset``, an ``IterableDataset``, or any iterable of rows.
+        path: the output file.
+        encode: converts a row to the bytes of its record; None for ``ffserve.example.encode``.
         options: as for ``ffserve.create``.
-    Returns: how many records were written.
-    Raises:  as ``ffserve.create`` and ``encode``; nothing is left behind then.
+    Returns: the number of records.
+    Raises:  as ``ffserve.create`` and ``encode``; no file is left behind.
     """
-    from ffserve import example
-
     encoded = map(encode or example.encode, rows)
-    with ffserve.create(path, **options) as writer:
+    with create(path, **options) as writer:
         for record in encoded:
             writer.write(record)
     return writer.count

@@ -1,9 +1,9 @@
-"""Record files as ``tf.data`` datasets, whatever their format and wherever they are read.
+"""Record files of any format as ``tf.data`` datasets.
 
     data = ffserve.tensorflow.dataset("/data/*.tfrecord").map(parse).batch(64).prefetch(2)
 
-TensorFlow is imported when a dataset is made. Samples are scalars of ``tf.string``, as
-``tf.data.TFRecordDataset`` gives them.
+TensorFlow is imported when a dataset is created. Samples are scalars of ``tf.string``, as from
+``tf.data.TFRecordDataset``.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from typing import Any
 
 import numpy as np
 
-import ffserve
 from ffserve.client.stream import StreamReader
+from ffserve.compat.pyrecordio import index
 from ffserve.errors import UsageError
+from ffserve.reader import Reader
+from ffserve.reader import open as open_reader
 
 
 def chunks(
     path: str | os.PathLike[str], start: int = 0, stop: int | None = None, **options: Any
 ) -> Any:
-    """Return the records of some chunks of a RecordIO file, in order.
+    """Return the records of a range of chunks of a RecordIO file, in order.
 
     Args:
         path: the file.
-        start, stop: the chunks from start to stop, which is not among them; None: to the end.
-            ``ffserve.recordio.index(path).partition(k)`` has ranges for k jobs.
+        start, stop: the chunks [start:stop]; stop=None means to the end.
+            ``ffserve.recordio.index(path).partition(k)`` returns ranges for k jobs.
         options: as for ``dataset``.
     Returns, Raises: as ``dataset``.
-    Cost:    one scan of the headers more than ``dataset``.
+    Cost:    as ``dataset``, plus one scan of the chunk headers.
     """
-    firsts = [0, *ffserve.recordio.index(path).counts.cumsum().tolist()]
+    firsts = [0, *index(path).counts.cumsum().tolist()]
     records = range(firsts[-1])[firsts[start] : None if stop is None else firsts[stop]]
     return dataset(path, indices=records, format="recordio", **options)
 
@@ -44,18 +46,18 @@ def dataset(
     batch: int = 256,
     **options: Any,
 ) -> Any:
-    """Return the samples of files as a ``tf.data.Dataset``.
+    """Return the samples of record files as a ``tf.data.Dataset``.
 
     Args:
-        paths: as for ``ffserve.open``; or a Reader, which stays the caller's and open.
-        indices: which samples, in which order, as for ``Reader.read``; or a function of the epoch
-            (0, 1, …) that returns them, such as ``EpochSampler`` has; None for all, in order.
-        batch: samples that are read at once.
+        paths: as for ``ffserve.open``; or a Reader, which the caller keeps and must leave open.
+        indices: samples in reading order, as for ``Reader.read``; or a function that returns them
+            for an epoch (0, 1, …); None for all samples in order.
+        batch: number of samples per read.
         options: as for ``ffserve.open``.
     Returns: a dataset of scalar ``tf.string``; each pass over it is the next epoch.
-    Raises:  UsageError without TensorFlow; as ``ffserve.open``. A sample that cannot be read
-             raises where it is due, as TensorFlow's error with our text in it.
-    Cost:    one copy of a sample more than a Reader costs.
+    Raises:  UsageError: TensorFlow is not installed. Otherwise as ``ffserve.open``. A sample that
+             cannot be read raises TensorFlow's error with our message when it is due.
+    Cost:    one more copy of each sample than with a Reader.
     """
     try:
         import tensorflow as tf
@@ -63,7 +65,7 @@ def dataset(
         raise UsageError(
             f"TensorFlow is not installed: {error}", hint="pip install 'ffserve[tensorflow]'"
         ) from error
-    reader = paths if isinstance(paths, ffserve.Reader) else ffserve.open(paths, **options)
+    reader = paths if isinstance(paths, Reader) else open_reader(paths, **options)
     epoch = -1
 
     def batches() -> Iterator[Any]:
@@ -71,7 +73,7 @@ def dataset(
         epoch += 1
         chosen = indices(epoch) if callable(indices) else indices
         for part in reader.batches(chosen, count=batch):
-            # Objects, since numpy's own strings lose zeros at their end.
+            # An array of objects: numpy's own strings drop trailing zeros.
             strings = np.empty(len(part), object)
             strings[:] = [sample.tobytes() for sample in part]
             yield strings

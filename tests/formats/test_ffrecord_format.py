@@ -215,7 +215,7 @@ def test_absurd_count_allocates_nothing(count: int) -> None:
     content = with_crc(struct.pack("<Iq", 0, count) + bytes(100)) if count > 100 else b""
     content = content or struct.pack("<Iq", 7, count) + bytes(100)
     for verify in (True, False):
-        with pytest.raises(FormatError, match="header.* counts"):
+        with pytest.raises(FormatError, match=r"header.* counts"):
             opened(content, verify)
 
 

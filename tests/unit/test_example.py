@@ -134,7 +134,7 @@ def test_any_bytes_decode_or_raise_ours(content: bytes) -> None:
         try:
             decode(content)
         except FormatError as error:
-            assert "is no tf.train." in str(error)
+            assert "is not a tf.train." in str(error)
 
 
 @pytest.mark.parametrize(
@@ -171,28 +171,28 @@ def test_none_is_a_missing_feature() -> None:
         (True, "boolean"),
         ([np.True_], "boolean"),
         (np.zeros(3, bool), "dtype bool"),
-        ([1, "a"], "several kinds"),
+        ([1, "a"], "mixes"),
         ([1, None], "NoneType"),
         (2**63, "64 bits"),
         (np.array([2**63], np.uint64), "64 bits"),
         (1e39, "32 bits"),
         (np.zeros((2, 2)), "shape"),
         (1j, "complex"),
-        ({"a": 1}.values, "none of int"),
+        ({"a": 1}.values, "not int"),
         (np.zeros(1, "M8[s]"), "dtype"),
     ],
 )
 def test_what_cannot_be_stored_names_the_feature(value: Any, what: str) -> None:
-    with pytest.raises(UsageError, match=rf"feature 'its name' cannot.*{what}"):
+    with pytest.raises(UsageError, match=rf"feature 'its name'.*{what}"):
         example.encode({"its name": value})
-    with pytest.raises(UsageError, match=rf"feature 'its name\[1\]' cannot.*{what}"):
+    with pytest.raises(UsageError, match=rf"feature 'its name\[1\]'.*{what}"):
         example.encode_sequence({}, {"its name": [1, value]})
 
 
 def test_names_and_steps_that_cannot_be() -> None:
-    with pytest.raises(UsageError, match="named by str"):
+    with pytest.raises(UsageError, match="not a str"):
         example.encode({b"x": 1})  # type: ignore[dict-item]
-    with pytest.raises(UsageError, match="None has no place"):
+    with pytest.raises(UsageError, match="must not contain None"):
         example.encode_sequence({}, {"x": [None]})
 
 
@@ -248,9 +248,9 @@ def test_infer_over_as_many_files_and_records_as_asked(tmp_path: Path) -> None:
 
 
 def test_infer_says_which_record_is_none() -> None:
-    with pytest.raises(FormatError, match=r"sample 1: .* is no tf\.train\.Example"):
+    with pytest.raises(FormatError, match=r"sample 1: .* is not a tf\.train\.Example"):
         example.infer_from([example.encode({"x": 1}), b"\xff\xff"])
-    with pytest.raises(UsageError, match="record is"):
+    with pytest.raises(UsageError, match="invalid record"):
         example.infer_from([], record="Other")  # type: ignore[arg-type]
 
 

@@ -141,8 +141,8 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
     assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
-        ".ci", ".clang-format", ".gitignore", "Makefile", "README.md", "benchmarks", "docs", "ffserve",
-        "pyproject.toml", "systemd", "tests",
+        ".ci", ".clang-format", ".gitignore", "Makefile", "README.md", "benchmarks", "docs",
+        "ffserve", "pyproject.toml", "systemd", "tests",
     }  # fmt: skip
 
 

@@ -1,0 +1,152 @@
+"""The layers of the package: which folder may import which, and no circles between modules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "ffserve"
+
+LAYERS = {
+    # descriptions of data, without I/O
+    "errors machine protocol order parallel socket_path": "",
+    "config": "machine socket_path",
+    "engine": "",
+    "formats": "engine",
+    "dataset": "formats",
+    "testing": "engine formats dataset",
+    # files
+    "files": "formats",
+    "output": "files",
+    "index_file": "engine formats files",
+    "shardfile": "formats files index_file",
+    "writer": "formats files output",
+    # the daemon
+    "cache": "engine formats files",
+    "server": "machine protocol socket_path config engine formats dataset files shardfile cache",
+    # the client
+    "client": "protocol socket_path engine formats dataset files shardfile",
+    "reader aio": "formats dataset files client",
+    # what programs use
+    "compat": "parallel formats dataset files output writer client reader",
+    "example": "formats dataset reader",
+    "convert": "parallel engine formats dataset files output writer client reader compat example",
+    "torch": "order engine client compat",
+    "tensorflow grain hf": "formats dataset writer client reader compat example",
+    "recordio utils": "compat",
+    # the command line
+    "bench": "engine formats ffserve",
+    "cli": "socket_path config formats dataset files shardfile cache server client reader compat "
+    "convert torch bench ffserve",
+    "__main__": "cli",
+}
+"""What each folder and each top-level module may import, from the lowest layer up. All may import
+errors; "ffserve" is the package itself, which offers the names of the upper layers."""
+
+EXCEPTIONS = {
+    ("client", "ffserve.cache.shm"): "clients map the memory that the daemon creates",
+    ("client", "ffserve.reader"): "StreamReader is the Reader of a compressed file",
+    ("bench", "ffserve.cli.own"): "the harness starts daemons as the command line does",
+    ("bench", "ffserve.cli.terminal"): "the harness prints tables as the command line does",
+}
+"""What a folder may import against the table, and why."""
+
+LAZY = {
+    ("ffserve.reader", "ffserve.client.stream"): "only a compressed file needs it",
+    ("ffserve.cli.demo_job", "ffserve.cli.demo_numpy"): "the model is chosen at run time",
+    ("ffserve.cli.demo_job", "ffserve.cli.demo_torch"): "the model is chosen at run time",
+}
+"""Imports inside functions that would close a circle, and why."""
+
+PURE = {"formats", "protocol", "dataset", "order", "cache"}
+"""They can be simulated: no socket, event loop, thread, foreign function or clock of their own.
+Except the module that creates the shared memory."""
+IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
+IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py") if path.name != "example_pb2.py"}
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports anywhere, except for type checking only."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            waiting.extend(node.orelse)
+            continue
+        waiting.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner != "ffserve.__version__":
+                    yield inner if inner in MODULES else node.module
+
+
+IMPORTS = {module: set(imports_of(path)) for module, path in MODULES.items()}
+
+
+def test_modules_import_only_from_the_layers_below() -> None:
+    allowed = {folder: row.split() for names, row in LAYERS.items() for folder in names.split()}
+    wrong, used = [], set()
+    for module, others in IMPORTS.items():
+        folder = folder_of(module)
+        if module == "ffserve":  # it imports its names when they are first used
+            allowed[folder] = []
+        for other in others & set(MODULES):
+            if folder_of(other) in (folder, "errors"):
+                continue
+            used.add((folder, folder_of(other)))
+            used.add((folder, other))
+            if folder_of(other) not in allowed[folder] and (folder, other) not in EXCEPTIONS:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong
+    assert not set(EXCEPTIONS) - used, "these exceptions are not needed any more"
+    for names, row in LAYERS.items():
+        unused = [n for n in row.split() if not {(f, n) for f in names.split()} & used]
+        assert not unused, f"{names} no longer imports {unused}"
+
+
+def test_the_pure_layers_import_nothing_that_does_io() -> None:
+    for module in set(MODULES) - {"ffserve.cache.shm"}:
+        if folder_of(module) in PURE:
+            assert not {other.split(".")[0] for other in IMPORTS[module]} & IMPURE, module
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = {
+        module: {o for o in others if o in MODULES and (module, o) not in LAZY}
+        for module, others in IMPORTS.items()
+    }
+    del left["ffserve"]  # imported before every other module
+    while left:
+        needed = {other for others in left.values() for other in others}
+        done = [m for m, others in left.items() if m not in needed or not others & set(left)]
+        if not done:
+            break
+        for module in done:
+            del left[module]
+    assert not left
+    assert all(other in IMPORTS[module] for module, other in LAZY)
+
+
+def test_importing_the_package_is_light() -> None:
+    program = "import sys, ffserve; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    loaded = set(done.stdout.decode().split())
+    assert not loaded & {"torch", "asyncio", "numpy", "socket", "ffserve.reader"}
