@@ -1,8 +1,8 @@
-"""Chunks decoded in this process, where no daemon does it.
+"""Chunks decoded in this process, for reading without a daemon.
 
-Chunks are read through the engine, many at a time, and decoded by a few threads, while whoever
-asked goes on. Decoded ones are kept for a while, so that neighbours that are asked for next do
-not decode them again; a scan in order decodes each once.
+Chunks are read as a few batches (`ffserve/decoding.py`) and decoded by a few threads while the
+caller continues. Decoded chunks are kept for a while, so that a request for their neighbours does
+not decode them again; a scan in order decodes each chunk once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -19,8 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.source import Bytes, Int64s, Target
+from ffserve.decoding import (
+    ChunkBatch,
+    ChunkRun,
+    DecodedChunk,
+    ReusableBuffers,
+    batches,
+    thread_pool,
+)
 from ffserve.engine.codec import scatter
-from ffserve.engine.extents import Extents, Spares
 from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, status_error
 from ffserve.formats.base import ChunkedShard
@@ -29,10 +36,8 @@ KEPT_SIZE = 64 << 20
 """Bytes of decoded chunks that a source keeps; the last chunk is kept however large."""
 AHEAD_SIZE = 64 << 20
 """Bytes of decoded chunks that a request has on its way at once, unless one is larger."""
-GROUP_SIZE = 1 << 20
-"""Bytes of chunks that are read as one batch and decoded by one thread."""
-SPARE_SIZE = 8 << 20
-"""Bytes of memory for chunks as they are read that a source keeps for the next ones."""
+REUSED_SIZE = 8 << 20
+"""Bytes of memory for encoded chunks that a source keeps for later ones."""
 MAX_CHUNK_SIZE = 1 << 30
 """What a chunk may have, in the file or decoded; the daemon's limit is in its configuration."""
 
@@ -47,8 +52,7 @@ def _threads() -> ThreadPoolExecutor:
     global _pool
     with _pool_lock:
         if _pool is None:
-            count = min(4, os.cpu_count() or 1)
-            _pool = ThreadPoolExecutor(count, thread_name_prefix="ffserve-decode")
+            _pool = thread_pool()
         return _pool
 
 
@@ -60,16 +64,12 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A chunk's bytes, and where its records lie in them."""
-
-    buffer: Bytes
-    starts: Int64s
-    lengths: Int64s
+Outcome: TypeAlias = "DecodedChunk | FFServeError"
 
 
-Outcome: TypeAlias = "Decoded | FFServeError"
+@dataclass(slots=True)
+class _Chunk(ChunkRun):
+    key: Key
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class ChunkStore:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._kept_size = 0
-        self._spares = Spares(SPARE_SIZE)
+        self._buffers = ReusableBuffers(REUSED_SIZE)
 
     def wanted(self, shards: Int64s, records: Int64s, positions: Int64s) -> list[Wanted]:
         """Sort records (numbers in their shards) by chunk."""
@@ -130,73 +130,54 @@ class ChunkStore:
     def fetch(self, engine: Engine, files: NDArray[np.int32], keys: list[Key]) -> list[_Entry]:
         """Have chunks read and decoded that are not here; return at once."""
         with self._lock:
-            group: list[Key] = []
-            size = 0
-            for key in keys:
-                if key in self._entries:
-                    self._entries.move_to_end(key)
-                    continue
-                chunks = self._shards[key[0]].chunks
-                more = int(chunks.ends[key[1]] - chunks.begins[key[1]])
-                if group and size + more > GROUP_SIZE:
-                    self._read(engine, files, group)
-                    group, size = [], 0
-                group.append(key)
-                size += more
-            if group:
-                self._read(engine, files, group)
+            for _, runs in batches((engine, run) for run in self._missing(files, keys)):
+                self._read(engine, runs)
             found = [self._entries[key] for key in keys]
             while self._kept_size > KEPT_SIZE and len(self._entries) > 1:
                 _, entry = self._entries.popitem(last=False)
                 self._kept_size -= entry.size
             return found
 
-    def _read(self, engine: Engine, files: NDArray[np.int32], keys: list[Key]) -> None:
-        shards = [self._shards[shard] for shard, _ in keys]
-        found = [(s.chunks, k) for s, (_, k) in zip(shards, keys, strict=True)]
-        begins = np.array([chunks.begins[k] for chunks, k in found], np.int64)
-        ends = np.array([chunks.ends[k] for chunks, k in found], np.int64)
-        edges = np.cumsum(ends - begins)
-        raw = self._spares.take(int(edges[-1]))
-        extents = Extents(engine, files[[shard for shard, _ in keys]], begins, ends, raw)
-        engine.submit(extents.batch)
+    def _missing(self, files: NDArray[np.int32], keys: list[Key]) -> Iterator[_Chunk]:
+        for key in keys:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                continue
+            number, k = key
+            shard = self._shards[number]
+            begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
+            yield _Chunk(shard, k, k + 1, begin, end, int(files[number]), key)
+
+    def _read(self, engine: Engine, chunks: list[_Chunk]) -> None:
+        reading = ChunkBatch(chunks, self._buffers)
+        engine.submit(reading.batch)
 
         def decode() -> list[Outcome]:
-            engine.wait(extents.batch)
-            outcomes = [
-                self._decode(key, status, raw.data[end - size : end])
-                for key, status, end, size in zip(
-                    keys, extents.statuses(), edges.tolist(), (ends - begins).tolist(), strict=True
+            engine.wait(reading.batch)
+            return [
+                self._outcome(chunk, found)
+                for chunk, _, _, found in reading.decode(
+                    lambda chunk, offset, size: np.empty(size, np.uint8)
                 )
             ]
-            self._spares.give(raw)
-            return outcomes
 
         future = _threads().submit(decode)
-        for place, key in enumerate(keys):
-            size = self.size(key)
-            self._entries[key] = _Entry(future, place, size)
+        for place, chunk in enumerate(chunks):
+            size = self.size(chunk.key)
+            self._entries[chunk.key] = _Entry(future, place, size)
             self._kept_size += size
 
-    def _decode(self, key: Key, status: int, extent: memoryview) -> Outcome:
-        shard = self._shards[key[0]]
-        if status:
-            begin = int(shard.chunks.begins[key[1]])
-            error = status_error(status, path=shard.path, index=None, offset=begin)
-        else:
-            try:
-                buffer = np.empty(self.size(key), np.uint8)
-                starts, lengths = shard.decode(key[1], extent, buffer)
-            except FFServeError as damage:
-                error = damage
-            else:
-                self._learned(*key, lengths)
-                return Decoded(buffer, starts, lengths)
+    def _outcome(self, chunk: _Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
+        if isinstance(found, DecodedChunk):
+            self._learned(*chunk.key, found.lengths)
+            return found
         with self._lock:
-            entry = self._entries.pop(key, None)
+            entry = self._entries.pop(chunk.key, None)
             if entry is not None:
                 self._kept_size -= entry.size
-        return error
+        if isinstance(found, int):
+            return status_error(found, path=chunk.shard.path, index=None, offset=chunk.begin)
+        return found
 
 
 @dataclass(slots=True)

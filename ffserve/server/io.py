@@ -51,7 +51,7 @@ class Engines:
         self._batches: dict[int, _Part] = {}
         self._next_tag = 1
         self._arena_ready = (0, arena.size)
-        self._decoding = ChunkLoader(self._engines, memory, directory, table)
+        self._decoding = ChunkLoader(self._submit_batch, memory, directory, table)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.done: Done = _nobody
         self.broke: Callable[[], object] = _nobody_hears
@@ -173,7 +173,6 @@ class Engines:
     def _submit_part(self, part: _Part, most: int, answer: DirectReply | None = None) -> int:
         """Read blocks of one device, those of up to `most` bytes together with neighbours; return
         how many reads that takes."""
-        engine = self._engines[part.engine]
         batch = Batch.of_blocks(
             self._table.c,
             part.blocks.table,
@@ -188,11 +187,14 @@ class Engines:
         batch.tag = self._next_tag
         self._batches[batch.tag] = part
         self._next_tag += 1
+        self._submit_batch(part.engine, batch)
+        return reads
+
+    def _submit_batch(self, engine: int, batch: Batch) -> None:
         try:
-            engine.submit(batch)
+            self._engines[engine].submit(batch)
         except ReadError:
             self.broke()
-        return reads
 
     def reap(self) -> None:
         """Report what has ended by now, without waiting to be told."""

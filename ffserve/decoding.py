@@ -1,0 +1,184 @@
+"""Reading and decoding of chunks, in the daemon and in an engine of the client's process.
+
+Chunks are read as they are in the file, many at a time as one batch of an engine. A thread then
+verifies and decodes each of them into memory that the caller provides; the compression libraries
+release the GIL. A damaged chunk fails alone.
+
+No memory is allocated because a file states a size: extents were compared with the file when it was
+opened, and decoding stops at the end of the memory that it was given.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.io import Batch
+from ffserve.engine.shm import NOWHERE
+from ffserve.errors import FFServeError
+from ffserve.formats.base import ChunkedShard
+
+Bytes = NDArray[np.uint8]
+Int64s = NDArray[np.int64]
+
+BATCH_SIZE = 1 << 20
+"""Bytes of chunks that are read as one batch and decoded by one thread, unless one is larger."""
+BUFFER_UNIT = 256 << 10
+"""Sizes of reusable buffers are multiples of this."""
+THREADS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(slots=True)
+class ChunkRun:
+    """Adjacent chunks [low, high) of one shard, at [begin, end) of the file.
+
+    file: number of the file in the engine that reads it.
+    """
+
+    shard: ChunkedShard
+    low: int
+    high: int
+    begin: int
+    end: int
+    file: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedChunk:
+    """The bytes of a chunk, and where its records are in them."""
+
+    buffer: Bytes
+    starts: Int64s
+    lengths: Int64s
+
+
+Outcome: TypeAlias = "DecodedChunk | FFServeError | int"
+"""What became of a chunk; a number is the status of a read that failed."""
+Run = TypeVar("Run", bound=ChunkRun)
+Key = TypeVar("Key")
+
+
+def batches(runs: Iterable[tuple[Key, Run]]) -> Iterator[tuple[Key, list[Run]]]:
+    """Divide the runs of each engine into batches of up to BATCH_SIZE bytes, in order."""
+    groups: dict[Key, tuple[int, list[Run]]] = {}
+    for engine, run in runs:
+        size, group = groups.get(engine, (0, []))
+        more = run.end - run.begin
+        if group and size + more > BATCH_SIZE:
+            yield engine, group
+            size, group = 0, []
+        group.append(run)
+        groups[engine] = size + more, group
+    for engine, (_, group) in groups.items():
+        yield engine, group
+
+
+class ReusableBuffers:
+    """Memory that is used again, by any thread; fresh memory costs a page fault per page.
+
+    Args: most: bytes that are kept while they are not in use.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._kept: list[Bytes] = []
+
+    def take(self, size: int) -> Bytes:
+        """Return memory of at least `size` bytes, with any content."""
+        with self._lock:
+            for k, buffer in enumerate(self._kept):
+                if size <= len(buffer) <= 2 * size + BUFFER_UNIT:
+                    return self._kept.pop(k)
+        return np.empty(-(-size // BUFFER_UNIT) * BUFFER_UNIT, np.uint8)
+
+    def give(self, buffer: Bytes) -> None:
+        """Keep memory that nothing refers to any more."""
+        with self._lock:
+            self._kept.append(buffer)
+            while sum(map(len, self._kept)) > self._most:
+                del self._kept[0]
+
+
+class ChunkBatch(Generic[Run]):
+    """Chunks that are read as one batch and decoded by one thread.
+
+    Args:
+        runs: of files of one engine, to which `batch` is then submitted.
+        buffers: memory for the encoded bytes.
+    """
+
+    def __init__(self, runs: list[Run], buffers: ReusableBuffers) -> None:
+        begins = np.array([run.begin for run in runs], np.int64)
+        sizes = np.array([run.end for run in runs], np.int64) - begins
+        self.runs = runs
+        self.size = int(sizes.sum())
+        self._buffers = buffers
+        self._raw = buffers.take(self.size)
+        self.batch = batch = Batch(len(runs), len(runs))
+        reads, records = batch.reads, batch.records
+        reads["offset"] = records["offset"] = begins
+        reads["length"] = records["length"] = sizes
+        reads["slot"] = records["entry"] = NOWHERE
+        reads["file"] = [run.file for run in runs]
+        reads["first_record"] = np.arange(len(runs))
+        reads["record_count"] = 1
+        records["dest"] = self._raw.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
+        batch.keep = self._raw
+
+    def decode(
+        self, memory: Callable[[Run, int, int], Bytes]
+    ) -> Iterator[tuple[Run, int, int, Outcome]]:
+        """Verify and decode the chunks of a batch that has ended; only once, since it is freed.
+
+        Args: memory: called with a run, an offset and a size, returns `size` bytes for the chunk
+            whose decoded bytes begin `offset` bytes after those of the run.
+        Returns: (run, number of the chunk, its offset, its outcome), in order. An exception is an
+            outcome too.
+        """
+        statuses = self.batch.records["status"].tolist()
+        self.batch.free()
+        raw, at = self._raw.data, 0
+        for run, status in zip(self.runs, statuses, strict=True):
+            chunks, offset = run.shard.chunks, 0
+            for chunk in range(run.low, run.high):
+                size, first = int(chunks.sizes[chunk]), at + int(chunks.begins[chunk]) - run.begin
+                extent = raw[first : first + int(chunks.ends[chunk] - chunks.begins[chunk])]
+                outcome = status or _decode(run, chunk, extent, memory, offset, size)
+                yield run, chunk, offset, outcome
+                offset += size
+            at += run.end - run.begin
+        self._buffers.give(self._raw)
+
+
+def _decode(
+    run: Run,
+    chunk: int,
+    extent: memoryview,
+    memory: Callable[[Run, int, int], Bytes],
+    offset: int,
+    size: int,
+) -> Outcome:
+    try:
+        into = memory(run, offset, size)
+        return DecodedChunk(into, *run.shard.decode(chunk, extent, into))
+    except FFServeError as error:
+        return error
+    except MemoryError:
+        return -errno.ENOMEM
+    except Exception as error:
+        # A request must not wait for ever because a decoder has a fault.
+        return FFServeError(f"the decoder of {run.shard.format} failed: {error!r}")
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Return a pool of threads for decoding."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="ffserve-decode")
