@@ -268,6 +268,14 @@ def test_files_that_are_named_exist(name: str) -> None:
                 assert any(ROOT.glob(path)), f"{name}: {path}"
 
 
+def test_documents_that_the_code_names_exist() -> None:
+    sources = (path for ext in ("py", "c", "h") for path in (ROOT / "ffserve").rglob(f"*.{ext}"))
+    for source in sources:
+        for named in re.findall(r"docs/[\w/.-]+\.\w+|\b[A-Z]{4,}\.md\b", source.read_text()):
+            path = ROOT / (named if named.startswith("docs/") else f"docs/{named}")
+            assert path.exists() or named == "README.md", f"{source}: {named}"
+
+
 DEFINED = re.compile(r"^([\w/]+\.(?:py|c|h)): ([\w.]+)$")
 
 
