@@ -2,7 +2,7 @@
 
 An `InlineReply` answers one GET: SENDING, PAYLOADs, READY. Its samples stay pinned in the arena
 until the last byte is in the socket. It is cut into runs, each of which the kernel copies straight
-out of the arena (engine/sending.c), so the daemon makes no copy of its own. When other requests
+out of the arena (`ffs_payload_send`), so the daemon makes no copy of its own. When other requests
 wait for memory and the client is slow, the scheduler takes the pins back: the rest of the current
 run is copied first (RUN_SIZE bytes at most), and the client asks again for the samples that follow.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.cache import Int64s
-from ffserve.engine.sending import Run
+from ffserve.engine.io import PayloadRun
 
 RUN_SIZE = 4 * 1024 * 1024
 """Bytes in one run: twice the socket's buffer, so that few calls end early."""
@@ -73,7 +73,7 @@ class InlineReply:
         """The pins are gone: no further run."""
         self._stopped = True
 
-    def next_run(self) -> Run | bytes:
+    def next_run(self) -> PayloadRun | bytes:
         """Return what to send next; READY, the last of them, sets `finished`."""
         first = int(self._ends.searchsorted(self._position, side="right"))
         head = b""
@@ -86,7 +86,7 @@ class InlineReply:
             return head + protocol.encode(self._end(first))
         return self._cut(head, first)
 
-    def _cut(self, head: bytes, first: int) -> Run:
+    def _cut(self, head: bytes, first: int) -> PayloadRun:
         """Return the run that begins at the current position, inside of sample `first`."""
         ends, begin = self._ends, self._position
         last = min(first + RUN_COUNT, int(ends.searchsorted(begin + RUN_SIZE)) + 1, len(ends))
@@ -98,7 +98,7 @@ class InlineReply:
         lengths[0] -= begun
         lengths[-1] -= int(ends[last - 1]) - end
         self._position = end
-        return Run(head, self._arena, starts, lengths)
+        return PayloadRun(head, self._arena, starts, lengths)
 
 
 class Outbox:
@@ -110,7 +110,7 @@ class Outbox:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._queue: deque[bytes | InlineReply] = deque()
-        self._run: Run | bytes | memoryview | None = None
+        self._run: PayloadRun | bytes | memoryview | None = None
         """What is sent now; a memoryview: the rest of it."""
         self._reply: InlineReply | None = None
         """The reply that the current run belongs to."""
@@ -137,7 +137,7 @@ class Outbox:
             if not self._queue:
                 return False
             run = self._run = self._next_run()
-        if isinstance(run, Run):
+        if isinstance(run, PayloadRun):
             if run.send(sock.fileno()):
                 self._run = None
         else:
@@ -145,7 +145,7 @@ class Outbox:
             self._run = None if sent == len(run) else memoryview(run)[sent:]
         return True
 
-    def _next_run(self) -> Run | bytes:
+    def _next_run(self) -> PayloadRun | bytes:
         item = self._queue[0]
         if isinstance(item, bytes):
             self._reply = None
@@ -166,7 +166,7 @@ class Outbox:
     def stop(self, tag: int) -> None:
         """The scheduler takes the pins of a reply back: copy the rest of its run, end it after."""
         run, reply = self._run, self._reply
-        if reply is not None and reply.tag == tag and isinstance(run, Run):
+        if reply is not None and reply.tag == tag and isinstance(run, PayloadRun):
             self._run = run.rest()
         for item in self._queue:
             if isinstance(item, InlineReply) and item.tag == tag:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ffserve.cache.shm import SharedMemory
-from ffserve.engine.sending import Run
+from ffserve.engine.io import PayloadRun
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_sent_is_what_was_to_be(
         expected = head + b"".join(
             arena.array[s : s + n].tobytes() for s, n in zip(starts, lengths, strict=True)
         )
-        run = Run(head, arena.array, starts, lengths)
+        run = PayloadRun(head, arena.array, starts, lengths)
         assert run.size == len(expected)
         got = b""
         while len(got) < run.size:
@@ -62,6 +62,6 @@ def test_a_closed_socket_is_an_error(
 ) -> None:
     near, far = pair
     far.close()
-    run = Run(b"head", arena.array, np.zeros(1, np.int64), np.full(1, 50_000))
+    run = PayloadRun(b"head", arena.array, np.zeros(1, np.int64), np.full(1, 50_000))
     with pytest.raises(BrokenPipeError):
         run.send(near.fileno())
