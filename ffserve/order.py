@@ -1,15 +1,15 @@
-"""The order of an epoch, as a pure function.
+"""The order of an epoch as a pure function.
 
-An epoch's order depends on nothing but its arguments: no clock, no global generator, no state
-left over from the epoch before. Whoever knows (n, seed, epoch, rank, world size) knows the order:
-a restarted job, another rank, the daemon that reads ahead.
+The order depends only on the arguments: not on a clock, a global generator or an earlier epoch.
+Every process that knows (n, seed, epoch, rank, world size) knows the order: a restarted job,
+another rank, the daemon that prefetches.
 
 Random keys come from ``SeedSequence`` and ``PCG64.random_raw``, whose streams numpy keeps fixed
 across releases (NEP 19, numpy's random number policy). ``Generator.permutation`` would be shorter,
-but NEP 19 lets ``Generator`` methods change between releases, and then a job resumed
-after an upgrade would silently repeat some samples and miss others. Instead each index is put
-into the low bits of a 64-bit word below random high bits, and the words are sorted: all words
-differ, so every sorting algorithm gives the same answer.
+but NEP 19 allows ``Generator`` methods to change between releases; a job resumed after an upgrade
+would then silently repeat some samples and miss others. Instead, each index becomes the low bits
+of a 64-bit word with random high bits, and the words are sorted. All words differ, so every sorting
+algorithm returns the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ffserve.errors import UsageError
 
 MAX_SAMPLE_COUNT = 1 << 40
 BLOCKS_PER_WINDOW = 32
-"""A windowed shuffle fills each window with so many blocks of neighbours from random places."""
+"""Number of blocks of neighbours, from random positions, in each window of a windowed shuffle."""
 
 
 def epoch_order(
@@ -48,20 +48,20 @@ def epoch_order(
     than ranks). With n a multiple of ``world_size`` the ranks' slices are disjoint; with
     ``world_size=1`` the order is a bijection of 0 … n-1.
 
-    With ``start`` the whole order's first ``start`` positions are taken as used, by however many
-    ranks, and what is behind them is split in the same way: rank r takes positions start + r,
-    start + r + world_size, … . When all of W ranks stand behind p samples of theirs, the first
-    p W positions are used, so ``start = min(n, p W)`` is where another number of ranks goes on.
+    With ``start``, the first ``start`` positions of the whole order count as used, by any number of
+    ranks, and the rest is split in the same way: rank r takes positions start + r,
+    start + r + world_size, … . After each of W ranks has used p samples, the first p W positions
+    are used, so another number of ranks continues with ``start = min(n, p W)``.
 
-    A windowed shuffle keeps neighbours together in time: the samples are cut into blocks of
+    A windowed shuffle reads neighbours close together in time. The samples are split into blocks of
     window // 32 neighbours (at least one; the last block may be shorter), the blocks are put into
-    random order, and of what results each ``window`` consecutive samples are shuffled among
-    themselves. So a window reads 32 runs of neighbours wholly before the next one
-    begins. It costs randomness: samples of one block come within two windows of each other
-    in every epoch, so a batch has about one thirty-second of its samples from each of 32 places.
-    Where neighbours resemble each other (files sorted by class), shuffle when the files are
-    written, or take a larger window. A window of n or more is the full shuffle's equal in
-    distribution, though not in order; one below 64 has blocks of one, and no locality.
+    random order, and then every ``window`` consecutive samples are shuffled among themselves. So a
+    window reads 32 runs of neighbours completely before the next one begins. This costs
+    randomness: samples of one block are within two windows of each other in every epoch, so a
+    batch has about one thirty-second of its samples from each of 32 positions. If neighbours are
+    alike (files sorted by class), shuffle when the files are written, or use a larger window. A
+    window of n or more equals the full shuffle in distribution, though not in order; a window
+    below 64 has blocks of one sample and no locality.
 
     Args:
         n: number of samples, 0 … 2^40.
@@ -70,12 +70,12 @@ def epoch_order(
         shuffle: False gives 0 … n-1 before the split.
         rank: this process, 0 … world_size-1.
         world_size: number of processes that share the epoch.
-        window: samples that are mixed with one another, from 1; None for all.
-        start: positions of the whole order that are used already, 0 … n.
+        window: number of samples that are mixed with one another, at least 1; None for all.
+        start: number of used positions of the whole order, 0 … n.
     Returns: int64[rank_sample_count(n - start, world_size)], owned by the caller.
-    Raises:  UsageError for an argument outside its range.
+    Raises:  UsageError: an argument is out of range.
     Cost:    one sort of n 64-bit words (10 million: 0.1 to 0.9 s, by the processor's vector
-        instructions) and 24 n bytes at its height. Beyond 2^32 samples the random part has under
+        instructions) and at most 24 n bytes. Beyond 2^32 samples the random part has under
         32 bits, so that some neighbours share it and stand in ascending order.
     Source:  NEP 19 for what numpy keeps stable; torch.utils.data.DistributedSampler for the split.
     """
@@ -84,11 +84,11 @@ def epoch_order(
     epoch = _checked("epoch", epoch, 1 << 64)
     world_size = _checked("world_size", world_size, 1 << 32)
     if world_size == 0:
-        raise UsageError("world_size is 0, but at least one process reads")
+        raise UsageError("world_size is 0, but must be at least 1")
     rank = _checked("rank", rank, world_size)
     start = _checked("start", start, n + 1)
     if window is not None and _checked("window", window, 1 << 64) == 0:
-        raise UsageError("window is 0, but must hold at least one sample")
+        raise UsageError("window is 0, but must be at least 1")
 
     if not shuffle:
         order = np.arange(n, dtype=np.int64)
@@ -113,7 +113,7 @@ def rank_sample_count(n: int, world_size: int) -> int:
 
 
 def shared_seed(name: str) -> int:
-    """Return the seed of the order that all who know the name walk: the half of its SHA-256."""
+    """Return the seed of the order that all jobs with the same name use: half of its SHA-256."""
     digest = hashlib.sha256(b"ffserve shared order\0" + name.encode()).digest()
     return int.from_bytes(digest[:16], "little")
 
@@ -150,7 +150,7 @@ def _checked(name: str, value: int, end: int) -> int:
     try:
         value = operator.index(value)
     except TypeError:
-        raise UsageError(f"{name} is {value!r}, but an integer is needed") from None
+        raise UsageError(f"{name} is {value!r}, but must be an integer") from None
     if not 0 <= value < end:
         raise UsageError(f"{name} is {value}, but must be in 0 … {end - 1}")
     return value

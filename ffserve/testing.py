@@ -1,16 +1,16 @@
-"""What every file format must keep to, as a class of checks that any format can be held against.
+"""Conformance tests for file formats.
 
-A format of one's own is tested by a subclass, under pytest or anything that calls ``test_*``::
+Test your own format with a subclass, under pytest or any runner that calls ``test_*`` methods::
 
     from ffserve.testing import FormatConformance
     from mine import FORMAT
 
     class TestMine(FormatConformance):
         format = FORMAT
-        options = ({}, {"compression": "gzip"})     # each way in which it writes
+        options = ({}, {"compression": "gzip"})     # option sets of its writer
 
-Nothing here opens a file: formats are given bytes in memory. ``samples`` reads such bytes as
-ffserve does and is of use for checks of one's own.
+Nothing here opens a file: formats read bytes in memory. ``samples`` reads such bytes as ffserve
+does; use it for further tests of your own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ffserve.formats.base import (
 )
 
 SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
-"""Few and short, so that files of them can be broken at every byte and every bit."""
+"""Few and short samples, so that tests can damage their files at every byte and every bit."""
 MEMORY_LIMIT = 32 << 20
-"""No claim of a file of some hundred bytes may cost more than this."""
+"""Most memory that opening a file of a few hundred bytes may allocate."""
 _ABSURD = (2**32 - 1, 2**40, 2**62, 2**64 - 1)
 
 Outcome = list[bytes | FFServeError]
 
 
 def written(format: Format, payloads: Sequence[bytes], **options: Any) -> bytes:
-    """Return the file that a format makes of samples."""
+    """Return the content of a file with the given samples."""
     encoder = format.writer(**options)
     body = bytearray()
     for payload in payloads:
@@ -58,7 +58,7 @@ def written(format: Format, payloads: Sequence[bytes], **options: Any) -> bytes:
 
 
 def reader_of(content: bytes) -> ReadAt:
-    """Return a file in memory that holds its readers to the rules."""
+    """Return a ``ReadAt`` over bytes in memory that checks its arguments."""
 
     def read_at(offset: int, into: memoryview, /) -> int:
         assert 0 < len(into) <= PIECE_SIZE, "a read has 1 to PIECE_SIZE bytes"
@@ -71,7 +71,7 @@ def reader_of(content: bytes) -> ReadAt:
 
 
 def opened(format: Format, content: bytes, **options: Any) -> Shard:
-    """Open bytes as a file of a format."""
+    """Open bytes as a file of the format."""
     shard = format.open(reader_of(content), len(content), "file", **options)
     assert (shard.path, shard.size) == ("file", len(content))
     assert 0 <= shard.fingerprint < 2**64 and shard.count >= 0
@@ -79,9 +79,9 @@ def opened(format: Format, content: bytes, **options: Any) -> Shard:
 
 
 def samples(format: Format, content: bytes, *, verify: bool = True, **options: Any) -> Outcome:
-    """Read bytes as ffserve reads a file: all samples, errors in the places of damaged ones.
+    """Read all samples of a file given as bytes; damaged samples are returned as errors.
 
-    Raises:  what opening raises.
+    Raises:  as ``Format.open``.
     """
     shard = opened(format, content, verify=verify, **options)
     offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
@@ -125,11 +125,11 @@ def _decoded(shard: ChunkedShard, content: bytes) -> Iterator[bytes | FFServeErr
 
 
 class FormatConformance:
-    """Checks of one format; see above.
+    """Conformance tests of one format.
 
     Attributes:
-        format: what is checked.
-        options: the arguments of ``format.writer`` under which everything is checked.
+        format: the format.
+        options: sets of arguments of ``format.writer``; all tests run with each of them.
     """
 
     format: ClassVar[Format]
@@ -140,7 +140,7 @@ class FormatConformance:
             yield written(self.format, payloads, **options)
 
     def test_what_was_written_is_read(self) -> None:
-        """Any samples come back, and alike with and without checks, strict and tolerant."""
+        """Samples are read back unchanged, with and without verification, strict and tolerant."""
         rng = np.random.default_rng(0)
         for payloads in (
             [],
@@ -159,7 +159,7 @@ class FormatConformance:
                         assert found == payloads
 
     def test_one_sample_in_pieces(self) -> None:
-        """An encoder that takes pieces makes the same file of them."""
+        """A sample written in pieces gives the same file as a sample written at once."""
         for options in self.options:
             encoder = self.format.writer(**options)
             if not isinstance(encoder, GrowingEncoder):
@@ -171,14 +171,14 @@ class FormatConformance:
             assert content == written(self.format, [b"abcde"], **options)
 
     def test_sniffing_never_denies_an_intact_file(self) -> None:
-        """An intact file that has bytes is told for certain, or may be one; no sniff raises."""
+        """Detection never rejects an intact file and never raises."""
         for content in self._files():
             assert self.format.sniff(content[:HEAD_SIZE], len(content)) is not False
             for size in range(len(content)):
                 self.format.sniff(content[: min(size, HEAD_SIZE)], size)
 
     def test_fingerprint(self) -> None:
-        """Copies have one fingerprint, other files other ones."""
+        """Copies have equal fingerprints, different files different ones."""
         for options in self.options:
             files = [written(self.format, SMALL[:k], **options) for k in range(len(SMALL))]
             prints = [opened(self.format, content).fingerprint for content in files]
@@ -186,7 +186,7 @@ class FormatConformance:
             assert prints == [opened(self.format, bytes(c)).fingerprint for c in files]
 
     def test_every_cut(self) -> None:
-        """A file cut at any byte raises, or gives errors, or is a whole file of fewer samples."""
+        """A truncated file raises, returns errors, or is a valid file of fewer samples."""
         whole = list(SMALL)
         for content in self._files():
             for size in range(len(content)):
@@ -201,7 +201,7 @@ class FormatConformance:
                 self._check_tolerant(content[:size], whole)
 
     def test_every_flipped_bit(self) -> None:
-        """Any bit turned raises, or gives errors, or changes nothing."""
+        """A flipped bit raises, returns errors, or changes nothing."""
         whole = list(SMALL)
         for content in self._files():
             for bit in range(8 * len(content)):
@@ -219,22 +219,22 @@ class FormatConformance:
                 self._check_unverified(bytes(damaged))
 
     def test_absurd_numbers_cost_no_memory(self) -> None:
-        """Huge numbers anywhere in a small file raise or change nothing, and allocate nothing."""
+        """Huge numbers anywhere in a small file raise or change nothing, and allocate no memory."""
         tracemalloc.start()
         try:
             for content in self._files():
-                for place in range(len(content) - 3):
+                for offset in range(len(content) - 3):
                     for value in _ABSURD:
                         damaged = bytearray(content)
                         part = value.to_bytes(8, "little")[: 4 if value < 2**32 else 8]
-                        damaged[place : place + len(part)] = part
+                        damaged[offset : offset + len(part)] = part
                         self._check_unverified(bytes(damaged[: len(content)]))
             assert tracemalloc.get_traced_memory()[1] < MEMORY_LIMIT
         finally:
             tracemalloc.stop()
 
     def test_any_bytes(self) -> None:
-        """Bytes of any kind open or raise one of our errors."""
+        """Arbitrary bytes open, or raise an FFServeError."""
         rng = np.random.default_rng(1)
         for size in [*range(64), *range(64, 600, 29)]:
             for content in (rng.bytes(size), bytes(size), b"\xff" * size):
@@ -244,7 +244,7 @@ class FormatConformance:
                 self._check_unverified(content[:size] + rng.bytes(40))
 
     def test_file_that_shrinks_while_it_is_read(self) -> None:
-        """Bytes that were there and are not any more raise."""
+        """A file that is truncated while it is read raises."""
         for content in self._files():
             for size in range(0, len(content), 3):
                 try:
@@ -259,12 +259,12 @@ class FormatConformance:
                     self._check_located(error)
 
     def test_unknown_options_are_refused(self) -> None:
-        """An option that the format lacks is a UsageError."""
+        """An unsupported option is a UsageError."""
         try:
             self.format.writer(compression="no such compression")
         except UsageError:
             return
-        raise AssertionError("an unknown compression was taken")
+        raise AssertionError("an unknown compression was accepted")
 
     # ---- rules ------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class FormatConformance:
         assert error.path == "file", f"the error does not name its file: {error!r}"
 
     def _check_right(self, found: Outcome, whole: list[bytes]) -> None:
-        """Samples that were written, in their order, and errors between them."""
+        """The samples are some of those written, in order, with errors in between."""
         rest = iter(whole)
         for each in found:
             if isinstance(each, bytes):
@@ -281,14 +281,14 @@ class FormatConformance:
                 self._check_located(each)
 
     def _check_tolerant(self, content: bytes, whole: list[bytes]) -> None:
-        """Tolerant reading gives samples that were written, in their order, and no others."""
+        """Tolerant reading returns only samples that were written, in order."""
         try:
             self._check_right(samples(self.format, content, tolerant=True), whole)
         except FFServeError as error:
             self._check_located(error)
 
     def _check_unverified(self, content: bytes) -> None:
-        """Without checks the result may be wrong, but only our errors come out."""
+        """Without verification the result may be wrong, but only FFServeErrors are raised."""
         for verify in (True, False):
             for tolerant in (True, False):
                 try:

@@ -1,13 +1,13 @@
-"""RecordIO, in the dialects of ElasticDL's pyrecordio (py) and of PaddlePaddle's recordio (go).
+"""The RecordIO format, in the dialects of ElasticDL's pyrecordio (py) and PaddlePaddle (go).
 
-A file is a sequence of chunks and nothing else: no index, no mark at the end. A chunk is a header
-of 20 bytes and a payload, maybe compressed, of records, each a u32 length and its bytes. The
-header says how many records there are and has a checksum of the payload as it stands in the file
-(``recordio_codec.py`` has both layouts). Both originals end a chunk when the lengths of its
-records and of the next one come to more than a maximum.
+A file is a sequence of chunks, without an index or an end mark. A chunk is a header of 20 bytes and
+a payload, which may be compressed. The decoded payload is a sequence of records, each a u32 length
+and its bytes. The header stores the number of records and a checksum of the payload as stored in
+the file (``recordio_codec.py`` has both layouts). Both originals end a chunk when the next record
+would make the sum of record lengths exceed a maximum.
 
-Opening is one scan of the headers, and of the few bytes of each payload that tell how large it is
-when decoded, so that whoever decodes can take the room for it beforehand (``recordio_scan.py``).
+Opening is one scan of the headers, and of the few bytes of each payload that give its decoded size,
+so that memory can be allocated before decoding (``recordio_scan.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ffserve.formats.recordio_codec import (
 from ffserve.formats.recordio_scan import MAGIC_BYTES, Scan
 
 _LARGEST_CHUNK = 1 << 30
-"""A writer's limit on the bytes of a chunk, prefixes of its records included."""
+"""Largest chunk that is written, including the length prefixes of its records."""
 
 
 @dataclass
@@ -66,9 +66,9 @@ class RecordIOShard:
     fingerprint: int
     chunks: Chunks
     dialect: Dialect | None
-    """None for a file without a chunk."""
+    """None for an empty file."""
     checksums: NDArray[np.uint32]
-    """Of each chunk, as stored."""
+    """Stored checksum of each chunk."""
     compressors: NDArray[np.uint8]
     _problems: dict[int, FFServeError] = field(repr=False)
     _verify: bool = field(repr=False)
@@ -92,13 +92,13 @@ class RecordIOShard:
         return self.dialect.compression(int(self.compressors[chunk])) or "unknown"
 
     def about(self) -> dict[str, str | int]:
-        """Return dialect, number and compression of the chunks, and what they decode to."""
+        """Return dialect, number, compression and decoded sizes of the chunks."""
         used = np.unique(self.compressors).tolist() if self.dialect is not None else []
         names = [str(self.dialect.compression(k)) for k in used] if self.dialect else []
         return {
-            "dialect": self.dialect.name if self.dialect else "none yet",
+            "dialect": self.dialect.name if self.dialect else "unknown",
             "chunks": len(self.chunks),
-            "compression": ", ".join(names) or "none yet",
+            "compression": ", ".join(names) or "unknown",
             "decoded_size_bytes": int(self.chunks.sizes.sum()),
             "largest_chunk_size_bytes": int(self.chunks.sizes.max(initial=0)),
         }
@@ -110,10 +110,10 @@ class RecordIOShard:
         for chunk in np.flatnonzero(held > size).tolist():
             self._problems[chunk] = FormatError(
                 f"chunk {chunk} has {int(chunks.ends[chunk] - chunks.begins[chunk])} bytes, "
-                f"decoded {int(chunks.sizes[chunk])}: more than the limit of {size}",
+                f"{int(chunks.sizes[chunk])} decoded, more than the limit of {size}",
                 path=self.path,
                 offset=int(chunks.begins[chunk]),
-                hint="raise max_chunk_size if this file can be trusted",
+                hint="raise the daemon's max_chunk_size if you trust this file",
             )
             chunks.sizes[chunk] = 0
             chunks.ends[chunk] = chunks.begins[chunk]
@@ -142,15 +142,15 @@ class RecordIOShard:
         size = int(chunks.ends[chunk] - chunks.begins[chunk]) - HEADER.size
         if len(extent) != HEADER.size + size:
             raise TruncatedError(
-                f"{len(extent)} bytes of it are there, it has {HEADER.size + size}",
-                hint="the file was cut after it was opened",
+                f"the file has only {len(extent)} of its {HEADER.size + size} bytes",
+                hint="the file was truncated while in use: restore it and open it again",
             )
         expected = int(self.checksums[chunk])
         header = Header(count, expected, int(self.compressors[chunk]), size)
         if extent[: HEADER.size] != dialect.pack(header):
             raise ReadError(
                 "its header changed since the file was opened",
-                hint="do not write into a file in use; append, or write a new one and rename it",
+                hint="do not modify a file in use: append, or write a new file and rename it",
             )
         payload = extent[HEADER.size :]
         if self._verify:
@@ -163,7 +163,7 @@ class RecordIOShard:
             raise FormatError(
                 f"its header counts {count} records in {len(into)} decoded bytes, but "
                 f"{len(starts)} records end at byte {end}",
-                hint="it is damaged, or was not written by RecordIO",
+                hint="the file is damaged, or was not written by RecordIO",
             )
         return starts, lengths
 
@@ -173,32 +173,30 @@ class RecordIOShard:
     ) -> ChecksumError:
         fluid = dialect is PY and checksum(CHECKSUM_CRC32, payload) == expected
         return ChecksumError(
-            f"its payload has the {dialect.checksum_name} {found:08x}, its header says "
-            f"{expected:08x}",
-            hint="it is a CRC-32 as PaddlePaddle Fluid writes it, whose files are of neither "
-            "dialect"
+            f"checksum mismatch: the header stores {dialect.checksum_name} {expected:08x}, the "
+            f"payload gives {found:08x}",
+            hint="PaddlePaddle Fluid wrote this file; its format is not supported"
             if fluid
-            else "its bytes were damaged after they were written: restore the file, or leave "
-            "these samples out with on_error='skip'",
+            else "restore the file from a copy, or skip these samples with on_error='skip'",
         )
 
 
 class RecordIOEncoder:
-    """Writes RecordIO; keeps one chunk.
+    """Encodes samples as RecordIO; keeps one chunk in memory.
 
-    Args: most: bytes of the records of a chunk, their prefixes not counted.
+    Args: max_size: bytes of the records of a chunk, without their length prefixes.
     """
 
-    def __init__(self, dialect: Dialect, compression: str, most: int) -> None:
+    def __init__(self, dialect: Dialect, compression: str, max_size: int) -> None:
         self._dialect = dialect
         self._compression = compression
-        self._most = most
+        self._max_size = max_size
         self._chunk = bytearray()
         self._sum = 0
         self._count = 0
 
     def head_size(self, count: int) -> int:
-        """Return 0: a file begins with its first chunk."""
+        """Return 0; a file begins with its first chunk."""
         return 0
 
     def head(self) -> Iterator[bytes | memoryview]:
@@ -206,16 +204,19 @@ class RecordIOEncoder:
         return iter(())
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Take a record; return the chunk before it when that has no room for it."""
+        """Add a record; return the previous chunk if the record does not fit into it."""
         size = len(payload)
-        if size > self._most and self._dialect is not PY:
+        if size > self._max_size and self._dialect is not PY:
             raise UsageError(
-                f"a sample of {size} bytes does not fit into a chunk of {self._most}",
-                hint="raise max_chunk_size, or write the py dialect",
+                f"a sample of {size} bytes does not fit into a chunk of {self._max_size} bytes",
+                hint="raise max_chunk_size, or use dialect='py'",
             )
         if size > U32_MAX - PREFIX.size:
-            raise UsageError(f"a sample of {size} bytes is too large for RecordIO")
-        full = self._sum + size > self._most
+            raise UsageError(
+                f"a sample of {size} bytes is too large for RecordIO",
+                hint="split it, or use another format",
+            )
+        full = self._sum + size > self._max_size
         full = full or len(self._chunk) + PREFIX.size + size > _LARGEST_CHUNK
         done = self._packed() if full and self._count else ()
         if done:
@@ -234,20 +235,23 @@ class RecordIOEncoder:
         dialect = self._dialect
         payload = compress(self._compression, self._chunk, framed=dialect.framed)
         if len(payload) > U32_MAX:
-            raise UsageError("a chunk of these samples is too large for RecordIO")
+            raise UsageError(
+                f"a chunk of {len(payload)} bytes is too large for RecordIO",
+                hint="use another compression, or smaller chunks",
+            )
         found = checksum(dialect.checksum_kind, payload)
         header = Header(self._count, found, dialect.compressor(self._compression), len(payload))
         return dialect.pack(header), payload
 
 
 class RecordIO:
-    """The format, as the registry knows it."""
+    """The RecordIO format."""
 
     name = "recordio"
     suffixes: tuple[str, ...] = (".recordio", ".rio")
 
     def sniff(self, head: bytes, size: int) -> bool | None:
-        """Tell a file by its magic. One without a byte has none, and is told by its name."""
+        """Detect a file by its magic; an empty file has none."""
         if 0 < len(head) < len(MAGIC_BYTES) and MAGIC_BYTES.startswith(head):
             return None
         return head.startswith(MAGIC_BYTES)
@@ -263,12 +267,12 @@ class RecordIO:
     ) -> RecordIOShard:
         """Scan the headers of a file.
 
-        Args:    as ``Format.open``; ``verify`` holds payloads against their checksums when they
-                 are decoded, ``tolerant`` all of them now.
-        Raises:  TruncatedError when the last chunk is not whole; FormatError for what is no chunk,
-                 and for a header that claims what cannot be.
-        Cost:    reads the headers, up to 4 KiB at each; the frames' headers in the go dialect;
-                 everything where chunks are small, and if tolerant. 37 bytes of memory a chunk.
+        Args:    as ``Format.open``; ``verify`` checks payloads when they are decoded, ``tolerant``
+                 checks all of them now.
+        Raises:  TruncatedError: the last chunk is incomplete. FormatError: bytes that are not a
+                 chunk, or a header with impossible numbers.
+        Cost:    reads up to 4 KiB at each header, and the frame headers in the go dialect; the
+                 whole file if chunks are small or if ``tolerant``. 37 bytes of memory per chunk.
         """
         scan = Scan(read_at, size, path)
         if tolerant:
@@ -278,10 +282,10 @@ class RecordIO:
         return _shard(scan, size, path, verify)
 
     def complete(self, read_at: ReadAt, size: int, path: str) -> tuple[RecordIOShard, int]:
-        """Scan a file that may end inside of a chunk, since its writer died.
+        """Scan a file that may end with an incomplete chunk, as a writer that died leaves it.
 
-        Returns: the shard of its complete chunks, and where they end.
-        Raises:  FormatError when something is damaged that does not look like such an end.
+        Returns: the shard of the complete chunks, and the offset of their end.
+        Raises:  FormatError: the damage is not an incomplete last chunk.
         """
         scan = Scan(read_at, size, path)
         try:
@@ -299,28 +303,31 @@ class RecordIO:
         dialect: str | None = None,
         max_chunk_size: int | None = None,
     ) -> Encoder:
-        """Return an encoder; ``n`` need not be known.
+        """Return an encoder; ``n`` may be None.
 
         Args:
-            compression: "snappy" if left out, "gzip" or "none".
-            dialect: "py" if left out, or "go".
-            max_chunk_size: bytes of the records in a chunk; 1024 in py and 32 MiB in go if left
-                out, as the originals have it.
-        Raises:  UsageError for any other.
+            compression: "snappy" (default), "gzip" or "none".
+            dialect: "py" (default) or "go".
+            max_chunk_size: bytes of the records in a chunk; the default is that of the originals,
+                1024 in py and 32 MiB in go.
+        Raises:  UsageError: any other value.
         """
         compression = SNAPPY if compression is None else compression
         if compression not in COMPRESSIONS:
             raise UsageError(
-                f"recordio has no compression {compression!r}", hint=f"one of {COMPRESSIONS}"
+                f"recordio does not support compression={compression!r}",
+                hint=f"use one of {', '.join(COMPRESSIONS)}",
             )
         chosen = DIALECTS.get("py" if dialect is None else dialect)
         if chosen is None:
             raise UsageError(
-                f"recordio has no dialect {dialect!r}", hint=f"one of {tuple(DIALECTS)}"
+                f"unknown RecordIO dialect {dialect!r}", hint=f"use one of {', '.join(DIALECTS)}"
             )
         most = chosen.default_chunk_size if max_chunk_size is None else max_chunk_size
         if isinstance(most, bool) or not isinstance(most, int) or not 0 < most <= _LARGEST_CHUNK:
-            raise UsageError(f"max_chunk_size={most!r} is not from 1 to {_LARGEST_CHUNK} bytes")
+            raise UsageError(
+                f"invalid max_chunk_size={most!r}", hint=f"use 1 to {_LARGEST_CHUNK} bytes"
+            )
         return RecordIOEncoder(chosen, compression, most)
 
 

@@ -1,15 +1,15 @@
-"""RecordIO's chunks: the header in both dialects, and the three ways to compress a payload.
+"""RecordIO chunks: headers of both dialects, and compression of payloads.
 
-Five little-endian u32 stand in front of a payload, the first being the magic::
+A header is five little-endian u32::
 
     py   magic, records, CRC-32C of the payload, compressor 1 2 3, size of the payload
     go   magic, CRC-32 of the payload, compressor 0 1 2, size of the payload, records
 
-Word 3 tells them apart: a payload in the go dialect has at least 4 bytes, so a number up to 3 is a
-compressor. Snappy is one raw block in py, and the framed stream in go.
+Word 3 distinguishes the dialects: a payload in the go dialect has at least 4 bytes, so a value up
+to 3 is a compressor. Snappy is one raw block in py, and the framed stream in go.
 
-cramjam (Rust: snap, flate2) does the compression: it has wheels for every platform, knows both
-kinds of snappy, decodes into memory of the caller's and no further, and releases the GIL.
+cramjam (Rust: snap, flate2) compresses: it has wheels for every platform, supports both kinds of
+snappy, decodes into the caller's memory without exceeding it, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from ffserve.formats.base import CHECKSUM_CRC32, CHECKSUM_CRC32C
 MAGIC = 0x01020304
 HEADER = struct.Struct("<5I")
 PREFIX = struct.Struct("<I")
-"""In front of each record inside the decoded payload."""
+"""Length prefix of each record in the decoded payload."""
 U32_MAX = (1 << 32) - 1
 
 NONE, SNAPPY, GZIP = "none", "snappy", "gzip"
 COMPRESSIONS = (NONE, SNAPPY, GZIP)
 
 _MOST_BY_SNAPPY = 22
-"""A snappy element of 3 bytes stands for at most 64."""
+"""A snappy element of 3 bytes decodes to at most 64 bytes."""
 _MOST_BY_GZIP = 1032
-"""A deflate code of 2 bits stands for at most 258 bytes (zlib's technical notes)."""
+"""A deflate code of 2 bits decodes to at most 258 bytes (zlib's technical notes)."""
 _FRAME_MOST = 65_536
-"""Bytes that one frame of a snappy stream decodes to, at most."""
+"""Largest decoded size of one frame of a snappy stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands in front of a chunk's payload."""
+    """The header of a chunk."""
 
     records: int
     checksum: int
     compressor: int
-    """As the dialect numbers it."""
+    """In the numbering of the dialect."""
     size: int
     """Of the payload, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One of the two ways to write a chunk."""
+    """One of the two chunk layouts."""
 
     name: str
     checksum_kind: int
@@ -65,7 +65,7 @@ class Dialect:
     default_chunk_size: int
 
     def unpack(self, words: tuple[int, ...]) -> Header:
-        """Return what the words behind the magic mean."""
+        """Parse the words of a header."""
         if self.name == "py":
             return Header(words[1], words[2], words[3], words[4])
         return Header(words[4], words[1], words[2], words[3])
@@ -79,7 +79,7 @@ class Dialect:
         return HEADER.pack(MAGIC, *words)
 
     def compression(self, compressor: int) -> str | None:
-        """Return the name of a compressor, None for one that is not known."""
+        """Return the name of a compressor; None if unknown."""
         number = compressor - self.first_compressor
         return COMPRESSIONS[number] if 0 <= number < len(COMPRESSIONS) else None
 
@@ -94,21 +94,21 @@ DIALECTS = {"py": PY, "go": GO}
 
 
 def dialect_of(words: tuple[int, ...]) -> Dialect:
-    """Tell the dialect of a header by its word 3."""
+    """Detect the dialect of a header by its word 3."""
     return PY if words[3] <= 3 else GO
 
 
 def most_decoded(compression: str, size: int) -> int:
-    """Return the most bytes that a payload of `size` bytes can decode to."""
+    """Return the largest decoded size of a payload of `size` bytes."""
     if compression == NONE:
         return size
     return size * (_MOST_BY_SNAPPY if compression == SNAPPY else _MOST_BY_GZIP)
 
 
 def varint(head: bytes) -> tuple[int, int]:
-    """Return (value, bytes taken) of the u32 that begins a raw snappy block.
+    """Return (value, bytes read) of the u32 at the beginning of a raw snappy block.
 
-    Raises: ValueError when there is none.
+    Raises: ValueError: invalid.
     """
     value = 0
     for k, byte in enumerate(head[:5]):
@@ -117,18 +117,18 @@ def varint(head: bytes) -> tuple[int, int]:
             if value > U32_MAX:
                 break
             return value, k + 1
-    raise ValueError("it begins with no length")
+    raise ValueError("invalid length at its beginning")
 
 
 def frame(head: bytes) -> tuple[int, int]:
-    """Look at the header of one frame of a snappy stream.
+    """Parse the header of one frame of a snappy stream.
 
-    Args: head: 13 bytes from its beginning, or all that is left of the stream.
-    Returns: (bytes of the frame, bytes that it decodes to).
-    Raises: ValueError when it is no frame.
+    Args: head: the first 13 bytes of the frame, or the rest of the stream.
+    Returns: (bytes of the frame, decoded bytes).
+    Raises: ValueError: not a frame.
     """
     if len(head) < 4:
-        raise ValueError("a frame is cut")
+        raise ValueError("a frame is truncated")
     kind, size = head[0], int.from_bytes(head[1:4], "little")
     decoded = 0
     if kind == 0x00:
@@ -137,16 +137,16 @@ def frame(head: bytes) -> tuple[int, int]:
         decoded = size - 4
     elif kind == 0xFF:
         if size != 6:
-            raise ValueError("the identifier of its stream is none")
+            raise ValueError("invalid stream identifier")
     elif kind < 0x80:
-        raise ValueError(f"a frame of the kind {kind:#04x} cannot be skipped")
+        raise ValueError(f"unknown frame type {kind:#04x}")
     if not 0 <= decoded <= _FRAME_MOST:
-        raise ValueError(f"a frame claims {decoded} bytes")
+        raise ValueError(f"a frame claims {decoded} decoded bytes")
     return 4 + size, decoded
 
 
 def compress(compression: str, payload: bytes | bytearray, *, framed: bool) -> bytes | memoryview:
-    """Return a chunk's payload, compressed."""
+    """Compress the payload of a chunk."""
     if compression == NONE:
         return memoryview(payload)
     import cramjam
@@ -163,13 +163,13 @@ def compress(compression: str, payload: bytes | bytearray, *, framed: bool) -> b
 def decompress(
     compression: str, payload: memoryview, into: NDArray[np.uint8], *, framed: bool
 ) -> None:
-    """Decode a payload that gives exactly as many bytes as `into` has; take no other memory.
+    """Decode a payload into `into`, which has exactly its decoded size, without other memory.
 
-    Raises: FormatError when it is damaged or gives another number.
+    Raises: FormatError: the payload is damaged, or its decoded size differs.
     """
     if compression == NONE:
         if len(payload) != len(into):
-            raise FormatError(f"its payload has {len(payload)} bytes, {len(into)} were expected")
+            raise FormatError(f"its payload has {len(payload)} bytes instead of {len(into)}")
         into[:] = np.frombuffer(payload, np.uint8)
         return
     import cramjam
@@ -187,5 +187,5 @@ def decompress(
         raise FormatError(f"its {compression} payload is damaged: {error}") from None
     if got != len(into):
         raise FormatError(
-            f"its {compression} payload gives {got} bytes, it tells of {len(into)} itself"
+            f"its {compression} payload decodes to {got} bytes, but claims {len(into)}"
         )

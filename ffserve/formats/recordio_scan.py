@@ -1,13 +1,12 @@
-"""The way through a RecordIO file, from chunk to chunk.
+"""Scan of the chunk headers of a RecordIO file.
 
-The scan runs in C (``engine/codec.c``) over all that is sound; at what is not it stops, and
-``Scan._look`` finds out what that is. The two agree (``tests/test_recordio_walk.py``). All that a
-header claims is held against the bytes that are there: the payload against the file, the decoded
-size against what the compression can do at best, the number of records against the decoded size.
+The scan runs in C over intact chunks. It stops at a fault, and ``Scan._parse`` determines what is
+wrong; the two agree (``tests/formats/test_recordio_scan.py``). Every number in a header is
+checked: the payload against the file size, the decoded size against the best possible
+compression, the number of records against the decoded size.
 
-A header has no checksum of its own. So a file that was opened tolerantly is read whole, every
-payload is held against its checksum, and behind one that does not match the next one is looked
-for that does.
+A header has no checksum of its own. So a tolerant scan reads the whole file, verifies every payload
+against its checksum, and after a mismatch searches for the next chunk with a matching checksum.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from ffserve.formats.recordio_codec import (
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 _MXNET_MAGIC = 0xCED7230A
 _DIALECTS = (PY, GO)
-"""As the C core numbers them."""
+"""In the numbering of the C core."""
 _RECORDS_ALLOWED, _RECORDS_A_BYTE = 1 << 20, 8
-"""A file may have so many records, and so many more a byte: tables are made by what headers claim
-before anything is decoded, and compression lets a few bytes stand for very many empty records."""
+"""Limits on the records of a file: a constant, plus a number per byte. Tables are allocated by what
+headers claim, and a few compressed bytes can decode to very many empty records."""
 _SEARCHED_AGAIN = 8
-"""A search for the next sound chunk reads at most so many times the file's size."""
+"""Searches for intact chunks read at most this many times the size of the file."""
 
 
 class _Window:
-    """Small reads of a file, going forward, as few large ones where they lie close."""
+    """Serves small forward reads of a file from few large ones if they are close together."""
 
     _SMALLEST = 4096
 
@@ -65,9 +64,9 @@ class _Window:
         return bytes(window[offset - begin : offset - begin + size])
 
     def holding(self, offset: int, size: int) -> tuple[memoryview, int]:
-        """Return bytes with those wanted among them, and where they begin.
+        """Return a buffer that contains the given bytes, and its offset in the file.
 
-        They are valid until the next call.
+        The buffer is valid until the next call.
         """
         size = min(size, self._size - offset)
         if not 0 <= offset - self._begin <= len(self._bytes) - size:
@@ -86,10 +85,10 @@ class _Window:
 
 
 class Scan:
-    """The way from header to header.
+    """A scan from header to header.
 
-    `at` is where the next chunk begins; everything before it is in `table`. `problems`: of rows of
-    the table that cannot be read.
+    at: offset of the next chunk; all chunks before it are in `table`. problems: errors of the rows
+    of the table that cannot be read.
     """
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
@@ -104,12 +103,12 @@ class Scan:
 
     @property
     def at(self) -> int:
-        """Where the next chunk begins."""
+        """Offset of the next chunk."""
         return self.table.at
 
     @property
     def dialect(self) -> Dialect | None:
-        """Of the file, None before its first chunk."""
+        """Dialect of the file; None before its first chunk."""
         number = self.table.dialect
         return None if number is None else _DIALECTS[number]
 
@@ -118,92 +117,92 @@ class Scan:
         self.table.dialect = None if dialect is None else _DIALECTS.index(dialect)
 
     def strictly(self) -> None:
-        """Go to the end of the file, or raise where that is not possible."""
+        """Scan to the end of the file; raise at the first fault."""
         while self.at < self._size:
             window, base = self._window.holding(self.table.wanted, HEADER.size)
             if self.table.feed(window, base) == codec.ChunkScanner.FAULT:
-                self._enter(*self._look(self.at))
+                self._add(*self._parse(self.at))
 
-    def _enter(self, header: Header, decoded: int) -> None:
-        """Take the chunk at `at` and go on behind it."""
+    def _add(self, header: Header, decoded: int) -> None:
+        """Add the chunk at `at` to the table and advance."""
         table, end = self.table, self.at + HEADER.size + header.size
         records = table.records + header.records
         if records > _RECORDS_ALLOWED + _RECORDS_A_BYTE * end:
             raise self._wrong(
                 self.at,
-                f"with it the first {end} bytes of the file claim {records} records",
-                "a file of so many next to empty records is not read",
+                f"the first {end} bytes of the file claim {records} records, more than allowed",
+                "the file is damaged or hostile; files with this many empty records are refused",
             )
         table.add(self.at, end, header.records, decoded, header.checksum, header.compressor)
         table.at = end
 
-    def _leave_out(self, end: int, problem: FFServeError) -> None:
-        """Enter what lies before `end` as one record that cannot be read."""
+    def _skip(self, end: int, problem: FFServeError) -> None:
+        """Add the bytes before `end` to the table as one record that cannot be read."""
         self.problems[self.table.count] = problem
         self.table.add(self.at, self.at, 1, 0, 0, 0)
         self.table.at = end
 
     def tolerantly(self) -> None:
-        """Go to the end of the file; leave out what lies between sound chunks."""
-        start = self._next_sound(0)
+        """Scan to the end of the file; skip damage between intact chunks."""
+        start = self._next_intact(0)
         if start is None:
             self.dialect = None
         while self.at < self._size:
             try:
-                header, decoded = self._look(self.at)
+                header, decoded = self._parse(self.at)
                 problem: FFServeError | None = self._mismatch(self.at, header)
             except (FormatError, TruncatedError) as error:
                 header, decoded, problem = Header(0, 0, 0, 0), 0, error
             if problem is None:
-                self._enter(header, decoded)
+                self._add(header, decoded)
                 continue
-            following = self._next_sound(self.at + 1)
+            following = self._next_intact(self.at + 1)
             end = self._size if following is None else following
             if self.at + HEADER.size + header.size == end and header.records:
-                # The header is as good as any: its records are known to be lost.
-                self._enter(header, decoded)
+                # The header ends at an intact chunk, so it is right: its records are lost.
+                self._add(header, decoded)
             else:
-                self._leave_out(end, problem)
+                self._skip(end, problem)
 
     def tail_is_lost(self) -> bool:
-        """Whether nothing complete follows `at`: no sound chunk, nothing that was one."""
-        return self._next_sound(self.at + 1) is None
+        """Whether no intact chunk follows `at`."""
+        return self._next_intact(self.at + 1) is None
 
-    def _look(self, at: int) -> tuple[Header, int]:
-        """Return the header at a place, checked, and the decoded size that the payload tells."""
+    def _parse(self, at: int) -> tuple[Header, int]:
+        """Return the header at an offset, checked, and the decoded size of the payload."""
         head = self._window.get(at, HEADER.size)
         if not head.startswith(MAGIC_BYTES[: len(head)]):
-            raise self._no_chunk(at, head)
+            raise self._not_a_chunk(at, head)
         if len(head) < HEADER.size:
-            raise self._cut(at, f"only {len(head)} bytes of its header are there")
+            raise self._truncated(at, f"the file has only {len(head)} bytes of its header")
         words = HEADER.unpack(head)
         dialect = dialect_of(words)
         if self.dialect is None:
             self.dialect = dialect
         elif dialect is not self.dialect:
             raise self._wrong(
-                at, f"its header is of the {dialect.name} dialect, the file's first of the other"
+                at, f"its header has dialect {dialect.name}, unlike the chunks before it"
             )
         header = dialect.unpack(words)
         compression = dialect.compression(header.compressor)
         if compression is None:
-            hint = "PaddlePaddle Fluid wrote such files; they are of neither dialect"
-            raise self._wrong(at, f"compressor {header.compressor} is not known", hint)
+            hint = "PaddlePaddle Fluid writes such files; its format is not supported"
+            raise self._wrong(at, f"unknown compressor {header.compressor}", hint)
         if header.size > self._size - at - HEADER.size:
-            raise self._cut(
+            raise self._truncated(
                 at,
-                f"its payload has {header.size} bytes, the file has only "
-                f"{self._size - at - HEADER.size} more",
+                f"the file has only {self._size - at - HEADER.size} of the {header.size} bytes of "
+                "its payload",
             )
         try:
-            decoded = self._told(compression, at + HEADER.size, header.size)
+            decoded = self._decoded_size(compression, at + HEADER.size, header.size)
         except ValueError as error:
-            raise self._wrong(at, f"its payload is no {compression}: {error}") from None
+            raise self._wrong(at, f"invalid {compression} payload: {error}") from None
         if decoded > min(most_decoded(compression, header.size), U32_MAX):
             raise self._wrong(
                 at,
-                f"its payload of {header.size} bytes claims {decoded} bytes, more than "
-                f"{compression} can hold",
+                f"its payload of {header.size} bytes claims {decoded} decoded bytes, more than "
+                f"{compression} allows",
             )
         if not 0 < header.records <= decoded // PREFIX.size:
             raise self._wrong(
@@ -211,8 +210,8 @@ class Scan:
             )
         return header, decoded
 
-    def _told(self, compression: str, begin: int, size: int) -> int:
-        """Return the decoded size that a payload tells by itself."""
+    def _decoded_size(self, compression: str, begin: int, size: int) -> int:
+        """Return the decoded size that a payload claims."""
         if compression == NONE:
             return size
         end = begin + size
@@ -229,11 +228,11 @@ class Scan:
             decoded += more
             at += frame_size
         if at != end:
-            raise ValueError("a frame is cut")
+            raise ValueError("a frame is truncated")
         return decoded
 
     def _mismatch(self, at: int, header: Header) -> FFServeError | None:
-        """Hold a payload against its checksum, reading it whole."""
+        """Read a payload and verify its checksum; return the error for a mismatch."""
         assert self.dialect is not None
         found, done = 0, 0
         piece = bytearray(min(PIECE_SIZE, header.size))
@@ -245,13 +244,15 @@ class Scan:
         if found == header.checksum:
             return None
         return ChecksumError(
-            f"{self.dialect.checksum_name} {found:08x}, expected {header.checksum:08x}",
+            f"checksum mismatch: the header stores {self.dialect.checksum_name} "
+            f"{header.checksum:08x}, the payload gives {found:08x}",
             path=self._path,
             offset=at,
+            hint="restore the file from a copy",
         )
 
-    def _next_sound(self, start: int) -> int | None:
-        """Return the first place from `start` on where a chunk stands whose checksum is right."""
+    def _next_intact(self, start: int) -> int | None:
+        """Return the offset of the next chunk with a matching checksum, or None."""
         budget = _SEARCHED_AGAIN * self._size
         piece = bytearray(PIECE_SIZE)
         known = self.dialect
@@ -262,7 +263,7 @@ class Scan:
             while at >= 0:
                 self.dialect = known
                 try:
-                    header, _ = self._look(start + at)
+                    header, _ = self._parse(start + at)
                     budget -= header.size
                     if budget >= 0 and self._mismatch(start + at, header) is None:
                         return start + at
@@ -273,31 +274,34 @@ class Scan:
         self.dialect = known
         return None
 
-    def _wrong(self, at: int, what: str, hint: str | None = None) -> FormatError:
+    def _wrong(self, at: int, reason: str, hint: str | None = None) -> FormatError:
         return FormatError(
-            f"chunk {self.table.count}: {what}",
+            f"chunk {self.table.count}: {reason}",
             path=self._path,
             offset=at,
-            hint=hint or "the file is damaged; on_error='skip' reads what is left of it",
+            hint=hint
+            or "restore the file from a copy, or read its intact samples with on_error='skip'",
         )
 
-    def _cut(self, at: int, what: str) -> TruncatedError:
+    def _truncated(self, at: int, reason: str) -> TruncatedError:
         return TruncatedError(
-            f"chunk {self.table.count}: {what}: its writer died, or the file was cut",
+            f"chunk {self.table.count} is incomplete: {reason}",
             path=self._path,
             offset=at,
-            hint="on_error='skip' reads the chunks before it; appending with "
-            "ffserve.recordio.File(path, 'a') cuts it off",
+            hint="the writer died or the file was truncated: read the chunks before it with "
+            "on_error='skip', or cut it off with ffserve.recordio.File(path, 'a')",
         )
 
-    def _no_chunk(self, at: int, head: bytes) -> FormatError:
+    def _not_a_chunk(self, at: int, head: bytes) -> FormatError:
         if at:
-            return self._wrong(at, f"no chunk begins here, but {head[:4].hex(' ')}")
+            return self._wrong(at, f"expected a chunk, found bytes {head[:4].hex(' ')}")
         mxnet = head[:4] == _MXNET_MAGIC.to_bytes(4, "little")
         return FormatError(
-            f"this is RecordIO of neither dialect (py: pyrecordio, go: PaddlePaddle's recordio): "
-            f"it begins with {head[:4].hex(' ') or 'nothing'}",
+            "not a RecordIO file of either dialect (py: pyrecordio, go: PaddlePaddle): it begins "
+            f"with bytes {head[:4].hex(' ')}",
             path=self._path,
             offset=at,
-            hint="MXNet's RecordIO is another format" if mxnet else None,
+            hint="MXNet's RecordIO is another format, which ffserve does not support"
+            if mxnet
+            else "check that this is a RecordIO file",
         )

@@ -1,21 +1,22 @@
-"""TFRecord, the format of TensorFlow, as plain files; compressed ones are in ``tfstream.py``.
+"""The TFRecord format of TensorFlow: uncompressed files (compressed ones: ``tfstream.py``).
 
-Little-endian frames, one after the other, without magic or table::
+A file is a sequence of frames, little-endian, without magic or table::
 
     0        u64      n, length of the payload
     8        u32      masked CRC-32C of those 8 bytes
     12       n bytes  payload
     12+n     u32      masked CRC-32C of the payload
 
-with mask(c) = ((c >> 15) | (c << 17)) + 0xa282ead8 modulo 2^32. Where a record lies is known only
-to who walked over all records before it, so opening a file is a walk from header to header: in
-large reads where records are small, from place to place where they are large. What a walk over a
-sound file found is the same as long as the file is; ``index_file.py`` keeps it.
+with mask(c) = ((c >> 15) | (c << 17)) + 0xa282ead8 modulo 2^32. The offset of a record follows only
+from all records before it, so opening a file is a scan from header to header: with large reads if
+records are small, with one small read per record if they are large. ``index_file.py`` keeps the
+result for later openings.
 
-A damaged header loses the frames behind it. A tolerant walk finds them again. The next frame
-begins where the payload read so far matches the checksum in front of it: that is proof, also when
-a payload holds frames itself. Only if no place does, because that payload or the next header is
-damaged as well, the next frame is taken that is sound itself.
+After a damaged header, the position of the next frame is unknown; a tolerant scan searches for it.
+If the bytes between the damaged header and some position match the checksum at that position, they
+are the payload, and the next frame begins after the checksum. This is proof, even if the payload
+itself contains frames. If there is no such position, because that payload or the next header is
+damaged too, the scan continues at the next frame that is intact.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from ffserve.formats.base import (
 from ffserve.formats.tfstream import WBITS, InOrderOnlyError, compression_of
 
 LARGE_SIZE = 128 << 10
-"""From this payload on the walk reads the next header alone instead of everything up to it."""
+"""For payloads of this size and more, the scan reads headers only."""
 FIRST_WINDOW = 64 << 10
 REACH = 64 << 20
-"""So far behind a damaged header the next frame is looked for that its payload proves."""
+"""Bytes after a damaged header in which the scan searches for the end of its payload."""
 SEARCH_SIZE = 1 << 30
-"""Searches of one walk may read this much, and eight times the file, before they give up: a file
-made to be searched (headers that claim what follows them) would cost its size squared."""
+"""All searches of one scan may read this much plus eight times the file. Without a limit, a hostile
+file could make the cost of the searches quadratic in its size."""
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -58,7 +59,7 @@ _FOOTER = struct.Struct("<I")
 
 @dataclass
 class TFRecordShard:
-    """One plain TFRecord file, walked over."""
+    """One uncompressed TFRecord file after its scan."""
 
     path: str
     size: int
@@ -67,9 +68,9 @@ class TFRecordShard:
     offsets: NDArray[np.uint64] = field(repr=False)
     lengths: NDArray[np.uint64] = field(repr=False)
     checksums: NDArray[np.uint32] = field(repr=False)
-    """CRC-32C, unmasked."""
+    """CRC-32C of each payload, unmasked."""
     sound: bool = True
-    """Whether a tolerant walk left nothing out."""
+    """Whether a tolerant scan skipped nothing."""
     format: str = "tfrecord"
     checksum_kind: int = CHECKSUM_CRC32C
 
@@ -82,7 +83,7 @@ class TFRecordShard:
         """Fill the caller's arrays.
 
         Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
-        Raises:  UsageError for arrays of another shape.
+        Raises:  UsageError: arrays of another shape.
         """
         for name, into, table in (
             ("offsets", offsets, self.offsets),
@@ -90,12 +91,12 @@ class TFRecordShard:
             ("checksums", checksums, self.checksums),
         ):
             if into.shape != (self.count,):
-                raise UsageError(f"{name} has shape {into.shape}, ({self.count},) is needed")
+                raise UsageError(f"{name} has shape {into.shape}, expected ({self.count},)")
             into[:] = table
 
 
 class _Scan:
-    """One walk over a file."""
+    """One scan of a file."""
 
     def __init__(
         self, read_at: ReadAt, size: int, path: str, *, verify: bool, tolerant: bool
@@ -123,7 +124,7 @@ class _Scan:
                 return walk.tables()
 
     def _bytes(self, base: int, want: int) -> memoryview:
-        """Return the file's bytes from ``base`` on, ``want`` of them or what there is."""
+        """Return ``want`` bytes of the file from ``base`` on, or all up to its end."""
         want = min(want, self._size - base)
         if len(self._window) < want:
             self._window = bytearray(want)
@@ -132,27 +133,27 @@ class _Scan:
         return view
 
     def _go_on(self, why: int) -> bool:
-        """Raise what the walk met, or note it and go to the next frame; False: there is none."""
+        """Raise the error of a fault, or skip to the next frame if tolerant; False at the end."""
         at, record = self._walk.at, self._walk.count
         kind: type[FFServeError] = TruncatedError
         if why == codec.FrameScanner.CUT_HEADER:
-            text = f"{self._size - at} bytes are left behind record {record - 1}: too few for one"
+            text = f"{self._size - at} bytes follow record {record - 1}, too few for a record"
             if not record:
-                text = f"the file has {self._size} bytes, a record alone has {FRAME_SIZE} at least"
+                text = f"the file has {self._size} bytes, an empty record has {FRAME_SIZE}"
         elif why == codec.FrameScanner.CUT_RECORD:
             length, _ = _HEADER.unpack(self._bytes(at, FRAME_HEADER_SIZE))
             text = (
-                f"record {record} says that it has {length} bytes, but only "
-                f"{self._size - at - FRAME_HEADER_SIZE} are left: the file was cut"
+                f"the file ends inside record {record}: it has {length} bytes, of which only "
+                f"{self._size - at - FRAME_HEADER_SIZE} are left"
             )
         else:
             kind = ChecksumError
             text = (
-                f"the length of record {record} does not match its checksum, so that nothing "
-                "tells where the next one begins"
+                f"checksum mismatch in the length of record {record}; the position of the next "
+                "record is unknown"
             )
         if not self._tolerant:
-            hint = 'take another copy of it, or read what is whole with on_error="skip"'
+            hint = "restore the file, or read its intact samples with on_error='skip'"
             raise kind(text, path=self._path, offset=at, hint=hint)
         self.sound = False
         if why == codec.FrameScanner.BAD_HEADER:
@@ -160,12 +161,12 @@ class _Scan:
                 self._walk.add(at, 0, GAP_CHECKSUM)
             self._walk.skip_to(self._find(at))
             return True
-        # Longer than the rest of the file: whoever reads it is told that the file was cut.
+        # Longer than the rest of the file: reading it reports a truncated file.
         self._walk.add(at, self._size - at + 1, 0)
         return False
 
     def _find(self, lost: int) -> int:
-        """Return where the frame behind a damaged header begins; the file's size for nowhere."""
+        """Return the offset of the frame after a damaged header; the file size if there is none."""
         if self._size - lost < FRAME_SIZE:
             return self._size
         for proven in (True, False):
@@ -183,7 +184,7 @@ class _Scan:
         return self._size
 
     def _sound(self, at: int) -> bool:
-        """Whether a frame's payload matches its checksum."""
+        """Whether the payload of a frame matches its checksum."""
         length, _ = _HEADER.unpack(self._bytes(at, FRAME_HEADER_SIZE))
         self._budget -= length
         if self._budget < 0:
@@ -195,7 +196,7 @@ class _Scan:
 
 
 def frame_header(length: int) -> bytes:
-    """Return what stands in front of a payload."""
+    """Return the header of a frame."""
     packed = struct.pack("<Q", length)
     return packed + _FOOTER.pack(codec.mask(codec.crc32c(packed)))
 
@@ -204,22 +205,22 @@ class TFRecordEncoder:
     """Encodes samples into frames."""
 
     def head_size(self, count: int) -> int:
-        """Return 0: nothing stands in front of the first record."""
+        """Return 0; a file begins with its first record."""
         return 0
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Return one frame; the payload itself is not copied."""
+        """Return one frame, without a copy of the payload."""
         footer = _FOOTER.pack(codec.mask(codec.crc32c(payload)))
         return (frame_header(len(payload)), payload, footer)
 
     def encode_batch(
         self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
     ) -> Iterable[bytes | memoryview]:
-        """Return the frames of all, in one piece."""
+        """Return the frames of all samples in one piece."""
         return (codec.frame_all(payloads, edges).data,)
 
     def tail(self) -> Iterable[bytes | memoryview]:
-        """Return nothing: nothing follows the last record."""
+        """Return nothing; a file ends with its last record."""
         return ()
 
     def head(self) -> Iterator[bytes | memoryview]:
@@ -235,11 +236,11 @@ class CompressedEncoder:
         self._stream = zlib.compressobj(wbits=WBITS[compression])
 
     def head_size(self, count: int) -> int:
-        """Return 0: the stream's own header comes with its first bytes."""
+        """Return 0; the header of the stream comes with its first bytes."""
         return 0
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Return what the compressor gives, often nothing."""
+        """Return the output of the compressor, often none."""
         return [self._stream.compress(piece) for piece in self._frames.encode(payload)]
 
     def tail(self) -> Iterable[bytes | memoryview]:
@@ -252,7 +253,7 @@ class CompressedEncoder:
 
 
 class TFRecord:
-    """The format itself."""
+    """The TFRecord format."""
 
     name = "tfrecord"
     suffixes = (
@@ -261,9 +262,9 @@ class TFRecord:
     )
 
     def sniff(self, head: bytes, size: int) -> bool | None:
-        """Tell a TFRecord file, compressed or not, by the checksum of its first record's length.
+        """Detect a file, compressed or not, by the checksum of its first record's length.
 
-        An empty file is a sound one of no records, but nothing tells it from any other.
+        An empty file has no records and cannot be detected.
         """
         return codec.frame_header_is_valid(head) or compression_of(head) is not None
 
@@ -276,16 +277,16 @@ class TFRecord:
         verify: bool = True,
         tolerant: bool = False,
     ) -> TFRecordShard:
-        """Walk over a file's frames; payloads are not looked at.
+        """Scan the frames of a file; payloads are not verified.
 
-        Args:    as ``Format.open``; ``verify`` holds the lengths' checksums against them. What
-                 ``tolerant`` leaves out behind a damaged header is left out unseen without
-                 ``verify``, since nothing could tell it from an empty record.
-        Raises:  ChecksumError where a header is damaged; TruncatedError for a record longer than
-                 the rest of the file, and for 1 to 15 bytes that are left at its end;
-                 InOrderOnlyError, a UsageError, for a compressed file.
-        Cost:    one read of the file where records are small, one small read a record from
-                 128 KiB on; 20 bytes of memory a record.
+        Args:    as ``Format.open``; ``verify`` checks the lengths. Without ``verify``, a tolerant
+                 scan skips damage without a record for it, because its error would need a
+                 checksum.
+        Raises:  ChecksumError: a damaged header. TruncatedError: a record longer than the rest of
+                 the file, or 1 to 15 bytes left at its end. InOrderOnlyError, a UsageError: a
+                 compressed file.
+        Cost:    one read of the file; from 128 KiB per record on, one small read per record. 20
+                 bytes of memory per record.
         Source:  tensorflow/core/lib/io/record_writer.h.
         """
         head = bytearray(min(size, HEAD_SIZE))
@@ -299,10 +300,10 @@ class TFRecord:
     def restore(
         self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
     ) -> TFRecordShard | None:
-        """Return the shard that an earlier walk over a sound file found.
+        """Return the shard of an earlier scan of an intact file.
 
-        Args:    lengths, checksums: of the records' payloads; the arrays are kept.
-        Returns: None when such records do not make a file of ``size`` bytes.
+        Args:    lengths, checksums: of the records' payloads; the shard keeps the arrays.
+        Returns: None if such records do not fill a file of ``size`` bytes.
         Cost:    one pass over the lengths.
         """
         if len(lengths) > size // FRAME_SIZE or (lengths > np.uint64(size)).any():
@@ -321,13 +322,14 @@ class TFRecord:
         dialect: str | None = None,
         max_chunk_size: int | None = None,
     ) -> Encoder:
-        """Return an encoder; ``n`` need not be known."""
+        """Return an encoder; ``n`` may be None."""
         refuse_options(self.name, {"dialect": dialect, "max_chunk_size": max_chunk_size})
         if compression in (None, "none"):
             return TFRecordEncoder()
         if compression not in WBITS:
             raise UsageError(
-                f"TFRecord has no compression {compression!r}", hint=f"it has {', '.join(WBITS)}"
+                f"tfrecord does not support compression={compression!r}",
+                hint=f"use one of {', '.join(WBITS)}",
             )
         return CompressedEncoder(compression)
 

@@ -1,10 +1,10 @@
-"""TFRecord as a stream: bytes in, records out. Compressed files can be read in no other way.
+"""TFRecord streams: bytes in, records out. Compressed files can only be read as streams.
 
-GZIP (one member or several) and ZLIB compress the file as a whole, so nothing tells where a
-record begins but the bytes before it. An ``Inflater`` turns the file's bytes into pieces of
-bounded size, a ``FrameStream`` pieces into records; neither does I/O, and both give the same
-however their input is cut. What a record may cost is limited: a length above the limit is refused
-before a byte of it is kept.
+GZIP (one or several members) and ZLIB compress a file as a whole, so the position of a record
+follows only from the bytes before it. An ``Inflater`` turns the bytes of the file into pieces of
+bounded size, a ``FrameStream`` turns pieces into records. Neither does I/O, and their output does
+not depend on how the input is split. A record with a length above the limit is refused before
+memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedEr
 from ffserve.formats.base import CHECKSUM_CRC32C, GZIP_MAGIC, ZLIB_MAGIC
 
 PIECE_SIZE = 1 << 20
-"""What an Inflater gives at once, at most."""
+"""Largest piece that an Inflater yields."""
 RECORD_LIMIT = 1 << 30
-"""Records of more bytes are refused unless another limit is given."""
+"""Default limit on the bytes of a record."""
 
 WBITS = {"gzip": 31, "zlib": 15}
-"""For zlib: which header and trailer each compression has."""
+"""zlib's wbits, which select header and trailer, by compression."""
 _MAGIC = {"gzip": GZIP_MAGIC, "zlib": ZLIB_MAGIC}
 
 
 class InOrderOnlyError(UsageError, TypeError):
-    """A compressed file was asked for something that only an index could answer.
+    """Random access to a compressed file, or its length, was requested.
 
-    A TypeError, so that ``list(reader)`` takes a missing length for what it is.
+    Also a TypeError, so that ``list(reader)`` treats it as a missing length.
     """
 
     @classmethod
     def of(cls, path: str) -> InOrderOnlyError:
-        """Return the error for a file."""
+        """Return the error about a file."""
         return cls(
-            "this file is compressed as a whole: it can be iterated in order, but has no indices "
-            "and no length",
+            "this file is compressed as a whole: it supports iteration in order, but neither "
+            "indices nor len()",
             path=path,
-            hint="`ffserve convert` makes files of it that can be read in any order",
+            hint="convert it to files with random access with `ffserve convert`",
         )
 
 
 def compression_of(head: bytes) -> str | None:
-    """Return how a file is compressed that begins with ``head``: "gzip", "zlib" or None.
+    """Return the compression of a TFRecord file that begins with ``head``: "gzip", "zlib" or None.
 
-    The first record's header must hold, so that no plain file and no compressed file of another
-    kind is taken for one. A stream of no bytes is a file of no records. One that was cut before
-    that header is told by gzip's three bytes; the two of zlib say too little.
+    The header of the first record must be valid, which excludes uncompressed files and compressed
+    files of other kinds. An empty stream is a file without records. If the file ends before that
+    header, gzip's three magic bytes suffice, but the two of zlib do not.
     """
     for name, magic in _MAGIC.items():
         if not head.startswith(magic):
@@ -79,11 +79,11 @@ def compression_of(head: bytes) -> str | None:
 
 
 class Inflater:
-    """The bytes behind a compressed file, in pieces.
+    """Decompresses a file, in pieces.
 
     Args:
-        path: for errors.
-        compression: "gzip" or "zlib"; "none" hands everything on.
+        path: name of the file, for errors.
+        compression: "gzip" or "zlib"; "none" passes all bytes through.
     """
 
     def __init__(self, path: str, compression: str) -> None:
@@ -91,14 +91,14 @@ class Inflater:
         self._compression = compression
         self._stream = None if compression == "none" else zlib.decompressobj(WBITS[compression])
         self._begun = False
-        """Whether this member has had bytes."""
+        """Whether the current member has received bytes."""
         self._members = 0
         self._at = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what these further bytes of the file give, ``PIECE_SIZE`` bytes at most at once.
+        """Decompress further bytes of the file; yield pieces of at most ``PIECE_SIZE`` bytes.
 
-        Raises:  FormatError for what is no such stream or does not match its checksum.
+        Raises:  FormatError: an invalid stream, or a checksum mismatch.
         """
         if self._stream is None:
             if data:
@@ -114,21 +114,21 @@ class Inflater:
             try:
                 piece = self._stream.decompress(data, PIECE_SIZE)
             except zlib.error as error:
-                # What the sound bytes before the damage give is lost in a call that fails.
+                # The failed call lost the output of the intact bytes before the damage.
                 self._stream = restore
                 yield from self._up_to(data, error)
             data = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
             self._at += before - len(data)
             if piece:
                 yield piece
-        # What the stream still holds back of the bytes that it has got.
+        # Output that zlib still buffers.
         while self._begun and not self._stream.eof:
             if not (piece := self._stream.decompress(b"", PIECE_SIZE)):
                 return
             yield piece
 
     def _up_to(self, data: bytes, error: zlib.error) -> Iterator[bytes]:
-        """Yield what the sound bytes give, then raise."""
+        """Yield the output of the bytes before the damage, then raise."""
         assert self._stream is not None
         for k in range(len(data)):
             try:
@@ -142,14 +142,14 @@ class Inflater:
             f"the {self._compression} stream is damaged: {error}",
             path=self._path,
             offset=self._at,
-            hint="take another copy of the file",
+            hint="restore the file from a copy",
         )
 
     def _next_member(self, data: bytes) -> bytes:
-        """Begin another member; return what is left to feed."""
+        """Begin the next member; return the remaining bytes."""
         self._members += 1
         if self._compression == "gzip":
-            rest = data.lstrip(b"\0")  # padding, as of a tape's block
+            rest = data.lstrip(b"\0")  # zero padding, as on tapes
             self._at += len(data) - len(rest)
             if not rest:
                 return b""
@@ -157,34 +157,37 @@ class Inflater:
             self._begun = False
             return rest
         raise FormatError(
-            "bytes follow the end of the zlib stream", path=self._path, offset=self._at
+            "bytes follow the end of the zlib stream",
+            path=self._path,
+            offset=self._at,
+            hint="restore the file from a copy",
         )
 
     @property
     def whole(self) -> bool:
-        """Whether what was fed ends with the end of a stream."""
+        """Whether the bytes so far end with the end of a stream."""
         return self._stream is None or self._stream.eof
 
     def close(self) -> None:
-        """The file ended.
+        """Finish at the end of the file.
 
-        Raises:  TruncatedError when it did inside a stream.
+        Raises:  TruncatedError: the file ends inside a stream.
         """
         if not self.whole and (self._begun or not self._members):
             raise TruncatedError(
-                f"the file ends inside its {self._compression} stream: it was cut",
+                f"the file ends inside its {self._compression} stream",
                 path=self._path,
                 offset=self._at,
-                hint='take another copy of it, or read what is whole with on_error="skip"',
+                hint="restore the file, or read its intact samples with on_error='skip'",
             )
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records that came out of a stream together.
+    """A run of records of a stream.
 
-    block: the bytes that they lie in. offsets, lengths: of their payloads in it, int64. first:
-    the number of the first in the stream. damaged: payloads that do not match their checksums.
+    block: the bytes that contain them. offsets, lengths: of their payloads in it, int64. first:
+    number of the first record in the stream. damaged: whether each payload fails its checksum.
     """
 
     block: bytes
@@ -194,7 +197,7 @@ class Records:
     damaged: NDArray[np.bool_]
 
     def without(self, rows: NDArray[np.int64]) -> Records:
-        """Return all but some."""
+        """Return the records without the given rows."""
         kept = np.ones(len(self.offsets), np.bool_)
         kept[rows] = False
         offsets, lengths, damaged = self.offsets[kept], self.lengths[kept], self.damaged[kept]
@@ -202,12 +205,12 @@ class Records:
 
 
 class FrameStream:
-    """Records out of the bytes of a TFRecord file.
+    """Parses the bytes of a TFRecord file into records.
 
     Args:
-        path: for errors.
-        verify: hold lengths and payloads against their checksums.
-        limit: bytes of the largest record that is taken.
+        path: name of the file, for errors.
+        verify: verify lengths and payloads.
+        limit: bytes of the largest accepted record.
     """
 
     def __init__(self, path: str, *, verify: bool = True, limit: int = RECORD_LIMIT) -> None:
@@ -216,17 +219,17 @@ class FrameStream:
         self._limit = limit
         self._held = bytearray()
         self._wanted = FRAME_HEADER_SIZE
-        """So many bytes are needed before there can be anything new."""
+        """Number of held bytes needed to complete the next record."""
         self.count = 0
-        """Records so far."""
+        """Number of records so far."""
         self._at = 0
-        """Of what is held, in the uncompressed stream."""
+        """Offset of the held bytes in the uncompressed stream."""
 
     def feed(self, data: bytes) -> Records | None:
-        """Take more bytes; return the records that are whole now.
+        """Take more bytes; return the records that are complete now.
 
-        Raises:  ChecksumError for a damaged length, FormatError for a record above the limit:
-                 once all records before it were returned. Nothing can be fed any more then.
+        Raises:  ChecksumError: a damaged length. FormatError: a record above the limit. All records
+                 before it have been returned by then, and the stream accepts no more bytes.
         """
         self._held += data
         if len(self._held) < self._wanted:
@@ -238,11 +241,11 @@ class FrameStream:
             self._wanted = self._needed(block, walk.at, walk.count)
         elif why == codec.FrameScanner.BAD_HEADER and not walk.count:
             raise ChecksumError(
-                f"the length of record {self.count} does not match its checksum, so that nothing "
-                "tells where the next one begins",
+                f"checksum mismatch in the length of record {self.count}, at byte {self._at} of "
+                "the uncompressed stream; the position of the next record is unknown",
                 path=self._path,
                 index=self.count,
-                hint=f"it stands at byte {self._at} of the uncompressed stream",
+                hint="restore the file from a copy",
             )
         else:
             self._wanted = FRAME_HEADER_SIZE
@@ -259,43 +262,41 @@ class FrameStream:
         return Records(block, offsets.astype(np.int64), lengths.astype(np.int64), first, damaged)
 
     def _needed(self, block: bytes, at: int, before: int) -> int:
-        """Return how many bytes make the record at a place whole, itself included."""
+        """Return the size of the frame at an offset."""
         [length] = struct.unpack_from("<Q", block, at)
         if length > self._limit:
             if before:
-                return 0  # it is raised with the next call, the records before it come first
+                return 0  # return the records before it first; the next call raises
             raise FormatError(
-                f"record {self.count} says that it has {length} bytes, {self._limit} are allowed "
-                "in a stream",
+                f"record {self.count} has {length} bytes, more than the limit of {self._limit}",
                 path=self._path,
                 index=self.count,
-                hint="if that is meant, give a higher record_limit",
+                hint="check the file for damage; records of this size cannot be read as a stream",
             )
         return int(length) + FRAME_SIZE
 
     def close(self) -> None:
-        """The stream ended.
+        """Finish at the end of the stream.
 
-        Raises:  what `feed` still had to raise; TruncatedError when bytes are left.
+        Raises:  a pending error of `feed`; TruncatedError: the stream ends inside a record.
         """
         if len(self._held) >= FRAME_HEADER_SIZE:
             self._wanted = 0
             self.feed(b"")
         if self._held:
             raise TruncatedError(
-                f"the stream ends inside record {self.count}, of which there are "
-                f"{len(self._held)} bytes",
+                f"the stream ends inside record {self.count}, after {len(self._held)} bytes of it",
                 path=self._path,
                 index=self.count,
-                hint='take another copy of it, or read what is whole with on_error="skip"',
+                hint="restore the file, or read its intact samples with on_error='skip'",
             )
 
 
 def record_error(path: str, index: int) -> FFServeError:
-    """Return the error of a record whose payload does not match its checksum."""
+    """Return the error for a record whose payload fails its checksum."""
     return ChecksumError(
-        "the record does not match its checksum: its bytes were damaged after they were written",
+        "checksum mismatch: the bytes of the record were damaged after they were written",
         path=path,
         index=index,
-        hint='restore the file, or leave the record out with on_error="skip"',
+        hint="restore the file, or skip the record with on_error='skip'",
     )

@@ -131,7 +131,7 @@ def test_damaged_framing_is_refused_by_both(daemon: Daemon, tmp_path: Path) -> N
         file.seek(12 + len(SAMPLES[0]) + 4)
         file.write(b"\xff")
     for server in (daemon.socket, "off"):
-        with pytest.raises(ChecksumError, match="length of record 1 ") as caught:
+        with pytest.raises(ChecksumError, match="length of record 1;") as caught:
             ffserve.open(path, server=server)
         assert (caught.value.path, caught.value.offset) == (path, 16 + len(SAMPLES[0]))
     assert os.listdir(tmp_path) == ["a.tfrecord"]

@@ -39,7 +39,7 @@ def outcome(body: bytes, *, in_c: bool) -> Any:
             scan.strictly()
         else:
             while scan.at < len(body):
-                scan._enter(*scan._look(scan.at))
+                scan._add(*scan._parse(scan.at))
     except FFServeError as error:
         problem = type(error), str(error)
     return scan.at, tables(scan.table), scan.dialect, problem

@@ -164,7 +164,7 @@ def test_bomb_costs_no_more_than_the_limit(compression: str) -> None:
     assert len(bomb) < 300_000
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError, match="1048576 are allowed") as caught:
+        with pytest.raises(FormatError, match="limit of 1048576") as caught:
             through([bomb], compression, limit=1 << 20)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
@@ -175,7 +175,7 @@ def test_bomb_costs_no_more_than_the_limit(compression: str) -> None:
 
 @pytest.mark.parametrize("length", [2**31, 2**62, 2**64 - 1])
 def test_absurd_length(length: int) -> None:
-    with pytest.raises(FormatError, match=f"record 1 says that it has {length} bytes"):
+    with pytest.raises(FormatError, match=f"record 1 has {length} bytes"):
         through([written([b"a"]) + frame_header(length) + b"rest"], "none")
 
 
