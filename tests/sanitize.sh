@@ -33,6 +33,9 @@ case $kind in
         ;;
 esac
 CC=gcc .venv/bin/python -m ffserve.engine.build_core --sanitize "$flags" -o "$folder"
-# Not "python -m pytest": that puts the source tree, and the plain build in it, first.
-PYTHONPATH=$folder LD_PRELOAD=$preload exec .venv/bin/pytest -q -p no:cacheprovider \
-    "${left_out[@]}" "${tests[@]}" "$@"
+# From that folder, since a child that runs "python -c" has the working directory first in its path;
+# and not "python -m pytest", which has it too.
+tests=("${tests[@]/#/$PWD/}")
+cd "$folder"
+PYTHONPATH=$PWD LD_PRELOAD=$preload exec ../../.venv/bin/pytest -q -p no:cacheprovider \
+    -c ../../pyproject.toml "${left_out[@]}" "${tests[@]}" "$@"

@@ -1,4 +1,4 @@
-"""CRC-32 against zlib, CRC-32C against its published vectors and a plain bitwise twin."""
+"""CRC-32 against zlib; CRC-32C against published vectors and a bitwise implementation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_many_pieces_at_once(kind: int, data: bytes, pieces: list[tuple[int, int
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 11), (11, 0), (10, 1), (2**64 - 1, 2)])
-def test_piece_outside_of_the_data(offset: int, length: int) -> None:
+def test_piece_outside_the_data(offset: int, length: int) -> None:
     place = np.array([offset], np.uint64)
     with pytest.raises(UsageError):
         checksums(CRC_32, b"0123456789", place, np.array([length], np.uint64))

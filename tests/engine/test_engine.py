@@ -133,7 +133,7 @@ def file(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iter
     )
     opened = Opened(engine, path)
     if request.param == "memory":
-        # tmpfs takes O_DIRECT since Linux 6.6; before, the file is read buffered.
+        # tmpfs supports O_DIRECT since Linux 6.6; before, the file is read buffered.
         assert opened.alignment in (1, mmap.PAGESIZE)
     yield opened
     os.close(opened.fd)
@@ -320,7 +320,7 @@ class TestEngine:
         assert engine.counters()["reads"] > 3 * len(extents)
 
     def test_records_of_a_read_in_pieces(self, engine: Engine, file: Opened) -> None:
-        """In a slot and bounced: whole ones, one over the pieces' edges, and a damaged one."""
+        """In a slot and bounced: complete records, one that crosses pieces, and a damaged one."""
         first, lengths = 1001, [1000, 0, 700_000, 300_000, 5]
         places = first + np.cumsum([0, *lengths[:-1]])
         total = sum(lengths)
@@ -385,7 +385,7 @@ class TestEngine:
                 if record["status"] == 0:
                     at = int(record["offset"])
                     assert dest[:20000].tobytes() == CONTENT[at : at + 20000]
-        # A buffered read may see the zeros of a page that is being cut; the checksum tells.
+        # A buffered read may see the zeros of a page that is being cut; the checksum then differs.
         assert seen <= {0, io.ETRUNCATED, io.ECHECKSUM}
         assert io.ETRUNCATED in seen
 
@@ -433,7 +433,7 @@ class TestEngine:
         engine.wait(piped, 10)
         engine.remove_file(pipe)
         os.close(readable)
-        # When nobody holds the reading end, a write fails.
+        # A write fails when the reading end is closed.
         until = time.monotonic() + DEADLINE_S
         with pytest.raises(BrokenPipeError):
             while time.monotonic() < until:
@@ -464,7 +464,7 @@ class TestEngine:
             {"records": ("entry", 1)},
         ],
     )
-    def test_what_does_not_fit_is_refused_whole(
+    def test_a_batch_that_does_not_fit_is_refused(
         self, engine: Engine, disk_file: Opened, change: dict[str, tuple[str, int]]
     ) -> None:
         arena = Arena(MIB, 1).serve(engine)
@@ -481,7 +481,7 @@ class TestEngine:
         assert batch.failed == 0
         assert arena.entries["seq"].tolist() == [1]
 
-    def test_end_is_told_through_the_descriptor(self, engine: Engine, file: Opened) -> None:
+    def test_the_descriptor_reports_ended_batches(self, engine: Engine, file: Opened) -> None:
         fd = engine.fileno()
         assert engine.completed() == []
         waiting = {}
@@ -499,7 +499,9 @@ class TestEngine:
         assert select.select([fd], [], [], 0)[0] == []
         assert engine.completed() == []
 
-    def test_batch_waited_for_is_not_told_again(self, engine: Engine, file: Opened) -> None:
+    def test_a_batch_that_was_waited_for_is_not_reported_again(
+        self, engine: Engine, file: Opened
+    ) -> None:
         engine.fileno()
         filled = [pieces(engine, file, [(k, 100)]) for k in range(5)]
         batches = [batch for batch, _ in filled]
@@ -626,7 +628,7 @@ class TestEngine:
 
 @pytest.mark.skipif("uring" not in io.probe(), reason="only a ring reads from a pipe")
 class TestReadsThatHang:
-    """A pipe that nobody writes to is a disk that does not answer."""
+    """A pipe without data stands for a disk that does not respond."""
 
     @pytest.fixture
     def engine(self) -> Iterator[Engine]:
@@ -724,7 +726,7 @@ class TestRegisteredMemory:
     def test_pages_that_were_replaced_are_not_written_to(
         self, engine: Engine, disk_file: Opened
     ) -> None:
-        """Once: what had been pinned is no longer what is mapped."""
+        """The pages that were pinned were not those that are mapped."""
         memory = SharedMemory("test-arena", 4 * MIB)
         entries = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), ENTRY_DTYPE)
         engine.set_arena(memory.address, memory.size, entries.ctypes.data, 1)
@@ -783,11 +785,11 @@ class TestRegisteredMemory:
 
 
 class TestChoice:
-    def test_auto_takes_the_first_that_works(self) -> None:
+    def test_auto_chooses_the_first_that_works(self) -> None:
         with Engine() as engine:
             assert engine.kind == io.probe()[0]
 
-    def test_auto_tries_no_further(self) -> None:
+    def test_auto_stops_at_the_first_that_works(self) -> None:
         io._trial.cache_clear()
         with Engine() as engine:
             assert io._trial.cache_info().currsize == 1 + list(io.KINDS).index(engine.kind)

@@ -1,4 +1,4 @@
-"""A program closes descriptors that are not its own: those of an engine that is reading."""
+"""A program closes descriptors of an engine that is reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT, SIZE = 400, MIB // 4
 
 
 def descriptors(what: str) -> set[int]:
-    """This process's descriptors of a kind: "[io_uring]", "[eventfd]"."""
+    """Return this process's descriptors of a kind: "[io_uring]", "[eventfd]"."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -54,7 +54,7 @@ def test_reads_in_flight_were_reported_failed_and_written_later(kind: io.Kind, h
         batch.reads[0] = (0, 4096, 0, 4096, file, 0, 0, 1)
         batch.records[0] = (0, 4096, 0, 0, 0, 0, 0, 0)
         engine.submit(batch)
-        # So that it is certainly in flight, and the thread has to enter the ring again.
+        # The read is then in flight, and the thread has to enter the ring again.
         engine.wait(engine_turn(engine))
         lose(own, how)
         engine.wait(engine_turn(engine))
@@ -71,7 +71,7 @@ def test_reads_in_flight_were_reported_failed_and_written_later(kind: io.Kind, h
 
 
 def engine_turn(engine: Engine) -> io.Batch:
-    """A submitted batch of one read."""
+    """Submit a batch of one read."""
     fd = os.open(__file__, os.O_RDONLY)
     batch = engine.batch(1, 1)
     batch.keep = np.empty(100, np.uint8), fd
@@ -83,8 +83,7 @@ def engine_turn(engine: Engine) -> io.Batch:
 
 @pytest.mark.parametrize("kind", [k for k in io.probe() if k != "threads"])
 def test_a_slot_was_written_after_its_read_was_reported(kind: io.Kind, tmp_path: Path) -> None:
-    """With the descriptor by which the thread is woken closed, Linux AIO gave up on what was in
-    flight, and nobody could wake the other."""
+    """When its eventfd was closed, Linux AIO gave up on reads in flight; a ring was not woken."""
     (tmp_path / "file").write_bytes(os.urandom(COUNT * SIZE))
     fd, alignment = open_direct(tmp_path / "file")
     os.fsync(fd)
@@ -135,8 +134,8 @@ FORBID = """
 import ctypes, struct, threading
 from pathlib import Path
 def forbid():
-    # Once somebody writes there, a ring of which the thread knows the number (uvloop's is none) may
-    # not be entered any more: classic BPF over seccomp_data, as in test_engine.
+    # From the first write there on, a registered ring (uvloop's is not) may not be entered:
+    # classic BPF over seccomp_data, as in test_engine.
     Path({fifo!r}).read_text()
     steps = [(0x20, 0, 0, 0), (0x15, 0, 3, 426), (0x20, 0, 0, 40), (0x45, 0, 1, 16)]
     steps += [(6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
@@ -156,7 +155,7 @@ KERNEL = tuple(int(n) for n in os.uname().release.split(".")[:2])
 def test_a_daemon_whose_engine_broke_gave_its_slots_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends, and reports nothing of what was being read."""
+    """The daemon ends and does not report the reads in flight."""
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -1,4 +1,4 @@
-"""Neighbours are read together within the stated limits, and what cannot be is read apart."""
+"""Adjacent extents are read together within the stated limits, others separately."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_scan_through_the_daemon_reads_neighbours_together(tmp_path: Path) -> 
 
 
 def test_one_bad_block_does_not_take_its_neighbours_along(tmp_path: Path) -> None:
-    """The file is memory of this process with a page missing, which reads as an I/O error."""
+    """The file is /proc/self/mem with a page missing, whose read is an I/O error."""
     samples = make(tmp_path / "a.ffr")
     image = np.fromfile(tmp_path / "a.ffr", np.uint8)
     page, low = mmap.PAGESIZE, 16 * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Samples into a socket: the call of the C core."""
+"""Inline payload: samples are sent completely through a real socket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.mark.parametrize("buffer", [4096, 20_000, 1 << 20])
-def test_sent_is_what_was_to_be(
+def test_all_bytes_arrive_in_order(
     arena: SharedMemory, pair: tuple[socket.socket, socket.socket], buffer: int
 ) -> None:
     near, far = pair

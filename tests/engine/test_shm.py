@@ -1,4 +1,4 @@
-"""Copying samples out of shared memory while somebody else changes it."""
+"""Copying samples out of shared memory while another thread or process changes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Shelf:
                 publish(self.entries.ctypes.data, k, 1000 * k + 7, 100 + k)
         address = self.entries.ctypes.data
         size = ENTRY_DTYPE.itemsize
-        # Four segments over one array: as many shards, one of them empty.
+        # Four segments of one array, for four shards, one of them empty.
         self.view = View(
             self.arena.ctypes.data,
             len(self.arena),
@@ -148,7 +148,7 @@ def test_sample_that_changed_its_length() -> None:
 
 
 @pytest.mark.parametrize("offset", [(1 << 20) - 59, 1 << 20, 1 << 40, (1 << 48) - 1])
-def test_entry_that_points_outside_of_the_arena(offset: int) -> None:
+def test_entry_that_points_outside_the_arena(offset: int) -> None:
     shelf = Shelf()
     publish(shelf.entries.ctypes.data, 3, offset, 60)
     wanted = np.array([2, 3])
@@ -190,7 +190,7 @@ def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
 
 
 def test_whole_batches_of_a_size_that_is_expected() -> None:
-    """Copied while they are looked up; what turns out otherwise is found out all the same."""
+    """Samples are copied while others are looked up; a batch of another size is noticed."""
     shelf = Shelf()
     wanted = np.array([1, 2, 5], np.int64)
     total = 101 + 102 + 105
@@ -219,7 +219,7 @@ def test_whole_batches_of_a_size_that_is_expected() -> None:
 
 
 def test_no_whole_batch() -> None:
-    """What has to be looked at more closely is left to the calls that tell why."""
+    """Batches that cannot be copied in one call return None; other calls tell the reason."""
     shelf = Shelf()
     good = np.array([1, 2])
     indices: Any
@@ -244,7 +244,7 @@ def test_no_whole_batch() -> None:
 
 @pytest.fixture(params=[64, 32, 0])
 def width(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The vectors that samples are copied by."""
+    """Widths of the vectors that samples are copied by."""
     most: int = request.param
     if lib.ffs_copy_width(most) != most:
         lib.ffs_copy_width(64)
@@ -254,8 +254,8 @@ def width(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def gathered(sizes: list[int], places: list[int], into: int = 0) -> None:
-    """Copy samples of these sizes from these places, to `into` bytes behind a multiple of 64."""
-    # No byte more than there is, for the sanitizer to see.
+    """Copy samples of these sizes from these offsets to `into` bytes after a multiple of 64."""
+    # Not a byte more than the samples, so that the sanitizer sees an overrun.
     arena = np.random.default_rng(9).integers(
         0, 256, max(p + s for p, s in zip(places, sizes, strict=True)), np.uint8
     )
@@ -282,7 +282,7 @@ def gathered(sizes: list[int], places: list[int], into: int = 0) -> None:
 
 
 def test_every_size_is_copied_whole(width: int) -> None:
-    """Around each length at which the copy goes about it in another way, one byte after another."""
+    """All sizes near each size at which the copy changes its method."""
     sizes = [*range(130), *range(250, 260), *range(960, 1700), *range(4090, 4200)]
     sizes += [k * 4096 + d for k in (2, 3, 25) for d in (-65, -64, -1, 0, 1, 63, 64, 255, 256)]
     places = np.concatenate(([3], 3 + np.cumsum(sizes)[:-1])).tolist()
@@ -294,12 +294,12 @@ def test_every_size_is_copied_whole(width: int) -> None:
     into=st.integers(0, 63),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_any_place_to_any_place(width: int, samples: list[tuple[int, int]], into: int) -> None:
+def test_any_offset_to_any_offset(width: int, samples: list[tuple[int, int]], into: int) -> None:
     gathered([size for _, size in samples], [place for place, _ in samples], into)
 
 
-def test_what_comes_next_may_be_anything(width: int) -> None:
-    """The sample behind is only asked for ahead: its entry may be of any kind."""
+def test_the_next_entry_may_be_invalid(width: int) -> None:
+    """The next sample is only prefetched, so its entry may have any content."""
     arena, entries = shared(1 << 20), directory(3)
     arena[:] = np.random.default_rng(2).integers(0, 256, len(arena), np.uint8)
     publish(entries.ctypes.data, 0, len(arena) - 8192, 8192)
@@ -315,7 +315,7 @@ def test_what_comes_next_may_be_anything(width: int) -> None:
         assert (buffer == arena[-8192:]).all()
 
 
-def test_retract_spares_what_lies_elsewhere() -> None:
+def test_retract_spares_entries_of_other_slots() -> None:
     shelf = Shelf()
     before = shelf.entries["seq"].copy()
     take_back(shelf.entries, 1, 5, 2007, 2001)  # samples 2 and 4 start in there, 3 is not readable
@@ -341,7 +341,7 @@ def test_wrong_calls() -> None:
 
 
 def test_no_torn_copy_is_accepted() -> None:
-    """A process refills four slots with one byte's copies while this one copies them out."""
+    """A process fills four slots with copies of one byte while this one copies samples."""
     count, size = 8, 4096
     arena, entries = shared(4 * size), directory(count)
     stop = shared(1)
@@ -389,7 +389,7 @@ def test_no_torn_copy_is_accepted() -> None:
 
 @pytest.mark.parametrize("kind", io.probe())
 def test_no_sample_is_taken_for_another(kind: io.Kind, tmp_path: Path) -> None:
-    """The engine fills four slots with ever other samples while the same thread's rival reads."""
+    """The engine fills four slots with other samples again and again while a thread reads."""
     count, size, slots = 64, 3000, 4
     content = np.random.default_rng(3).integers(0, 256, (count, size), np.uint8)
     (tmp_path / "file").write_bytes(content.tobytes())

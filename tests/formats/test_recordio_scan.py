@@ -1,4 +1,4 @@
-"""The walk over RecordIO's headers in C, held against the one in Python that says what is wrong."""
+"""The scan of RecordIO headers in C, compared with the one in Python that names the fault."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FILES = [content(way, [3, 0, 90_000, 20, 70_000, 70_000, 1, 5000]) for way in WA
 SMALL = [content(way, [40] * 5) + content(way, [7]) for way in WAYS]
 
 
-def tables(walk: ChunkScanner) -> dict[str, list[int]]:
-    return {name: walk.table(name).tolist() for name in NAMES}
+def tables(scan: ChunkScanner) -> dict[str, list[int]]:
+    return {name: scan.table(name).tolist() for name in NAMES}
 
 
 def outcome(body: bytes, *, in_c: bool) -> Any:
-    """The tables, up to the end or to what is wrong, and that."""
+    """Return the tables, up to the end or to the fault, and the fault."""
     scan = Scan(read_at(body), len(body), "some.recordio")
     problem: Any = None
     try:
@@ -45,7 +45,7 @@ def outcome(body: bytes, *, in_c: bool) -> Any:
     return scan.at, tables(scan.table), scan.dialect, problem
 
 
-def test_sound_files_are_walked_over_alike() -> None:
+def test_valid_files_give_equal_tables() -> None:
     for body in FILES + SMALL:
         found = outcome(body, in_c=True)
         assert found == outcome(body, in_c=False)
@@ -82,23 +82,23 @@ def test_every_value_of_every_byte_stops_both_at_the_same_place() -> None:
 @given(data=st.data())
 def test_windows_do_not_matter(data: st.DataObject) -> None:
     body = data.draw(st.sampled_from(FILES + SMALL))
-    walk = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
+    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
     for _ in range(1000):
         before = data.draw(st.integers(0, 30))
-        base = max(0, walk.wanted - before)
-        window = bytearray(body[base : walk.wanted + data.draw(st.integers(20, 100_000))])
-        why = walk.feed(memoryview(window), base)
+        base = max(0, scan.wanted - before)
+        window = bytearray(body[base : scan.wanted + data.draw(st.integers(20, 100_000))])
+        why = scan.feed(memoryview(window), base)
         if why == ChunkScanner.END:
             break
         assert why != ChunkScanner.FAULT
-    assert tables(walk) == outcome(body, in_c=False)[1]
-    assert walk.at == len(body)
+    assert tables(scan) == outcome(body, in_c=False)[1]
+    assert scan.at == len(body)
 
 
 def test_tables_grow_with_what_was_found() -> None:
     body = content(("py", "none"), [40]) * 5000
-    walk = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
-    assert walk.feed(memoryview(bytearray(body)), 0) == ChunkScanner.END
-    assert walk.count == walk.records == 5000
-    assert walk.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))
-    assert sum(walk.table(name).nbytes for name in NAMES) == 37 * 5000 + 8
+    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
+    assert scan.feed(memoryview(bytearray(body)), 0) == ChunkScanner.END
+    assert scan.count == scan.records == 5000
+    assert scan.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))
+    assert sum(scan.table(name).nbytes for name in NAMES) == 37 * 5000 + 8

@@ -1,4 +1,4 @@
-"""Loads read by a real engine, without a daemon around them."""
+"""Loads read by a real engine, without a daemon."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("kind", [kind for kind in io.probe() if kind != "aio"])
-def test_what_cannot_be_read_does_not_take_its_neighbours_along(kind: io.Kind) -> None:
-    """The file is memory of this process of which a part is lost: that reads as an I/O error
-    (and files of /proc cannot be read by Linux AIO)."""
+def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None:
+    """The file is /proc/self/mem with a part missing, whose read is an I/O error. (Linux AIO cannot
+    read files of /proc.)"""
     held = os.memfd_create("test-file", os.MFD_CLOEXEC)
     os.ftruncate(held, -(-COUNT * SIZE // mmap.PAGESIZE) * mmap.PAGESIZE)
     pages = np.frombuffer(mmap.mmap(held, 0), np.uint8)
