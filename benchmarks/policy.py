@@ -296,7 +296,7 @@ def against_pages(
 # --------------------------------------------------------------------------- the policy's cost
 
 
-POLICY = ("victims", "invalidate", "keep", "admit_expendable", "enter", "leave", "idle_victims")
+POLICY = ("victims", "invalidate", "admit", "admit_expendable", "enter", "leave", "idle_victims")
 
 
 def policy_cost(

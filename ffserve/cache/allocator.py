@@ -1,11 +1,15 @@
-"""Where the slots come from that are read into: free ones first, then others' at ever more cost.
+"""Slot allocator: free slots, idle slots, the policy's victims, emptied slabs.
 
-In this order: slots that are free or can be cut from a free slab; residents of the same size class
-that nobody wants; a slab of another class in which nobody wants anything; what the policy can do
-without; last any slab that can be emptied. Pinned slots and slots that are being read stay.
+Slots for samples to be read come from these sources, in this order:
 
-Evicting is done here for everybody: first the samples of a slot are made unreadable, then they are
-forgotten.
+1. slots of the size class that are free, or can be cut from a free slab;
+2. slots of the size class with samples of idle shards (no session has them open);
+3. a slab of another size class that holds only samples of idle shards;
+4. victims that the policy chooses among the residents of the size class;
+5. any slab that can be emptied.
+
+Pinned slots and slots that are being read stay. All evictions happen here: the samples of a slot
+are made unreadable and forgotten.
 """
 
 from __future__ import annotations
@@ -23,18 +27,18 @@ from ffserve.cache.tables import ShardTable
 from ffserve.engine.plan import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
-"""Slabs looked at together when one has to be emptied."""
+"""Slabs examined together when one has to be emptied."""
 
 MOST_LOOKED_AT = 65_536
-"""Slots, or samples, that are looked at together: 1 to 6 ms."""
+"""Slots, or samples, examined together: 1 to 6 ms."""
 
 RETIRE_WINDOW = 16
-"""Slabs that are emptied at once when the arena shrinks: 5 ms at 4 KiB a slot."""
+"""Slabs emptied together when the arena shrinks: 5 ms with slots of 4 KiB."""
 
 Int64s: TypeAlias = NDArray[np.int64]
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
-"""Make blocks unreadable: firsts, counts, slot offsets, slot sizes. Returns when no reader can
-take the old bytes for good any more."""
+"""Make blocks unreadable: firsts, counts, slot offsets, slot sizes. After it returns, no reader
+accepts the old bytes."""
 
 Part: TypeAlias = tuple[int, Int64s, bool]
 """Slots of one size class, and whether they are expendable: taken at another sample's cost."""
@@ -44,7 +48,7 @@ _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Since the start: samples and blocks."""
+    """Samples and blocks since the start."""
 
     asked: int = 0
     resident: int = 0
@@ -53,17 +57,16 @@ class CacheCounters:
     evicted: int = 0
     failed: int = 0
     prefetched: int = 0
-    """Of the blocks read: before anybody asked."""
+    """Blocks read before a request for them."""
     wasted: int = 0
-    """Of these: evicted before anybody used them."""
+    """Prefetched blocks that were evicted before their first use."""
 
 
 class Allocator:
-    """See the module's text.
+    """Allocates and evicts; see the module.
 
     Args:
-        slots: the cache's tables.
-        retract: see Retract. counters: what was evicted is counted there.
+        slots: the cache's tables. retract: see Retract. counters: of the cache; evictions count.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Allocator:
         counters: CacheCounters,
     ) -> None:
         self.idle_changed = False
-        """Set by the owner of the shards when a shard lost its last session."""
+        """Set by the owner of the shards when a shard loses its last session."""
         self._arena = arena
         self._shards = shards
         self._slots = slots
@@ -87,13 +90,13 @@ class Allocator:
         self._large = len(arena.class_sizes)
         self._hand = self._retiring_hand = self._idle_hand = 0
         self._idle_slabs = 0
-        """Slabs still to be looked at for those in which nobody wants anything."""
+        """Slabs still to be examined for idle ones."""
         self._idle_found: list[int] = []
-        """Slabs in which nobody wanted anything when they were looked at."""
+        """Slabs that were idle when they were examined."""
         self._idle_runs: list[tuple[int, int]] = []
-        """Samples of idle shards that the policy has not been told of: first, end."""
+        """Samples of idle shards that the policy does not know yet: first, end."""
 
-    # ---- for what is to be read -----------------------------------------------------------
+    # ---- allocating -----------------------------------------------------------------------
 
     def allocate(
         self,
@@ -102,12 +105,15 @@ class Allocator:
         group: int,
         latest: float | None,
     ) -> tuple[Int64s, list[Part], bool]:
-        """Return a slot for each size, or -1; the slots by size class; whether there is none of -1.
+        """Allocate a slot for each size.
 
-        Slots are marked LOADING, unless one class has all: the search for the next must not take
-        them again. A prefetch (`latest`) takes no slab from another class.
+        Slots of several size classes, and those of an incomplete allocation, are marked LOADING, so
+        that the search for the next class does not take them again. A prefetch takes no slab from
+        another class.
 
-        Args: classes: each size class with its rows of `sizes`.
+        Args: classes: each size class with its rows of `sizes`. latest: see Fetch.
+        Returns: int64[n], slots, -1 where there is none; the slots by size class; whether each size
+            has one.
         """
         slots = np.full(len(sizes), -1, np.int64) if len(classes) > 1 else _NO_SLOTS
         parts: list[Part] = []
@@ -135,8 +141,8 @@ class Allocator:
     def _take(
         self, size_class: int, wanted: int, group: int, latest: float | None
     ) -> tuple[Int64s, int]:
-        """Return up to `wanted` slots, and how many of them (they stand first) came at no cost of
-        the group's."""
+        """Return up to `wanted` slots, and how many of them (these come first) took no sample of
+        the group's own."""
         found = self._arena.take(size_class, wanted)
         if len(found) < wanted:
             found = joined((found, self._from_idle(size_class, wanted - len(found))))
@@ -171,7 +177,7 @@ class Allocator:
         return victims, others
 
     def _take_runs(self, sizes: Int64s, latest: float | None) -> tuple[Int64s, NDArray[np.bool_]]:
-        """Return a large slot for each size, or -1, and whether it is expendable."""
+        """Return a large slot for each size, -1 where there is none, and which are expendable."""
         slots, expendable = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.bool_)
         for row, size in enumerate(sizes.tolist()):
             slot = self._arena.take_run(size)
@@ -185,7 +191,7 @@ class Allocator:
                 self._state[slot] = LOADING
         return slots, expendable
 
-    # ---- what nobody has open -------------------------------------------------------------
+    # ---- idle shards ----------------------------------------------------------------------
 
     def _from_idle(self, size_class: int, count: int) -> Int64s:
         if self.idle_changed:
@@ -209,7 +215,7 @@ class Allocator:
         return victims
 
     def _find_idle(self) -> None:
-        """Tell the policy of some more that nobody has open."""
+        """Report more samples of idle shards to the policy."""
         looked = 0
         while self._idle_runs and looked < MOST_LOOKED_AT:
             first, end = self._idle_runs.pop()
@@ -217,7 +223,7 @@ class Allocator:
             if stop < end:
                 self._idle_runs.append((stop, end))
             looked += stop - first
-            # It may have been opened again, or dropped, since it was found idle.
+            # The shard may have been opened again, or dropped, since it was found idle.
             slots = self._slots_of(first, stop)
             idle = slots[self._state[slots] == RESIDENT]
             idle = idle[~self._wanted(idle)]
@@ -226,11 +232,10 @@ class Allocator:
                 self._policy.abandon(idle[classes == size_class], size_class)
 
     def _steal_idle(self) -> bool:
-        """Empty a slab in which nobody wants anything, whatever its size class; False when there is
-        none among those that are looked at this time.
+        """Empty an idle slab of any size class; False when none is among those examined this time.
 
-        Else a job with samples of one size would go on evicting its own, beside memory full of
-        samples of another size that a job left behind.
+        Without this, a job with samples of one size would evict its own samples while memory is
+        full of samples of another size that an earlier job left behind.
         """
         if not self._shards.idle():
             self._idle_slabs = 0
@@ -250,7 +255,7 @@ class Allocator:
         return False
 
     def _idle_in(self, heads: Int64s, low: int, high: int) -> list[int]:
-        """Return the slabs of [low, high) that hold something, but nothing that anybody wants."""
+        """Return the slabs of [low, high) that hold samples of idle shards only."""
         busy, wanted, _ = self._census(heads, low, high)
         idle = ~busy & ~wanted & ~self._arena.free_slabs(low, high)
         found: list[int] = (low + np.flatnonzero(idle)).tolist()
@@ -259,13 +264,13 @@ class Allocator:
     # ---- slabs ----------------------------------------------------------------------------
 
     def resize(self, slabs: int) -> None:
-        """Hand out so many slabs; see `retire` for what is beyond them."""
+        """Hand out slabs below `slabs` only; `retire` empties those above."""
         self._arena.resize(slabs)
         self._policy.buckets.follow_arena()
 
     def retire(self) -> bool:
-        """Empty some of the slabs beyond the arena's size that nobody is busy with; whether all are
-        empty now. What is pinned or being read there stays until a later call."""
+        """Empty some of the slabs beyond the arena's size; return whether all are empty now. Slabs
+        with slots that are pinned or being read wait for a later call."""
         slabs = self._arena.retiring()
         if not len(slabs):
             return True
@@ -279,8 +284,11 @@ class Allocator:
         return not len(self._arena.retiring())
 
     def _steal(self, need: int) -> bool | None:
-        """Empty a run of `need` slabs. None: every such run has a busy slot; True: nobody who is
-        here wanted what was in it."""
+        """Empty a run of `need` slabs.
+
+        Returns: None when every such run has a busy slot; else whether the run held samples of idle
+            shards only.
+        """
         found = self._choose_run(need)
         if found is None:
             return None
@@ -290,11 +298,11 @@ class Allocator:
         return unwanted
 
     def _choose_run(self, need: int) -> tuple[int, bool] | None:
-        """Return the start of a run of slabs without a busy slot, and whether nobody wants what is
-        in it: one with nothing that is to be kept, if there is one nearby, else with little.
+        """Return the start of a run of slabs without a busy slot, and whether it holds samples of
+        idle shards only. A run without samples worth keeping is preferred, then one with few.
 
-        The search goes on where the last one ended and looks at a window at a time, since a look
-        at every slot of a large arena would hold everybody up.
+        The search continues where the last one ended and examines one window at a time: examining
+        every slot of a large arena would delay all requests.
         """
         heads = self._arena.heads()
         total = self._arena.open_count
@@ -319,9 +327,9 @@ class Allocator:
     def _census(
         self, heads: Int64s, low: int, high: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
-        """For slabs [low, high): has it a busy slot, has it what a session wants, how many slots
-        of it are to be kept (those wanted late count for less). A slab inside a large slot counts
-        as its head does."""
+        """Return for each slab of [low, high): whether it has a busy slot; whether it has a sample
+        of an open shard; how many slots are worth keeping (those wanted late count less). A slab
+        inside a large slot counts as its first slab."""
         first = int(heads[low])
         per_slab = self._arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
@@ -340,11 +348,11 @@ class Allocator:
         )
 
     def _window(self) -> int:
-        """Return how many slabs are looked at together."""
+        """Return how many slabs are examined together."""
         return min(STEAL_WINDOW, max(1, MOST_LOOKED_AT // self._arena.slots_per_slab))
 
     def _empty(self, slab: int) -> None:
-        """Evict all residents."""
+        """Evict all residents of a slab."""
         low, high = self._arena.members(slab)
         victims = low + np.flatnonzero(self._state[low:high] == RESIDENT)
         self._evict(victims)
@@ -356,7 +364,7 @@ class Allocator:
         """Evict the samples [first, end) of a shard. False when one of their slots is pinned or
         being read: then none is evicted.
 
-        Cost: 0.14 us a sample, and more where memory is slow.
+        Cost: 0.14 us per sample, more where memory is slow.
         """
         inside = self._slots_of(first, end)
         if not self._slots.usable(inside).all():
@@ -377,7 +385,7 @@ class Allocator:
         """Return the slots that hold samples [first, end), each once."""
         held = self._slots.slot_of[first:end].astype(np.int64)
         held = held[held > 0] - 1
-        # numpy.unique looks numbers up in a hash table where this sorts, in 30 times as long.
+        # numpy.unique uses a hash table here, which takes 30 times as long as sorting.
         held.sort()
         each = np.ones(len(held), np.bool_)
         np.not_equal(held[1:], held[:-1], out=each[1:])
@@ -393,7 +401,7 @@ class Allocator:
         return self._usable(slots) & ~self._wanted(slots)
 
     def _wanted(self, slots: Int64s) -> NDArray[np.bool_]:
-        """Whether a session has the shard open that a resident slot belongs to."""
+        """Return for each resident slot whether a session has its shard open."""
         sessions: Int64s = self._shards.sessions[self._shards.rows(self._slots.firsts[slots])]
         wanted: NDArray[np.bool_] = sessions > 0
         return wanted

@@ -1,14 +1,14 @@
-"""Slots: contiguous pieces of the arena, by size class, in slabs.
+"""Arena: slabs, size classes and free lists.
 
-The arena is cut into slabs. A slab serves one size class (eight a doubling, so at most one part
-in nine is lost inside a slot; more where only a few slots make a slab, and below SMALLEST_SLOT)
-and goes back to the common pool when its last slot is freed, so
-memory follows the sizes that are asked for; a slab can also be emptied by eviction and given to
-another class. A sample larger than a slab takes a run of whole slabs. Slots are contiguous because
-clients copy out of them and the kernel reads into them.
+The arena is divided into slabs. A slab serves one size class (eight per doubling, so at most one
+part in nine of a slot is unused; more where a slab has only a few slots, and below SMALLEST_SLOT).
+It returns to the common pool when its last slot is freed, so memory follows the sizes in demand; a
+slab can also be emptied by eviction and given to another class. A sample larger than a slab takes a
+run of whole slabs. Slots are contiguous because clients copy out of them and the kernel reads into
+them.
 
-Pure bookkeeping over numpy arrays: no memory is touched here, so a simulation can drive it. Slot
-number = slab × slots_per_slab + position in the slab.
+This is bookkeeping over numpy arrays: no memory of the arena is touched, so a simulation can drive
+it. Slot number = slab × slots_per_slab + number in the slab.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SMALLEST_SLAB = 256 * 1024
 SLABS_WANTED = 128
 SMALLEST_SLOT = 4096
 SLOT_ALIGNMENT = 512
-"""What O_DIRECT asks of memory on every common device (STATX_DIOALIGN: dio_mem_align)."""
+"""The alignment of memory that O_DIRECT needs on every common device (statx: dio_mem_align)."""
 SMALLEST_ARENA = 1024 * 1024
 
 LARGE = -2
 _FREE = -1
 _RETIRED = -3
-"""Of slabs that are not handed out: beyond the size."""
+"""The class of slabs beyond the size."""
 _ALL = slice(None)
 
 
 class FreeSlots:
-    """The free slots of one size class: the one that was given back last is taken first."""
+    """The free list of one size class: the slot freed last is taken first."""
 
     __slots__ = ("count", "slots")
 
@@ -50,11 +50,11 @@ class FreeSlots:
 
     @property
     def held(self) -> NDArray[np.int64]:
-        """The slots, to be looked at until the next call."""
+        """The slots; valid until the next call."""
         return self.slots[: self.count]
 
     def add(self, slots: NDArray[np.int64]) -> None:
-        """Put slots on top."""
+        """Append slots."""
         end = self.count + len(slots)
         if end > len(self.slots):
             grown = np.empty(2 * end, np.int64)
@@ -64,26 +64,26 @@ class FreeSlots:
         self.count = end
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Take up to `count` slots off, the uppermost first."""
+        """Remove up to `count` slots, the last one first."""
         start = max(self.count - count, 0)
         taken = self.slots[start : self.count][::-1].copy()
         self.count = start
         return taken
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
-        """Leave only some of the slots, in their order."""
+        """Keep only some of the slots, in their order."""
         self.slots = self.held[kept]
         self.count = len(self.slots)
 
 
 class Arena:
-    """Which slots there are, which are free.
+    """The slots and which of them are free.
 
-    Slabs below `open_count` are handed out, those below `slab_count` may still hold something.
+    Slabs below `open_count` are in use; those from there up to `slab_count` are being emptied.
 
     Args:
         size: bytes; rounded down to whole slabs.
-        limit: bytes that it can grow to, at least `size`; None: it cannot.
+        limit: bytes to which it can grow, at least `size`; None: it cannot.
     Raises: UsageError when smaller than SMALLEST_ARENA.
     """
 
@@ -93,19 +93,19 @@ class Arena:
                 f"an arena of {size} bytes is too small",
                 hint=f"give at least {SMALLEST_ARENA} bytes",
             )
-        # A small arena gets small slabs, so that all size classes find room in it.
+        # A small arena gets small slabs, so that all size classes fit.
         wanted = max(size // SLABS_WANTED, min(size // 4, SMALLEST_SLAB))
         self.slab_size = min(SLAB_SIZE, 1 << (wanted.bit_length() - 1))
         slabs = max(size, limit or 0) // self.slab_size
         self.limit = slabs * self.slab_size
-        """Bytes that slots can ever lie in."""
+        """Bytes that it can ever have."""
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT
         self.class_sizes = _class_sizes(self.slab_size)
         self._class_sizes: list[int] = self.class_sizes.tolist()
-        # Sized for the limit; what lies beyond the size is not touched and takes no memory.
+        # Sized for the limit; the part beyond the size is not touched and takes no memory.
         self.slab_class = np.empty(slabs, np.int32)
         self.slab_used = np.zeros(slabs, np.int64)
-        """Slots in use of each slab."""
+        """Slots in use in each slab."""
         self._run_length = np.zeros(slabs, np.int64)
         self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
         self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
@@ -118,7 +118,7 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of the slabs that are handed out."""
+        """Bytes of the slabs in use."""
         return self.open_count * self.slab_size
 
     @property
@@ -133,12 +133,11 @@ class Arena:
 
     @property
     def smallest_size(self) -> int:
-        """The least bytes that leave all size classes room."""
+        """The smallest size in which all size classes fit."""
         return max(SMALLEST_ARENA, 4 * self.slab_size)
 
     def resize(self, count: int) -> None:
-        """Hand out the slabs below `count` and no others. What lies beyond stays until it is freed;
-        see `trim`."""
+        """Use the slabs below `count` only. Slots beyond stay until they are freed; see `trim`."""
         assert count <= len(self.slab_class)
         if count < self.open_count:
             beyond = self.slab_class[count : self.open_count]
@@ -151,7 +150,7 @@ class Arena:
             if count > self.slab_count:
                 self.slab_class[self.slab_count : count] = _RETIRED
                 self.slab_count = count
-            # Free slots of slabs that are still in use come back when these are empty.
+            # Free slots of slabs that are still in use return when these are empty.
             again = self.open_count + np.flatnonzero(
                 self.slab_class[self.open_count : count] == _RETIRED
             )
@@ -166,12 +165,12 @@ class Arena:
         )
 
     def trim(self) -> None:
-        """Forget the slabs beyond the size; they are all empty."""
+        """Drop the slabs beyond the size, which are all empty."""
         assert not len(self.retiring())
         self.slab_count = self.open_count
 
     def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the class of each size; len(class_sizes) stands for "larger than a slab"."""
+        """Return the size class of each size; len(class_sizes) for those larger than a slab."""
         return self.class_sizes.searchsorted(sizes)
 
     def by_class(
@@ -179,7 +178,7 @@ class Arena:
     ) -> list[tuple[int, NDArray[np.int64] | slice]]:
         """Return each size class of these sizes with the rows that have it; mostly there is one.
 
-        Args: smallest, largest: no size is outside of this.
+        Args: smallest, largest: bounds of the sizes.
         """
         low = bisect_left(self._class_sizes, smallest)
         if low == bisect_left(self._class_sizes, largest):
@@ -198,7 +197,7 @@ class Arena:
         return sizes
 
     def tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the offsets and the sizes of all slots that there can be; they stay in place."""
+        """Return the offsets and sizes of all slots up to the limit; the arrays stay in place."""
         return self._offset, self._size
 
     def take(self, size_class: int, count: int) -> NDArray[np.int64]:
@@ -229,7 +228,7 @@ class Arena:
             free.add(np.arange(first + per_slab - 1, first - 1, -1))
 
     def take_run(self, size: int) -> int | None:
-        """Take a run of free slabs for one large slot of `size` bytes; None when there is none."""
+        """Take a run of free slabs for a large slot of `size` bytes, or return None."""
         need = -(-size // self.slab_size)
         start = first_run(self.slab_class[: self.open_count] == _FREE, need)
         if start is None:
@@ -245,7 +244,7 @@ class Arena:
         return start * self.slots_per_slab
 
     def free(self, slots: NDArray[np.int64]) -> None:
-        """Give slots back; slabs that became empty go back to the common pool."""
+        """Free slots; slabs that become empty return to the common pool."""
         if len(slots) == 0:
             return
         self.used_size -= int(self.sizes(slots).sum())
@@ -254,7 +253,7 @@ class Arena:
         np.subtract.at(self.slab_used, slabs, 1)
         used = self.slab_used[slabs] > 0
         staying = used & (slabs < self.open_count)
-        self._give_back(slots[staying], classes[staying])
+        self._add_free(slots[staying], classes[staying])
         emptied = np.unique(slabs[~used])
         for size_class in np.unique(self.slab_class[emptied]).tolist():
             if size_class >= 0 and self._free_slots[size_class]:
@@ -268,7 +267,7 @@ class Arena:
             self.slab_class[slab:end] = _FREE
             self._free_slabs.extend(range(end - 1, slab - 1, -1))
 
-    def _give_back(self, slots: NDArray[np.int64], classes: NDArray[np.int32]) -> None:
+    def _add_free(self, slots: NDArray[np.int64], classes: NDArray[np.int32]) -> None:
         for size_class in np.unique(classes).tolist():
             self._free_slots[size_class].add(slots[classes == size_class])
 
@@ -278,7 +277,7 @@ class Arena:
         return free
 
     def members(self, slab: int) -> tuple[int, int]:
-        """Return the slot numbers [low, high) in a slab, its large slot's head included."""
+        """Return the slot numbers [low, high) in a slab, those of its large slot included."""
         head = slab
         if self.slab_class[slab] == LARGE:
             while not self._run_length[head]:
@@ -294,7 +293,7 @@ class Arena:
 
 
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return arrays of slots one behind the other; a sole one is not copied."""
+    """Concatenate arrays of slots; a sole one that is not empty is not copied."""
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]
@@ -310,7 +309,7 @@ def first_run(free: NDArray[np.bool_], need: int) -> int | None:
 
 
 def _class_sizes(slab_size: int) -> NDArray[np.int64]:
-    """Eight sizes a doubling, each grown to what its slab would waste."""
+    """Return eight sizes per doubling, each grown by what its slab would waste."""
     counts: list[int] = []
     size = SMALLEST_SLOT
     while size <= slab_size:

@@ -1,17 +1,17 @@
-"""The cache as a state machine: what is in memory, what is on its way, what must be read.
+"""The cache as a state machine: samples in memory, samples being read, samples to be read.
 
-It knows no socket, no thread and no clock: the server asks it to `advance` a fetch, submits the
-`Load` that comes back, and tells it with `loaded` how that went; `room` says which slots are read
-into. Numbers are node-wide sample numbers throughout.
+It uses no socket, no thread and no clock. The server calls `advance` for a fetch, submits the
+`Load` that it returns, and reports the outcome with `loaded`; `allocator` chooses the slots. Sample
+numbers are node-wide throughout.
 
-A slot's life:
+The life of a slot:
 
     FREE ──advance──▶ LOADING ──loaded──▶ RESIDENT ──evicted──▶ FREE
                          └────failed────▶ FAILED ──last pin released──▶ FREE
 
-A pin keeps a slot from being evicted. `advance` takes one pin a slot for its fetch, `release`
-gives them back. LOADING
-slots are never evicted, whoever died: the kernel still writes into them.
+A pin keeps a slot from being evicted. `advance` takes one pin per slot for its fetch, `release`
+returns them. LOADING slots are never evicted, even when every client is gone: the kernel still
+writes to them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ffserve.errors import STATUS_TOO_LARGE, FFServeError
 Int64s: TypeAlias = NDArray[np.int64]
 
 MOST_LOADS = (1 << 31) - 1
-"""Loads are numbered up to here, then from 1 again."""
+"""The highest number of a load; the next one is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample could not be read.
+    """The reason why a sample could not be read.
 
     status: negative errno or a status of `errors.py`; found, expected: checksums; size: bytes of
     the chunk for STATUS_TOO_LARGE; error: the format's own error, which replaces all others.
@@ -55,9 +55,9 @@ class Fetch:
     """One request for samples on its way through the cache.
 
     Args:
-        numbers: int64[n] of one data set, repeats allowed; dealt with in this order.
-        latest: read ahead for what is wanted at this time: only what will be wanted after it may
-            be evicted; None: it is wanted now.
+        numbers: int64[n] of one dataset, repeats allowed; planned in this order.
+        latest: for a prefetch, the time at which the samples will be wanted: only samples wanted
+            later may be evicted for them. None: they are wanted now.
     """
 
     __slots__ = ("cursor", "failures", "latest", "numbers", "pinned_size", "pins", "waiting")
@@ -66,26 +66,25 @@ class Fetch:
         self.numbers = numbers
         self.latest = latest
         self.cursor = 0
-        """How many of `numbers` were dealt with: they are resident, on their way, or failed."""
+        """The number of samples that were planned: they are resident, being read, or failed."""
         self.waiting = 0
-        """Loads that have to end before the first `cursor` samples are all decided."""
+        """Loads that must end before the outcome of the first `cursor` samples is known."""
         self.pins: list[Int64s] = []
         self.pinned_size = 0
         self.failures: dict[int, Failure] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether everything was asked for and has come."""
+        """Whether all samples are planned and their outcome is known."""
         return self.waiting == 0 and self.cursor == len(self.numbers)
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks that must be read now, each into its slot.
+    """Blocks to be read, each into its slot.
 
-    number: its own while it is read. parts: the slots by size class and whether they came at
-    another's cost. size: bytes of the blocks, widened. reads: of the device; who reads it sets that
-    to less where neighbours are read together.
+    number: unique while the load is in progress. parts: its slots by size class. size: bytes of the
+    blocks, widened. reads: of the device; the reader lowers it where neighbours are read together.
     """
 
     number: int
@@ -103,8 +102,8 @@ class Cache:
     """Slots, their contents and their pins.
 
     Args:
-        retract: see Retract; in the daemon the C core's, in a simulation any other.
-        uses: who wants what, for the policy.
+        retract: see Retract; in the daemon the C core's.
+        uses: when samples will be wanted, for the policy.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Cache:
         self._loading: dict[int, Load] = {}
         self._next_load = 1
 
-    # ---- asking ---------------------------------------------------------------------------
+    # ---- planning -------------------------------------------------------------------------
 
     def advance(self, fetch: Fetch, count: int, size: int) -> Load | None:
         """Plan the next samples of a fetch: at most `count`, and about `size` bytes.
@@ -196,7 +195,7 @@ class Cache:
         self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
     ) -> tuple[Load | None, int]:
         """Allocate slots for absent samples; return the load, and how many samples of the part are
-        dealt with."""
+        planned."""
         numbers = part if len(absent) == len(part) else part[absent]
         # Blocks are in order of first use, so that what fits is a prefix of the part.
         cut = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
@@ -252,25 +251,26 @@ class Cache:
         self._loading[number] = load
         return load
 
-    # ---- what came of it ------------------------------------------------------------------
+    # ---- outcomes -------------------------------------------------------------------------
 
     def loaded(self, load: Load, failures: dict[int, Failure]) -> list[Fetch]:
-        """Take in the outcome of a load: which samples failed, by number; the rest is published.
+        """Record the outcome of a load, whose samples are readable but for the failed ones.
 
-        Returns the fetches that have no load to wait for any more.
+        Args: failures: by sample number.
+        Returns: the fetches that no longer wait for a load.
         """
         slots = load.slots
         del self._loading[load.number]
         self.state[slots] = RESIDENT
         if failures:
             self._fail(load, failures)
-        for size_class, chosen, passing in load.parts:
+        for size_class, chosen, expendable in load.parts:
             if failures:
                 chosen = chosen[self.state[chosen] == RESIDENT]
-            if passing:
+            if expendable:
                 self.policy.admit_expendable(chosen, size_class)
             else:
-                self.policy.keep(chosen, size_class)
+                self.policy.admit(chosen, size_class)
         ready = []
         for fetch in load.fetches:
             fetch.waiting -= 1
@@ -296,7 +296,7 @@ class Cache:
                 self.state[slot] = FAILED
                 self._free_failed(slot)
             if count > 1 and not run.all():
-                # Else a second slot for the block would overlap with what this one still holds.
+                # A second slot for the whole block would overlap with this one.
                 damaged.append(first)
         if damaged:
             self.shards.read_singly(damaged)
@@ -309,33 +309,33 @@ class Cache:
             self.arena.free(freed)
 
     def release(self, pins: list[Int64s]) -> None:
-        """Give back what `advance` pinned."""
+        """Return the pins of `advance`."""
         for slots in pins:
             if self._slots.unpin(slots):
                 failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]
                 for slot in failed.tolist():
                     self._free_failed(slot)
 
-    # ---- about samples --------------------------------------------------------------------
+    # ---- samples --------------------------------------------------------------------------
 
     def holds(self, first: int, end: int) -> bool:
-        """Whether each of the samples [first, end) is there or on its way."""
+        """Whether each of the samples [first, end) is resident or being read."""
         return int(self._slot_of[first:end].min()) > 0
 
     def used(self, numbers: Int64s) -> None:
-        """These samples were just asked for, be they there or on their way."""
+        """These samples were just requested: those prefetched were of use."""
         if self.counters.prefetched:
-            self.policy.asked(self._slots.taken(numbers))
+            self.policy.requested(self._slots.taken(numbers))
 
     def invalidate(self, numbers: Int64s) -> None:
-        """These samples were just used, so that they will be wanted at another time than before."""
+        """These samples were just used: the estimates of their next use are no longer valid."""
         slots = self._slots.resident(numbers)
         if len(slots):
             self.policy.invalidate(slots)
 
     def drop(self, base: int) -> bool:
-        """Forget a shard that nobody has open. False while there is a slot with a sample of it."""
+        """Forget a shard without sessions. False while a slot holds a sample of it."""
         if self.shards.used[self.shards.row(base)]:
-            return False  # Where its samples are evicted, what failed is still pinned.
+            return False  # Failed slots may still be pinned after the samples were evicted.
         self.uses.drop(base)
         return True

@@ -1,9 +1,10 @@
-"""One job's way through one data set: what it announced, how far it is, how fast it goes.
+"""Job progress: the orders, the position and the pace of one job in one dataset.
 
-A job that announced is known exactly: the time of a sample's next use is (position - now) / pace,
-over this epoch's order and the next one's. Of a job that is silent one bit a sample is known,
-"seen this epoch": one that it has not seen comes at some time before its epoch ends, one that it
-has seen at some time in the next. No clock: `now` is monotonic time in seconds.
+For a job that announced its order the next use of a sample is known exactly: it is (position of the
+sample - position of the job) / pace seconds from now, over the orders of this epoch and the next.
+For a silent job one bit per sample is known, "seen this epoch": a sample that it has not seen comes
+at some time before its epoch ends, one that it has seen at some time in the next. There is no
+clock: `now` is monotonic time in seconds.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from ffserve.cache.orders import PARTS, Order
 from ffserve.engine.plan import mark
 
 MOST_EPOCHS = 4
-"""Epochs that one progress may have announced at a time."""
+"""Announced epochs that are held for one job."""
 PACE_S = 20.0
-"""How far back a pace is measured."""
+"""Time constant of the average pace."""
 UNKNOWN_PACE = 1000.0
-"""Samples a second, of who has not got anywhere yet."""
+"""Samples per second assumed of a job without progress yet."""
 ASLEEP_S = 10.0
-"""A job that got nowhere for so long, and a tenth of its epoch, counts for nothing."""
+"""A job without progress for so long, and for a tenth of its epoch, is inactive."""
 REFRESH = 256
-"""How often an epoch times are computed anew."""
+"""How often per epoch the times of parts are computed anew."""
 AHEAD_SHARE, AHEAD = 0.06, 8192
-"""How far from its position a job may ask, in parts of the epoch or in samples: its workers run
-ahead."""
+"""How far from its position a job may request samples, as a share of the epoch or in samples: its
+workers run ahead."""
 LOOKED_AT = 256
-"""Samples that a job asked for before it is judged whether it keeps to its order."""
+"""Requested samples after which it is decided whether a job keeps to its order."""
 REPEATS = 0.05
-"""A silent job that asks for more of its samples again within an epoch draws with replacement."""
+"""A silent job that repeats a larger share of its samples in an epoch draws with replacement."""
 FEW = 64
 NEARBY = 512
 FADE = 0.98
-"""What is left of a step or lead with each report."""
+"""Factor by which a step or lead decays with each report."""
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -45,7 +46,7 @@ _NONE: Int64s = np.zeros(0, np.int64)
 
 
 class Pace:
-    """Samples a second, of late."""
+    """Recent average of samples per second."""
 
     __slots__ = ("_amount", "_since", "_time")
 
@@ -54,27 +55,27 @@ class Pace:
         self._since: float | None = None
 
     def add(self, amount: int, now: float) -> None:
-        """So many more have been used."""
+        """Count `amount` more samples."""
         if self._since is not None:
-            passed = now - self._since
-            kept = exp(-passed / PACE_S)
+            elapsed = now - self._since
+            kept = exp(-elapsed / PACE_S)
             self._amount = self._amount * kept + amount
-            self._time = self._time * kept + passed
+            self._time = self._time * kept + elapsed
         self._since = now
 
     def rate(self, now: float) -> float:
-        """Return samples a second; 0.0 while it is unknown."""
+        """Return samples per second, 0.0 while unknown."""
         if self._since is None or self._time == 0.0:
             return 0.0
         return self._amount / (self._time + max(now - self._since, 0.0))
 
 
 class JobProgress:
-    """See the module's text.
+    """The progress of one job through one dataset; see the module.
 
     Args:
-        job: its name. low, span: of the data set's sample numbers.
-        sample_count: of the data set.
+        job: its name. low, span: the dataset's sample numbers are in [low, low + span).
+        sample_count: of the dataset.
     """
 
     def __init__(self, job: str, sample_count: int, low: int, span: int) -> None:
@@ -86,32 +87,32 @@ class JobProgress:
         self.group = 0
         self.pace = Pace()
         self.last_used: float | None = None
-        # announced
+        # of a job that announces
         self.orders: dict[int, Order] = {}
         self.epoch = 0
         self.position = 0
         self.front = 0
-        """Behind the last position that it is known to have asked for."""
+        """The position after the last one known to be requested."""
         self.step = 0.0
-        """Positions between two reports, of late."""
+        """Recent number of positions between two reports."""
         self.lead = 0.0
-        """How far its workers ran ahead of its position, of late."""
+        """Recent number of positions that its workers run ahead of its own."""
         self.name: str | None = None
         self.announcer: object = None
-        """Who announced (a data set of a session); when that ends, so does what it announced."""
+        """The dataset of a session that announced the orders: they are dropped with it."""
         self.departed = False
-        """Its requests departed from what it announced; it counts as silent since."""
-        self._told = False
+        """Its requests departed from its order; it counts as silent since."""
+        self._reports = False
         self._near = self._far = 0
         self._tables: list[Table] = []
         self._tables_until = 0.0
-        # silent
+        # of a silent job
         self.seen: NDArray[np.bool_] | None = None
         self.seen_count = 0
         self.replacement = False
         self._repeats = 0
 
-    # ---- what it announces ----------------------------------------------------------------
+    # ---- orders ---------------------------------------------------------------------------
 
     @property
     def order(self) -> Order | None:
@@ -126,9 +127,9 @@ class JobProgress:
     def announced(
         self, epoch: int, order: Order, name: str | None, announcer: object, now: float
     ) -> None:
-        """Take an order in; it replaces another of this epoch.
+        """Add an order; it replaces another of this epoch.
 
-        An epoch before the current one means that the job began anew.
+        An epoch before the current one means that the job has restarted.
         """
         if not self.orders or epoch <= self.epoch:
             if epoch != self.epoch:
@@ -145,39 +146,39 @@ class JobProgress:
         self._tables_until = 0.0
 
     def advance_to(self, epoch: int, position: int, now: float) -> Int64s:
-        """The job used the first `position` samples of an epoch; what went before is over.
+        """The job reports that it has used the first `position` samples of an epoch.
 
-        Returns: the samples that it passed.
+        Returns: the samples that it used since it was last known.
         """
         if epoch < self.epoch:
             return _NONE
-        passed = _NONE
+        advanced = _NONE
         if epoch > self.epoch:
             order = self.order
             if order is not None and self.position > order.count * 9 // 10:
-                # The end went unreported; an epoch that was abandoned earlier was not used.
-                passed = self._advance(order.count, now)
+                # The end was not reported; an epoch that was abandoned earlier was not used.
+                advanced = self._advance(order.count, now)
             if self.epoch != epoch:
                 self._enter(epoch)
-        self._told = True
+        self._reports = True
         more = self._advance(position, now)
-        return np.concatenate((passed, more)) if len(passed) else more
+        return np.concatenate((advanced, more)) if len(advanced) else more
 
     def _advance(self, position: int, now: float) -> Int64s:
         order = self.order
         if order is None:
             return _NONE
-        position, passed = min(position, order.count), _NONE
+        position, advanced = min(position, order.count), _NONE
         if position > self.position:
             self._use(position - self.position, now)
             self.step = max(self.step * FADE, float(position - self.position))
             self.lead = max(self.lead * FADE, float(self.front - position))
             self.position = position
             self.front = max(self.front, position)
-            passed = order.advance(position)
+            advanced = order.advance(position)
         if position == order.count and self.epoch + 1 in self.orders:
             self._enter(self.epoch + 1)
-        return passed
+        return advanced
 
     def _enter(self, epoch: int) -> None:
         for old in [e for e in self.orders if e < epoch]:
@@ -189,29 +190,29 @@ class JobProgress:
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self.position, self.front = epoch, 0, 0
-        self._told = False
+        self._reports = False
         self._tables_until = 0.0
 
     def end(self, announcer: object) -> None:
-        """Somebody left: forget what he announced."""
+        """The announcer is gone: drop its orders."""
         if self.announcer is announcer:
             self.silence()
 
     def silence(self) -> None:
-        """Forget what was announced."""
+        """Drop all orders."""
         self.orders.clear()
         self.announcer = self.name = None
         self._tables_until = 0.0
         self._tables = []
 
-    # ---- what it does ---------------------------------------------------------------------
+    # ---- use ------------------------------------------------------------------------------
 
     def _use(self, count: int, now: float) -> None:
         self.pace.add(count, now)
         self.last_used = now
 
     def asked(self, numbers: Int64s, now: float) -> Int64s:
-        """The job asked the daemon for samples. Returns: what it passed or used by that."""
+        """The job requested samples. Returns: the samples that it has used by that."""
         order = self.order
         if order is None:
             self.visited(numbers, now)
@@ -223,7 +224,7 @@ class JobProgress:
         ahead = int(max(AHEAD, AHEAD_SHARE * order.count)) + order.count // PARTS
         low, high = order.part(max(self.position - ahead, 0)), order.part(self.front + ahead)
         kept = len(numbers)
-        # With replacement the table knows only where a sample comes next, maybe after this use.
+        # With replacement the table holds only the next use of a sample, maybe after this one.
         if order.following is None and not (low <= lowest and last <= high):
             near = (parts >= low) & (parts <= high)
             following = self.orders.get(self.epoch + 1)
@@ -247,21 +248,21 @@ class JobProgress:
         front = order.part(self.front)
         if last < front:
             return _NONE
-        # Requests follow the order mostly, so that the last of them comes last in it.
+        # Requests mostly follow the order, so the last of them comes last in it.
         self._found(order, last, int(numbers[place]))
         self.lead = max(self.lead, float(self.front - self.position))
-        if not self._told:
-            # Nobody reports: what is asked for has been got to, with some disorder.
+        if not self._reports:
+            # Without reports, requests tell the position, with some disorder.
             lag = min(AHEAD, order.count // 16)
             first = int(np.minimum.reduce(parts[parts >= front]))
             return self._advance(min(self.front, order.edge(first)) - lag, now)
         return _NONE
 
     def _found(self, order: Order, part: int, number: int) -> None:
-        """A sample that stands in this part was asked for: move the front behind it."""
+        """A sample in this part was requested: move the front behind it."""
         start = max(order.edge(part), self.front)
         edge = order.edge(part + 1)
-        # Mostly it stands nearby.
+        # Mostly it is nearby.
         for stop in (min(start + NEARBY, edge), edge):
             places = (order.numbers(start, stop) == number).nonzero()[0]
             if len(places):
@@ -269,7 +270,7 @@ class JobProgress:
                 return
 
     def visited(self, numbers: Int64s, now: float) -> None:
-        """A silent job used samples, whether it had to ask for them or not."""
+        """A silent job used samples, hits included."""
         self._use(len(numbers), now)
         if self.seen is None:
             self.seen = np.zeros(self.span, np.bool_)
@@ -277,7 +278,7 @@ class JobProgress:
         fresh, again = mark(self.seen, numbers, self.low)
         places = fresh + again
         if again > 0.8 * places and again > FEW // 8 and not self.replacement:
-            # Everything again at once: another epoch.
+            # Nearly all of them were seen before: another epoch has begun.
             self.seen[:] = False
             self.seen_count = self._repeats = 0
             fresh, again = mark(self.seen, numbers, self.low)
@@ -288,15 +289,15 @@ class JobProgress:
             self.seen[:] = False
             self.seen_count = self._repeats = 0
 
-    # ---- what can be expected of it -------------------------------------------------------
+    # ---- estimates ------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         return self.order.count if self.order else max(self.sample_count, 1)
 
     def rate(self, now: float) -> float:
-        """Return samples a second, guessed if need be."""
+        """Return samples per second, assumed while unknown."""
         return self.pace.rate(now) or UNKNOWN_PACE
 
     def epoch_s(self, now: float) -> float:
@@ -304,7 +305,7 @@ class JobProgress:
         return self.count / self.rate(now)
 
     def active(self, now: float) -> bool:
-        """Whether it gets on."""
+        """Whether it makes progress."""
         if self.last_used is None:
             return False
         idle_s = now - self.last_used
@@ -326,7 +327,7 @@ class JobProgress:
     _compared: tuple[Order, bool] | None = None
 
     def tables(self, now: float) -> list[Table]:
-        """Return for each order the absolute time that each of its parts stands for."""
+        """Return the orders, and for each the absolute time of each of its parts."""
         if now >= self._tables_until:
             self._tables = self._timed(now)
             self._tables_until = now + self.epoch_s(now) / REFRESH
@@ -337,12 +338,12 @@ class JobProgress:
         if order is None:
             return []
         pace = self.rate(now)
-        # A time for each value that a byte can have.
+        # A time for each value of a byte.
         middles = (np.arange(256) - 0.5) / PARTS
         times = now + np.maximum(middles * order.count - self.position, 0.0) / pace
         left = order.count - self.position
         following = self.orders.get(self.epoch + 1)
-        # What comes after the orders that are known comes in the middle of the next.
+        # Samples in no known order come in the middle of the epoch after.
         known = following is not None or order.count < self.sample_count
         times[0] = np.inf if known else now + (left + 0.5 * order.count) / pace
         tables = [(order, times)]
@@ -353,9 +354,9 @@ class JobProgress:
         return tables
 
     def expected(self, now: float) -> tuple[NDArray[np.bool_] | None, int, float, float]:
-        """Return how likely a silent job is to want samples: what it has seen of its own, or None
-        where that tells nothing, the first of these, and the chance a second to want one that it
-        has seen, and one that it has not."""
+        """Return how likely a silent job is to want samples: the samples that it has seen, or None
+        where that tells nothing; the first of these; the chance per second that it wants one that
+        it has seen, and one that it has not."""
         pace = self.rate(now)
         if self.seen is None or self.replacement:
             chance = pace / max(self.sample_count, 1)

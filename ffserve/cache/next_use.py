@@ -1,8 +1,8 @@
-"""When each sample will be wanted next, by anybody.
+"""Next use: when each sample will be wanted next, by any job.
 
-Walks whose data sets share shards form a *group*: they want the same samples, and what is kept for
+Jobs whose datasets share shards form a *group*: they want the same samples, and a sample kept for
 one may serve another. Groups compete for memory (see `policy`), jobs within a group do not.
-No clock: whoever knows the time sets `now`, monotonic seconds.
+There is no clock: the caller sets `now`, monotonic seconds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ SMALLEST_LIMIT = 1 << 30
 """Bytes that all orders together may always take."""
 
 FEW_JOBS = 4
-"""More jobs than these are not asked anew for each victim: it takes 2 us a job."""
+"""The silent jobs of a group with more jobs than this are not evaluated anew for every search, at
+2 us per job."""
 MOMENTS, LONGEST_MOMENT_S = 64, 0.1
-"""But this many times in what is left of the epoch that ends first, and so often at least."""
+"""Instead, this many times in the rest of the epoch that ends first, and at least so often."""
 
 Int64s = NDArray[np.int64]
 
 
 class Group:
-    """Walks over shards that they have, directly or through others, in common."""
+    """Jobs over shards that they have, directly or through others, in common."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -38,26 +39,26 @@ class Group:
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
     def active(self, now: float) -> list[JobProgress]:
-        """Return the jobs that get on."""
+        """Return the jobs that make progress."""
         return [progress for progress in self.jobs if progress.active(now)]
 
     def static(self, now: float) -> bool:
-        """Whether nothing beats keeping what is there: a sole job that visits the same samples
-        once in every epoch, or nobody."""
+        """Whether the static rule applies: a sole job that visits the same samples once in every
+        epoch, or none."""
         jobs = self.active(now)
         return not jobs or (len(jobs) == 1 and jobs[0].same_set())
 
     @property
     def announced(self) -> bool:
-        """Whether any progress announced its order."""
+        """Whether any job announced its order."""
         return any(progress.orders for progress in self.jobs)
 
     def epoch_s(self, now: float) -> float:
-        """Return how long the fastest progress's epoch takes."""
+        """Return how long the epoch of the fastest job takes."""
         return min((progress.epoch_s(now) for progress in self.active(now)), default=np.inf)
 
     def future(self, now: float) -> Future:
-        """Return what is known of when samples will be wanted next."""
+        """Return all that is known of when samples will be wanted next."""
         announced = [
             (order.c, times)
             for progress in self.jobs
@@ -67,7 +68,7 @@ class Group:
         return Future(announced, self._expected(now), now)
 
     def _expected(self, now: float) -> SilentJobs | None:
-        """Return what silent jobs want; of many, what was true a moment ago."""
+        """Return what silent jobs are likely to want; for many jobs, as of a moment ago."""
         many = len(self.jobs) > FEW_JOBS
         if many and self._known_at <= now < self._known_until and len(self.jobs) == self._known:
             return self._silent
@@ -90,7 +91,7 @@ class NextUse:
         self.now = 0.0
         self.groups: dict[int, Group] = {}
         self.merged: list[tuple[int, int]] = []
-        """(old, new): groups that turned out to be one; for the policy to take note of."""
+        """(old, new): groups that became one, which the policy has not seen yet."""
         self.most_size = most_size
         self._jobs: dict[tuple[str, bytes], JobProgress] = {}
         self._arriving: WeakSet[Arriving] = WeakSet()
@@ -98,10 +99,10 @@ class NextUse:
         self._group_of_base = np.zeros(0, np.int64)
         self._next_group = 1
 
-    # ---- who is there ---------------------------------------------------------------------
+    # ---- jobs and groups ------------------------------------------------------------------
 
     def join(self, job: str, bases: Int64s, counts: Int64s) -> JobProgress:
-        """A session of a job has a data set open, whose shards own these runs of numbers."""
+        """A session of a job opens a dataset, whose shards own these runs of numbers."""
         key = job, np.stack((bases, counts)).tobytes()
         progress = self._jobs.get(key)
         if progress is None:
@@ -115,7 +116,7 @@ class NextUse:
         return progress
 
     def _unite(self, bases: Int64s) -> int:
-        """Return the group of these shards, made one if there were several."""
+        """Return the group of these shards; several become one."""
         rows = np.searchsorted(self._bases, bases)
         known = np.zeros(len(bases), np.bool_)
         inside = rows < len(self._bases)
@@ -142,15 +143,15 @@ class NextUse:
         return int(number)
 
     def leave(self, progress: JobProgress, announcer: object) -> None:
-        """A session has the data set open no more."""
+        """A session closes the dataset."""
         progress.end(announcer)
         progress.sessions -= 1
         if progress.sessions == 0:
-            self._jobs = {key: w for key, w in self._jobs.items() if w is not progress}
+            self._jobs = {key: each for key, each in self._jobs.items() if each is not progress}
             self.groups[progress.group].jobs.remove(progress)
 
     def drop(self, base: int) -> None:
-        """A shard is open no more."""
+        """A shard is closed."""
         others = self._bases != base
         self._bases, self._group_of_base = self._bases[others], self._group_of_base[others]
         left = set(self._group_of_base.tolist())
@@ -158,22 +159,22 @@ class NextUse:
             del self.groups[number]
 
     def group_of(self, number: int) -> int:
-        """Return the group of a sample; 0: of none."""
+        """Return the group of a sample, 0 for none."""
         row = int(self._bases.searchsorted(number, "right")) - 1
         return int(self._group_of_base[row]) if row >= 0 else 0
 
     @property
     def jobs(self) -> list[JobProgress]:
-        """Return every job's jobs."""
+        """Return the progress of every job through each of its datasets."""
         return list(self._jobs.values())
 
-    # ---- what they announce ---------------------------------------------------------------
+    # ---- announced orders -----------------------------------------------------------------
 
     def arriving(self, progress: JobProgress, count: int, *, replacement: bool) -> Arriving:
-        """Make room for an order.
+        """Begin to receive an order.
 
-        Raises: UsageError when it cannot be meant, or all orders together would be too large,
-            those that others have begun to announce included.
+        Raises: UsageError when no order of this length is valid, or all orders together, including
+            those still being received, would be too large.
         """
         arriving = Arriving(
             count,
@@ -182,7 +183,7 @@ class NextUse:
             span=progress.span,
             replacement=replacement,
         )
-        size = sum(w.size for w in self._jobs.values()) + 6 * count
+        size = sum(each.size for each in self._jobs.values()) + 6 * count
         size += sum(6 * other.count for other in self._arriving)
         if size > self.most_size:
             raise UsageError(
@@ -195,7 +196,7 @@ class NextUse:
     def announced(
         self, progress: JobProgress, epoch: int, order: Order, name: str | None, announcer: object
     ) -> None:
-        """Take a whole order in; what another job announced likewise is held once."""
+        """Add a complete order; one that equals another job's is held once."""
         for other in self._jobs.values():
             for known in other.orders.values():
                 if known.same(order):

@@ -1,16 +1,23 @@
-"""Residents on buckets, by when they are believed to be wanted next.
+"""Next-use buckets: residents by the estimated time of their next use, and the eviction search.
 
-A key is the time of next use in parts of an epoch, or one of
+A bucket holds the residents of one key: the time of their next use in parts of an epoch (of
+BUCKETS_PER_EPOCH, since monotonic seconds began), or one of
 
-    IDLE      nobody has its shard open                  first to go
-    EXPENDABLE   static: came at another's cost             oldest first
-    UNSURE    not looked at since it came, or since its time was due; static: kept, newest first
-    READY     looked at, and the next to go
-    FAR       not wanted as far as is known
+    IDLE         its shard is idle: no session has it open     the first to be evicted
+    EXPENDABLE   static rule: took the slot of another         oldest first
+    STALE        no estimate, or one that is no longer valid   static rule: newest first
+    READY        chosen by an earlier search                   the next to be evicted
+    FAR          not wanted as far as is known
 
-Nothing is searched for when a resident moves to another bucket, is evicted or is given to another
-group: its key says where it belongs, and what a bucket names besides is left out when it is popped.
-What all this is for: `policy`.
+A resident that moves to another bucket, is evicted or changes its group stays as an entry of its
+old bucket: its key tells where it belongs, and entries that do not match are dropped when they are
+popped.
+
+The eviction search takes victims from the farthest bucket. A key is the estimate made when the
+resident was last examined. An estimate that became too early is found when its time is due: the
+residents of the bucket become STALE. One that became too late is found when the resident is chosen:
+victims are examined once more. So a use, and a job that joins, leaves or changes its pace, cost
+nothing here. Within a key the newest is evicted first.
 """
 
 from __future__ import annotations
@@ -26,34 +33,34 @@ from ffserve.cache.next_use import Group, NextUse
 from ffserve.engine.plan import MIXED, NO_KEY, Residents, by_key
 
 NONE = NO_KEY
-FAR, READY, UNSURE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
+FAR, READY, STALE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 FEW = 256
-"""From so many on a bucket is looked through for what moved on before it grows."""
+"""Entries from which on a bucket is purged of those that moved, before it grows."""
 SMALLEST_BUCKET = 128
-"""Slots that a bucket has room for at once: a turn's, since what passes is often as much."""
+"""Initial capacity of a bucket, in slots: the samples of a turn, of which many are expendable."""
 
 BUCKETS_PER_EPOCH = 64
-"""Parts of an epoch that keys tell apart."""
+"""Parts of an epoch that keys distinguish."""
 SLACK = 2
-"""Parts by which a victim may be wanted earlier than was believed."""
+"""Parts of an epoch by which a victim may be wanted earlier than estimated."""
 UNSORTED_SHARE = 128
-"""Residents are looked at when one part in this many is unsure, so that it is done in bulk."""
+"""Stale residents are examined when they are one part in this many, so that it is done in bulk."""
 MOST_UNSORTED = 4096
 READY_SHARE, MOST_READY = 96, 4096
-"""Victims are looked for this many at a time, at most one part in so many of the residents."""
+"""Surplus victims of a search: at most one part in READY_SHARE of the residents."""
 MOST_LOOKED_AT = 4096
-"""Residents that one search looks at before it takes what it has."""
+"""Residents that one search examines at most, before it takes what it has found."""
 
 Int64s: TypeAlias = NDArray[np.int64]
 Int32s: TypeAlias = NDArray[np.int32]
 Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
-"""Which of these slots can be evicted just now."""
+"""Return which of these slots can be evicted now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
 
 
 class Bucket:
-    """Slots in the order in which they came."""
+    """Slots in the order in which they were added."""
 
     __slots__ = ("_end", "_items", "_start")
 
@@ -65,7 +72,7 @@ class Bucket:
         return self._end - self._start
 
     def add(self, slots: Int64s | Int32s) -> bool:
-        """Put slots on top, unless it takes more memory; whether that was done."""
+        """Append slots, unless it takes more memory; return whether that was done."""
         end = self._end + len(slots)
         if end > len(self._items):
             return False
@@ -74,7 +81,7 @@ class Bucket:
         return True
 
     def push(self, slots: Int64s | Int32s) -> None:
-        """Put slots on top."""
+        """Append slots."""
         if self.add(slots):
             return
         held = self.held
@@ -85,11 +92,11 @@ class Bucket:
 
     @property
     def held(self) -> Int32s:
-        """The slots, to be looked at until the next push."""
+        """The slots; valid until the next push."""
         return self._items[self._start : self._end]
 
     def pop(self, count: int, *, newest: bool = True) -> Int32s:
-        """Take up to `count` slots from one end; they may be looked at until the next push."""
+        """Remove up to `count` slots from one end; they are valid until the next push."""
         if newest:
             start = max(self._end - count, self._start)
             taken = self._items[start : self._end]
@@ -111,12 +118,12 @@ class BucketSet:
         self.size_class = size_class
         self.buckets: dict[int, Bucket] = {}
         self.entries = 0
-        """On all buckets; those that moved on since included."""
+        """In all buckets, including those that moved since."""
         self.ready_s = 0.0
-        """When the first of those on READY is wanted, as was believed when they came there."""
+        """The estimated time at which the first of those in READY is wanted."""
 
     def push(self, key: int, slots: Int64s | Int32s) -> None:
-        """Put slots on the bucket of a key."""
+        """Append slots to the bucket of a key."""
         bucket = self.buckets.get(key)
         if bucket is None:
             bucket = self.buckets[key] = Bucket()
@@ -124,7 +131,7 @@ class BucketSet:
         self.entries += len(slots)
 
     def pop(self, key: int, count: int, *, newest: bool = True) -> Int32s:
-        """Take slots from the bucket of a key; they may be looked at until the next push."""
+        """Remove slots from the bucket of a key; they are valid until the next push."""
         bucket = self.buckets[key]
         slots = bucket.pop(count, newest=newest)
         if not len(bucket):
@@ -134,28 +141,28 @@ class BucketSet:
 
 
 class NextUseBuckets:
-    """All buckets, and the tables of slots that say what belongs there.
+    """All buckets, and the tables by slot that tell which bucket each resident is in.
 
-    Args: arena: whose slots these are.
+    Args: arena: of the slots.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        # As large as the arena may become, touched as far as it ever was.
+        # Sized for the largest arena; only the part that was ever used takes memory.
         self.key = np.empty(arena.slot_limit, np.int64)
         self.known = 0
         """Slots below this have a key."""
         self.group = np.zeros(arena.slot_limit, np.int32)
-        self.ahead = np.zeros(arena.slot_limit, np.bool_)
-        """Filled before anybody asked, and not used since."""
+        self.prefetched = np.zeros(arena.slot_limit, np.bool_)
+        """Filled before a request, and not used since."""
         self.large = len(arena.class_sizes)
-        """The size class of what is larger than a slab."""
+        """The size class of slots larger than a slab."""
         self.of_class: list[dict[int, BucketSet]] = [{} for _ in range(self.large + 1)]
         """By size class, by group."""
         self.residents = Residents(
             self.key,
             self.group,
-            self.ahead,
+            self.prefetched,
             arena.tables()[1],
             arena.slab_class,
             arena.slots_per_slab,
@@ -164,13 +171,13 @@ class NextUseBuckets:
         self.follow_arena()
 
     def follow_arena(self) -> None:
-        """The arena may have more slots than before: those are on no bucket."""
+        """Add the slots of an arena that has grown: they are in no bucket."""
         if self._arena.slot_count > self.known:
             self.key[self.known : self._arena.slot_count] = NONE
             self.known = self._arena.slot_count
 
     def put(self, slots: Int64s, size_class: int, key: int) -> None:
-        """Put slots of one size class on their groups' buckets of a key."""
+        """Move slots of one size class to their groups' buckets of a key."""
         if not len(slots):
             return
         group = self.residents.put(slots, key)
@@ -189,19 +196,19 @@ class NextUseBuckets:
         return [(g, np.flatnonzero(groups == g)) for g in np.unique(groups).tolist()]
 
     def push(self, bucket_set: BucketSet, key: int, slots: Int64s | Int32s) -> None:
-        """Put slots that have a key already on its bucket."""
+        """Append slots that have a key already to its bucket."""
         bucket = bucket_set.buckets.get(key)
         if bucket is not None:
             if bucket.add(slots):
                 bucket_set.entries += len(slots)
                 return
             if len(bucket) >= FEW:
-                # Before it grows: what moved on (and will never be looked for here) goes.
+                # Before it grows: entries that moved, which will never be looked for here, go.
                 bucket_set.push(key, self.pop(bucket_set, key, len(bucket), after=key))
         bucket_set.push(key, slots)
 
     def bucket_set(self, group: int, size_class: int) -> BucketSet:
-        """Return a group's bucket_set, which may be new."""
+        """Return the buckets of a group and size class, which may be new."""
         bucket_sets = self.of_class[size_class]
         bucket_set = bucket_sets.get(group)
         if bucket_set is None:
@@ -209,11 +216,11 @@ class NextUseBuckets:
         return bucket_set
 
     def sort_in(self, bucket_set: BucketSet, slots: Int64s, keys: Int64s) -> None:
-        """Put slots on the buckets of their keys, in any order."""
+        """Move slots to the buckets of their keys, in any order."""
         self.spread(bucket_set, *by_key(slots, keys, FAR))
 
     def spread(self, bucket_set: BucketSet, slots: Int64s, rising: Int64s) -> None:
-        """Put slots on the buckets of their keys, which rise."""
+        """Move slots to the buckets of their keys, which rise."""
         if not len(slots):
             return
         self.key[slots] = rising
@@ -228,51 +235,52 @@ class NextUseBuckets:
     def pop(
         self, bucket_set: BucketSet, key: int, count: int, *, newest: bool = True, after: int = NONE
     ) -> Int64s:
-        """Take slots off a bucket; return those that still belong there, each once. They are on no
-        bucket then, whatever else of it names them, or stay what they are: on that of `after`."""
+        """Remove entries from a bucket; return those that still belong there, each once. They are
+        in no bucket then, whatever other entry names them; or get the key `after`."""
         entries = bucket_set.pop(key, count, newest=newest)
         return self.residents.take(entries, key, bucket_set.group, bucket_set.size_class, after)
 
 
 class EvictionSearch:
-    """See the module's text.
+    """Finds the residents with the farthest next use; see the module.
 
-    Args: uses: who wants what. first, count: int[slots], the cache's: the samples in a slot.
+    Args: uses: when samples will be wanted. first, count: int[slots], of the cache: the samples in
+        each slot.
     """
 
     def __init__(
-        self, bucket_sets: NextUseBuckets, uses: NextUse, first: Int64s, count: NDArray[np.int32]
+        self, buckets: NextUseBuckets, uses: NextUse, first: Int64s, count: NDArray[np.int32]
     ) -> None:
-        self._buckets = bucket_sets
+        self._buckets = buckets
         self._uses = uses
         self._first = first
         self._count = count
         self.widths: dict[int, float] = {}
-        """By group: the seconds that one key stands for."""
+        """By group: the seconds that one key spans."""
 
     def take(
         self, group: Group, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None
     ) -> Int64s:
-        """Take up to `count` slots off the buckets that will be wanted last; some more, which they
-        are found with, go on READY.
+        """Take up to `count` usable slots with the farthest next use out of the buckets. More that
+        the search finds go to READY.
 
-        Args: latest: take only what will be wanted after this time.
+        Args: latest: take only samples wanted after this time, if not None.
         """
         width = self.width(group)
         self._expire(bucket_set, int(self._uses.now / width))
-        # Some more than are needed, for the next: looking at many costs little more than at few.
-        # What silent jobs have seen changes faster than that.
+        # Surplus for the next call: examining many costs little more than examining few. What
+        # silent jobs have seen changes too fast for that.
         more = min(MOST_READY, bucket_set.entries // READY_SHARE) if group.announced else 0
         missing = count if READY in bucket_set.buckets else max(count, more)
         found, looked = [_NO_SLOTS], 0
         nearest = FAR
         spared: list[tuple[Int64s, Int64s]] = []
         slots, keys = _NO_SLOTS, _NO_SLOTS
-        unsorted = len(bucket_set.buckets.get(UNSURE, ()))
+        unsorted = len(bucket_set.buckets.get(STALE, ()))
         if unsorted > min(bucket_set.entries // UNSORTED_SHARE, MOST_UNSORTED):
             most = max(MOST_LOOKED_AT, 8 * count)
             least = 0 if latest is None else int(latest / width) + 1
-            slots, keys = self._sort_out(group, bucket_set, most, missing, least)
+            slots, keys = self._sort_stale(group, bucket_set, most, missing, least)
         while True:
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
@@ -286,12 +294,12 @@ class EvictionSearch:
             nearest = min(nearest, int(np.minimum.reduce(keys, initial=FAR)))
             if missing <= 0 or looked >= MOST_LOOKED_AT + 8 * count:
                 break
-            # As many again each time: where most are pinned, few would be looked at for ever.
+            # Twice as many each time: where most are pinned, few at a time would take for ever.
             slots, keys = self._pop_farthest(bucket_set, max(missing, looked), latest, width)
             if not len(slots):
                 break
             looked += len(slots)
-            slots, keys = self._look_again(group, bucket_set, slots, keys)
+            slots, keys = self._reexamine(group, bucket_set, slots, keys)
         for slots, keys in spared:
             self._buckets.sort_in(bucket_set, slots, keys)
         chosen = np.concatenate(found)
@@ -303,11 +311,11 @@ class EvictionSearch:
     def _pop_farthest(
         self, bucket_set: BucketSet, count: int, latest: float | None, width: float
     ) -> tuple[Int64s, Int64s]:
-        """Take slots off the buckets, farthest first; return those that still belong there, each
-        once, and their keys."""
+        """Remove entries from the buckets, farthest first; return those that still belong there,
+        each once, and their keys."""
         parts, keys = [], []
         for key in sorted(bucket_set.buckets, reverse=True):
-            if key in (UNSURE, READY):
+            if key in (STALE, READY):
                 continue
             if latest is not None and key < FAR and key * width <= latest:
                 break
@@ -320,22 +328,22 @@ class EvictionSearch:
                 break
         if parts:
             return np.concatenate(parts), np.concatenate(keys)
-        if UNSURE not in bucket_set.buckets or latest is not None:
+        if STALE not in bucket_set.buckets or latest is not None:
             return _NO_SLOTS, _NO_SLOTS
-        slots = self._buckets.pop(bucket_set, UNSURE, count)
-        return slots, np.full(len(slots), UNSURE)
+        slots = self._buckets.pop(bucket_set, STALE, count)
+        return slots, np.full(len(slots), STALE)
 
-    def _look_again(
+    def _reexamine(
         self, group: Group, bucket_set: BucketSet, slots: Int64s, keys: Int64s
     ) -> tuple[Int64s, Int64s]:
-        """Put those that are wanted sooner than was believed where they belong; return the rest."""
+        """Move those wanted sooner than estimated to where they belong; return the others."""
         timed = np.flatnonzero(keys <= FAR)
         if not len(timed):
             return slots, keys
         actual, limit = self._keys(group, slots[timed]), keys[timed] - SLACK
         far = keys[timed] == FAR
         if far.any():
-            # All that is left may be as near: then the farthest of it is far enough.
+            # All others may be as near: then the farthest of them is far enough.
             limit[far] = max((k for k in bucket_set.buckets if k < FAR), default=0)
         sooner = actual < limit
         if sooner.any():
@@ -346,20 +354,20 @@ class EvictionSearch:
         return slots, keys
 
     def _expire(self, bucket_set: BucketSet, due: int) -> None:
-        """What should have been used by now is known no longer."""
+        """Residents that should have been used by now become STALE."""
         for key in [k for k in bucket_set.buckets if k < due - 1]:
             slots = self._buckets.pop(bucket_set, key, bucket_set.entries)
-            self._buckets.put(slots, bucket_set.size_class, UNSURE)
+            self._buckets.put(slots, bucket_set.size_class, STALE)
 
-    def _sort_out(
+    def _sort_stale(
         self, group: Group, bucket_set: BucketSet, count: int, wanted: int, least: int
     ) -> tuple[Int64s, Int64s]:
-        """Look at up to `count` residents that nobody looked at.
+        """Examine up to `count` STALE residents and move them to their buckets.
 
-        Returns: those that belong to the `wanted` farthest of all, with keys of `least` and more.
-            They need not go over a bucket.
+        Returns: those that belong to the `wanted` farthest of all, with keys of `least` and more;
+            they are in no bucket.
         """
-        slots = self._buckets.pop(bucket_set, UNSURE, count)
+        slots = self._buckets.pop(bucket_set, STALE, count)
         slots, keys = by_key(slots, self._keys(group, slots), FAR)
         cut = max(
             len(keys) - self._farther(bucket_set, keys, wanted), int(keys.searchsorted(least))
@@ -368,12 +376,12 @@ class EvictionSearch:
         return slots[cut:][::-1].copy(), keys[cut:][::-1].copy()
 
     def _farther(self, bucket_set: BucketSet, rising: Int64s, wanted: int) -> int:
-        """Return how many of these keys are among the `wanted` highest, the buckets' included."""
+        """Return how many of these keys are among the `wanted` highest of these and the buckets."""
         before = 0
         for key in sorted(bucket_set.buckets, reverse=True):
-            if key in (UNSURE, READY):
+            if key in (STALE, READY):
                 continue
-            # Of equals the newest goes first, which are these.
+            # Among equals the newest is evicted first, which are these.
             found = len(rising) - int(rising.searchsorted(key))
             if before + found >= wanted:
                 return max(wanted - before, 0)
@@ -383,7 +391,7 @@ class EvictionSearch:
         return min(len(rising), wanted - before)
 
     def width(self, group: Group) -> float:
-        """Return the seconds that one key stands for; anew when the pace has changed a lot."""
+        """Return the seconds that one key spans; anew when it changed by a factor of two."""
         wanted = group.epoch_s(self._uses.now) / BUCKETS_PER_EPOCH
         width = self.widths.get(group.number)
         if width is None or not 0.5 < wanted / width < 2:
@@ -393,10 +401,10 @@ class EvictionSearch:
                 for key in [k for k in bucket_set.buckets if k <= FAR] if bucket_set else ():
                     assert bucket_set is not None
                     slots = self._buckets.pop(bucket_set, key, bucket_set.entries)
-                    self._buckets.put(slots, bucket_set.size_class, UNSURE)
+                    self._buckets.put(slots, bucket_set.size_class, STALE)
         return width
 
     def _keys(self, group: Group, slots: Int64s) -> Int64s:
-        """Return the key of each slot: of the sample in it that is wanted soonest."""
+        """Return the key of each slot: that of its sample that is wanted soonest."""
         future, width = group.future(self._uses.now), self.widths[group.number]
         return future.keys(self._first, self._count, slots, width, FAR)

@@ -19,11 +19,11 @@ from ffserve.engine.plan import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
 
 PARTS = 250
-"""Parts of an epoch; 0 in a table means that the sample does not come (any more)."""
+"""Parts of an epoch, numbered from 1; 0 in a table: the sample does not come (any more)."""
 PIECE = 65_536
-"""Positions that are kept, and forgotten, together."""
+"""Positions that are held, and dropped, together."""
 MOST_VISITS = 16
-"""An order with replacement has at most this many positions a sample of its data set."""
+"""Positions per sample of the dataset that an order with replacement may have."""
 _FEW = 1 << 20
 
 Int64s = NDArray[np.int64]
@@ -33,10 +33,10 @@ Piece = NDArray[np.uint32]
 
 
 class Order:
-    """A whole order. Made by `Arriving.finish`.
+    """A complete order, made by `Arriving.finish`.
 
     Args:
-        count: positions. low: the lowest sample number of the data set.
+        count: positions. low: the lowest sample number of the dataset.
         table: uint8[span]: part, from 1, of sample `low` + k.
         pieces: sample numbers less `low`, PIECE each but the last.
         following: uint8[count] or None: the part in which the sample at a position comes again.
@@ -60,7 +60,7 @@ class Order:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, roughly."""
+        """Bytes that it takes, about."""
         held = sum(piece.nbytes for piece in self._pieces if piece is not None)
         return held + self.count * (1 if self.following is None else 2)
 
@@ -73,7 +73,7 @@ class Order:
         return -(-(part - 1) * self.count // PARTS)
 
     def numbers(self, start: int, stop: int) -> Int64s:
-        """Return the sample numbers at positions [start, stop), without those forgotten."""
+        """Return the samples at positions [start, stop) but for those dropped."""
         start, stop = max(start, self._position), min(stop, self.count)
         if start >= stop:
             return np.zeros(0, np.int64)
@@ -88,16 +88,16 @@ class Order:
         return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
     def parts(self, numbers: Int64s) -> Bytes:
-        """Return the part in which each sample comes next; 0: it does not."""
+        """Return the part in which each sample comes next, 0 for those that do not."""
         return self.c.parts(numbers)[0]
 
     def advance(self, position: int) -> Int64s:
-        """The job is at `position`: forget what lies before it, and return that."""
+        """The job is at `position`: return and drop the samples before it."""
         numbers = self.numbers(self._position, position)
         if self.following is None:
             self.table[numbers - self.low] = 0
         else:
-            # Of a sample that stands here twice the last place counts, whose following is right.
+            # Of a sample that comes twice here the last position counts.
             self.table[numbers - self.low] = self.following[self._position : position]
         for k in range(self._position // PIECE, position // PIECE):
             self._pieces[k] = None
@@ -105,7 +105,7 @@ class Order:
         return numbers
 
     def same(self, other: Order) -> bool:
-        """Whether both visit the same samples in the same order, as far as both still know."""
+        """Whether both visit the same samples in the same order, as far as both still hold them."""
         return (
             self.count == other.count
             and self.low == other.low
@@ -117,27 +117,27 @@ class Order:
         )
 
     def share(self, other: Order) -> None:
-        """Hold the pieces of an order that is the `same`, instead of a copy of them."""
+        """Share the pieces of an order that is the `same`."""
         self._pieces = [
             a if b is None else b for a, b in zip(self._pieces, other._pieces, strict=True)
         ]
 
     def visits_like(self, other: Order) -> bool:
-        """Whether the other visits what is left of this one."""
+        """Whether the other order visits all samples left in this one."""
         if self.low != other.low or len(self.table) != len(other.table):
             return False
         return self.count == other.count and not np.any((self.table > 0) & (other.table == 0))
 
 
 class Arriving:
-    """An order on its way from a client, piece by piece.
+    """An order that is being received from a client, piece by piece.
 
     Args:
-        count: positions that were announced.
-        sample_count: of the data set. low, span: of its sample numbers.
+        count: announced positions.
+        sample_count: of the dataset. low, span: its sample numbers are in [low, low + span).
         replacement: whether a sample may come more than once.
 
-    Raises: UsageError when no order of this length can be meant.
+    Raises: UsageError when no order of this length is valid.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Arriving:
         most = max(MOST_VISITS * sample_count, _FEW) if replacement else sample_count
         if not 0 < count <= most:
             raise UsageError(
-                f"an order of {count} positions over a data set of {sample_count} samples",
+                f"invalid order: {count} positions over a dataset of {sample_count} samples",
                 hint=f"it may have 1 to {most}"
                 + ("" if replacement else "; an order that repeats samples must say so"),
             )
@@ -158,7 +158,7 @@ class Arriving:
         self._pieces: list[Piece] = []
 
     def add(self, numbers: Int64s) -> None:
-        """Take the next positions; the numbers are of the data set.
+        """Add the next positions; the numbers are of the dataset.
 
         Raises: UsageError when there are more than announced.
         """
@@ -182,12 +182,12 @@ class Arriving:
             at += len(run)
 
     def finish(self) -> Order:
-        """Return the order when all has arrived.
+        """Return the order when all of it was received.
 
         Raises:
             UsageError: it is shorter than announced.
-            SampleIndexError: it visits a sample twice, and was not announced so; `.index` is the
-                sample's number in the node.
+            SampleIndexError: it visits a sample twice without `replacement`; `.index` is the
+                sample's node-wide number.
         """
         if self.arrived < self.count:
             raise UsageError(
@@ -202,7 +202,7 @@ class Arriving:
         return order
 
     def _link(self, order: Order) -> Bytes:
-        """From the end to the beginning, a part at a time: within one it makes no difference."""
+        """Compute `following`, from the last part to the first."""
         following = np.zeros(self.count, np.uint8)
         for part in range(PARTS, 0, -1):
             start, stop = order.edge(part), order.edge(part + 1)

@@ -1,21 +1,22 @@
-"""What stays in memory.
+"""Cache policy: which samples stay in memory.
 
-Two rules, each the best that is known for its case:
+Two rules, each the best known for its case:
 
-* *Static*: a sole job that visits every sample once an epoch. Nothing beats keeping whatever filled
-  the cache first (MinIO, CoorDL, VLDB 2021): the hit rate is cache size / data set size, and the
-  misses are spread evenly, where LRU evicts every sample just before its use and Belady's rule
-  has all misses in one half of the epoch. What comes at another's cost *passes* through.
-* *Next use*: everything else. The sample whose next use, by any job, is farthest in time goes
-  (Belady, with the future that jobs announced; `next_use` has what silent jobs let one expect).
+* *Static*: a sole job that visits every sample once per epoch. Nothing beats keeping the samples
+  that filled the cache first (MinIO, CoorDL, VLDB 2021): the hit rate is cache size / dataset size,
+  and misses are spread evenly, where LRU evicts every sample just before its use and Belady's rule
+  has all misses in one half of the epoch. A sample that takes the slot of another is *expendable*:
+  it is the first to be evicted.
+* *Next use*: everything else. The sample whose next use, by any job, is farthest in time is evicted
+  (Belady, with the future that jobs announced; `next_use` estimates that of silent jobs).
 
 `next_use_buckets` keeps residents by their estimated next use and searches for victims there.
 
-Data sets that share no shard compete (groups). A group below its floor of size / 2J for each of
-its jobs takes from those above theirs; otherwise what is wanted later by a quarter and more gives
-way.
+Datasets that share no shard compete as *groups*. A group below its floor of size / 2J for each of
+its jobs takes slots from groups above theirs; otherwise a sample of another group is evicted if it
+is wanted later by a quarter or more.
 
-No clock, no lock. Whether a slot can be evicted just now (nobody pins it) is the cache's to say.
+There is no clock and no lock. The cache knows which slots are usable: resident and not pinned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ffserve.cache.next_use_buckets import (
     FAR,
     IDLE,
     READY,
-    UNSURE,
+    STALE,
     BucketSet,
     EvictionSearch,
     NextUseBuckets,
@@ -42,20 +43,20 @@ from ffserve.cache.next_use_buckets import (
 from ffserve.engine.plan import MIXED
 
 MOST_LOOKED_AT = 65_536
-"""Residents that one search looks at before it takes what it has."""
+"""Residents that one search examines at most, before it takes what it has found."""
 ADVANTAGE = 1.25
-"""How much later another group's resident must be wanted to give way."""
+"""By which factor a resident of another group must be wanted later to be evicted."""
 
 Int64s: TypeAlias = NDArray[np.int64]
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class Policy:
-    """See the module's text.
+    """Chooses victims; see the module.
 
     Args:
-        arena: whose slots these are. uses: who wants what.
-        first, count: int[slots], the cache's: the samples in a slot.
+        arena: of the slots. uses: when samples will be wanted.
+        first, count: int[slots], of the cache: the samples in each slot.
     """
 
     def __init__(
@@ -66,100 +67,99 @@ class Policy:
         self.buckets = NextUseBuckets(arena)
         self._search = EvictionSearch(self.buckets, uses, first, count)
         self._static: dict[int, bool] = {}
-        """By which rule each group gave its last victims."""
+        """Whether the last victims of each group were chosen by the static rule."""
         self.used: dict[int, int] = {}
-        """Bytes of slots that each group has."""
+        """Bytes of the slots of each group."""
 
-    # ---- coming and going -----------------------------------------------------------------
+    # ---- residents ------------------------------------------------------------------------
 
     def enter(self, slots: Int64s, group: int, size: int) -> None:
-        """Slots that are being filled for a group, and their bytes."""
+        """Slots of `size` bytes together are being filled for a group."""
         self.buckets.group[slots] = group
         self.used[group] = self.used.get(group, 0) + size
 
     def prefetched(self, slots: Int64s) -> None:
-        """Slots that are being filled though nobody asked for them."""
-        self.buckets.ahead[slots] = True
+        """Slots are being filled before a request for their samples."""
+        self.buckets.prefetched[slots] = True
 
-    def asked(self, slots: Int64s) -> None:
-        """Slots of samples that somebody asked for."""
-        self.buckets.ahead[slots] = False
+    def requested(self, slots: Int64s) -> None:
+        """Samples in these slots were requested."""
+        self.buckets.prefetched[slots] = False
 
     def leave(self, slots: Int64s) -> int:
-        """Slots that hold nothing any more. Returns: how many of these came ahead and were not
-        used."""
+        """Slots hold nothing any more. Returns: the number of those prefetched and not used."""
         group, size, unused = self.buckets.residents.leave(slots)
         if group != MIXED:
-            self._give_back(group, size)
+            self._subtract(group, size)
             return unused
         sizes = self._arena.sizes(slots)
         for group, rows in self.buckets.by_group(slots):
-            self._give_back(group, int(np.add.reduce(sizes[rows])))
+            self._subtract(group, int(np.add.reduce(sizes[rows])))
         return unused
 
-    def _give_back(self, group: int, size: int) -> None:
+    def _subtract(self, group: int, size: int) -> None:
         self.used[group] -= size
         if not self.used[group]:
             del self.used[group]
 
-    def keep(self, slots: Int64s, size_class: int) -> None:
-        """Slots that were filled while there was room."""
-        self.buckets.put(slots, size_class, UNSURE)
+    def admit(self, slots: Int64s, size_class: int) -> None:
+        """Slots were filled without evicting a sample of the group."""
+        self.buckets.put(slots, size_class, STALE)
 
     def admit_expendable(self, slots: Int64s, size_class: int) -> None:
-        """Slots that were filled at another's cost."""
+        """Slots were filled in the place of other samples of the group."""
         for group, rows in self.buckets.by_group(slots):
-            key = EXPENDABLE if self._static.get(group, True) else UNSURE
+            key = EXPENDABLE if self._static.get(group, True) else STALE
             self.buckets.put(slots[rows], size_class, key)
 
     def abandon(self, slots: Int64s, size_class: int) -> None:
-        """Slots of shards that nobody has open."""
+        """Slots hold samples of idle shards: no session has them open."""
         self.buckets.put(slots[self.buckets.key[slots] != IDLE], size_class, IDLE)
 
     def invalidate(self, slots: Int64s) -> None:
-        """These residents were just used: what was believed of them has changed."""
-        slots, group, size_class = self.buckets.residents.invalidate(slots, UNSURE)
+        """Residents were just used: the estimates of their next use are no longer valid."""
+        slots, group, size_class = self.buckets.residents.invalidate(slots, STALE)
         if not len(slots):
             return
         if group != MIXED and size_class != MIXED:
-            self.buckets.push(self.buckets.bucket_set(group, size_class), UNSURE, slots)
+            self.buckets.push(self.buckets.bucket_set(group, size_class), STALE, slots)
             return
         classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
         for size_class in np.unique(classes).tolist():
             rows = classes == size_class
             self.buckets.put(
-                slots[rows], size_class if size_class >= 0 else self.buckets.large, UNSURE
+                slots[rows], size_class if size_class >= 0 else self.buckets.large, STALE
             )
 
     # ---- victims --------------------------------------------------------------------------
 
     def has_idle(self, size_class: int) -> bool:
-        """Whether there may be slots that nobody wants."""
+        """Whether there may be slots with samples of idle shards."""
         for bucket_set in self.buckets.of_class[size_class].values():
             if IDLE in bucket_set.buckets:
                 return True
         return False
 
     def idle_victims(self, size_class: int, count: int, usable: Usable) -> Int64s:
-        """Return up to `count` slots that nobody wants; those that somebody wants again stay."""
+        """Return up to `count` slots with samples of idle shards, of those that are usable."""
         found: list[Int64s] = []
         missing = count
-        for bucket_set in self.buckets.of_class[size_class].values():
+        for bucket_set in list(self.buckets.of_class[size_class].values()):
             while IDLE in bucket_set.buckets and missing:
                 slots = self.buckets.pop(bucket_set, IDLE, missing)
                 good = usable(slots)
                 found.append(slots[good])
                 missing -= len(found[-1])
-                self.buckets.put(slots[~good], size_class, UNSURE)
+                self.buckets.put(slots[~good], size_class, STALE)
         return joined(found)
 
     def victims(
         self, size_class: int, count: int, usable: Usable, taker: int, latest: float | None
     ) -> tuple[Int64s, int]:
-        """Return up to `count` slots to be given to a group, and how many of these (they stand
-        first) come from other groups.
+        """Choose up to `count` victims whose slots a group takes.
 
-        Args: latest: take only what will be wanted after this time; None: what is farthest.
+        Args: taker: the group. latest: take only samples wanted after this time, if not None.
+        Returns: their slots, and how many of them (these come first) are of other groups.
         """
         if self._uses.merged:
             self._merge()
@@ -195,10 +195,10 @@ class Policy:
             if old in self.used:
                 self.used[new] = self.used.get(new, 0) + self.used.pop(old)
             for size_class, key, slots in moved:
-                self.buckets.put(slots, size_class, max(key, UNSURE))
+                self.buckets.put(slots, size_class, max(key, STALE))
 
     def _sources(self, size_class: int, taker: int) -> list[int]:
-        """Return the groups to take from, in order."""
+        """Return the groups to take victims from, in order."""
         bucket_sets = self.buckets.of_class[size_class]
         for number in [n for n, bucket_set in bucket_sets.items() if not bucket_set.entries]:
             del bucket_sets[number]
@@ -214,11 +214,11 @@ class Policy:
             return above + own
         least = ADVANTAGE * self._worth_of_own(taker, worth)
         first = [n for n in above if worth[n] > least]
-        # Who has nothing of his own here has to take from somebody.
+        # A group without slots of this class has to take from another.
         return first + own if own or first else above or there
 
     def floors(self) -> dict[int, int]:
-        """Return the bytes that each group may not be pushed below by others."""
+        """Return the bytes of each group that other groups may not take."""
         now = self._uses.now
         jobs = {number: len(group.active(now)) for number, group in self._uses.groups.items()}
         total = sum(jobs.values())
@@ -231,7 +231,7 @@ class Policy:
         return worth.get(taker, 0.0)
 
     def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
-        """Return in how many seconds what a group can do without soonest will be wanted."""
+        """Return in how many seconds the first victim of a group will be wanted."""
         group, now = self._uses.groups.get(number), self._uses.now
         if group is None or not group.active(now):
             return np.inf
@@ -265,7 +265,7 @@ class Policy:
     def _take_ready(
         self, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None
     ) -> Int64s:
-        """Take what was looked for before."""
+        """Take victims that an earlier search found."""
         if latest is not None and bucket_set.ready_s <= latest:
             return _NO_SLOTS
         found: list[Int64s] = []
@@ -274,14 +274,14 @@ class Policy:
             slots = self.buckets.pop(bucket_set, READY, missing)
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
-                self.buckets.put(slots[~good], bucket_set.size_class, UNSURE)
+                self.buckets.put(slots[~good], bucket_set.size_class, STALE)
                 slots = slots[good]
             found.append(slots)
             missing -= len(slots)
         return joined(found)
 
     def _take_static(self, bucket_set: BucketSet, count: int, usable: Usable) -> Int64s:
-        """What passes, oldest first; then what is kept, newest first."""
+        """Take expendable residents, oldest first, then the others, newest first."""
         found: list[Int64s] = []
         spared: list[tuple[int, Int64s]] = []
         missing, looked = count, 0
@@ -300,8 +300,8 @@ class Policy:
         return joined(found)
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:
-        """Return how much each resident is worth to be kept: 0.0 not at all, 1.0 wanted at once
-        or kept for good."""
+        """Return how much each resident is worth keeping: from 0.0, not at all, to 1.0, wanted at
+        once or kept by the static rule."""
         keys = self.buckets.key[slots]
         weights = np.where((keys >= EXPENDABLE) | (keys == READY) | (keys == FAR), 0.0, 1.0)
         timed = np.flatnonzero((keys >= 0) & (keys < FAR))

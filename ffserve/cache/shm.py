@@ -1,15 +1,16 @@
-"""Anonymous shared memory that no crash leaves behind.
+"""Shared memory: sealed memfds and their mappings.
 
-A memfd has no name: when the last process that maps it ends, it is gone (POSIX shared memory
-stays when its owner is killed). The file gets mode 0600 and is handed out reopened read-only, so
-that a client of another user can neither write through its descriptor nor open it for writing
-again; SHRINK and GROW are sealed, so nobody can make a mapping fault. (F_SEAL_FUTURE_WRITE would
-also lock out the daemon that adopts the memory after a restart.) memfd_create(2), Linux 4.11.
+A memfd has no name: it is gone when the last process that maps it ends (POSIX shared memory stays
+when its owner is killed). The file has mode 0600 and clients get a descriptor that was opened
+read-only, so a client of another user can neither write through it nor reopen it for writing.
+SHRINK and GROW are sealed, so no process can make a mapping fault. F_SEAL_FUTURE_WRITE is not set:
+under it MADV_REMOVE, by which the daemon returns pages, fails with EPERM. memfd_create(2), Linux
+4.11.
 
 Huge pages of a file become huge pages of a mapping only where both begin at a multiple of their
-size (thp_vma_suitable_order in the kernel's huge_mm.h); elsewhere every 4 KiB of them takes an
-entry of the page table and of the processor's cache of it, and MADV_COLLAPSE refuses. The kernel
-puts a memfd anywhere, so what is as large as a huge page is mapped where we say.
+size (thp_vma_suitable_order in the kernel's huge_mm.h); elsewhere each 4 KiB of them takes an entry
+of the page table and of the TLB, and MADV_COLLAPSE refuses. The kernel maps a memfd at any address,
+so mappings as large as a huge page are placed explicitly.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MADV_COLLAPSE = 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 HUGE_PAGE = 2 << 20
-"""Bytes; where the kernel's are of another size, the mapping lies well for some of them."""
+"""Bytes. Where the kernel's huge pages have another size, mappings suit some of them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -48,30 +49,30 @@ _libc.mmap.argtypes = [
 
 
 class _Mapping:
-    """[offset, offset + size) of a file, mapped shared, out of core files.
+    """A shared mapping of [offset, offset + size) of a file, excluded from core dumps.
 
-    As numpy's array interface; unmapped when the last array over it is gone.
+    It has numpy's array interface, and is unmapped when the last array over it is gone.
 
     Args:   offset: a multiple of the page size.
-    Raises: OSError; ValueError when the file does not hold it: to look there would be SIGBUS.
+    Raises: OSError; ValueError when the file is shorter: an access beyond its end raises SIGBUS.
     """
 
     def __init__(self, fd: int, offset: int, size: int, *, writable: bool) -> None:
         held = os.fstat(fd).st_size
         if not 0 <= offset <= held - size:
-            raise ValueError(f"it has {held}")
-        room = size if size < HUGE_PAGE else size + HUGE_PAGE
-        start = _map(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        # Not at exit: others that end then may still look at it.
-        weakref.finalize(self, _libc.munmap, start, room).atexit = False
-        place = start if room == size else start + (offset - start) % HUGE_PAGE
+            raise ValueError(f"the file has {held} bytes")
+        length = size if size < HUGE_PAGE else size + HUGE_PAGE
+        start = _map(None, length, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        # Not at exit: other finalizers may still use it.
+        weakref.finalize(self, _libc.munmap, start, length).atexit = False
+        address = start if length == size else start + (offset - start) % HUGE_PAGE
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        _map(place, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
-        # A core file (the watchdog of systemd asks for one) would be as large as the arena, hold
-        # everybody's samples and keep the next daemon waiting.
-        _libc.madvise(place, size, mmap.MADV_DONTDUMP)
+        _map(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+        # A core dump (systemd's watchdog requests one) would be as large as the arena, contain the
+        # samples of all users and delay the next daemon.
+        _libc.madvise(address, size, mmap.MADV_DONTDUMP)
         self.__array_interface__ = {
-            "version": 3, "typestr": "|u1", "shape": (size,), "data": (place, not writable),
+            "version": 3, "typestr": "|u1", "shape": (size,), "data": (address, not writable),
         }  # fmt: skip
 
 
@@ -87,8 +88,8 @@ class SharedMemory:
     """A sealed memfd and this process's writable mapping of it.
 
     Args:
-        name: shows up in /proc/PID/maps; not a path.
-        size: bytes, a multiple of the page size; memory is taken only when touched.
+        name: appears in /proc/PID/maps; not a path.
+        size: bytes, a multiple of the page size; pages are allocated when touched.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -111,20 +112,20 @@ class SharedMemory:
         self.view = self.array.data.toreadonly()
 
     def reader_fd(self) -> int:
-        """Open the memory anew, read-only. The caller closes the descriptor."""
+        """Open the memory again, read-only. The caller closes the descriptor."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def populate(self, offset: int, size: int) -> None:
-        """Take pages [offset, offset + size) now, as huge pages where the kernel agrees.
+        """Allocate pages [offset, offset + size) now, as huge pages where possible.
 
-        The fault of a first touch would otherwise be paid inside a read. Linux 5.14 and 6.1;
-        older kernels take the pages when they are touched.
+        Otherwise the page faults happen during reads. Linux 5.14 and 6.1; older kernels allocate
+        the pages when they are touched.
         """
         _libc.madvise(self.address + offset, size, _MADV_POPULATE_WRITE)
         _libc.madvise(self.address + offset, size, _MADV_COLLAPSE)
 
     def discard(self, offset: int, size: int) -> None:
-        """Give the whole pages inside [offset, offset + size) back; they read as zeros again."""
+        """Free the whole pages inside [offset, offset + size); the range reads as zeros again."""
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if end <= start:
@@ -143,7 +144,7 @@ class SharedMemory:
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Return the descriptor of a new memfd of `size` bytes that nobody can resize.
+    """Return the descriptor of a new memfd of `size` bytes that cannot be resized.
 
     Raises: OSError.
     """

@@ -1,8 +1,8 @@
-"""The cache and its policy, the very code that the daemon runs, under a virtual clock and disk.
+"""Simulation: the cache and its policy, the code of the daemon, with a virtual clock and disk.
 
-Answers what a bigger cache, another job, or a shared seed would bring. The samples are equally
-large; a sample's content never exists. Beside it stands Belady's rule (evict what is used again
-last, the whole future known), computed independently: no policy reads less.
+It tells the effect of a larger cache, another job, or a shared seed. All samples have the same size
+and no content. `belady` computes the hit rate of Belady's rule (evict the sample used again last,
+with the whole future known) independently: no policy reads less.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Job:
 
     Args:
         orders: epoch → the sample indices it visits, in order.
-        pace: samples a second, when it has not to wait for the disk.
-        start_s: when it begins.
-        announces: whether it says what it will ask for.
+        pace: samples per second, when it does not wait for the disk.
+        start_s: the time at which it begins.
+        announces: whether it announces its orders.
         replacement: its orders repeat samples.
-        batch: samples that it asks for at a time.
+        batch: samples per request.
     """
 
     orders: Callable[[int], Int64s]
@@ -53,18 +53,18 @@ class Job:
 
 
 def shuffled(samples: int, seed: int) -> Callable[[int], Int64s]:
-    """Every sample once an epoch."""
+    """Visit every sample once per epoch."""
     return lambda epoch: np.random.default_rng([seed, epoch]).permutation(samples)
 
 
 def ranks_of(samples: int, rank: int, world_size: int, seed: int) -> Callable[[int], Int64s]:
-    """One rank's part of an epoch, reshuffled."""
+    """Visit one rank's part of every epoch, reshuffled."""
     every = shuffled(samples, seed)
     return lambda epoch: every(epoch)[rank::world_size]
 
 
 def weighted(samples: int, seed: int) -> Callable[[int], Int64s]:
-    """Drawn with replacement, some samples eight times as often as others."""
+    """Draw with replacement, some samples eight times as often as others."""
 
     def order(epoch: int) -> Int64s:
         weights = np.exp2(np.arange(samples) * 3.0 / samples)
@@ -76,7 +76,7 @@ def weighted(samples: int, seed: int) -> Callable[[int], Int64s]:
 
 @dataclass
 class Result:
-    """What was seen after the cache had settled."""
+    """The measurements after the warm-up."""
 
     slots: int
     used: int
@@ -88,16 +88,16 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """Return the part of all samples that was found in memory."""
+        """Return the share of samples found in memory."""
         return self.hits / max(self.used, 1)
 
 
 class Simulation:
-    """A node in which nothing is real but the policy.
+    """A node with a real cache and policy; clients, clock and disk are simulated.
 
     Args:
-        samples: of the data set. cache_share: of it that fits into memory.
-        disk_rate: samples a second that the disk can read; None: never waited for.
+        samples: of the dataset. cache_share: the share of it that fits into memory.
+        disk_rate: samples per second that the disk can read; None: no limit.
         check: called after every batch.
     """
 
@@ -117,12 +117,12 @@ class Simulation:
         self._check = check
         self.uses = NextUse()
         size = int(samples * cache_share) * SMALLEST_SLOT
-        # As many whole slabs as come nearest: else 75 % of 60,000 samples would be 74.7.
+        # Rounded to the nearest number of slabs: else 75 % of 60,000 samples would be 74.7.
         slab_size = Arena(size).slab_size
         self.arena = Arena(round(size / slab_size) * slab_size)
         self.directory = Directory(1 << max(22, (samples - 1).bit_length()))
         self.table = ShardTable(self.directory)
-        self.cache = Cache(self.arena, self.directory, self.table, _nobody_reads, self.uses)
+        self.cache = Cache(self.arena, self.directory, self.table, _no_readers, self.uses)
         self._base = self.directory.reserve(samples)
         self.directory.offsets[self._base : self._base + samples] = (
             np.arange(samples, dtype=np.uint64) * SMALLEST_SLOT
@@ -147,7 +147,7 @@ class Simulation:
         return self.arena.size // SMALLEST_SLOT
 
     def run(self, *, warm_s: float, seconds: float) -> Result:
-        """Let the jobs run until `warm_s`, forget the counts, and go on for `seconds` more."""
+        """Run the jobs until `warm_s`, reset the counts, and run for `seconds` more."""
         turns = [(job.start_s, k) for k, job in enumerate(self.jobs)]
         bases, counts = np.array([self._base]), np.array([self.samples])
         for k, job in enumerate(self.jobs):
@@ -175,7 +175,7 @@ class Simulation:
         )
 
     def _step(self, job: Job, progress: JobProgress, now: float) -> float:
-        """Have a job use its next batch; return when it asks again."""
+        """Let a job use its next batch; return the time of its next request."""
         self.uses.now = now
         if job.position == len(job.order):
             job.epoch += bool(len(job.order))
@@ -217,18 +217,18 @@ class Simulation:
         fetch = Fetch(missing)
         while fetch.cursor < len(missing):
             load = self.cache.advance(fetch, len(missing), self.arena.size)
-            assert load is not None, "nobody holds pins, so there is room"
+            assert load is not None, "no slot is pinned, so there is one to evict"
             self.cache.loaded(load, {})
             self.cache.release(fetch.pins)
             fetch.pins = []
 
     def close(self) -> None:
-        """Give the tables back."""
+        """Free the tables."""
         self.directory.close()
 
 
-def _nobody_reads(firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
-    """Make unreadable what nobody reads."""
+def _no_readers(firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
+    """Do nothing: there are no readers."""
 
 
 def belady(trace: Int64s, slots: int, measured_from: int = 0) -> float:
@@ -243,9 +243,11 @@ def belady(trace: Int64s, slots: int, measured_from: int = 0) -> float:
     held: dict[int, int] = {}
     farthest: list[tuple[int, int]] = []
     hits = 0
-    for place, (sample, later) in enumerate(zip(trace.tolist(), following.tolist(), strict=True)):
+    for position, (sample, later) in enumerate(
+        zip(trace.tolist(), following.tolist(), strict=True)
+    ):
         if sample in held:
-            hits += place >= measured_from
+            hits += position >= measured_from
         elif later == len(trace):
             continue
         elif len(held) >= slots:

@@ -4,13 +4,13 @@
 sample's node-wide number: the *directory* (seqlock, offset in the arena, length: 16 bytes,
 `ffs_entry` of the C core), the *index* (payload offset in the file, 8 bytes; expected checksum, 4
 bytes), and the daemon's own `slot_of` (4 bytes). Clients map the first two, memfds, read-only. They
-are sized for the whole node at once and take memory only where shards lie, so they never move or
+are sized for the whole node at once and take memory only for open shards, so they never move or
 grow under a client's mapping. A shard owns one run of numbers; runs of shards that are opened
 together are adjacent, so a dataset of 10,000 shards is usually one run to its clients.
 
 *Shard table*: from node-wide sample numbers to extents of files. Records are read in *blocks*: one
 record, or, where records are far smaller than a disk's block, a run of neighbours that is read,
-verified and evicted together, since the device delivers them anyway. Where records lie in chunks, a
+verified and evicted together, since the device delivers them anyway. Where records are in chunks, a
 block is a chunk, or a run of small neighbouring chunks, and its slot holds the decoded bytes.
 """
 
@@ -29,26 +29,25 @@ from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
 ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32
-"""Samples of all shards that a node has open: 64 + 48 GiB of address space, none of memory."""
+"""Samples of all open shards: 64 + 48 GiB of address space, and no memory until it is used."""
 _SMALLEST_CAPACITY = 1 << 22
 
 SMALL_RECORD_SIZE = 2048
-"""Mean record size in bytes below which neighbours share a block; on a disk with larger blocks of
-its own, the size of those: it delivers the neighbours anyway."""
+"""Mean record size in bytes below which neighbours share a block. On a disk with larger blocks the
+size of those counts: the disk delivers the neighbours anyway."""
 BLOCK_SIZE = 8192
-"""What a shared block aims at: two pages, so that an unaligned page holds at least one whole."""
+"""Target size of a shared block: two pages, so that even an unaligned block holds a whole one."""
 LARGEST_SHARED_BLOCK = 65_536
-"""A shared block that grew beyond this (one huge record among tiny ones) is read singly."""
-
+"""The records of a shared block larger than this (one huge among tiny ones) are read singly."""
 
 SHARD = 5
-"""Row of a table of blocks."""
+"""The row of shards in a table of blocks."""
 
 
 class Directory:
-    """The shared tables and who owns which run of them.
+    """The tables by sample, and the runs of numbers that shards own.
 
-    Args: capacity: samples; halved while the address space refuses it.
+    Args: capacity: samples; halved while the address space does not suffice.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -69,35 +68,35 @@ class Directory:
         self.offsets: NDArray[np.uint64] = self.index_memory.array[: capacity * 8].view(np.uint64)
         self.checksums: NDArray[np.uint32] = self.index_memory.array[capacity * 8 :].view(np.uint32)
         self._unused = 0
-        """Numbers from here on were never given out."""
+        """The lowest number that was never assigned."""
         self._free: list[tuple[int, int]] = []
 
     def reserve(self, count: int) -> int:
-        """Take a run of `count` numbers; return the first.
+        """Assign a run of `count` numbers; return the first.
 
-        Numbers are given out anew only when all have been used: a client that was cut off and
-        does not know it yet would find another shard's samples under them.
+        Numbers are reused only when all have been assigned once: a disconnected client that has not
+        noticed yet would find another shard's samples under them.
 
-        Raises: ReadError when no run is long enough.
+        Raises: ReadError when no free run is long enough.
         """
         if self._unused + count <= self.capacity:
             self._unused += count
             return self._unused - count
         self._put_back(self._unused, self.capacity - self._unused)
         self._unused = self.capacity
-        for k, (start, room) in enumerate(self._free):
-            if room >= count:
-                self._free[k] = (start + count, room - count)
-                if room == count:
+        for k, (start, free) in enumerate(self._free):
+            if free >= count:
+                self._free[k] = (start + count, free - count)
+                if free == count:
                     del self._free[k]
                 return start
         raise ReadError(
-            f"the node-wide tables have no room for another {count} samples",
-            hint="restart the daemon, or open fewer data sets at once",
+            f"the node-wide tables cannot hold another {count} samples",
+            hint="restart the daemon, or open fewer datasets at once",
         )
 
     def release(self, start: int, count: int) -> None:
-        """Give a run back and its memory to the kernel. Nobody may look at it any more."""
+        """Free a run and return its memory to the kernel. No client may have it in use."""
         if count == 0:
             return
         self.entries_memory.discard(start * 16, count * 16)
@@ -116,15 +115,15 @@ class Directory:
 
     def _merge(self, k: int) -> None:
         if 0 <= k < len(self._free) - 1:
-            (start, room), (following, more) = self._free[k], self._free[k + 1]
-            if start + room == following:
-                self._free[k : k + 2] = [(start, room + more)]
+            (start, size), (following, more) = self._free[k], self._free[k + 1]
+            if start + size == following:
+                self._free[k : k + 2] = [(start, size + more)]
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
-        """Write the lengths of a shard's samples, all known or none, into unreadable entries."""
+        """Write the lengths of a shard's samples to their unreadable entries: all known, or none."""
         run = self.entries[start : start + len(lengths)]
         if len(lengths) and int(lengths[0]) == UNKNOWN_LENGTH:
-            # Records in chunks: nobody asks for their lengths here, so `_long` need not be set.
+            # Records in chunks: `lengths` is never called for them, so `_long` need not be set.
             assert (lengths == UNKNOWN_LENGTH).all()
             run["length_low"], run["place"] = 0xFFFFFFFF, 0xFFFF << 48
             return
@@ -144,7 +143,7 @@ class Directory:
 
     @property
     def end(self) -> int:
-        """Numbers from here on were never given out."""
+        """The lowest number that was never assigned."""
         return self._unused
 
     def close(self) -> None:
@@ -157,9 +156,9 @@ class Directory:
 class Blocks:
     """Blocks to be read, one column of `table` each; the attributes are its rows.
 
-    firsts, counts: their samples' node-wide numbers. begins, ends: the extent in the file.
-    sizes: bytes of the extent widened to the file's alignment; of chunks, what they decode to.
-    shards: rows of the table of shards.
+    firsts, counts: node-wide numbers of the samples. begins, ends: the extent in the file. sizes:
+    bytes of the extent, widened to the file's alignment; of chunks, the decoded bytes. shards: rows
+    of the shard table.
     """
 
     __slots__ = ("begins", "counts", "ends", "firsts", "shards", "sizes", "table")
@@ -175,9 +174,9 @@ class Blocks:
 
 
 class ChunkRuns:
-    """The chunks of a shard, small neighbours joined to runs of about BLOCK_SIZE.
+    """The chunks of a shard, with small neighbours joined to runs of about BLOCK_SIZE.
 
-    Chunks that cannot be read (of size 0) stay alone: what they leave out may be large.
+    Unreadable chunks (of size 0) stay alone: their extent may be large.
     """
 
     def __init__(self, shard: ChunkedShard) -> None:
@@ -186,7 +185,7 @@ class ChunkRuns:
         self.sizes_before = np.zeros(len(chunks) + 1, np.int64)
         np.cumsum(chunks.sizes, out=self.sizes_before[1:])
         small = (chunks.sizes < BLOCK_SIZE) & (chunks.sizes > 0)
-        # A run ends where the sum crosses a multiple of BLOCK_SIZE, and around all others.
+        # A run ends where the sum crosses a multiple of BLOCK_SIZE, and around chunks not small.
         crossing = np.diff(self.sizes_before[:-1] // BLOCK_SIZE) > 0
         edge = crossing | ~small[1:] | ~small[:-1]
         inner = np.flatnonzero(edge) + 1
@@ -200,10 +199,10 @@ class ChunkRuns:
 
 
 class ShardTable:
-    """Open shards, in rising order of their first sample's number.
+    """The open shards, in rising order of their first sample's number.
 
-    `files`, `engines`: what the reading side calls them; `sessions`: who has them open; `used`:
-    bytes of slots that hold samples of theirs.
+    `files`, `engines`: their numbers in server/io.py; `sessions`: how many have each open; `used`:
+    bytes of the slots that hold samples of each.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -226,9 +225,9 @@ class ShardTable:
         self.sessions = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
         self._singly = np.zeros(0, np.int64)
-        """The first samples, rising, of blocks that are shared no more."""
+        """The first samples, rising, of blocks that are no longer shared."""
         self.has_chunks = False
-        """Whether the records of any shard lie in chunks."""
+        """Whether the records of any shard are in chunks."""
         self._follow()
 
     def _follow(self) -> None:
@@ -246,7 +245,7 @@ class ShardTable:
 
     @property
     def c(self) -> Shards:
-        """The tables, for functions of the C core."""
+        """The tables for the C core."""
         return self._c
 
     def add(
@@ -261,7 +260,7 @@ class ShardTable:
         engine: int,
         chunked: ChunkedShard | None = None,
     ) -> None:
-        """Enter a shard with at least one sample; `chunked` if its records lie in chunks."""
+        """Add a shard with at least one sample; `chunked` if its records are in chunks."""
         row = int(np.searchsorted(self.bases, base))
         runs = None if chunked is None else ChunkRuns(chunked)
         self._runs.insert(row, runs)
@@ -278,7 +277,7 @@ class ShardTable:
         self._follow()
 
     def remove(self, base: int) -> None:
-        """Strike a shard out."""
+        """Remove a shard."""
         row = self.row(base)
         count = int(self.counts[row])
         for name in (
@@ -300,7 +299,7 @@ class ShardTable:
         self._follow()
 
     def read_singly(self, firsts: Sequence[int]) -> None:
-        """Share the blocks that begin with these samples no more: a part of each is damaged."""
+        """From now on read the samples of these blocks singly, since a part of each is damaged."""
         fresh = np.unique(np.asarray(firsts, np.int64))
         fresh = fresh[~self._is_alone(fresh)]
         self._singly = np.insert(self._singly, np.searchsorted(self._singly, fresh), fresh)
@@ -324,22 +323,22 @@ class ShardTable:
         return np.searchsorted(self.bases, numbers, side="right") - 1
 
     def idle(self) -> list[int]:
-        """Return the rows of the shards that have slots and no session."""
+        """Return the rows of the idle shards: those with slots and without a session."""
         rows: list[int] = np.flatnonzero((self.sessions == 0) & (self.used > 0)).tolist()
         return rows
 
     def decoder(self, row: int) -> ChunkedShard:
-        """Return the shard of a row whose records lie in chunks."""
+        """Return the shard of a row whose records are in chunks."""
         runs = self._runs[row]
         assert runs is not None
         return runs.shard
 
     def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
-        """Return the block of each sample, one column a sample."""
+        """Return the block of each sample, one column per sample."""
         return Blocks(self.table(numbers))
 
     def table(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the table of these blocks."""
+        """Return the table of the blocks of each sample."""
         table = self._c.blocks(numbers, LARGEST_SHARED_BLOCK)
         if self.has_chunks:
             rows = table[SHARD]
@@ -371,7 +370,7 @@ class ShardTable:
 
 
 def _shift(count: int, payload_size: int, alignment: int) -> int:
-    """Return by how much to shift a sample's number for that of its block: how many share one."""
+    """Return the shift from a sample's number in its shard to that of its block."""
     mean = payload_size // count
     small = mean < max(SMALL_RECORD_SIZE, alignment)
     group = max(1, BLOCK_SIZE // max(mean, 1)) if small else 1

@@ -399,7 +399,7 @@ def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
 class OrderParts:
     """The part of an epoch in which each sample comes.
 
-    Args: parts: uint8[n], of samples `low` and on; looked at, not copied.
+    Args: parts: uint8[n], of samples `low` and on; not copied.
     """
 
     def __init__(self, parts: Bytes, low: int) -> None:
@@ -424,7 +424,7 @@ class SilentJobs:
     Args:
         jobs: for each what it has seen, bool[samples], or None where all samples are alike; the
             number of the first of these samples; the chance per second that it wants a sample that
-            it has seen, and one that it has not. The arrays are looked at, not copied.
+            it has seen, and one that it has not. The arrays are not copied.
     """
 
     def __init__(self, jobs: Sequence[tuple[NDArray[np.bool_] | None, int, float, float]]) -> None:

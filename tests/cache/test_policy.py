@@ -55,7 +55,7 @@ class Slots:
             self.uses.announced(progress, epoch, arriving.finish(), None, job)
         return progress
 
-    def fill(self, numbers: Any, how: str = "keep") -> list[int]:
+    def fill(self, numbers: Any, how: str = "admit") -> list[int]:
         """Put samples into free slots."""
         numbers = np.asarray(numbers, np.int64)
         slots = np.array([self.free.pop() for _ in numbers], np.int64)
@@ -133,7 +133,7 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
         match step:
             case "k" | "p" if len(fresh):
                 policy.enter(fresh, 0, 4096 * len(fresh))
-                (policy.keep if step == "k" else policy.admit_expendable)(fresh, 0)
+                (policy.admit if step == "k" else policy.admit_expendable)(fresh, 0)
                 inside |= some
             case "i":
                 policy.abandon(np.array(sorted(inside & some), np.int64), 0)
@@ -314,7 +314,7 @@ def test_two_data_sets_have_their_floors() -> None:
     for _ in range(60):
         gone = slots.out(4, taker=fast.group)
         assert len(gone) == 4
-        slots.fill(5000 + np.arange(4), "keep")
+        slots.fill(5000 + np.arange(4), "admit")
     assert slots.policy.used[slow.group] == 64 * 4096
     # The slow one gets no more than its floor back.
     for _ in range(20):

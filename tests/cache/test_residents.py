@@ -11,16 +11,16 @@ from ffserve.engine.plan import MIXED, NO_KEY, Future, OrderParts, Residents, Si
 
 SLOTS, PER_SLAB, LARGE = 32, 8, 9
 SLOT = st.integers(0, SLOTS - 1)
-FAR, UNSURE = 1 << 58, 1 << 60
+FAR, STALE = 1 << 58, 1 << 60
 
 
 class Tables:
-    """Slots by turns in groups 1 and 2 and under keys NO_KEY, 5, 6 and UNSURE; slabs of classes 0,
+    """Slots by turns in groups 1 and 2 and under keys NO_KEY, 5, 6 and STALE; slabs of classes 0,
     1 and 0, the last a large slot."""
 
     def __init__(self) -> None:
         slots = np.arange(SLOTS)
-        self.keys = np.array([NO_KEY, 5, 6, UNSURE])[slots % 4]
+        self.keys = np.array([NO_KEY, 5, 6, STALE])[slots % 4]
         self.groups = (1 + slots // 2 % 2).astype(np.int32)
         self.ahead = slots % 3 == 0
         self.sizes = 100 + slots
@@ -45,7 +45,7 @@ class Tables:
 
 @given(
     st.lists(SLOT, max_size=40),
-    st.sampled_from((5, 6, UNSURE)),
+    st.sampled_from((5, 6, STALE)),
     st.sampled_from((1, 2)),
     st.sampled_from((0, 1, LARGE)),
     st.booleans(),
@@ -83,11 +83,11 @@ def test_slots_get_a_key(slots: list[int]) -> None:
 def test_only_what_has_a_time_is_doubted(slots: list[int]) -> None:
     tables = Tables()
     keys, ahead = tables.keys.copy(), tables.ahead.copy()
-    timed = [slot for slot in slots if 0 <= keys[slot] < UNSURE]
-    moved, group, size_class = tables.c.invalidate(np.array(slots, np.int64), UNSURE)
+    timed = [slot for slot in slots if 0 <= keys[slot] < STALE]
+    moved, group, size_class = tables.c.invalidate(np.array(slots, np.int64), STALE)
     assert moved.tolist() == timed
     assert (group, size_class) == tables.of(timed)
-    keys[timed], ahead[slots] = UNSURE, False
+    keys[timed], ahead[slots] = STALE, False
     assert (tables.keys == keys).all() and (tables.ahead == ahead).all()
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
         lambda: tables.c.take(entries[:1], NO_KEY, 1, 0),
         lambda: tables.c.group(slots),
         lambda: tables.c.put(slots, 5),
-        lambda: tables.c.invalidate(slots, UNSURE),
+        lambda: tables.c.invalidate(slots, STALE),
         lambda: tables.c.leave(slots),
     ):
         with pytest.raises(AssertionError):
@@ -129,7 +129,7 @@ def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
     assert (tables.keys == Tables().keys).all()
 
 
-@given(st.lists(st.integers(-1, 40) | st.integers(10, 3000) | st.sampled_from((FAR, UNSURE))))
+@given(st.lists(st.integers(-1, 40) | st.integers(10, 3000) | st.sampled_from((FAR, STALE))))
 def test_slots_are_sorted_by_key_and_equals_stay_as_they_stand(keys: list[int]) -> None:
     slots, found = by_key(np.arange(len(keys)), np.array(keys, np.int64), FAR)
     expected = sorted(range(len(keys)), key=keys.__getitem__)
