@@ -4,12 +4,12 @@
         batch = await reader.read_batch(indices)
         async for sample in reader: ...
 
-Any number of requests may be on their way, over one connection a loop. What is in memory is copied
-without waiting, large copies beside the loop; what is not is one frame to the daemon, and its
-answer is awaited. Without a daemon the engine's completions are awaited likewise. A reader may be
-used from several loops in several threads, from a loop that comes after another, in a forked child
-and as a copy that was pickled: in each place it connects at its first use. When the daemon restarts
-the request that was on its way is made again as a whole, as by `ffserve.Reader`.
+Any number of requests may be on their way, over one connection per loop. Cached samples are copied
+without waiting, large copies beside the loop; for the others the daemon is asked, and its answer is
+awaited. Without a daemon the completions of an engine are awaited. A reader may be used from
+several loops in several threads, from a loop that comes after another, in a forked child and as a
+copy that was pickled: in each place it connects at its first use. When the daemon restarts, a
+request that was on its way is made again as a whole, as by `ffserve.Reader`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ from collections.abc import (
 )
 from typing import Any, Literal, overload
 
-from ffserve.client import connections
-from ffserve.client.announced import Announced, check_count
-from ffserve.client.base import BaseReader, check_options
-from ffserve.client.choice import Wanted
-from ffserve.client.in_order import (
+from ffserve.client.failover import LoopSelector, OpenRequest, announce
+from ffserve.client.loop import Failed, in_thread, loop_state
+from ffserve.client.source import Batch, Bytes, Int64s, Source, cut
+from ffserve.dataset import PathLike, ShardInfo, expand_paths
+from ffserve.errors import FFServeError, UsageError
+from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     SIZES_AT_ONCE,
-    cut,
-    requests,
-    taken_apart,
+    BaseReader,
+    check_count,
+    check_options,
+    read_ahead,
+    split,
 )
-from ffserve.client.loop import home, in_thread
-from ffserve.client.loop_supply import Failed, LoopSupply, nothing, tell
-from ffserve.client.source import Batch, Bytes, Int64s, Source
-from ffserve.dataset import PathLike, ShardInfo, expand_paths
-from ffserve.errors import FFServeError, UsageError
 
 
 def open(
@@ -90,9 +88,9 @@ async def _open(
     on_error: Literal["raise", "skip"],
 ) -> Reader:
     suffixes = check_options(format, server, on_error)
-    found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes), nothing)
+    found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes))
     tolerant = on_error == "skip"
-    reader = Reader(Wanted(found, format, server, verify, tolerant))
+    reader = Reader(OpenRequest(found, format, server, verify, tolerant))
     try:
         await reader._here().open()
         if tolerant:
@@ -109,24 +107,24 @@ class Reader(BaseReader):
     _name = "ffserve.aio.Reader"
 
     def _set_up(self) -> None:
-        self._supplies: dict[asyncio.AbstractEventLoop, LoopSupply] = {}
-        self._announced = Announced()
-        connections.after_fork(self)
+        super()._set_up()
+        self._selectors: dict[asyncio.AbstractEventLoop, LoopSelector] = {}
 
-    def _here(self) -> LoopSupply:
-        """Return what the reader has in the running loop."""
-        here = home()
-        supply = self._supplies.get(here.loop)
-        if supply is None:
+    def _here(self) -> LoopSelector:
+        """Return the reader's source selection in the running loop."""
+        state = loop_state()
+        selector = self._selectors.get(state.loop)
+        if selector is None:
             self._drop_closed_loops()
-            supply = self._supplies[here.loop] = LoopSupply(here, self._wanted, self._announced)
-        return supply
+            selector = LoopSelector(state, self._request, self._announced)
+            self._selectors[state.loop] = selector
+        return selector
 
     def _drop_closed_loops(self) -> None:
-        """Close what loops left that ended without `aclose`; `home` has ended what was on its
-        way."""
-        for loop in [loop for loop in self._supplies if loop.is_closed()]:
-            source = self._supplies.pop(loop).source
+        """Close the sources of loops that were closed without `aclose`; `loop_state` has closed
+        their connections."""
+        for loop in [loop for loop in self._selectors if loop.is_closed()]:
+            source = self._selectors.pop(loop).source
             if source is not None:
                 source.after_fork()
                 source.close()
@@ -161,9 +159,9 @@ class Reader(BaseReader):
         Args, Returns, Raises: as `ffserve.Reader.read`. A cancelled read leaves nothing behind.
         """
         numbers = self._numbers(indices)
-        supply = self._here()
-        target, failed = await supply.retrying(
-            lambda source: supply.read(source, numbers, apart=True)
+        selector = self._here()
+        target, failed = await selector.retrying(
+            lambda source: selector.state.read(source, numbers, apart=True)
         )
         assert target.arrays is not None
         self._used(numbers)
@@ -176,9 +174,9 @@ class Reader(BaseReader):
             nothing is written there any more.
         """
         numbers = self._numbers(indices)
-        supply = self._here()
-        target, failed = await supply.retrying(
-            lambda source: supply.read(source, numbers, apart=False, out=out)
+        selector = self._here()
+        target, failed = await selector.retrying(
+            lambda source: selector.state.read(source, numbers, apart=False, out=out)
         )
         self._used(numbers)
         self._raise_first(failed, numbers)
@@ -200,7 +198,7 @@ class Reader(BaseReader):
         try:
             async with contextlib.aclosing(self._estimated(numbers)) as estimated:
                 async for some, sizes in estimated:
-                    for parts, whole, most in requests(cut(some, sizes, count, size), count):
+                    for parts, whole, most in read_ahead(cut(some, sizes, count, size), count):
                         ahead.append((parts, asyncio.ensure_future(self._batch(whole))))
                         if len(ahead) >= most:
                             for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
@@ -216,14 +214,14 @@ class Reader(BaseReader):
             await asyncio.gather(*(task for _, task in ahead), return_exceptions=True)
 
     def _intact_of(self, parts: list[Int64s], batch: Batch, failed: Failed) -> Iterator[Batch]:
-        for part, some, errors in taken_apart(parts, batch, failed):
+        for part, some, errors in split(parts, batch, failed):
             self._raise_first(errors, part)
             yield some
 
     async def _batch(self, numbers: Int64s) -> tuple[Batch, Failed]:
-        supply = self._here()
-        target, failed = await supply.retrying(
-            lambda source: supply.read(source, numbers, apart=False)
+        selector = self._here()
+        target, failed = await selector.retrying(
+            lambda source: selector.state.read(source, numbers, apart=False)
         )
         assert target.buffer is not None
         return Batch(target.buffer, target.offsets), failed
@@ -249,13 +247,13 @@ class Reader(BaseReader):
         Args, Raises: as `ffserve.Reader.announce`.
         """
         announcement = self._checked_order(order, epoch, name, replacement)
-        await self._here().retrying(lambda source: tell(source, announcement))
+        await self._here().retrying(lambda source: announce(source, announcement))
         self._announced.add(*announcement)
 
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
         epoch, position = check_count("epoch", epoch), check_count("position", position)
-        self._announced.told(epoch, position)
+        self._announced.reached(epoch, position)
         source = self._here().source
         if source is not None:
             source.reached(epoch, position)
@@ -271,8 +269,8 @@ class Reader(BaseReader):
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
         numbers = self._intact if indices is None else self._numbers(indices)
-        supply = self._here()
-        return await supply.retrying(lambda source: supply.sizes(source, numbers))
+        selector = self._here()
+        return await selector.retrying(lambda source: selector.state.sizes(source, numbers))
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
@@ -295,12 +293,12 @@ class Reader(BaseReader):
 
     async def aclose(self) -> None:
         """Give everything back, in every loop; idempotent. Later reads raise UsageError."""
-        self._wanted.closed = True
-        here = home().loop
+        self._request.closed = True
+        here = loop_state().loop
         self._drop_closed_loops()
-        supplies, self._supplies = self._supplies, {}
-        for loop, supply in supplies.items():
-            source, supply.source = supply.source, None
+        selectors, self._selectors = self._selectors, {}
+        for loop, selector in selectors.items():
+            source = selector.close()
             if source is None:
                 continue
             if loop is here:
@@ -316,15 +314,14 @@ class Reader(BaseReader):
 
     def after_fork(self) -> None:
         """This process is a child: connect anew at the next use."""
-        supplies, self._supplies = self._supplies, {}
+        selectors, self._selectors = self._selectors, {}
         self._announced.forget()
-        for supply in supplies.values():
-            if supply.source is not None:
-                supply.source.after_fork()
+        for selector in selectors.values():
+            selector.after_fork()
 
 
 def estimating(numbers: Int64s) -> Callable[[Source], Awaitable[Int64s]]:
-    """Return what asks a source for estimates."""
+    """Return a request for estimates, for `LoopSelector.retrying`."""
 
     async def attempt(source: Source) -> Int64s:
         return source.estimate(numbers)

@@ -224,6 +224,11 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
         SampleIndexError: an index is negative, or `count` or more.
         UsageError: an index is not an integer, or an array is not one-dimensional.
     """
+    return check_range(as_int64(indices, count), count)
+
+
+def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
+    """Return a caller's sample indices as `as_indices` does, before `check_range`."""
     if isinstance(indices, np.ndarray):
         array = indices
     elif isinstance(indices, range):
@@ -275,7 +280,13 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
         )
     if array.dtype == np.uint64 and int(array.max()) >= count:
         raise outside(int(array.max()), count)
-    chosen = np.ascontiguousarray(array, dtype=np.int64)
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def check_range(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the indices. Raises: SampleIndexError if one is negative, or `count` or more."""
+    if not len(chosen):
+        return chosen
     # As unsigned integers, negative ones are too large too: one comparison finds both.
     if int(chosen.view(np.uint64).max()) >= count:
         low = int(chosen.min())

@@ -10,35 +10,56 @@ on if the files are not those that the reader was opened on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import operator
+import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client import connections
-from ffserve.client.announced import Announced, check_count
-from ffserve.client.base import BaseReader, check_options
-from ffserve.client.choice import Wanted, closed_error
-from ffserve.client.in_order import (
-    READ_AHEAD_COUNT,
-    READ_AHEAD_SIZE,
-    SIZES_AT_ONCE,
-    cut,
-    requests,
-    taken_apart,
-)
+from ffserve import formats
+from ffserve.client import connection as connections
+from ffserve.client.failover import OpenRequest, Order, SourceSelector, closed_error
 from ffserve.client.local import LocalSource
-from ffserve.client.source import Batch, Bytes, Int64s, Leased
-from ffserve.client.supply import Supply
-from ffserve.dataset import PathLike, ShardInfo, expand_paths
-from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Source, cut
+from ffserve.client.stream import RecordStream
+from ffserve.dataset import PathLike, ShardInfo, as_int64, check_range, expand_paths
+from ffserve.errors import FFServeError, SampleIndexError, ServerUnavailable, UsageError
 from ffserve.files import is_compressed
+from ffserve.formats.tfstream import RECORD_LIMIT, InOrderOnlyError
 
-if TYPE_CHECKING:
-    from ffserve.client.source import Source
+T = TypeVar("T")
+
+REPORT_INTERVAL_S = 0.01
+"""How often a reader that counts by itself reports its position in an order."""
+MOST_EPOCHS = 2
+"""Orders that are kept for the next daemon, should this one start anew."""
+MOST_NAME = 200
+
+READ_AHEAD_SIZE = 4 * 1024 * 1024
+READ_AHEAD_COUNT = 1024
+READ_AHEAD_BATCHES = 3
+"""Iteration keeps this many batches of about this size on their way..."""
+READ_AHEAD_SAMPLES = 512
+READ_AHEAD_MOST = 8
+"""... of smaller ones up to that many, if they are for fewer samples than this together: four times
+the engine's depth, since half of the samples are on their way between the processes..."""
+READ_AHEAD_MEMORY = 64 * 1024 * 1024
+"""... and take less memory than this together."""
+GROUP_COUNT, GROUP_SIZE = 512, 2 << 20
+"""Small batches are asked for together, up to so many samples and bytes: a request costs the daemon
+as much as fifty samples do..."""
+GROUP_FIRST = 128
+"""... but the first group has at most that many, and each that follows up to twice as many as the
+one before it, so that the first batch does not wait for 512 samples."""
+SIZES_AT_ONCE = 65_536
+"""Samples whose lengths are looked up together."""
+
+_OF_THIS_PROCESS = frozenset(("_announced", "_selector", "_selectors", "_stream"))
 
 
 def open(
@@ -73,7 +94,7 @@ def open(
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
         MissingFile (a FileNotFoundError), AccessDenied, ReadError: a file cannot be opened.
         ServerUnavailable: a daemon is required and does not answer.
-        UsageError: an option that is none; a compressed file, asked of a daemon.
+        UsageError: an invalid option; a compressed file, asked of a daemon.
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
@@ -81,12 +102,9 @@ def open(
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
     if format in (None, "tfrecord") and is_compressed(files[0]):
-        from ffserve.client import stream
-        from ffserve.formats.tfstream import InOrderOnlyError
-
         if server not in ("auto", "off"):
             raise InOrderOnlyError.of(files[0])
-        return stream.StreamReader(files, verify=verify, tolerant=tolerant)
+        return StreamReader(files, verify=verify, tolerant=tolerant)
     reader = Reader(files, format, server, verify, tolerant)
     if tolerant:
         try:
@@ -95,6 +113,125 @@ def open(
             reader.close()
             raise
     return reader
+
+
+def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:
+    """Return a function that returns the suffixes of the files to look for in directories.
+
+    Raises: UsageError for an invalid option of `open`.
+    """
+    if on_error not in ("raise", "skip"):
+        raise UsageError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
+    if not isinstance(server, str) or not server:
+        raise UsageError(
+            f"server must be 'auto', 'require', 'off' or a socket's path, not {server!r}"
+        )
+    if format is not None:
+        formats.check_name(format)
+    return lambda: formats.suffixes(format)
+
+
+class BaseReader:
+    """Readers that block and readers that await: indices, numbers, errors, counters.
+
+    A sample's number is its index in the files; `on_error="skip"` hides some of those.
+    """
+
+    _name: str
+    """Of the class, for people."""
+
+    def __init__(self, request: OpenRequest) -> None:
+        self._request = request
+        self._intact: Int64s | None = None
+        self._damaged: list[FFServeError] = []
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what belongs to this process only; also called for a copy in another process."""
+        self._announced = AnnouncedOrders()
+        connections.after_fork(self)
+
+    def __len__(self) -> int:
+        return self._request.count if self._intact is None else len(self._intact)
+
+    @property
+    def damaged(self) -> list[FFServeError]:
+        """The errors of samples that `on_error="skip"` left out; indices are those in the files."""
+        return list(self._damaged)
+
+    def _numbers(self, indices: Any) -> Int64s:
+        if self._request.closed:
+            raise closed_error()
+        chosen = check_range(as_int64(indices, len(self)), len(self))
+        return chosen if self._intact is None else self._intact[chosen]
+
+    def _all_numbers(self) -> Int64s:
+        if self._intact is not None:
+            return self._intact
+        return np.arange(self._request.count, dtype=np.int64)
+
+    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
+        if self._intact is None:
+            return error
+        return error.located(index=int(np.searchsorted(self._intact, numbers[position])))
+
+    def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
+        if failed:
+            position = min(failed)
+            raise self._named(failed[position], position, numbers)
+
+    def _mixed(
+        self, arrays: list[Any], failed: dict[int, FFServeError], numbers: Int64s,
+        errors: Literal["raise", "return"],
+    ) -> list[Any]:  # fmt: skip
+        """Return the samples, and errors in the places of failed ones if `errors` says so."""
+        if errors != "return":
+            self._raise_first(failed, numbers)
+            return arrays
+        mixed = list(arrays)
+        for position, error in failed.items():
+            mixed[position] = self._named(error, position, numbers)
+        return mixed
+
+    def _leave_out(self, bad: dict[int, FFServeError]) -> None:
+        """Hide these samples, by number."""
+        self._damaged += bad.values()
+        if bad:
+            self._intact = np.delete(np.arange(self._request.count, dtype=np.int64), list(bad))
+
+    def _summed(self, current: Source) -> dict[str, int | float | str]:
+        facts = dict(current.stats())
+        for name, value in self._request.totals.items():
+            facts[name] = int(facts[name]) + value
+        hits, misses = int(facts["hits"]), int(facts["misses"])
+        facts["samples"] = hits + misses
+        facts["hit_rate"] = hits / max(1, hits + misses)
+        facts["source"] = current.description
+        if self._request.unserved:
+            facts["unserved"] = self._request.unserved
+        return facts
+
+    def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
+        """Return the arguments of `Source.announce`. Raises: as `Reader.announce`."""
+        numbers = self._numbers(order)
+        epoch = check_count("epoch", epoch)
+        check_order(numbers, self._request.count, name, replacement)
+        return numbers, epoch, name, replacement
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = dataclasses.replace(self._request, totals={})
+        kept = {k: v for k, v in self.__dict__.items() if k not in _OF_THIS_PROCESS}
+        return {**kept, "_request": own, "job": connections.job_name()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        connections.join_job(state.pop("job"))
+        self.__dict__.update(state)
+        self._set_up()
+
+    def __repr__(self) -> str:
+        paths = self._request.paths
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        return f"<{self._name} of {len(self)} samples in {paths[0]}{more}>"
 
 
 class Reader(BaseReader, Sequence[Bytes]):
@@ -110,24 +247,26 @@ class Reader(BaseReader, Sequence[Bytes]):
         verify: bool,
         tolerant: bool = False,
     ) -> None:
-        super().__init__(Wanted(paths, format, server, verify, tolerant))
-        self._supply.open()
+        super().__init__(OpenRequest(paths, format, server, verify, tolerant))
+        self._selector.open()
 
     def _set_up(self) -> None:
-        self._announced = Announced()
-        self._supply = Supply(self._wanted, self._announced)
-        connections.after_fork(self)
+        super()._set_up()
+        self._selector = SourceSelector(self._request, self._announced)
+
+    def _retrying(self, attempt: Callable[[Source], T]) -> T:
+        return self._selector.retrying(attempt)
 
     @property
     def source(self) -> str:
         """Where samples come from now, such as "daemon /run/ffserve/ffserve.sock" or
         "engine uring"."""
-        return self._supply.current().description
+        return self._selector.current().description
 
     @property
     def shards(self) -> list[ShardInfo]:
         """The files, in order."""
-        return list(self._supply.current().shards)
+        return list(self._selector.current().shards)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -159,12 +298,12 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbers = self._numbers(indices)
 
         def attempt(source: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
-            pending = source.start(numbers, apart=True)
-            failed = source.finish(pending)
-            assert pending.target.arrays is not None
-            return pending.target.arrays, failed
+            request = source.start(numbers, apart=True)
+            failed = source.finish(request)
+            assert request.target.arrays is not None
+            return request.target.arrays, failed
 
-        arrays, failed = self._supply.retrying(attempt)
+        arrays, failed = self._retrying(attempt)
         self._used(numbers)
         return self._mixed(arrays, failed, numbers, errors)
 
@@ -182,40 +321,47 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
-        if type(indices) is np.ndarray:
-            copied = self.copied(indices, out)
-            if copied is not None:
-                return copied
-        numbers = self._numbers(indices)
+        numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        source, lookup = self._selector.selection.source, None
+        if source is not None and self._intact is None:
+            found = source.copied(numbers, out)
+            if isinstance(found, Batch):
+                if self._announced:
+                    self._used(numbers)
+                return found
+            lookup = found
+        numbers = self._numbers(numbers)
 
-        def attempt(source: Source) -> tuple[Batch, dict[int, FFServeError]]:
-            pending = source.start(numbers, apart=False, out=out)
-            failed = source.finish(pending)
-            assert pending.target.buffer is not None
-            return Batch(pending.target.buffer, pending.target.offsets), failed
+        def attempt(current: Source) -> tuple[Batch, dict[int, FFServeError]]:
+            known = lookup if current is source else None
+            request = current.start(numbers, apart=False, out=out, found=known)
+            failed = current.finish(request)
+            assert request.target.buffer is not None
+            return Batch(request.target.buffer, request.target.offsets), failed
 
-        batch, failed = self._supply.retrying(attempt)
+        batch, failed = self._retrying(attempt)
         self._used(numbers)
         self._raise_first(failed, numbers)
         return batch
 
     def copied(self, indices: NDArray[Any], out: Bytes | None = None) -> Batch | None:
-        """Read as `read_batch` does, but only a batch that is all in memory.
+        """Read as `read_batch` does, but only a batch of cached samples.
 
         Args: indices: an int64 array. out: as for `read_batch`.
 
-        Returns: None where anything has to be waited for, is not as it should be, or has no room
-            in `out`.
+        Returns: None if a sample has to be waited for, or anything else is not as it should be.
 
         Raises: UsageError for an `out` that cannot be used.
         """
-        source = self._supply.source
+        source = self._selector.selection.source
         if source is None or self._intact is not None:
             return None
-        batch = source.copied(indices, out)
-        if batch is not None and self._announced:
+        found = source.copied(indices, out)
+        if type(found) is not Batch:
+            return None
+        if self._announced:
             self._used(indices)
-        return batch
+        return found
 
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
@@ -237,7 +383,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     @contextlib.contextmanager
     def _leasing(self, numbers: Int64s) -> Iterator[Leased]:
-        leased = self._supply.retrying(lambda source: source.lease(numbers))
+        leased = self._retrying(lambda source: source.lease(numbers))
         try:
             self._used(numbers)
             yield leased
@@ -296,23 +442,23 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
         ahead: deque[tuple[list[Int64s], tuple[Int64s, Source, Any]]] = deque()
         try:
-            for parts, whole, most in requests(self._parts(numbers, count, size), count):
+            for parts, whole, most in read_ahead(self._parts(numbers, count, size), count):
                 ahead.append((parts, self._start(whole)))
                 if len(ahead) >= most:
-                    yield from self._taken_apart(*ahead.popleft())
+                    yield from self._split(*ahead.popleft())
             while ahead:
-                yield from self._taken_apart(*ahead.popleft())
+                yield from self._split(*ahead.popleft())
         finally:
             # What nobody waits for any more still has its buffers and its pins.
             for _, (_, source, pending) in ahead:
                 self._discard(source, pending)
 
-    def _taken_apart(
+    def _split(
         self, parts: list[Int64s], begun: tuple[Int64s, Source, Any]
     ) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
         batch, failed = self._finish(*begun)
-        for part, some, errors in taken_apart(parts, batch, failed):
-            if self._wanted.closed:
+        for part, some, errors in split(parts, batch, failed):
+            if self._request.closed:
                 raise closed_error()
             self._used(part)
             yield part, some, errors
@@ -323,29 +469,27 @@ class Reader(BaseReader, Sequence[Bytes]):
             yield from cut(some, self._estimates_of(some), count, size)
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
-        return self._supply.retrying(
-            lambda source: (numbers, source, source.start(numbers, apart=False))
-        )
+        return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
 
     def _finish(
         self, numbers: Int64s, source: Source, pending: Any
     ) -> tuple[Batch, dict[int, FFServeError]]:
-        if self._wanted.closed:
+        if self._request.closed:
             self._discard(source, pending)
             raise closed_error()
         try:
-            if not self._supply.has(source):
+            if not self._selector.has(source):
                 raise ServerUnavailable("the daemon went away meanwhile")
             failed = source.finish(pending)
         except ServerUnavailable as error:
             if not isinstance(source, LocalSource):
-                self._supply.replace(source, error)
+                self._selector.replace(source, error)
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
         return Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
-        if self._supply.has(source):
+        if self._selector.has(source):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
 
@@ -382,8 +526,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: 4 bytes a sample through the socket; one round trip.
         """
         announcement = self._checked_order(order, epoch, name, replacement)
-        self._supply.lead()
-        self._supply.retrying(lambda source: source.announce(*announcement))
+        self._selector.lead()
+        self._retrying(lambda source: source.announce(*announcement))
         self._announced.add(*announcement)
 
     def reached(self, epoch: int, position: int) -> None:
@@ -399,16 +543,16 @@ class Reader(BaseReader, Sequence[Bytes]):
             a thread, and told what was announced.
         """
         epoch, position = check_count("epoch", epoch), check_count("position", position)
-        if self._wanted.closed:
+        if self._request.closed:
             raise closed_error()
-        self._announced.told(epoch, position)
+        self._announced.reached(epoch, position)
         self._report(epoch, position)
 
     def _report(self, epoch: int, position: int) -> None:
-        source = self._supply.source
+        source = self._selector.selection.source
         known = source is not None and source.reached(epoch, position)
-        if self._announced and not (known and self._supply.away_since is None):
-            self._supply.look_for_daemon(source)
+        if self._announced and (not known or self._selector.away):
+            self._selector.look_for_daemon(source)
 
     def _used(self, numbers: Int64s) -> None:
         due = self._announced.read(numbers) if self._announced else None
@@ -425,10 +569,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         )
 
     def _estimates_of(self, numbers: Int64s) -> Int64s:
-        return self._supply.retrying(lambda source: source.estimate(numbers))
+        return self._retrying(lambda source: source.estimate(numbers))
 
     def _sizes_of(self, numbers: Int64s | None) -> Int64s:
-        return self._supply.retrying(lambda source: source.sizes(numbers))
+        return self._retrying(lambda source: source.sizes(numbers))
 
     def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n]; None for all.
@@ -447,9 +591,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of the tables of `shards[shard]`: payload offsets in the file, lengths,
         expected checksums."""
-        if not 0 <= shard < len(self._wanted.paths):
-            raise UsageError(f"there are {len(self._wanted.paths)} shards, not {shard + 1}")
-        return self._supply.retrying(lambda source: source.tables(shard))
+        if not 0 <= shard < len(self._request.paths):
+            raise UsageError(f"there are {len(self._request.paths)} shards, not {shard + 1}")
+        return self._retrying(lambda source: source.tables(shard))
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
@@ -461,13 +605,13 @@ class Reader(BaseReader, Sequence[Bytes]):
         """Return what this process read through this reader: samples, bytes, hits (copied
         without asking the daemon), misses, hit_rate, and the source; unserved: why a daemon that
         is there is not that, where this is so."""
-        return self._summed(self._supply.current())
+        return self._summed(self._selector.current())
 
     # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give everything back; idempotent. Later reads raise UsageError."""
-        self._supply.close()
+        self._selector.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -478,4 +622,272 @@ class Reader(BaseReader, Sequence[Bytes]):
     def after_fork(self) -> None:
         """This process is a child: connect anew at the next use."""
         self._announced.forget()
-        self._supply.after_fork()
+        self._selector.after_fork()
+
+
+class StreamReader(Reader):
+    """Samples of TFRecord files, compressed or plain, in order. Made by `ffserve.open`.
+
+    It has no length and no indices: both need tables, which such files do not have.
+
+    Args:
+        paths: the files.
+        verify: check lengths and payloads against their checksums.
+        tolerant: leave out damaged records; `damaged` has their errors, so far. Behind a damaged
+            length, or damage to the compression, nothing more is found in a file.
+        record_limit: bytes of the largest record that is taken.
+    """
+
+    def __init__(
+        self,
+        paths: tuple[str, ...],
+        *,
+        verify: bool = True,
+        tolerant: bool = False,
+        record_limit: int = RECORD_LIMIT,
+    ) -> None:
+        BaseReader.__init__(self, OpenRequest(paths, "tfrecord", "off", verify, tolerant))
+        self._limit = record_limit
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._stream: RecordStream | None = None
+
+    def batches(
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Iterator[Batch]:
+        """Read everything in order, in batches of at most `count` samples and about `size` bytes.
+
+        Raises:
+            InOrderOnlyError: `indices` were given.
+            FormatError, ChecksumError, TruncatedError: damage, after all batches before it.
+            ReadError: the operating system failed.
+
+        Cost: one pass over the files; memory for one batch and the largest record.
+        """
+        if indices is not None:
+            self._refuse()
+        self._damaged.clear()
+        request = self._request
+        self._stream = RecordStream(
+            request.paths,
+            verify=request.verify,
+            tolerant=request.tolerant,
+            limit=self._limit,
+            damaged=self._damaged,
+        )
+        yield from self._stream.batches(count, size)
+
+    def _refuse(self) -> NoReturn:
+        raise InOrderOnlyError.of(self._request.paths[0])
+
+    def _retrying(self, attempt: Callable[[Source], T]) -> T:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _numbers(self, indices: Any) -> Int64s:
+        self._refuse()
+
+    def _all_numbers(self) -> Int64s:
+        self._refuse()
+
+    @property
+    def source(self) -> str:
+        """Return "stream"."""
+        return "stream"
+
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """Refused: the number of samples in a file is known at its end."""
+        self._refuse()
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return what the last iteration has read so far."""
+        stream = self._stream
+        samples, size = (0, 0) if stream is None else (stream.samples, stream.size)
+        counts = {"samples": samples, "bytes": size, "hits": 0, "misses": samples}
+        return {**counts, "hit_rate": 0.0, "source": self.source}
+
+    def __repr__(self) -> str:
+        return f"<ffserve.Reader in order of {', '.join(self._request.paths[:3])}>"
+
+
+# ---- announced orders ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Announcement:
+    order: NDArray[np.uint32] | Int64s
+    name: str | None
+    replacement: bool
+
+
+class AnnouncedOrders:
+    """The orders that a reader announced in this process, and how far it has read in them.
+
+    A loader reports its position itself (`Reader.reached`). For a program that only announces and
+    reads, the reader counts: a read that is the next part of the order moves the position, another
+    one does not. Copies of a reader in other processes (a loader's workers) do neither.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was announced in this process."""
+        self._orders: dict[int, _Announcement] = {}
+        self._epoch = 0
+        self._position = 0
+        self._reported = 0.0
+        self._counted_elsewhere = False
+
+    def add(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
+        """Keep an order that the source has taken."""
+        if not self._orders or epoch <= self._epoch:
+            self._orders.clear()
+            self._epoch, self._position = epoch, 0
+        small = int(order.max()) < 1 << 32
+        self._orders[epoch] = _Announcement(
+            order.astype(np.uint32) if small else order, name, replacement
+        )
+        while len(self._orders) > MOST_EPOCHS:
+            del self._orders[min(self._orders)]
+
+    def orders(self) -> list[Order]:
+        """Return arguments of `Source.announce`, first epoch first."""
+        return [
+            (known.order.astype(np.int64), epoch, known.name, known.replacement)
+            for epoch, known in sorted(self._orders.items())
+        ]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and position in its order."""
+        return self._epoch, self._position
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Take a position from the program, which counts from now on."""
+        self._counted_elsewhere = True
+        if epoch >= self._epoch:
+            self._epoch, self._position = epoch, position
+
+    def read(self, numbers: Int64s) -> tuple[int, int] | None:
+        """Count a read; return (epoch, position) if a report is due."""
+        if self._counted_elsewhere or (known := self._orders.get(self._epoch)) is None:
+            return None
+        part = known.order[self._position : self._position + len(numbers)]
+        if len(part) != len(numbers) or not np.array_equal(part, numbers):
+            return None
+        self._position += len(numbers)
+        epoch, position = self._epoch, self._position
+        over = position == len(known.order)
+        if over and epoch + 1 in self._orders:
+            self._epoch, self._position = epoch + 1, 0
+        now = time.monotonic()
+        if not over and now - self._reported < REPORT_INTERVAL_S:
+            return None
+        self._reported = now
+        return epoch, position
+
+    def __bool__(self) -> bool:
+        return bool(self._orders)
+
+
+def check_order(order: Int64s, count: int, name: object, replacement: bool) -> None:
+    """Check an order of a data set of `count` samples.
+
+    Raises: UsageError when it is empty, or its name is invalid; SampleIndexError when it visits a
+        sample twice and `replacement` is false.
+    """
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= MOST_NAME):
+        raise UsageError(
+            f"an order's name must be a string of 1 to {MOST_NAME} characters, not {name!r}"
+        )
+    if not len(order):
+        raise UsageError("the order has no samples", hint="give the indices of the whole epoch")
+    if replacement:
+        return
+    seen = np.zeros(count, np.bool_)
+    seen[order] = True
+    if np.count_nonzero(seen) < len(order):
+        values, counts = np.unique(order, return_counts=True)
+        raise SampleIndexError(
+            "the order visits a sample more than once",
+            index=int(values[int(np.argmax(counts > 1))]),
+            hint="pass replacement=True if that is meant",
+        )
+
+
+def check_count(name: str, value: object) -> int:
+    """Return a value that must be an integer from 0. Raises: UsageError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} must be an integer, not {value!r}") from None
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"{name} must be from 0 to 2^63 - 1, not {number}")
+    return number
+
+
+# ---- reading in order ----------------------------------------------------------------------------
+
+
+def read_ahead(
+    parts: Iterable[tuple[Int64s, int]], count: int
+) -> Iterator[tuple[list[Int64s], Int64s, int]]:
+    """Group batches of up to `count` samples into requests. `parts`: see `cut`.
+
+    Yields: the batches of a request, all their samples, and how many such requests are kept on
+    their way.
+    """
+    for some, total in _grouped(parts):
+        whole = some[0] if len(some) == 1 else np.concatenate(some)
+        yield some, whole, requests_ahead(max(count, GROUP_COUNT), total)
+
+
+def requests_ahead(count: int, size: int) -> int:
+    """Return how many requests of up to `count` samples and about `size` bytes iteration keeps on
+    their way."""
+    wanted = min(-(-READ_AHEAD_SAMPLES // max(count, 1)), READ_AHEAD_MEMORY // max(size, 1))
+    return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
+
+
+def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], int]]:
+    """Group small batches that follow each other. Yields: a group and its bytes."""
+    some: list[Int64s] = []
+    count = total = 0
+    most = GROUP_FIRST
+    for part, size in parts:
+        if some and (count + len(part) > most or total + size > GROUP_SIZE):
+            yield some, total
+            some, count, total = [], 0, 0
+            most = min(2 * most, GROUP_COUNT)
+        some.append(part)
+        count, total = count + len(part), total + size
+    if some:
+        yield some, total
+
+
+def split(
+    parts: list[Int64s], batch: Batch, failed: dict[int, FFServeError]
+) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
+    """Split the answer to a request into its batches.
+
+    Yields: the samples' numbers, the batch (a part of the whole one's buffer), the errors by
+    position in it.
+    """
+    if len(parts) == 1:
+        yield parts[0], batch, failed
+        return
+    first = 0
+    for part in parts:
+        offsets = batch.offsets[first : first + len(part) + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
+        yield part, Batch(batch.buffer[low:high], offsets - low), errors
+        first += len(part)

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.client.stream import StreamReader
 from ffserve.compat.pyrecordio import index
 from ffserve.errors import UsageError
-from ffserve.reader import Reader
+from ffserve.reader import Reader, StreamReader
 from ffserve.reader import open as open_reader
 
 

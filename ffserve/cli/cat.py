@@ -17,8 +17,8 @@ from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.client.stream import StreamReader
     from ffserve.compat.folder_index import Folder
+    from ffserve.reader import StreamReader
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:
@@ -82,7 +82,7 @@ def cat(
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
     import ffserve
-    from ffserve.client.stream import StreamReader
+    from ffserve.reader import StreamReader
 
     with ffserve.open(file, format=format_name, server=server) as reader:
         if isinstance(reader, StreamReader):

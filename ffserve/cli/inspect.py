@@ -116,7 +116,7 @@ def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
 
 def _describe_stream(path: str) -> dict[str, Any]:
     """Return what is in a compressed file, which has to be read for that."""
-    from ffserve.client.stream import StreamReader
+    from ffserve.reader import StreamReader
 
     with StreamReader((path,), verify=False) as reader:
         parts = [np.diff(batch.offsets) for batch in reader.batches()]

@@ -16,7 +16,7 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError
 
 if TYPE_CHECKING:
-    from ffserve.client.stream import StreamReader
+    from ffserve.reader import StreamReader
 
 
 class _Findings:
@@ -57,13 +57,12 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
-    from ffserve.client import stream
     from ffserve.files import is_compressed, os_error
-    from ffserve.reader import Reader
+    from ffserve.reader import Reader, StreamReader
 
     try:
         if format_name in (None, "tfrecord") and is_compressed(path):
-            _verify_stream(stream.StreamReader((path,), tolerant=True), path, findings)
+            _verify_stream(StreamReader((path,), tolerant=True), path, findings)
             return
         # Tolerant, so that a file damaged between its samples is still read to its end.
         with Reader((path,), format_name, "off", True, tolerant=True) as reader:

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
 from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Pending, Target, check_out
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.engine import io
 from ffserve.engine.io import MERGED_SIZE, Engine, merge_reads, open_direct
-from ffserve.engine.shm import NOWHERE
+from ffserve.engine.shm import NOWHERE, Lookup
 from ffserve.errors import FFServeError, ServerUnavailable, status_error
 from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
@@ -219,12 +219,17 @@ class LocalSource:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
-        """None: every sample has to be read."""
+    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+        """Return None: every sample has to be read."""
         return None
 
     def start(
-        self, indices: Int64s, *, apart: bool, out: Bytes | None = None
+        self,
+        indices: Int64s,
+        *,
+        apart: bool,
+        out: Bytes | None = None,
+        found: Lookup | None = None,
     ) -> LocalPending | ChunkedPending:
         """Submit the reads."""
         engine = self._attach()
@@ -302,9 +307,8 @@ class LocalSource:
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedPending(indices, nothing, engine, apart, out, request, others, plain)
 
-    def finish(self, pending: Pending) -> dict[int, FFServeError]:
+    def finish(self, pending: LocalPending | ChunkedPending) -> dict[int, FFServeError]:
         """Wait for the reads."""
-        assert isinstance(pending, (LocalPending, ChunkedPending))
         if isinstance(pending, ChunkedPending):
             return self._finish_chunked(pending)
         if pending.batch is not None and pending.engine is self._engine:

@@ -1,26 +1,28 @@
-"""What an event loop needs to read samples: connections and an engine whose answers are awaited.
+"""Connections and engines of event loops: the awaiting driver of a channel, and of local reads.
 
-A blocking connection does everything here but send and wait; both go through the loop instead, on
-a socket that does not block. Each event loop has its own connections and engine, used from its
-thread alone, so nothing needs a lock. A request that nobody awaits any more is answered all the
-same: what the answer brings (pins, a data set) is given back when it comes.
+Each event loop has its own connections and engine, used from its thread alone. Sockets do not
+block; what a socket does not take is sent when it is writable. Large copies are made by threads
+beside the loop. A request that nobody awaits any more is answered all the same, and what the answer
+brings is given back when it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
-from ffserve.client import connections
-from ffserve.client.connection import ANSWER_TIMEOUT_S, Connection
-from ffserve.client.source import Int64s
+from ffserve.client import connection as blocking
+from ffserve.client import handshake
+from ffserve.client.channel import Int64s, Request
+from ffserve.client.inline import InlineSource
+from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
+from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
+from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import Batch, Engine
 from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.protocol import Message
@@ -28,206 +30,241 @@ from ffserve.protocol import Message
 T = TypeVar("T")
 M = TypeVar("M")
 
+Failed: TypeAlias = dict[int, FFServeError]
+"""Errors by position."""
+
+LARGE_COPY_SIZE = 1024 * 1024
+"""Bytes from which on a thread makes a copy. Copying so much takes 0.12 ms (ratios in
+docs/decisions/README.md), as long as the way to a thread and back."""
 _THREADS = 4
 
 
-class LoopConnection(Connection):
+class LoopConnection:
     """A connection that belongs to one event loop.
 
-    Made in any thread, since the greeting blocks; after `attach` only for the loop's.
+    Made in any thread, since the handshake blocks; used in the loop's from `attach` on.
+
+    Args, Raises: as of `connection.Connection`.
     """
 
-    def attach(self, home: Home) -> None:
-        """Have the loop watch the socket."""
-        self._home = home
-        self._loop = home.loop
-        self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._unwanted: dict[int, Callable[[Message], None]] = {}
-        self._held: deque[tuple[int, bytes]] = deque()
-        """Requests that the daemon cannot take yet."""
-        self._unsent = bytearray()
-        self._heard = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, path: str, job: str) -> None:
+        self.path = path
+        self.job = job
+        self.readers = 0
+        self.handshake = handshake.connect(path, job)
+        self.channel = self.handshake.channel
+        self._socket = self.handshake.socket
         self._socket.setblocking(False)
         self._fd = self._socket.fileno()
+
+    def attach(self, state: LoopState) -> None:
+        """Have the loop watch the socket."""
+        self._state = state
+        self._loop = state.loop
+        self._awaited: dict[int, asyncio.Future[None]] = {}
+        self._announcing = asyncio.Lock()
+        self._copied = 0
+        """Bytes copied since others last had their turn in the loop."""
+        self._writing = False
+        self._heard = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._fd, self._readable)
 
-    # ---- awaiting -------------------------------------------------------------------------
+    @property
+    def alive(self) -> bool:
+        """False once it broke or was closed."""
+        return self.channel.broken is None
 
-    async def opened(
+    # ---- requests -------------------------------------------------------------------------
+
+    async def open(
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        return await self._answer(
-            self._send_open(paths, format, verify, tolerant), protocol.Opened, self._close_late
-        )
+        return await self._ask(self.channel.open(paths, format, verify, tolerant), protocol.Opened)
 
-    async def ready(self, tag: int) -> protocol.Ready:
-        """Await the answer to `get`; if cancelled, the pins are given back when it comes."""
-        return await self._answer(tag, protocol.Ready, self._acknowledge_late)
-
-    async def announced(
-        self, dataset: int, order: Int64s, epoch: int, name: str | None, replacement: bool
+    async def announce(
+        self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
     ) -> None:
-        """Announce an order; see `announce`."""
-        if self.given.takes_orders:
-            tag = self._send_order(dataset, epoch, order, name, replacement)
-            await self._answer(tag, protocol.Ready, lambda _: None)
+        """Announce an order; return when the daemon has taken it. Raises what the daemon
+        answers."""
+        if self.channel.takes_orders:
+            async with self._announcing:
+                tag = 0
+                for tag in self.channel.order_pieces(dataset, epoch, order, name, replacement):  # noqa: B007
+                    self.flush()
+                await self._ask(tag, protocol.Ready)
 
-    def give_up(self, tag: int) -> None:
-        """Nobody will await this GET."""
-        self._inbox.drop(tag)
-        self._discard(tag, self._acknowledge_late)
-
-    async def answer(self, tag: int, kind: type[M]) -> M:
-        """Await an answer of this kind, to `get` or to `look_up`."""
-        return await self._answer(tag, kind, self._acknowledge_late)
-
-    async def _answer(self, tag: int, kind: type[M], undo: Callable[[Message], None]) -> M:
-        future = self._answers.get(tag)
-        if future is None:
-            raise self._gone()
+    async def run(self, request: Request) -> Any:
+        """Take a request's steps; return its result. If cancelled, the request is given up."""
+        steps = request.steps()
         try:
-            answer = await future
-        except asyncio.CancelledError:
-            self._inbox.drop(tag)
-            self._discard(tag, undo)
+            step = next(steps)
+            while True:
+                if type(step) is int:
+                    step = steps.send(await self._wait(step))
+                elif type(step) is float:
+                    await asyncio.sleep(step)
+                    step = next(steps)
+                else:
+                    step = steps.send(await self._copy(request, step))  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value
+        except BaseException:
+            self.give_up(request)
             raise
-        self._answers.pop(tag, None)
-        return self._checked(answer, kind)
 
-    def _discard(self, tag: int, undo: Callable[[Message], None]) -> None:
-        future = self._answers.pop(tag, None)
-        if future is None or self._broken is not None:
-            return
-        if future.done() and not future.cancelled():
-            undo(future.result())
-            return
-        for held in self._held:
-            if held[0] == tag:
-                self._held.remove(held)
-                return
-        self._unwanted[tag] = undo
+    def give_up(self, request: Request) -> None:
+        """Nobody awaits this request any more."""
+        request.give_up()
+        self.report()
 
-    def _acknowledge_late(self, answer: Message) -> None:
-        if isinstance(answer, protocol.Ready):
-            self.acknowledge(answer.tag)
-            self.tell()
+    async def _copy(self, request: Any, positions: Int64s | None) -> Int64s:
+        offsets = request.target.offsets
+        if positions is None:
+            size = int(offsets[-1])
+        else:
+            size = int((offsets[positions + 1] - offsets[positions]).sum())
+        if size >= LARGE_COPY_SIZE:
+            copying = pool().submit(request.copy, positions)
+            left: Int64s = await undisturbed(asyncio.wrap_future(copying))
+            return left
+        self._copied += size
+        if self._copied >= LARGE_COPY_SIZE:
+            # A task that reads only cached samples would never let another one run.
+            self._copied = 0
+            await asyncio.sleep(0)
+        left = request.copy(positions)
+        return left
 
-    def _close_late(self, answer: Message) -> None:
-        if isinstance(answer, protocol.Opened):
-            self.close_dataset(answer.dataset)
+    async def _ask(self, tag: int, kind: type[M]) -> M:
+        try:
+            return self.channel.expect(await self._wait(tag), kind)
+        except asyncio.CancelledError:
+            self.channel.give_up(tag)
+            self.report()
+            raise
+
+    async def _wait(self, tag: int) -> Message:
+        """Return the answer to a request."""
+        self.flush()
+        if self.alive and not self.channel.has_answer(tag):
+            if self._timer is None:
+                self._heard = self._loop.time()
+                self._timer = self._loop.call_later(blocking.ANSWER_TIMEOUT_S, self._check)
+            future = self._awaited[tag] = self._loop.create_future()
+            try:
+                await future
+            finally:
+                self._awaited.pop(tag, None)
+        return self.channel.collect(tag)
 
     # ---- the socket -----------------------------------------------------------------------
 
-    def _send(self, message: Message, tag: int | None) -> None:
-        frame = protocol.encode(message)
-        if self._broken is not None:
-            raise self._gone()
-        if tag is not None:
-            self._answers[tag] = self._loop.create_future()
-            if self._timer is None:
-                self._heard = self._loop.time()
-                self._timer = self._loop.call_later(ANSWER_TIMEOUT_S, self._check)
-        if isinstance(message, (protocol.Get, protocol.Lease)):
-            if len(self._unanswered) >= protocol.MOST_REQUESTS:
-                self._held.append((message.tag, frame))
-                return
-            self._unanswered.add(message.tag)
-        self._write(frame)
-
-    def _send_if_room(self, message: Message) -> bool:
-        try:
-            self._send(message, None)
-        except FFServeError:
-            return False
-        return True
-
-    def _write(self, frame: bytes) -> None:
-        if self._unsent:
-            self._unsent += frame
+    def flush(self) -> None:
+        """Send what is queued, as far as the socket takes it; the rest follows."""
+        if self._writing:
             return
-        try:
-            sent = self._socket.send(frame)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
-        except OSError as error:
-            self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
-            raise self._gone() from error
-        if sent < len(frame):
-            self._unsent += frame[sent:]
-            self._loop.add_writer(self._fd, self._writable)
+        while output := self.channel.output():
+            try:
+                sent = self._socket.send(output)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+                return
+            self.channel.sent(sent)
+            if sent < len(output):
+                self._writing = True
+                self._loop.add_writer(self._fd, self._writable)
+                return
+
+    def report(self) -> None:
+        """Send the reports that are due, unless the socket takes nothing; then later."""
+        if self.alive and not self._writing:
+            self.channel.queue_reports()
+            self.flush()
 
     def _writable(self) -> None:
+        self._writing = False
+        self._loop.remove_writer(self._fd)
+        self.flush()
+
+    def _readable(self) -> None:
+        channel = self.channel
         try:
-            sent = self._socket.send(self._unsent)
+            answered: list[int] = []
+            if buffers := channel.payload_buffers():
+                size = self._socket.recvmsg_into(buffers)[0]
+                channel.payload_filled(size)
+            else:
+                chunk = self._socket.recv(channel.receive_size)
+                size = len(chunk)
+                answered = channel.feed(chunk)
+            if not size:
+                raise ServerUnavailable("the daemon closed the connection", path=self.path)
         except (BlockingIOError, InterruptedError):
+            return
+        except FFServeError as error:
+            self._break(error)
             return
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             return
-        del self._unsent[:sent]
-        if not self._unsent:
-            self._loop.remove_writer(self._fd)
-
-    def _readable(self) -> None:
-        try:
-            messages = self._next_messages()
-        except (BlockingIOError, InterruptedError):
-            return
-        except FFServeError:
-            return  # It is broken now, and who waits was told so.
         self._heard = self._loop.time()
-        for tag, message in messages:
-            self._unanswered.discard(tag)
-            future = self._answers.get(tag)
-            undo = self._unwanted.pop(tag, None)
-            if future is not None and not future.done():
-                future.set_result(message)
-            elif undo is not None:
-                with contextlib.suppress(ServerUnavailable):
-                    undo(message)
-        with contextlib.suppress(ServerUnavailable):
-            while self._held and len(self._unanswered) < protocol.MOST_REQUESTS:
-                tag, frame = self._held.popleft()
-                self._unanswered.add(tag)
-                self._write(frame)
+        for tag in answered:
+            self._wake(tag)
+        if channel.urgent:
+            self.flush()
+        if channel.report_due:
+            self.report()
+
+    def _wake(self, tag: int) -> None:
+        future = self._awaited.get(tag)
+        if future is not None and not future.done():
+            future.set_result(None)
 
     def _check(self) -> None:
         """See that the daemon still answers."""
         self._timer = None
-        if self._broken is not None or not (self._answers or self._unwanted):
+        if not self.alive or not self.channel.awaits:
             return
-        left_s = self._heard + ANSWER_TIMEOUT_S - self._loop.time()
+        left_s = self._heard + blocking.ANSWER_TIMEOUT_S - self._loop.time()
         if left_s <= 0:
-            self._silent()
+            self._break(blocking.silent_error(self.path))
         else:
             self._timer = self._loop.call_later(left_s, self._check)
 
-    def _break(self, error: FFServeError) -> None:
-        first = self._broken is None
-        super()._break(error)
-        if first:
-            self._unwatch()
-            for future in self._answers.values():
-                if not future.done():
-                    future.set_exception(self._gone())
-                    future.exception()  # Whoever awaits it sees it; nobody has to.
-            self._held.clear()
+    # ---- the end --------------------------------------------------------------------------
 
-    def _unwatch(self) -> None:
+    def _break(self, error: FFServeError) -> None:
+        if not self.alive:
+            return
+        self.channel.fail(error)
         if self._timer is not None:
             self._timer.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)
+        self._socket.close()
+        self.handshake.drop_fds()
+        for tag in list(self._awaited):
+            self._wake(tag)
 
     def leave(self) -> None:
-        """A reader needs the connection no more; the last one closes it."""
+        """A reader does not need the connection any more; the last one closes it."""
         self.readers -= 1
         if self.readers == 0:
-            self._home.forget(self)
-            self.close()
+            self._state.forget(self)
+            self.report()
+            self._break(ServerUnavailable("this connection was closed", path=self.path))
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else: the loop is closed, or another process's."""
+        self.channel.lock = threading.RLock()
+        self.channel.fail(ServerUnavailable("this connection was closed", path=self.path))
+        self._socket.close()
+        self.handshake.drop_fds()
 
 
 class LoopEngine:
@@ -240,8 +277,8 @@ class LoopEngine:
         loop.add_reader(self.engine.fileno(), self._reap)
 
     def watch(self, batch: Batch) -> asyncio.Future[None]:
-        """Return what is done when the batch has ended. To be called once, when it was submitted;
-        whoever awaits it shields it."""
+        """Return a future that is done when the batch has ended. Called once, after it was
+        submitted; a task that awaits it shields it."""
         future = self._ended[batch.address] = self._loop.create_future()
         return future
 
@@ -250,22 +287,22 @@ class LoopEngine:
             self._ended.pop(batch.address).set_result(None)
 
 
-class Home:
-    """What all readers of one event loop share: a connection a socket, and an engine."""
+class LoopState:
+    """What all readers of one event loop share: a connection per socket, and an engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._connections: dict[str, LoopConnection] = {}
-        self._connecting = asyncio.Lock()
+        self._connecting: dict[str, asyncio.Lock] = {}
         self._engine: LoopEngine | None = None
 
     async def connect(self, path: str) -> LoopConnection:
         """Return this loop's connection to the daemon, made anew if it broke."""
-        async with self._connecting:
+        async with self._connecting.setdefault(path, asyncio.Lock()):
             connection = self._connections.get(path)
             if connection is None or not connection.alive:
                 connection = await in_thread(
-                    lambda: LoopConnection(path, connections.job_name()), LoopConnection.abandon
+                    lambda: LoopConnection(path, blocking.job_name()), LoopConnection.abandon
                 )
                 connection.attach(self)
                 self._connections[path] = connection
@@ -283,6 +320,60 @@ class Home:
             self._engine = LoopEngine(self.loop)
         return self._engine
 
+    # ---- reading --------------------------------------------------------------------------
+
+    async def read(
+        self, source: Source, numbers: Int64s, *, apart: bool, out: Bytes | None = None
+    ) -> tuple[Target, Failed]:
+        """Read samples; return where they are, and the errors."""
+        if isinstance(source, LocalSource):
+            return await self._read_local(source, numbers, apart, out)
+        assert isinstance(source, DaemonSource) and isinstance(source.connection, LoopConnection)
+        request: Any = source.start(numbers, apart=apart, out=out)
+        failed: Failed = await source.connection.run(request)
+        target: Target = request.target
+        return target, failed
+
+    async def _read_local(
+        self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
+    ) -> tuple[Target, Failed]:
+        pending = source.start(numbers, apart=apart, out=out)
+        if isinstance(pending, ChunkedPending):
+            finishing = pool().submit(source.finish, pending)
+            failed = await undisturbed(asyncio.wrap_future(finishing))
+        else:
+            failed = await self._collect(source, pending, keeps_out=out is not None)
+        return pending.target, failed
+
+    async def _collect(
+        self, source: LocalSource, pending: LocalPending, *, keeps_out: bool
+    ) -> Failed:
+        if pending.batch is None:
+            return source.collect(pending)
+        ended = self.engine().watch(pending.batch)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            ended.add_done_callback(lambda _: source.collect(pending))
+            if keeps_out:
+                # The reads go straight to the caller's buffer, and cannot be called back.
+                await undisturbed(ended)
+            raise
+        return source.collect(pending)
+
+    async def sizes(self, source: Source, numbers: Int64s | None) -> Int64s:
+        """Return lengths in bytes; None: of all samples."""
+        if isinstance(source, LocalSource):
+            if source.knows_sizes:
+                return source.sizes(numbers)
+            return await undisturbed(asyncio.wrap_future(pool().submit(source.sizes, numbers)))
+        assert isinstance(source, (SharedMemorySource, InlineSource))
+        assert isinstance(source.connection, LoopConnection)
+        sizes: Int64s = await source.connection.run(source.size_request(numbers))
+        return sizes
+
+    # ---- the end --------------------------------------------------------------------------
+
     def dissolve(self) -> None:
         """The loop was closed and left things open."""
         for connection in self._connections.values():
@@ -299,25 +390,25 @@ class Home:
 
 
 _lock = threading.Lock()
-_homes: dict[asyncio.AbstractEventLoop, Home] = {}
+_states: dict[asyncio.AbstractEventLoop, LoopState] = {}
 _pool: ThreadPoolExecutor | None = None
 
 
-def home() -> Home:
-    """Return what belongs to the running loop, and clear away what closed loops left."""
+def loop_state() -> LoopState:
+    """Return the state of the running loop, and give back what closed loops left."""
     loop = asyncio.get_running_loop()
-    found = _homes.get(loop)
+    found = _states.get(loop)
     if found is not None:
         return found
     with _lock:
-        for closed in [other for other in _homes if other.is_closed()]:
-            _homes.pop(closed).dissolve()
-        _homes[loop] = Home(loop)
-        return _homes[loop]
+        for closed in [other for other in _states if other.is_closed()]:
+            _states.pop(closed).dissolve()
+        _states[loop] = LoopState(loop)
+        return _states[loop]
 
 
 def pool() -> ThreadPoolExecutor:
-    """Return the threads for what would hold a loop up."""
+    """Return the threads for work that would hold a loop up."""
     global _pool
     with _lock:
         if _pool is None:
@@ -325,12 +416,12 @@ def pool() -> ThreadPoolExecutor:
         return _pool
 
 
-async def in_thread(make: Callable[[], T], drop: Callable[[T], object]) -> T:
+async def in_thread(make: Callable[[], T], drop: Callable[[T], object] | None = None) -> T:
     """Make something in a thread; if the caller is cancelled meanwhile, drop it once it is made."""
     future = pool().submit(make)
 
     def unwanted(done: Future[T]) -> None:
-        if not done.cancelled() and done.exception() is None:
+        if drop is not None and not done.cancelled() and done.exception() is None:
             drop(done.result())
 
     try:
@@ -341,7 +432,7 @@ async def in_thread(make: Callable[[], T], drop: Callable[[T], object]) -> T:
 
 
 async def undisturbed(future: asyncio.Future[T]) -> T:
-    """Await what writes to memory that is ours to give away; being cancelled comes after it."""
+    """Await work that writes to memory of the caller; a cancellation takes effect after it."""
     cancelled = False
     while not future.done():
         try:
@@ -358,9 +449,9 @@ def _in_child() -> None:
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None
-    for each in _homes.values():
-        each.after_fork()
-    _homes.clear()
+    for state in _states.values():
+        state.after_fork()
+    _states.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

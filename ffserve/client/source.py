@@ -1,23 +1,28 @@
-"""Where a reader's samples come from: the daemon, or an engine in this process.
+"""Sources of samples: the interface that readers use, and the memory that samples are read into.
 
-Reading is in two steps so that the next batch can be on its way while the last one is used:
-`start` sends what has to be sent and returns at once, `finish` waits and returns.
+Reading is in two steps, so that the next batch can be on its way while the last one is used:
+`start` sends requests and returns at once, `finish` waits for the answers.
+
+Fresh memory costs up to three times as much as copying into it, since the kernel zeroes every page.
+So memory of batches is kept when it is freed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client import buffers
 from ffserve.dataset import ShardInfo
-from ffserve.engine.shm import addresses
+from ffserve.engine.shm import Lookup, addresses
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
@@ -64,21 +69,21 @@ class Batch(Sequence[Bytes]):
 
 
 class Held(Protocol):
-    """What keeps leased samples in place."""
+    """Keeps leased samples in place."""
 
     def release(self) -> None:
-        """Let them go. Once more does nothing."""
+        """Give the lease back. A second call does nothing."""
         ...
 
 
 class Leased(Sequence[Bytes]):
-    """Samples in place: a sequence of read-only views, made when they are looked at.
+    """Samples in place: a sequence of read-only views, each made when it is accessed.
 
     Args:
-        memory: uint8, read-only, of which the samples are parts.
+        memory: uint8, read-only; contains the samples.
         starts, sizes: int64[n]; sample i is memory[starts[i]:starts[i] + sizes[i]].
-        copies: by position, what is not part of it.
-        held: what keeps the memory as it is, until `release`.
+        copies: samples outside of `memory`, by position.
+        held: keeps the memory unchanged until `release`.
     """
 
     __slots__ = ("_copies", "_held", "memory", "sizes", "starts")
@@ -98,7 +103,7 @@ class Leased(Sequence[Bytes]):
         self._held = held
 
     def release(self) -> None:
-        """Let the samples go: views of them may show other bytes from now on."""
+        """Give the lease back: views may show other bytes from now on."""
         if self._held is not None:
             self._held.release()
 
@@ -132,9 +137,11 @@ class Leased(Sequence[Bytes]):
 
 
 class Target:
-    """Where the samples of one request go: one buffer, or an array each.
+    """Destination of one request's samples: one buffer, or an array for each sample.
 
-    Args: offsets: int64[n + 1], running sum of the lengths. apart: an array for each sample.
+    Args:
+        offsets: int64[n + 1], running sum of the lengths. apart: an array for each sample.
+        out: a buffer of offsets[n] bytes to use instead of a new one.
     """
 
     __slots__ = ("addresses", "arrays", "buffer", "offsets")
@@ -145,7 +152,7 @@ class Target:
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
         if apart:
-            buffers.keep_freed_memory()
+            keep_freed_memory()
             sizes = offsets[1:] - offsets[:-1]
             placed = None if _places.place is None else _places.place(sizes)
             if placed is not None:
@@ -154,7 +161,7 @@ class Target:
             self.arrays = [np.empty(size, _BYTE) for size in sizes.tolist()]
             self.addresses = addresses(self.arrays)
         else:
-            self.buffer = buffers.empty(int(offsets[-1])) if out is None else out
+            self.buffer = empty(int(offsets[-1])) if out is None else out
 
     def places(self) -> NDArray[np.uint64]:
         """Return the address of each sample's destination."""
@@ -203,14 +210,17 @@ def check_out(out: Bytes, total: int) -> Bytes:
     return out[:total]
 
 
-class Pending(Protocol):
-    """A request on its way."""
+class Request(Protocol):
+    """A request that was started."""
 
-    target: Target
+    @property
+    def target(self) -> Target:
+        """Destination of the samples; complete when the request is finished."""
+        ...
 
 
 class Source(Protocol):
-    """The two implementations are `remote.RemoteSource` and `local.LocalSource`."""
+    """A data set that samples are read from: `shared_memory`, `inline` or `local`."""
 
     count: int
     shards: list[ShardInfo]
@@ -224,23 +234,35 @@ class Source(Protocol):
         ...
 
     def estimate(self, indices: Int64s) -> Int64s:
-        """Return lengths in bytes, a guess where they are not known; does no I/O."""
+        """Return lengths in bytes, a guess where one is not known; does no I/O."""
         ...
 
-    def copied(self, indices: Int64s, out: Bytes | None) -> Batch | None:
-        """Return a batch that can be copied at once; None when `start` has to be tried. Indices
-        may be outside the data set, and then it is None.
+    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+        """Copy a batch of cached samples.
 
+        Args: indices: any array.
+        Returns: the batch if every sample is cached; else what was found, for `start`; None if
+            nothing is known, for instance because an index is outside of the data set.
         Raises: UsageError for an `out` that cannot be used.
         """
         ...
 
-    def start(self, indices: Int64s, *, apart: bool, out: Bytes | None = None) -> Pending:
-        """Begin to read; indices are in range."""
+    def start(
+        self,
+        indices: Int64s,
+        *,
+        apart: bool,
+        out: Bytes | None = None,
+        found: Lookup | None = None,
+    ) -> Request:
+        """Begin to read; return at once.
+
+        Args: indices: in range. found: what `copied` has found of them.
+        """
         ...
 
-    def finish(self, pending: Pending) -> dict[int, FFServeError]:
-        """Fill the target; return the errors by position.
+    def finish(self, request: Any) -> dict[int, FFServeError]:
+        """Fill the target of a request; return the errors by position.
 
         Raises: ServerUnavailable when the source itself is lost; the request can be made again
             of another source.
@@ -252,12 +274,11 @@ class Source(Protocol):
         ...
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
-        """Take the order of an epoch, where it is of use; it was checked."""
+        """Take the order of an epoch, which was checked."""
         ...
 
     def reached(self, epoch: int, position: int) -> bool:
-        """Take the job's position in an epoch's order, where it is of use; False: the source is
-        lost."""
+        """Take the job's position in an epoch's order; return False if the source is lost."""
         ...
 
     def tables(
@@ -275,5 +296,83 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back. A second call does nothing."""
         ...
+
+
+def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
+    """Cut into parts of at most `count` samples and about `size` bytes, at least one sample.
+
+    Yields: the part and its bytes.
+    """
+    ends = np.cumsum(sizes)
+    at = 0
+    while at < len(numbers):
+        before = int(ends[at - 1]) if at else 0
+        upto = int(np.searchsorted(ends, before + size, side="right"))
+        upto = min(max(upto, at + 1), at + count, len(numbers))
+        yield numbers[at:upto], int(ends[upto - 1]) - before
+        at = upto
+
+
+# ---- memory that is kept -------------------------------------------------------------------------
+
+SMALL_SIZE = (32 << 20) - (64 << 10)
+"""Bytes up to which malloc keeps freed memory."""
+MOST_KEPT = 512 << 20
+"""Bytes of the largest buffer that is kept for the next batch."""
+
+_asked = False
+_spare: list[mmap.mmap] = []
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory of freed batches; once per process.
+
+    glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
+    kernel beyond as much. Freeing one large block raises both limits, to its size and to twice its
+    size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block is never
+    touched, so it costs nothing.
+    """
+    global _asked
+    if not _asked:
+        _asked = True
+        np.empty(SMALL_SIZE, np.uint8)
+
+
+def empty(size: int) -> Bytes:
+    """Return uint8[size], not initialized.
+
+    A large one takes the memory of the last large one that was freed with all its views, so a loop
+    over large batches works in two.
+    """
+    if size <= SMALL_SIZE:
+        if not _asked:
+            keep_freed_memory()
+        return np.empty(size, _BYTE)
+    memory = _take(size)
+    if memory is None:
+        return np.empty(size, np.uint8)
+    buffer = np.frombuffer(memory, np.uint8, size)
+    weakref.finalize(buffer, _give, memory).atexit = False
+    return buffer
+
+
+def _take(size: int) -> mmap.mmap | None:
+    # A finalizer may run at any moment in any thread: no lock, each step by itself is atomic.
+    with contextlib.suppress(IndexError):
+        memory = _spare.pop()
+        if size <= len(memory) <= 2 * size:
+            return memory
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _give(memory: mmap.mmap) -> None:
+    if len(memory) <= MOST_KEPT:
+        _spare[:] = [memory]

@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 from ffserve import formats, parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
-from ffserve.client.stream import StreamReader
 from ffserve.compat import folder_index
 from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset import PathLike
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.output import writing
+from ffserve.reader import StreamReader
 from ffserve.writer import Writer, create, flat
 
 PLAN_NAME = ".ffserve-convert.json"

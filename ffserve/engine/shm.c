@@ -334,20 +334,22 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
     return gather(view, indices, offsets, buffer, dests, positions, m, left, NULL, 0);
 }
 
-int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *found,
                    uint8_t *buffer, uint64_t least, uint64_t room, int at_once)
 {
-    int64_t unknown = 0, bad, rc;
+    int64_t *offsets = found, *missing = found + n + 1, *counts = found + 2 * n + 1;
+    int64_t bad, rc;
     if (at_once) {
         offsets[0] = 0;
         rc = gather(view, indices, offsets, buffer, NULL, NULL, n, NULL, offsets, room);
         if (rc == 0 && (uint64_t)offsets[n] >= least)
             return 0;
     }
-    rc = ffs_locate(view, indices, n, offsets, NULL, &unknown, &bad);
+    rc = ffs_locate(view, indices, n, offsets, missing, &counts[1], &bad);
     if (rc < 0)
         return (int)rc;
-    if (rc || unknown)
+    counts[0] = rc;
+    if (rc || counts[1])
         return FFS_ESTALE;
     uint64_t total = (uint64_t)offsets[n];
     if (total < least || total > room)

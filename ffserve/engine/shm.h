@@ -57,10 +57,12 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
 
 /* ffs_locate and ffs_gather in one call, for a batch whose samples are all readable. Returns 0:
  * copied to buffer, one sample directly after the other; 1: not copied, because the batch takes less
- * than `least` or more than `room` bytes (offsets[] is filled); FFS_ESTALE: not every sample could
- * be read; FFS_ERANGE as above. Unless it returns 0 the buffer may hold anything. at_once: copy
- * while looking samples up, which is faster if the batch fits and slower if it does not. */
-int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
+ * than `least` or more than `room` bytes; FFS_ESTALE: not every sample could be read; FFS_ERANGE as
+ * above. found[2n + 3] gets n + 1 offsets, and with 1 and FFS_ESTALE also what ffs_locate finds: n
+ * places for missing positions, their number, the number of unknown lengths. Unless it returns 0
+ * the buffer may hold anything. at_once: copy while looking samples up, which is faster if the
+ * batch fits and slower if it does not. */
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *found,
                    uint8_t *buffer, uint64_t least, uint64_t room, int at_once);
 
 /* Limit the width of the vectors that samples are copied by (64, 32; 0: memcpy); for tests.

@@ -7,6 +7,7 @@ is released during it. engine/shm.c explains why a torn copy is never accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,18 @@ _NULL = ffi.NULL
 
 def _empty(size: int) -> NDArray[np.uint8]:
     return np.empty(size, _UINT8)
+
+
+class Lookup(NamedTuple):
+    """What the directory says of n samples.
+
+    offsets: int64[n + 1], running sum of the lengths, an unknown one counted as 0. missing:
+    positions that cannot be read now. unknown: how many lengths are not known yet.
+    """
+
+    offsets: Int64s
+    missing: Int64s
+    unknown: int
 
 
 class View:
@@ -71,13 +84,10 @@ class View:
         self._c.segments = self._segments
         self._c.segment_count = len(segments)
 
-    def locate(self, indices: Int64s) -> tuple[Int64s, Int64s, int]:
+    def locate(self, indices: Int64s) -> Lookup:
         """Look samples up.
 
         Args: indices: shape (n,), int64, contiguous; repeats are allowed.
-        Returns: (offsets, missing, unknown). offsets (n + 1): running sum of the lengths, an
-            unknown one counted as 0. missing: positions that are not readable now. unknown:
-            number of lengths that are not known yet.
         Raises: SampleIndexError for an index outside the view.
         Cost: one call, no lock; 10-20 ns per sample.
         """
@@ -98,7 +108,7 @@ class View:
         if missing < 0:
             index = int(indices[out[2 * n + 2]])
             raise SampleIndexError(f"the dataset has {self.sample_count} samples", index=index)
-        return out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1]
+        return Lookup(out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1])
 
     def gather(
         self,
@@ -160,26 +170,27 @@ class View:
 
     def copy_batch(
         self,
-        indices: Int64s,
+        indices: NDArray[Any],
         out: NDArray[np.uint8] | None = None,
         empty: Callable[[int], NDArray[np.uint8]] = _empty,
-    ) -> tuple[NDArray[np.uint8], Int64s] | None:
+    ) -> tuple[NDArray[np.uint8], Int64s] | Lookup | None:
         """Copy a batch whose samples are all readable now: ``locate`` and ``gather`` in one.
 
         Args:
             indices: any array.
             out: uint8, contiguous, writable; used instead of a new buffer.
             empty: allocates a buffer of so many bytes.
-        Returns: (buffer, offsets), each sample directly after the one before. None when that is
-            not possible; ``locate`` and ``gather`` tell the reason.
+        Returns: (buffer, offsets), each sample directly after the one before. If a sample is not
+            readable, or the batch is larger than ``out``: the result of ``locate``. None if the
+            array is not as ``locate`` needs it, or an index or the directory is out of range.
         Cost: one call if the batch has the size of the one before, else two. If the last two had
             one size, samples are looked up while others are copied.
         """
         if indices.dtype != _INT64 or indices.strides != _TOGETHER:
             return None
         n = len(indices)
-        offsets = np.empty(n + 1, _INT64)
-        which, edges = _from_buffer(_I64S, indices), _from_buffer(_I64S, offsets)
+        found = np.empty(2 * n + 3, _INT64)
+        which, edges = _from_buffer(_I64S, indices), _from_buffer(_I64S, found)
         if out is None:
             least = room = self._last_size  # a guess, since other threads copy batches too
             to = empty(room)
@@ -195,9 +206,12 @@ class View:
             room = edges[n]
             to = empty(room)
             rc = copy(c, which, n, edges, _from_buffer(_U8S, to), room, room, False)
-        if rc:
+        if rc == 0:
+            return to if out is None else to[: edges[n]], found[: n + 1]
+        if rc == lib.FFS_ERANGE:
             return None
-        return to if out is None else to[: edges[n]], offsets
+        missing = edges[2 * n + 1]
+        return Lookup(found[: n + 1], found[n + 1 : n + 1 + missing], edges[2 * n + 2])
 
     def places(self, indices: Int64s) -> UInt64s:
         """Return the byte offset of each sample in the arena, NOWHERE if it is not readable now.

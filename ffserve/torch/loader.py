@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 from torch.utils.data import BatchSampler
 
-from ffserve.client.connections import lead_job
+from ffserve.client.connection import lead_job
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import UsageError
 from ffserve.torch.announce import (

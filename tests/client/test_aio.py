@@ -17,9 +17,9 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, stopped, until, write
 
 import ffserve
-from ffserve.client import choice
+from ffserve.client import failover
 from ffserve.client import loop as loops
-from ffserve.client.loop_supply import LARGE_COPY_SIZE
+from ffserve.client.loop import LARGE_COPY_SIZE
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -225,7 +225,8 @@ def test_threads_that_ask_for_more_than_a_session_may_have(path: str) -> None:
             for thread in threads:
                 thread.start()
             until(
-                lambda: len(reader._supply.source.connection._unanswered) == 64, "64 are asked for"
+                lambda: len(reader._selector.source.connection.channel.unanswered) == 64,
+                "64 are asked for",
             )  # type: ignore[union-attr]
         for thread in threads:
             thread.join()
@@ -287,7 +288,7 @@ async def test_cancelled_requests_give_their_pins_back(tmp_path: Path) -> None:
     patch = "import ffserve.server.scheduler as s; s.PIN_GRACE_S = 1000; s.GIVE_UP_S = 1.0"
     with serving(arena="2MiB", patch=patch) as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
-            connection = next(iter(loops.home()._connections.values()))
+            connection = next(iter(loops.loop_state()._connections.values()))
             for turn in range(8):
                 with stopped(daemon.pid):
                     numbers = range(turn * 50, turn * 50 + 50)
@@ -297,14 +298,14 @@ async def test_cancelled_requests_give_their_pins_back(tmp_path: Path) -> None:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
                     assert all(task.cancelled() for task in tasks)
-                while connection._unanswered:
+                while connection.channel.unanswered:
                     await asyncio.sleep(0.001)
             for start in range(0, 400, 10):
                 got = await reader.read(range(start, start + 10))
                 assert [bytes(s) for s in got] == truth[start : start + 10]
-            assert not connection._answers
-            assert not connection._unwanted
-            assert not connection._unanswered
+            assert not connection._awaited
+            assert not connection.channel.awaits
+            assert not connection.channel.unanswered
 
 
 async def test_cancelled_opening_leaves_no_data_set(path: str) -> None:
@@ -355,7 +356,7 @@ async def test_cancelled_local_reads_leave_nothing(path: str) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        engine = loops.home().engine()
+        engine = loops.loop_state().engine()
         while engine.engine._in_flight:
             await asyncio.sleep(0.001)
         source: Any = reader._here().source
@@ -392,7 +393,7 @@ async def test_restart_in_mid_request(path: str) -> None:
 
 
 async def test_required_daemon_that_stays_away(path: str, monkeypatch: Any) -> None:
-    monkeypatch.setitem(choice.RECONNECT_S, "require", 0.2)
+    monkeypatch.setitem(failover.RECONNECT_S, "require", 0.2)
     daemon = Daemon(arena="8MiB").start()
     try:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
@@ -412,7 +413,7 @@ async def test_required_daemon_that_stays_away(path: str, monkeypatch: Any) -> N
 async def test_auto_reads_by_itself_when_the_daemon_is_gone(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(choice.RECONNECT_S, "auto", 0.1)
+    monkeypatch.setitem(failover.RECONNECT_S, "auto", 0.1)
     daemon = Daemon(arena="8MiB").start()
     monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
     try:

@@ -12,7 +12,7 @@ from daemon import sample, serving, until, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.client.recent import Recent
+from ffserve.client.statistics import RecentHits
 from ffserve.errors import UsageError
 
 
@@ -92,7 +92,7 @@ def test_batches_are_the_callers_to_keep(path: str) -> None:
     takes=st.sets(st.integers(0, 11)),
 )
 def test_the_latest_that_were_noted(notes: list[list[int]], size: int, takes: set[int]) -> None:
-    recent, kept = Recent(size), list[int]()
+    recent, kept = RecentHits(size), list[int]()
     for k, some in enumerate(notes):
         array = np.array(some, np.int64)
         recent.note(array)

@@ -32,7 +32,7 @@ from daemon import (
 import ffserve
 from ffserve import protocol
 from ffserve.client.connection import Connection
-from ffserve.client.inline import Parcel
+from ffserve.client.inline import SampleSink
 from ffserve.errors import ChecksumError, ProtocolError, SampleIndexError, UsageError
 
 COUNT = 300
@@ -308,7 +308,7 @@ import ffserve.reader, ffserve.client.local
 now = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (now + (48 << 20), now + (48 << 20)))
 with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader:
-    print(type(reader._supply.source).__name__, sum(len(s) for s in reader.read(range(300))))
+    print(type(reader._selector.source).__name__, sum(len(s) for s in reader.read(range(300))))
 """
     out = run_python(program, path, daemon.socket).stdout.split()
     assert out == ["InlineSource", str(sum(map(len, TRUTH)))]
@@ -322,7 +322,7 @@ used = max(map(int, os.listdir("/proc/self/fd")))
 # Room for the socket and not for what comes with the greeting.
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, used + 1))
 with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader:
-    print(type(reader._supply.source).__name__, sum(len(s) for s in reader.read(range(300))))
+    print(type(reader._selector.source).__name__, sum(len(s) for s in reader.read(range(300))))
 """
     out = run_python(program, path, daemon.socket).stdout.split()
     assert out == ["InlineSource", str(sum(map(len, TRUTH)))]
@@ -443,13 +443,13 @@ def test_a_daemon_that_sends(name: str, tmp_path: Path) -> None:
     liar = Liar(tmp_path, *LIES[name])
     try:
         connection = Connection(liar.path, "job")
-        parcel = Parcel(2, connection.given.arena_size, apart=False, out=None)
-        tag = connection.get(1, np.array([0, 1]), parcel)
+        sink = SampleSink(2, connection.handshake.arena_size, apart=False, out=None)
+        tag = connection.channel.get(1, np.array([0, 1]), sink)
         with pytest.raises(ProtocolError):
-            answer = connection.wait_ready(tag)
+            answer = connection.channel.expect(connection.wait(tag), protocol.Ready)
             if not 0 <= answer.count <= 2:
                 raise ProtocolError("as InlineSource says")
-            parcel.whole(answer.count)
+            sink.complete(answer.count)
         connection.close()
     finally:
         liar.close()
@@ -463,10 +463,10 @@ def test_a_daemon_that_sends_in_pieces(tmp_path: Path) -> None:
     liar = Liar(tmp_path, payload(500, bytes(500), tag=99), *pieces)
     try:
         connection = Connection(liar.path, "job")
-        parcel = Parcel(2, connection.given.arena_size, apart=True, out=None)
-        tag = connection.get(1, np.array([0, 1]), parcel)
-        answer = connection.wait_ready(tag)
-        arrays = parcel.whole(answer.count).arrays
+        sink = SampleSink(2, connection.handshake.arena_size, apart=True, out=None)
+        tag = connection.channel.get(1, np.array([0, 1]), sink)
+        answer = connection.channel.expect(connection.wait(tag), protocol.Ready)
+        arrays = sink.complete(answer.count).arrays
         assert arrays is not None
         assert [bytes(a) for a in arrays] == [content[:60_000], content[60_000:]]
         connection.close()

@@ -12,8 +12,8 @@ from daemon import DEADLINE_S, Daemon, sample, serving, stopped, until, write
 from test_daemon import client, everything_is_given_back
 from test_leases import SIZES
 
-from ffserve.client import connection, greeting
-from ffserve.client.choice import RECONNECT_S
+from ffserve.client import connection, handshake
+from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable
 
 LEASED = range(5)
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 1)
-    monkeypatch.setattr(greeting, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
 
 

@@ -19,7 +19,6 @@ import pytest
 from daemon import Daemon, damage, sample, until, write
 
 import ffserve
-from ffserve.client.in_order import batches_ahead, together
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -29,6 +28,7 @@ from ffserve.errors import (
     TruncatedError,
     UsageError,
 )
+from ffserve.reader import _grouped, requests_ahead
 
 COUNTS = (120, 0, 80)
 COUNT = sum(COUNTS)
@@ -256,7 +256,7 @@ class TestReader:
     def test_iteration_keeps_a_bounded_size_on_its_way(
         self, count: int, size: int, most: int
     ) -> None:
-        assert batches_ahead(count, size) == most
+        assert requests_ahead(count, size) == most
 
     @pytest.mark.parametrize(
         ("count", "size", "counts"),
@@ -271,7 +271,7 @@ class TestReader:
         self, count: int, size: int, counts: list[int]
     ) -> None:
         parts = [(np.arange(k * count, (k + 1) * count), count * size) for k in range(30)]
-        groups = list(together(parts))
+        groups = list(_grouped(parts))
         assert [len(some) for some, _ in groups[:5]] == counts
         assert all(total == len(some) * count * size for some, total in groups)
         order = np.concatenate([part for some, _ in groups for part in some])

@@ -314,7 +314,7 @@ import ffserve
 reader = ffserve.open(sys.argv[2], server=sys.argv[1])
 with reader.lease([0, 1]):
     for start in range(0, 300, 10):
-        reader._supply.current().start(np.arange(start, start + 10), apart=False)
+        reader._selector.current().start(np.arange(start, start + 10), apart=False)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

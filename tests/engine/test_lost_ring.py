@@ -10,7 +10,7 @@ import pytest
 from daemon import DEADLINE_S, sample, serving, until, write
 from test_engine import MIB, Arena
 
-from ffserve.client.choice import RECONNECT_S
+from ffserve.client.failover import RECONNECT_S
 from ffserve.engine import io
 from ffserve.engine.io import Engine, open_direct
 from ffserve.errors import ReadError, ServerUnavailable

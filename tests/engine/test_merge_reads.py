@@ -79,7 +79,7 @@ def test_one_bad_block_does_not_take_its_neighbours_along(tmp_path: Path) -> Non
     page, low = mmap.PAGESIZE, 16 * mmap.PAGESIZE
     with ffserve.open(tmp_path / "a.ffr", server="off") as reader:
         offsets, lengths, _ = reader.tables(0)
-        source = reader._supply.source
+        source = reader._selector.source
         assert isinstance(source, local.LocalSource)
         # The first bytes of the file are below vm.mmap_min_addr; records from `low` on are used.
         usable = np.flatnonzero(offsets >= low).tolist()

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from test_tfrecord_format import SMALL, starts, written
 
 import ffserve
-from ffserve.client.stream import StreamReader
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import by_name, detect
 from ffserve.formats.tfrecord import frame_header
 from ffserve.formats.tfstream import PIECE_SIZE, FrameStream, Inflater, compression_of
+from ffserve.reader import StreamReader
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tfrecord"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())

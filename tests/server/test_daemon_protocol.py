@@ -21,7 +21,7 @@ import pytest
 from daemon import DEADLINE_S, Daemon, Raw, get, run_python, sample, serving, until, write
 
 import ffserve
-import ffserve.client.choice
+import ffserve.client.failover
 from ffserve import protocol
 from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.errors import (
@@ -458,8 +458,8 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ffserve.client.greeting.CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setitem(ffserve.client.choice.RECONNECT_S, "require", 0.2)
+    monkeypatch.setattr("ffserve.client.handshake.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setitem(ffserve.client.failover.RECONNECT_S, "require", 0.2)
 
 
 REFUSED = (ProtocolError, ServerUnavailable, ReadError)
@@ -501,7 +501,7 @@ def test_daemon_that_never_greets_or_takes_for_ever(hostile: Hostile, path: str)
     for answer in (lambda sock, message: None, dribble):
         hostile.on_hello = answer
         started = time.monotonic()
-        with pytest.raises(ServerUnavailable, match="does not greet"):
+        with pytest.raises(ServerUnavailable, match="handshake timed out"):
             ffserve.open(path, server=hostile.socket)
         assert time.monotonic() - started < DEADLINE_S
 
@@ -638,7 +638,7 @@ def test_daemon_that_says_ready_and_never_is(
         sock.sendall(protocol.encode(protocol.Ready(message.tag, len(message.indices) // 8, [])))
 
     hostile.on_get = reply
-    monkeypatch.setattr("ffserve.client.remote._MOST_EMPTY_ROUNDS", 30)
+    monkeypatch.setattr("ffserve.client.shared_memory._MOST_EMPTY_ROUNDS", 30)
     with ffserve.open(path, server=hostile.socket) as reader:
         with pytest.raises(ReadError, match="too busy"):
             reader.read(range(3))

@@ -50,10 +50,10 @@ def order(seed: int, epoch: int) -> Any:
 
 def read_slowly(reader: ffserve.Reader, epoch: int, numbers: Any) -> None:
     """Read as a job does that computes for longer than the disk takes; check every byte."""
-    source: Any = reader._supply.current()
+    source: Any = reader._selector.current()
     for start in range(0, len(numbers), BATCH):
         part = numbers[start : start + BATCH]
-        until(lambda part=part: not len(source._view.locate(part)[1]), "the batch is read ahead")
+        until(lambda part=part: not len(source.view.locate(part)[1]), "the batch is read ahead")
         assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
         reader.reached(epoch, start + len(part))
 

@@ -25,9 +25,9 @@ JOB = """
 import hashlib, multiprocessing, sys, threading, time
 from multiprocessing.connection import wait
 import numpy as np
-import ffserve, ffserve.client.choice as choice
+import ffserve, ffserve.client.failover as failover
 path, server, seed, pause, reconnect_s = sys.argv[1:6]
-choice.RECONNECT_S.update(auto=float(reconnect_s), require=float(reconnect_s))
+failover.RECONNECT_S.update(auto=float(reconnect_s), require=float(reconnect_s))
 reader = ffserve.open(path, server=server)
 
 def share(reader, mine, pipe, pause, go):
@@ -215,10 +215,10 @@ def test_worker_killed_in_mid_epoch(path: str, truth: Truth) -> None:
 
 
 AUTO = """
-import logging, os, sys, ffserve, ffserve.client.choice as choice
+import logging, os, sys, ffserve, ffserve.client.failover as failover
 os.environ["FFSERVE_SOCKET"] = sys.argv[2]
-choice.RECONNECT_S.update(auto=0.3, require=0.3)
-choice.RETURN_AFTER_S = float(sys.argv[4])
+failover.RECONNECT_S.update(auto=0.3, require=0.3)
+failover.RETURN_AFTER_S = float(sys.argv[4])
 logging.basicConfig(format="%(levelname)s %(message)s")
 readers = [ffserve.open(sys.argv[1], server=sys.argv[3]) for _ in range(2)]
 print(*[r.source for r in readers], flush=True)
@@ -349,13 +349,13 @@ def test_readers_that_nobody_closes_keep_no_descriptors_of_daemons_that_are_gone
 STOPPED = """
 import logging, sys, ffserve, ffserve.client.connection as module
 module.ANSWER_TIMEOUT_S = 3
-import ffserve.client.choice as choice, ffserve.client.greeting as greeting
+import ffserve.client.failover as failover, ffserve.client.handshake as handshake
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader = ffserve.open(sys.argv[1], server="auto")
 print(reader.source, flush=True)
 sys.stdin.readline()
-greeting.CONNECT_TIMEOUT_S = 0.3
-choice.RECONNECT_S.update(auto=0.3)
+handshake.CONNECT_TIMEOUT_S = 0.3
+failover.RECONNECT_S.update(auto=0.3)
 print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=True)
 """
 
@@ -383,13 +383,14 @@ def test_daemon_that_is_stopped_counts_as_gone(path: str, monkeypatch: pytest.Mo
 
 
 BUSY = """
-import logging, sys, ffserve, ffserve.client.choice as choice, ffserve.client.greeting as greeting
-greeting.CONNECT_TIMEOUT_S, choice.RETURN_AFTER_S = 0.3, 0.0
+import logging, sys, ffserve
+import ffserve.client.failover as failover, ffserve.client.handshake as handshake
+handshake.CONNECT_TIMEOUT_S, failover.RETURN_AFTER_S = 0.3, 0.0
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader, other = ffserve.open(sys.argv[1]), ffserve.open(sys.argv[1])
 print(reader.source, reader.stats()["unserved"] == other.stats()["unserved"] != "", flush=True)
 sys.stdin.readline()
-greeting.CONNECT_TIMEOUT_S = 30
+handshake.CONNECT_TIMEOUT_S = 30
 print(len(reader.read([0])), reader.source, "unserved" in reader.stats(), flush=True)
 """
 
@@ -412,7 +413,9 @@ def test_a_daemon_that_greets_late_was_left_without_a_word_for_ever(
         out, err = reading.communicate("go\n", timeout=DEADLINE_S)
         assert out == f"1 daemon {daemon.socket} False\n"
         [line] = err.splitlines()
-        assert line.startswith(f"WARNING reading without the daemon: {daemon.socket}: there is a ")
+        assert line.startswith(
+            f"WARNING reading without the daemon: {daemon.socket}: the handshake "
+        )
         assert "server='require'" in line
 
 

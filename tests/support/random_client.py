@@ -22,8 +22,8 @@ import numpy as np
 from daemon import sample
 
 import ffserve
-from ffserve.client import choice
-from ffserve.client.remote import RemoteSource
+from ffserve.client import failover
+from ffserve.client.shared_memory import SharedMemorySource
 from ffserve.client.source import Leased
 
 COUNT = 400
@@ -59,18 +59,18 @@ class Place:
 
     def __init__(self, reader: ffserve.Reader) -> None:
         self.when = time.monotonic()
-        source = reader._supply.source
-        self._connection = source.connection if isinstance(source, RemoteSource) else None
+        source = reader._selector.source
+        self._connection = source.connection if isinstance(source, SharedMemorySource) else None
         self._arena = "no arena"
-        if self._connection is not None and not self._connection.given.inline:
-            address = self._connection.given.arena.__array_interface__["data"][0]
+        if self._connection is not None and not self._connection.handshake.inline:
+            address = self._connection.handshake.arena.__array_interface__["data"][0]
             for line in Path("/proc/self/maps").read_text().splitlines():
                 low, high = (int(edge, 16) for edge in line.split()[0].split("-"))
                 if low <= address < high:
                     self._arena = " ".join(line.split()[4:])
 
     def __str__(self) -> str:
-        end = None if self._connection is None else self._connection._broken
+        end = None if self._connection is None else self._connection.channel.broken
         return f"{self._arena}, whose session {'lives' if end is None else f'ended: {end!r}'}"
 
 
@@ -266,7 +266,7 @@ class Client:
 def main() -> None:
     """Go on until the file is gone."""
     seed, socket, until, *paths = sys.argv[1:]
-    choice.RECONNECT_S.update(auto=RECONNECT_S, require=RECONNECT_S)
+    failover.RECONNECT_S.update(auto=RECONNECT_S, require=RECONNECT_S)
     client = Client(int(seed), socket, paths)
     print("begun", flush=True)
     while os.path.exists(until):

@@ -29,7 +29,8 @@ LAYERS = {
     "server": "machine protocol socket_path config engine formats dataset files shardfile cache",
     # the client
     "client": "protocol socket_path engine formats dataset files shardfile",
-    "reader aio": "formats dataset files client",
+    "reader": "formats dataset files client",
+    "aio": "dataset client reader",
     # what programs use
     "compat": "parallel formats dataset files output writer client reader",
     "example": "formats dataset reader",
@@ -48,14 +49,12 @@ errors; "ffserve" is the package itself, which offers the names of the upper lay
 
 EXCEPTIONS = {
     ("client", "ffserve.cache.shm"): "clients map the memory that the daemon creates",
-    ("client", "ffserve.reader"): "StreamReader is the Reader of a compressed file",
     ("bench", "ffserve.cli.own"): "the harness starts daemons as the command line does",
     ("bench", "ffserve.cli.terminal"): "the harness prints tables as the command line does",
 }
 """What a folder may import against the table, and why."""
 
 LAZY = {
-    ("ffserve.reader", "ffserve.client.stream"): "only a compressed file needs it",
     ("ffserve.cli.demo_job", "ffserve.cli.demo_numpy"): "the model is chosen at run time",
     ("ffserve.cli.demo_job", "ffserve.cli.demo_torch"): "the model is chosen at run time",
 }

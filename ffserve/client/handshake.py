@@ -1,8 +1,8 @@
-"""The greeting: a socket to the daemon, and what it gives of its memory.
+"""Handshake: connects to the daemon, exchanges HELLO and WELCOME, and maps the daemon's memory.
 
 Three descriptors come with WELCOME: arena, directory, index. They are mapped read-only. Where they
-do not reach us (another container, a limit on descriptors or on the address space) samples come
-through the socket instead.
+do not reach this process (another container, a limit on descriptors or on the address space)
+samples come through the socket instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.shm import is_sealed, map_read_only
-from ffserve.client.inbox import CHUNK
+from ffserve.client.channel import RECEIVE_SIZE, Channel
 from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.socket_path import MAX_SOCKET_PATH
@@ -29,34 +29,39 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class _NoMemory(ServerUnavailable):
-    """The daemon's memory did not reach us."""
+    """The daemon's memory cannot be mapped in this process."""
 
 
-class Greeting:
-    """A socket that was greeted.
+class Handshake:
+    """A socket after the handshake, and the memory that the daemon shares over it.
 
-    Args: path: of the socket. job: name of the training run. payload: how samples may come.
+    Args: path: of the socket. job: name of the training run. payload: the ways in which samples
+        may come, as in HELLO.
 
-    arena_size: bytes, as large as it may become. takes_orders: whether ORDER is of use. inline:
-    samples come through the socket, and nothing is mapped.
+    arena: the mapping, unless `inline`. arena_size: bytes, as large as the arena may become.
+    inline: samples come through the socket, and nothing is mapped. channel: of the connection.
     """
 
     arena: NDArray[np.uint8]
 
     def __init__(self, path: str, job: str, payload: list[str]) -> None:
         self.path = path
-        self.decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._fds: list[int] = []
         weakref.finalize(self, _close_all, self._fds).atexit = False
         self.socket = _connect(path)
         try:
-            self._take(self._greet(job, payload), payload)
+            decoder = protocol.Decoder(protocol.FROM_SERVER)
+            about = self._exchange(decoder, job, payload)
+            self._take(about, payload)
         except BaseException:
             self.drop_fds()
             self.socket.close()
             raise
+        takes_orders = about.get("orders") is True
+        self.channel = Channel(path, decoder, takes_orders=takes_orders, inline=self.inline)
 
-    def _greet(self, job: str, payload: list[str]) -> dict[str, Any]:
+    def _exchange(self, decoder: protocol.Decoder, job: str, payload: list[str]) -> dict[str, Any]:
+        """Send HELLO; return what WELCOME says."""
         from ffserve import __version__
 
         hello = protocol.Hello(
@@ -69,43 +74,50 @@ class Greeting:
             }
         )
         try:
-            # A daemon that takes no more clients says so and hangs up before it hears anything.
+            # A daemon that takes no more clients says so and hangs up before it reads anything.
             with contextlib.suppress(BrokenPipeError):
                 self.socket.sendall(protocol.encode(hello))
             messages: list[Message] = []
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
                 self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(self.socket, CHUNK, 4)
+                chunk, fds, _flags, _address = socket.recv_fds(self.socket, RECEIVE_SIZE, 4)
                 self._fds += fds
                 if not chunk:
-                    raise ServerUnavailable("the daemon hung up", path=self.path)
-                messages = self.decoder.feed(chunk)
+                    raise ServerUnavailable(
+                        "the daemon closed the connection during the handshake", path=self.path
+                    )
+                messages = decoder.feed(chunk)
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
-            slow = isinstance(error, TimeoutError)
-            reason = f"nothing came for {CONNECT_TIMEOUT_S:g} s" if slow else str(error)
+            timed_out = isinstance(error, TimeoutError)
+            reason = f"no WELCOME within {CONNECT_TIMEOUT_S:g} s" if timed_out else str(error)
             raise ServerUnavailable(
-                f"there is a daemon, but it does not greet: {reason}",
+                f"the handshake {'timed out' if timed_out else 'failed'}: {reason}",
                 path=self.path,
-                hint="is it stopped, or the machine overloaded? server='require' waits for it",
+                hint="the daemon is stopped or the machine is overloaded; server='require' waits",
             ) from error
         match messages[0]:
             case protocol.Welcome(about=about):
                 return about
             case protocol.Fail(error=wire):
                 raise protocol.error_from_wire(wire)
-        raise ProtocolError("the daemon's greeting is none", path=self.path)
+        raise ProtocolError(
+            f"invalid handshake: the daemon sent {type(messages[0]).__name__.upper()} where "
+            "WELCOME is due",
+            path=self.path,
+        )
 
     def _take(self, about: dict[str, Any], payload: list[str]) -> None:
         arena_size, capacity = about.get("arena_size"), about.get("capacity")
         if not isinstance(arena_size, int) or not isinstance(capacity, int):
-            raise ProtocolError("the daemon's WELCOME has no sizes", path=self.path)
+            raise ProtocolError("invalid WELCOME: arena_size or capacity missing", path=self.path)
         if arena_size <= 0 or not 0 < capacity < 1 << 48:
-            raise ProtocolError("the daemon's WELCOME has impossible sizes", path=self.path)
+            raise ProtocolError(
+                f"invalid WELCOME: arena_size {arena_size}, capacity {capacity}", path=self.path
+            )
         self.arena_size = arena_size
-        self.takes_orders = about.get("orders") is True
         self._capacity = capacity
         self.inline = about.get("payload", "shared") == "inline"
         if self.inline:
@@ -113,7 +125,9 @@ class Greeting:
         if "shared" not in payload:
             raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
         if len(self._fds) != 3:
-            raise _NoMemory("no descriptors came with the daemon's WELCOME", path=self.path)
+            raise _NoMemory(
+                f"{len(self._fds)} descriptors came with WELCOME, not 3", path=self.path
+            )
         if not all(map(is_sealed, self._fds)):
             raise ProtocolError("the daemon's memory is not sealed", path=self.path)
         try:
@@ -132,15 +146,18 @@ class Greeting:
         if count == 0:
             return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
         offsets = map_read_only(self._fds[2], base * 8, count * 8).view(np.uint64)
-        place = self._capacity * 8 + base * 4
-        return offsets.copy(), map_read_only(self._fds[2], place, count * 4).view(np.uint32).copy()
+        start = self._capacity * 8 + base * 4
+        return offsets.copy(), map_read_only(self._fds[2], start, count * 4).view(np.uint32).copy()
 
     def _check_run(self, base: int, count: int) -> None:
         if base < 0 or count < 0 or base + count > self._capacity:
-            raise ProtocolError("the daemon named samples outside its tables", path=self.path)
+            raise ProtocolError(
+                f"invalid OPENED: samples {base} to {base + count} of {self._capacity}",
+                path=self.path,
+            )
 
     def drop_fds(self) -> None:
-        """Close the descriptors of what is mapped; mappings stay."""
+        """Close the descriptors of the shared memory; mappings stay."""
         _close_all(self._fds)
 
 
@@ -149,25 +166,25 @@ def _close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def greet(path: str, job: str) -> Greeting:
-    """Connect to the daemon at `path` and greet it.
+def connect(path: str, job: str) -> Handshake:
+    """Connect to the daemon at `path` and exchange HELLO and WELCOME.
 
     Raises:
-        ServerUnavailable: nobody answers there.
-        ProtocolError: who answers speaks another protocol.
+        ServerUnavailable: nothing answers there.
+        ProtocolError: the other side speaks another protocol.
     """
     try:
-        return Greeting(path, job, ["shared", "inline"])
+        return Handshake(path, job, ["shared", "inline"])
     except _NoMemory:
-        return Greeting(path, job, ["inline"])
+        return Handshake(path, job, ["inline"])
 
 
 def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        # Where as many wait already as may, a socket with Python's timeout gives up at once.
-        patience = struct.pack("ll", *divmod(int(CONNECT_TIMEOUT_S * 1e6), 1_000_000))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        # With Python's own timeout a connect to a full backlog fails at once.
+        timeout = struct.pack("ll", *divmod(int(CONNECT_TIMEOUT_S * 1e6), 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         sock.connect(path)
     except OSError as error:
         sock.close()
@@ -176,7 +193,7 @@ def _connect(path: str) -> socket.socket:
         elif isinstance(error, PermissionError):
             hint = "become a member of the socket's group (see `ls -l`) and log in again"
         elif isinstance(error, BlockingIOError):
-            hint = "it is stopped, or has more to do than it can: `ffserve status` may tell"
+            hint = "the daemon is stopped or overloaded: see `ffserve status`"
         else:
             hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"
         raise ServerUnavailable(

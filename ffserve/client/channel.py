@@ -1,0 +1,517 @@
+"""Client side of the protocol, without I/O: the requests and answers of one connection.
+
+A driver owns the socket: `connection` with blocking calls, for threads; `loop` in an event loop. It
+sends `output`, hands what it receives to `feed` or into `payload_buffers`, and wakes the waiters of
+the tags that were answered. Everything else is decided here: tags, acknowledgements, counters,
+which messages are kept back, and what an answer means that nobody waits for any more.
+
+Two kinds of messages leave a client. *Requests* are queued at once, except that a GET or LEASE is
+kept back while the daemon has as many as it takes. *Reports* (counters, acknowledgements, closed
+data sets, the position in an order) are state until everything queued was sent, and are written
+then; so they do not pile up in front of a daemon that reads nothing.
+
+A channel may be used by threads. The lock is held for bookkeeping only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.protocol import Message
+
+if TYPE_CHECKING:
+    from ffserve.client.handshake import Handshake
+
+M = TypeVar("M")
+T = TypeVar("T")
+Int64s = NDArray[np.int64]
+
+REPORT_INTERVAL_S = 1.0
+"""How often a client that only hits reports its counters."""
+ORDER_PIECE = 16_384
+"""Positions in one ORDER: between the pieces the daemon serves others."""
+RECEIVE_SIZE = 256 * 1024
+INLINE_RECEIVE_SIZE = 4096
+"""Bytes received at once where payload follows frames: payload behind a frame is copied twice."""
+MOST_BUFFERS = 512
+"""Buffers that one call of the kernel fills."""
+
+Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
+"""What a request does, step by step, without doing it. Yields an int, the tag of an answer, to be
+sent that message; a float, a pause in seconds; positions (None: all of the request) to be copied,
+to be sent those that could not be."""
+
+
+class Request(Protocol):
+    """A request that a driver can run."""
+
+    def steps(self) -> Steps[Any]:
+        """Return the steps that are left."""
+        ...
+
+    def copy(self, positions: Int64s | None) -> Int64s:
+        """Copy samples; return the positions of those that could not be read."""
+        ...
+
+    def give_up(self) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+
+class Driver(Protocol):
+    """A connection, as sources use it: `connection.Connection` or `loop.LoopConnection`."""
+
+    path: str
+    job: str
+    handshake: Handshake
+    channel: Channel
+
+    @property
+    def alive(self) -> bool:
+        """False once it broke or was closed."""
+        ...
+
+    def flush(self) -> None:
+        """Send the requests that are queued."""
+        ...
+
+    def report(self) -> None:
+        """Send the reports that are due, without waiting."""
+        ...
+
+    def leave(self) -> None:
+        """A reader does not need the connection any more."""
+        ...
+
+
+class PayloadSink(Protocol):
+    """Takes the samples of one GET that come through the socket."""
+
+    def begin(self, lengths: NDArray[np.uint64]) -> None:
+        """Take the lengths of the samples. Raises: ProtocolError when they are impossible."""
+        ...
+
+    def buffers(self, size: int) -> list[memoryview]:
+        """Return where the next bytes go: together `size` bytes, or the first MOST_BUFFERS parts.
+
+        Raises: ProtocolError when fewer bytes are due.
+        """
+        ...
+
+    def filled(self, size: int) -> None:
+        """So many bytes were written there."""
+        ...
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request without a collected answer. given_up: nobody will collect it."""
+
+    kind: type[Message]
+    dataset: int
+    answer: Message | None = None
+    given_up: bool = False
+
+
+class Channel:
+    """See the module's text.
+
+    Args:
+        path: the daemon's socket, for error messages.
+        decoder: of what the daemon sends.
+        takes_orders: the daemon wants ORDER, REACHED and SEEN.
+        inline: samples come through the socket.
+    """
+
+    def __init__(
+        self, path: str, decoder: protocol.Decoder, *, takes_orders: bool, inline: bool
+    ) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self.broken: FFServeError | None = None
+        self.leased: set[int] = set()
+        """Tags of LEASEs that were not released."""
+        self.urgent = False
+        """A request waits to be sent."""
+        self.report_due = False
+        """An answer that nobody waited for was given back: `queue_reports` has something to say."""
+        self.receive_size = INLINE_RECEIVE_SIZE if inline else RECEIVE_SIZE
+        self._takes_orders = takes_orders
+        self._decoder = decoder
+        self._next_tag = 1
+        self._queue: list[bytes] = []
+        self._front = memoryview(b"")
+        """What is being sent."""
+        self._waiting: dict[int, _Waiting] = {}
+        self.unanswered: set[int] = set()
+        """Tags of GETs and LEASEs that were sent."""
+        self._kept_back: deque[tuple[int, bytes]] = deque()
+        """GETs and LEASEs beyond MOST_REQUESTS, by tag."""
+        self._acknowledged: list[int] = []
+        self._hits = self._hit_size = 0
+        self._reported = time.monotonic()
+        self._closed_datasets: list[int] = []
+        self._positions: dict[int, tuple[int, int]] = {}
+        self._sinks: dict[int, PayloadSink] = {}
+        self._sink: PayloadSink | None = None
+        self._waste = memoryview(b"")
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def open(self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool) -> int:
+        """Queue an OPEN; return its tag."""
+        what = {"paths": list(paths), "format": format, "verify": verify, "tolerant": tolerant}
+        return self._request(protocol.Open(self._tag(), what))
+
+    def get(self, dataset: int, indices: Int64s, sink: PayloadSink | None = None) -> int:
+        """Queue a GET, with what is to be reported; return its tag.
+
+        Args: sink: takes the samples where they come through the socket.
+        """
+        packed = protocol.pack_indices(indices)
+        with self.lock:
+            tag = self._tag()
+            if sink is not None:
+                self._sinks[tag] = sink
+            acknowledged, hits, hit_size = self._take_counters()
+            message = protocol.Get(tag, dataset, packed, acknowledged, hits, hit_size)
+            return self._request(message, dataset)
+
+    def lease(self, dataset: int, indices: Int64s, tags: list[int]) -> int:
+        """Queue a LEASE; return its tag.
+
+        Args: tags: gets the tag as well; the caller releases all of these, whatever happens.
+        """
+        packed = protocol.pack_indices(indices)
+        with self.lock:
+            tag = self._tag()
+            tags.append(tag)
+            self.leased.add(tag)
+            return self._request(protocol.Lease(tag, dataset, packed), dataset)
+
+    def release(self, tags: list[int]) -> None:
+        """Queue a RELEASE of leases."""
+        with self.lock:
+            self.leased.difference_update(tags)
+            for tag in tags:
+                self.give_up(tag)
+            if self.broken is None:
+                self._push(protocol.encode(protocol.Release(protocol.pack_tags(tags))))
+
+    def look_up(self, dataset: int, indices: Int64s) -> int:
+        """Queue a LOOKUP; return its tag."""
+        message = protocol.Lookup(self._tag(), dataset, protocol.pack_indices(indices))
+        return self._request(message, dataset)
+
+    def order_pieces(
+        self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
+    ) -> Iterator[int]:
+        """Queue an order piece by piece; yields its tag after each. Pieces of two orders must not
+        mix."""
+        tag = self._tag()
+        what = {"name": name, "replacement": replacement}
+        for start in range(0, len(order), ORDER_PIECE):
+            packed = protocol.pack_order(order[start : start + ORDER_PIECE])
+            piece = protocol.Order(tag, dataset, epoch, len(order), start, packed, what)
+            if start == 0:
+                self._request(piece)
+            else:
+                with self.lock:
+                    self.check()
+                    self._push(protocol.encode(piece))
+            yield tag
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether the daemon wants to know orders and positions in them."""
+        return self._takes_orders
+
+    def status(self) -> int:
+        """Queue a STATUS; return its tag."""
+        return self._request(protocol.Status(self._tag()))
+
+    def resize(self, size: int) -> int:
+        """Queue a RESIZE; return its tag."""
+        return self._request(protocol.Resize(self._tag(), size))
+
+    def seen(self, dataset: int, indices: Int64s) -> None:
+        """Queue a SEEN of at most MAX_GET_COUNT cached samples, to go out with the next GET."""
+        if self._takes_orders:
+            frame = protocol.encode(protocol.Seen(dataset, protocol.pack_order(indices)))
+            with self.lock:
+                self.check()
+                self._push(frame)
+
+    def _tag(self) -> int:
+        with self.lock:
+            tag = self._next_tag
+            self._next_tag = tag % 0xFFFFFFFF + 1
+            return tag
+
+    def _request(self, message: Any, dataset: int = 0) -> int:
+        tag: int = message.tag
+        frame = protocol.encode(message)
+        with self.lock:
+            self.check()
+            self._waiting[tag] = _Waiting(type(message), dataset)
+            if isinstance(message, (protocol.Get, protocol.Lease)):
+                if len(self.unanswered) >= protocol.MOST_REQUESTS:
+                    self._kept_back.append((tag, frame))
+                    return tag
+                self.unanswered.add(tag)
+            self._push(frame)
+        return tag
+
+    def _push(self, frame: bytes) -> None:
+        self._queue.append(frame)
+        self.urgent = True
+
+    # ---- reports --------------------------------------------------------------------------
+
+    def acknowledge(self, tag: int) -> None:
+        """The samples of a GET were copied."""
+        with self.lock:
+            self._acknowledged.append(tag)
+
+    def count_hits(self, count: int, size: int) -> bool:
+        """Count cached samples that were copied; return whether a report is due."""
+        with self.lock:
+            self._hits += count
+            self._hit_size += size
+        return time.monotonic() - self._reported > REPORT_INTERVAL_S
+
+    def reached(self, dataset: int, epoch: int, position: int) -> None:
+        """Note the job's position in an order that it announced. Only the latest is reported."""
+        if self._takes_orders:
+            with self.lock:
+                self._positions[dataset] = epoch, position
+
+    def close_dataset(self, dataset: int) -> None:
+        """A data set is not needed any more; its requests that were kept back fail."""
+        with self.lock:
+            self._closed_datasets.append(dataset)
+            closed = protocol.error_to_wire(ServerUnavailable("the data set was closed"))
+            for tag, frame in list(self._kept_back):
+                if self._waiting[tag].dataset == dataset:
+                    self._kept_back.remove((tag, frame))
+                    self._waiting[tag].answer = protocol.Fail(tag, closed)
+
+    def queue_reports(self) -> None:
+        """Queue what is to be reported, if all that was queued before has been sent."""
+        with self.lock:
+            if self._queue or self._front or self.broken is not None:
+                return
+            self.report_due = False
+            acknowledged, hits, hit_size = self._take_counters()
+            if acknowledged or hits:
+                tell = protocol.Tell(0, hits, hit_size, acknowledged)
+                self._queue.append(protocol.encode(tell))
+            for dataset, (epoch, position) in self._positions.items():
+                self._queue.append(protocol.encode(protocol.Reached(dataset, epoch, position)))
+            self._positions.clear()
+            for dataset in self._closed_datasets:
+                self._queue.append(protocol.encode(protocol.Close(dataset)))
+            self._closed_datasets.clear()
+
+    def _take_counters(self) -> tuple[bytes, int, int]:
+        acknowledged, self._acknowledged = self._acknowledged, []
+        hits, self._hits = self._hits, 0
+        hit_size, self._hit_size = self._hit_size, 0
+        self._reported = time.monotonic()
+        return protocol.pack_tags(acknowledged), hits, hit_size
+
+    # ---- output ---------------------------------------------------------------------------
+
+    def output(self) -> memoryview:
+        """Return what is to be sent next; empty: nothing. For one sender at a time."""
+        with self.lock:
+            if not self._front and self._queue:
+                queued, self._queue = self._queue, []
+                self._front = memoryview(queued[0] if len(queued) == 1 else b"".join(queued))
+            return self._front
+
+    def sent(self, size: int) -> None:
+        """The socket took so many bytes of `output`."""
+        with self.lock:
+            self._front = self._front[size:]
+            if not self._front and not self._queue:
+                self.urgent = False
+
+    # ---- input ----------------------------------------------------------------------------
+
+    def payload_buffers(self) -> list[memoryview]:
+        """Return where to receive the next bytes; empty: they are for `feed`."""
+        size = self._decoder.payload_size
+        if not size:
+            return []
+        with self.lock:
+            if self._sink is not None:
+                return self._sink.buffers(size)
+            if not self._waste:
+                self._waste = memoryview(bytearray(RECEIVE_SIZE))
+            return [self._waste[:size]]
+
+    def payload_filled(self, size: int) -> None:
+        """So many bytes were received into `payload_buffers`."""
+        with self.lock:
+            self._decoder.skip_payload(size)
+            if self._sink is not None:
+                self._sink.filled(size)
+
+    def feed(self, chunk: bytes) -> list[int]:
+        """Take received bytes; return the tags that were answered.
+
+        Raises: ProtocolError; the error by which the daemon ended the session. The caller then
+            calls `fail` with it.
+        """
+        answered: list[int] = []
+        with self.lock:
+            messages = self._decoder.feed(chunk)
+            while messages:
+                for message in messages:
+                    self._take(message, answered)
+                messages = []
+                while self._decoder.payload_size and (taken := self._decoder.take_payload()):
+                    self._pour(taken)
+                    if not self._decoder.payload_size:
+                        messages = self._decoder.feed(b"")
+                        break
+            while self._kept_back and len(self.unanswered) < protocol.MOST_REQUESTS:
+                tag, frame = self._kept_back.popleft()
+                self.unanswered.add(tag)
+                self._push(frame)
+        return answered
+
+    def _take(self, message: Any, answered: list[int]) -> None:
+        if isinstance(message, protocol.Welcome):
+            raise ProtocolError("the daemon sent a second WELCOME", path=self.path)
+        tag: int = message.tag
+        match message:
+            case protocol.Sending(lengths=packed):
+                if len(packed) % 8:
+                    raise ProtocolError(f"the daemon sent {len(packed)} bytes of lengths")
+                if tag in self._sinks:
+                    self._sinks[tag].begin(np.frombuffer(packed, "<u8"))
+                return
+            case protocol.Payload():
+                self._sink = self._sinks.get(tag)
+                return
+            case protocol.Fail(tag=0, error=wire):
+                raise protocol.error_from_wire(wire)
+        self._sinks.pop(tag, None)
+        self.unanswered.discard(tag)
+        waiting = self._waiting.get(tag)
+        if waiting is None:
+            return
+        if waiting.given_up:
+            del self._waiting[tag]
+            self._give_back(waiting.kind, message)
+            return
+        waiting.answer = message
+        answered.append(tag)
+
+    def _pour(self, taken: bytes) -> None:
+        """Put bytes of payload in place that came with a frame."""
+        rest = memoryview(taken)
+        while rest and self._sink is not None:
+            for view in self._sink.buffers(len(rest)):
+                view[:] = rest[: len(view)]
+                self._sink.filled(len(view))
+                rest = rest[len(view) :]
+
+    def _give_back(self, kind: type[Message], answer: Message) -> None:
+        """Return to the daemon what an answer brought that nobody waits for."""
+        self.report_due = True
+        if kind is protocol.Get and isinstance(answer, protocol.Ready):
+            self._acknowledged.append(answer.tag)
+        elif isinstance(answer, protocol.Opened):
+            self._closed_datasets.append(answer.dataset)
+
+    # ---- answers --------------------------------------------------------------------------
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the daemon owes an answer."""
+        return any(waiting.answer is None for waiting in self._waiting.values())
+
+    def has_answer(self, tag: int) -> bool:
+        """Whether `collect` has something to say about this tag."""
+        waiting = self._waiting.get(tag)
+        return waiting is None or waiting.answer is not None
+
+    def collect(self, tag: int) -> Message:
+        """Return the answer to a request, once.
+
+        Raises: what the daemon answered; why the connection broke before that.
+        """
+        with self.lock:
+            waiting = self._waiting.pop(tag, None)
+            if waiting is None or waiting.answer is None:
+                raise self.gone()
+        if isinstance(waiting.answer, protocol.Fail):
+            raise protocol.error_from_wire(waiting.answer.error)
+        return waiting.answer
+
+    def expect(self, answer: Message, kind: type[M]) -> M:
+        """Return an answer if it is of this kind. Raises: ProtocolError, and the connection is
+        broken."""
+        if isinstance(answer, kind):
+            return answer
+        error = ProtocolError(
+            f"the daemon answered with {type(answer).__name__.upper()} where "
+            f"{kind.__name__.upper()} is due",
+            path=self.path,
+        )
+        self.fail(error)
+        raise error
+
+    def give_up(self, tag: int) -> None:
+        """Nobody waits for this request any more. What its answer brings is given back."""
+        with self.lock:
+            sink = self._sinks.pop(tag, None)
+            if sink is not None and self._sink is sink:
+                self._sink = None
+            waiting = self._waiting.pop(tag, None)
+            if waiting is None:
+                return
+            if waiting.answer is not None:
+                self._give_back(waiting.kind, waiting.answer)
+                return
+            for kept in self._kept_back:
+                if kept[0] == tag:
+                    self._kept_back.remove(kept)
+                    return
+            if self.broken is None:
+                waiting.given_up = True
+                self._waiting[tag] = waiting
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if the connection is broken."""
+        if self.broken is not None:
+            raise self.gone()
+
+    def fail(self, error: FFServeError) -> None:
+        """The connection is broken; the first reason stays."""
+        with self.lock:
+            self.broken = self.broken or error
+            self._kept_back.clear()
+            self._queue.clear()
+            self.urgent = False
+
+    def gone(self) -> FFServeError:
+        """Return why requests fail."""
+        if self.broken is None:
+            return ServerUnavailable("this request was given up", path=self.path)
+        return self.broken.located()

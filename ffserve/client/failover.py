@@ -1,0 +1,613 @@
+"""Source selection: which source a reader takes, and what it does when that one is lost.
+
+The decisions are generators that do no I/O (`SourceSelection`). They yield what their driver is to
+do (open a source, announce an order to one, wait), get the source sent in or the error thrown in,
+and return when the reader has its source. `SourceSelector` drives them with blocking calls, for
+threads, and `LoopSelector` in an event loop. One thread or task looks for a source while the
+others wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from ffserve import protocol
+from ffserve.client import connection as connections
+from ffserve.client.channel import Driver
+from ffserve.client.inline import InlineSource
+from ffserve.client.local import LocalSource
+from ffserve.client.loop import LoopConnection, LoopState, in_thread
+from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
+from ffserve.client.source import Int64s, Source
+from ffserve.dataset import check_same_content, combined_fingerprint
+from ffserve.engine.io import probe
+from ffserve.errors import (
+    AccessDenied,
+    FFServeError,
+    ProtocolError,
+    ReadError,
+    ServerUnavailable,
+    UsageError,
+)
+from ffserve.socket_path import find_socket
+
+log = logging.getLogger("ffserve")
+
+RECONNECT_S = {"auto": 5.0, "require": 30.0}
+"""How long a reader waits for a daemon that went away, before it reads by itself or gives up."""
+RETURN_AFTER_S = 30.0
+"""How long a reader that lost its daemon reads by itself before it looks for one again."""
+LOOK_INTERVAL_S = 0.25
+"""How often a reader that only announces looks for a daemon that went away."""
+NOT_SERVED = (ServerUnavailable, ProtocolError, AccessDenied, ReadError)
+"""The daemon does not serve these files to this process; an engine of its own may read them."""
+_NOT_RUNNING = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
+"""Errors of connecting to a socket that no process listens on."""
+
+T = TypeVar("T")
+Order: TypeAlias = tuple[Int64s, int, str | None, bool]
+"""The arguments of `Source.announce`: order, epoch, name, replacement."""
+
+
+class Open(enum.Enum):
+    """A step: open a source."""
+
+    REMOTE = "the daemon"
+    LOCAL = "an engine in this process"
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A step: announce an order to a source."""
+
+    source: Source
+    order: Order
+
+
+Steps: TypeAlias = Generator["Open | Announce | float", Any, T]
+"""A float is a step as well: wait so many seconds."""
+
+
+class AnnouncedOrders(Protocol):
+    """What a reader announced, for the next source."""
+
+    def orders(self) -> list[Order]:
+        """Return the orders, first epoch first."""
+        ...
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and position in its order."""
+        ...
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """The arguments of `ffserve.open`, and what is known of the data set whatever its source.
+
+    paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
+    count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
+    unserved: why a daemon that is running does not serve the files.
+    """
+
+    paths: tuple[str, ...]
+    format: str | None
+    server: str
+    verify: bool
+    tolerant: bool
+    count: int = 0
+    closed: bool = False
+    totals: dict[str, int] = field(default_factory=dict)
+    unserved: str = ""
+    _expected: int | None = None
+
+    @property
+    def socket(self) -> str:
+        """The daemon's socket."""
+        named = self.server not in ("auto", "require", "off")
+        return find_socket(self.server if named else None)
+
+    def check(self, source: Source) -> None:
+        """Note what a new source opened. Raises when it is not what the last one had."""
+        if self.closed:
+            raise closed_error()
+        check_same_content(self._expected, source.shards)
+        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
+        self.count = source.count
+
+    def add_totals(self, source: Source) -> None:
+        """A source will read no more for this reader."""
+        for name in ("hits", "misses", "bytes"):
+            self.totals[name] = self.totals.get(name, 0) + int(source.stats()[name])
+
+
+class SourceSelection:
+    """The source that a reader has, and the steps to another.
+
+    Args: announced: goes to the next source as well.
+    """
+
+    def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
+        self.request = request
+        self.source: Source | None = None
+        self.away_since: float | None = None
+        """When the daemon went away, or was looked for last; None: there is no reason to look."""
+        self._announced = announced
+        self._swapping = threading.Lock()
+        """Held while `source` and `request.closed` change together."""
+
+    def opening(self, patience_s: float) -> Steps[None]:
+        """Have a first source; a required daemon that is away is waited for."""
+        yield from self.taking((yield from self._first(patience_s)))
+
+    def replacing(self, lost: Source) -> Steps[None]:
+        """The daemon is gone: wait for the next one, or read without it."""
+        if self.source is lost:
+            self._retire(lost)
+            self.source = None
+            yield from self.taking((yield from self._after_loss()))
+
+    def returning(self) -> Steps[None]:
+        """Look for the daemon that went away, and return to it if it is back."""
+        try:
+            source = yield Open.REMOTE
+        except NOT_SERVED:
+            return
+        yield from self.moving(source)
+
+    def moving(self, source: Source) -> Steps[None]:
+        """Have this source, of the daemon that went away, instead of the present one."""
+        old = self.source
+        yield from self.taking(source)
+        self.away_since = None
+        self.request.unserved = ""
+        if old is not None:
+            self._retire(old)
+
+    def taking(self, source: Source) -> Steps[None]:
+        """Have a source that was opened just now. Raises, and closes it, if its content is not
+        that of the last one, or the reader was closed meanwhile."""
+        try:
+            self.request.check(source)
+            # Another daemon does not know this reader's orders. They help, but are not needed.
+            with contextlib.suppress(FFServeError):
+                for order in self._announced.orders():
+                    yield Announce(source, order)
+                epoch, position = self._announced.position
+                if position:
+                    source.reached(epoch, position)
+            with self._swapping:
+                if self.request.closed:
+                    raise closed_error()
+                self.source = source
+        except BaseException:
+            source.close()
+            raise
+
+    def close(self) -> Source | None:
+        """Refuse all use from now on; return the source, which the caller closes."""
+        with self._swapping:
+            self.request.closed = True
+            source, self.source = self.source, None
+            return source
+
+    def after_fork(self) -> None:
+        """This process is a child: have another source at the next use."""
+        self._swapping = threading.Lock()
+        if self.source is not None:
+            self.source.after_fork()
+        if not isinstance(self.source, LocalSource):
+            self.source = None
+
+    def due(self) -> bool:
+        """Whether the daemon that went away is to be looked for; then not soon again."""
+        now = time.monotonic()
+        if self.away_since is None or now - self.away_since < RETURN_AFTER_S:
+            return False
+        self.away_since = now
+        return True
+
+    def _retire(self, source: Source) -> None:
+        self.request.add_totals(source)
+        source.close()
+
+    def _first(self, patience_s: float) -> Steps[Source]:
+        server = self.request.server
+        deadline = time.monotonic() + patience_s
+        while server != "off":
+            try:
+                source: Source = yield Open.REMOTE
+                self.request.unserved = ""
+                return source
+            except NOT_SERVED as error:
+                away = isinstance(error, ServerUnavailable)
+                if server == "auto":
+                    # That no daemon runs is not worth a warning; one that cannot be used is.
+                    if not away or not isinstance(error.__cause__, _NOT_RUNNING):
+                        if self._first_time(error):
+                            log.warning("reading without the daemon: %s", error)
+                        if away:
+                            self.away_since = time.monotonic()
+                    break
+                if not away or time.monotonic() >= deadline:
+                    raise
+            yield 0.05
+        source = yield Open.LOCAL
+        return source
+
+    def _after_loss(self) -> Steps[Source]:
+        server = self.request.server
+        deadline = time.monotonic() + RECONNECT_S["auto" if server == "auto" else "require"]
+        pause = 0.01
+        while True:
+            try:
+                source: Source = yield Open.REMOTE
+                self.request.unserved = ""
+                return source
+            except NOT_SERVED as error:
+                final = not isinstance(error, (ServerUnavailable, ProtocolError))
+                if final or time.monotonic() >= deadline:
+                    if server != "auto":
+                        raise
+                    if self._first_time(error, lost=True):
+                        log.warning("the daemon went away, reading without it: %s", error)
+                    break
+            yield pause
+            pause = min(2 * pause, 0.25)
+        source = yield Open.LOCAL
+        self.away_since = time.monotonic()
+        return source
+
+    def _first_time(self, error: FFServeError, *, lost: bool = False) -> bool:
+        """Note why the daemon does not serve; return whether to log it: once per process for a
+        daemon that does not answer, whatever the files, and once for one that was lost."""
+        self.request.unserved = str(error)
+        key = f"{lost} {error.path or error}"
+        new = key not in _logged
+        _logged.add(key)
+        return new
+
+
+_logged: set[str] = set()
+
+
+def closed_error() -> UsageError:
+    """Return the error for the use of a closed reader."""
+    return UsageError("this reader is closed")
+
+
+def source_over(
+    connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]
+) -> SharedMemorySource | InlineSource:
+    """Return the source that suits the connection. Raises: ProtocolError."""
+    kind = InlineSource if connection.handshake.inline else SharedMemorySource
+    return kind(connection, opened, paths)
+
+
+class SourceSelector:
+    """Source selection with blocking calls, for threads. A copy in another process begins without
+    a source.
+
+    selection: has the present source.
+    """
+
+    def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
+        self.selection = SourceSelection(request, announced)
+        self._request = request
+        self._searching = threading.Lock()
+        """Held by the thread that looks for a source, not by `close`."""
+        self._closing = threading.Event()
+        self._former: Source | None = None
+        """A source in the job that this process inherited: what was begun there may end there."""
+        self._looking: threading.Thread | None = None
+        self._looked = 0.0
+
+    @property
+    def source(self) -> Source | None:
+        """The present source, if there is one."""
+        return self.selection.source
+
+    @property
+    def away(self) -> bool:
+        """Whether the reader reads without the daemon that it had."""
+        return self.selection.away_since is not None
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def _run(self, steps: Steps[T]) -> T:
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    done = self._take(step)
+                except FFServeError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(done)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            steps.close()
+
+    def _take(self, step: Open | Announce | float) -> Source | None:
+        if self._request.closed:
+            raise closed_error()
+        if step is Open.REMOTE:
+            return self._open_remote()
+        if step is Open.LOCAL:
+            request = self._request
+            return LocalSource(request.paths, request.format, request.verify, request.tolerant)
+        if isinstance(step, Announce):
+            step.source.announce(*step.order)
+            return None
+        assert isinstance(step, float)
+        self._closing.wait(step)
+        return None
+
+    def _open_remote(self) -> Source:
+        request = self._request
+        connection = connections.connect(request.socket)
+        try:
+            opened = connection.open(
+                request.paths, request.format, request.verify, request.tolerant
+            )
+            return source_over(connection, opened, request.paths)
+        except BaseException:
+            connection.leave()
+            raise
+
+    # ---- the source -----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Have a source. Raises what opening the files does."""
+        with self._searching:
+            self._run(self.selection.opening(0.0))
+
+    def current(self) -> Source:
+        """Return the source, opening it in a process that has none yet."""
+        selection = self.selection
+        source = selection.source
+        if source is not None:
+            if selection.away_since is None or not selection.due():
+                return source
+            with self._searching:
+                self._run(selection.returning())
+        with self._searching:
+            if self._request.closed:
+                raise closed_error()
+            if selection.source is None:
+                # A copy in a worker: the daemon of the original may be starting anew just now.
+                self._run(selection.opening(RECONNECT_S["require"]))
+            assert selection.source is not None
+            return selection.source
+
+    def retrying(self, attempt: Callable[[Source], T]) -> T:
+        """Run a request; if the daemon goes away meanwhile, run it again as a whole."""
+        while True:
+            source = self.current()
+            try:
+                return attempt(source)
+            except ServerUnavailable as error:
+                if isinstance(source, LocalSource):
+                    if source is self.source:
+                        raise
+                    continue
+                self.replace(source, error)
+
+    def replace(self, lost: Source, error: FFServeError) -> None:
+        """The daemon is gone: have another source."""
+        with self._searching:
+            if self._request.closed:
+                raise closed_error() from error
+            self._run(self.selection.replacing(lost))
+
+    def has(self, source: Source) -> bool:
+        """Whether a request that was started at a source can be finished there."""
+        return source in (self.source, self._former) or isinstance(source, LocalSource)
+
+    def look_for_daemon(self, instead_of: Source | None) -> None:
+        """Look for the daemon in a thread, and announce to it what was announced: a training loop
+        does not wait. One search at a time, and not again at once."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_INTERVAL_S or (self._looking and self._looking.is_alive()):
+            return
+        self._looked = now
+        self._looking = threading.Thread(
+            target=self._return_to_daemon, args=(instead_of,), name="ffserve-look", daemon=True
+        )
+        self._looking.start()
+
+    def _return_to_daemon(self, instead_of: Source | None) -> None:
+        with contextlib.suppress(FFServeError):
+            source = self._open_remote()
+            with self._searching:
+                if self._request.closed or self.source is not instead_of:
+                    source.close()
+                    return
+                self._run(self.selection.moving(source))
+
+    def lead(self) -> None:
+        """Leave an inherited job, so that what siblings announce does not replace what this
+        process announces."""
+        connections.lead_job()
+        with self._searching:
+            source = self.source
+            if not isinstance(source, DaemonSource) or source.job == connections.job_name():
+                return
+            with contextlib.suppress(*NOT_SERVED):
+                self._run(self.selection.taking(self._open_remote()))
+                self._request.add_totals(source)
+                self._former = source
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give everything back; idempotent. It waits for nobody: a thread that looks for a source
+        finds the reader closed."""
+        sources = self.selection.close(), self._former
+        self._closing.set()
+        self._former = None
+        for source in sources:
+            if source is not None:
+                source.close()
+
+    def after_fork(self) -> None:
+        """This process is a child: have another source at the next use."""
+        self._searching = threading.Lock()
+        self._closing = threading.Event()
+        self._looking = None
+        if self._former is not None:
+            self._former.after_fork()
+        self._former = None
+        self.selection.after_fork()
+
+
+class LoopSelector:
+    """Source selection in one event loop; used in its thread.
+
+    Args: state: of the loop.
+    """
+
+    def __init__(self, state: LoopState, request: OpenRequest, announced: AnnouncedOrders) -> None:
+        self.state = state
+        self.selection = SourceSelection(request, announced)
+        self._request = request
+        self._lock = asyncio.Lock()
+        self._searches = 0
+        self._failure: FFServeError | None = None
+        """Of the last search for a source."""
+
+    @property
+    def source(self) -> Source | None:
+        """The present source, if there is one."""
+        return self.selection.source
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    async def _run(self, steps: Steps[T]) -> T:
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    done = await self._take(step)
+                except FFServeError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(done)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            steps.close()
+
+    async def _take(self, step: Open | Announce | float) -> Source | None:
+        if step is Open.REMOTE:
+            return await self._open_remote()
+        if step is Open.LOCAL:
+            return await self._open_local()
+        if isinstance(step, Announce):
+            await announce(step.source, step.order)
+            return None
+        assert isinstance(step, float)
+        await asyncio.sleep(step)
+        return None
+
+    async def _open_remote(self) -> Source:
+        request = self._request
+        connection = await self.state.connect(request.socket)
+        try:
+            opened = await connection.open(
+                request.paths, request.format, request.verify, request.tolerant
+            )
+            return source_over(connection, opened, request.paths)
+        except BaseException:
+            connection.leave()
+            raise
+
+    async def _open_local(self) -> Source:
+        await in_thread(probe)
+        engine, request = self.state.engine().engine, self._request
+        return await in_thread(
+            lambda: LocalSource(
+                request.paths, request.format, request.verify, request.tolerant, lambda: engine
+            ),
+            LocalSource.close,
+        )
+
+    # ---- the source -----------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Have a source. Raises what opening the files does."""
+        await self._run(self.selection.opening(0.0))
+
+    async def current(self) -> Source:
+        """Return the source, opening it in a loop that has none yet."""
+        selection = self.selection
+        source = selection.source
+        if source is not None:
+            if selection.away_since is None or not selection.due():
+                return source
+            async with self._lock:
+                await self._run(selection.returning())
+        async with self._alone():
+            if selection.source is None:
+                await self._run(selection.opening(RECONNECT_S["require"]))
+            assert selection.source is not None
+            return selection.source
+
+    async def retrying(self, attempt: Callable[[Source], Awaitable[T]]) -> T:
+        """Make a request; if the daemon goes away meanwhile, make it again as a whole."""
+        while True:
+            source = await self.current()
+            try:
+                return await attempt(source)
+            except ServerUnavailable:
+                if isinstance(source, LocalSource):
+                    if source is self.source:
+                        raise
+                    continue
+                async with self._alone():
+                    await self._run(self.selection.replacing(source))
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Look for a source for all tasks; those that waited while that failed get its error."""
+        asked = self._searches
+        async with self._lock:
+            if self._request.closed:
+                raise closed_error()
+            if self._failure is not None and asked < self._searches:
+                raise self._failure.located()
+            self._searches += 1
+            self._failure = None
+            try:
+                yield
+            except FFServeError as error:
+                self._failure = error
+                raise
+
+    def close(self) -> Source | None:
+        """Have no source any more; return it, to be closed in the thread of this loop."""
+        return self.selection.close()
+
+    def after_fork(self) -> None:
+        """This process is a child, which has no use for a loop of its parent."""
+        if self.source is not None:
+            self.source.after_fork()
+
+
+async def announce(source: Source, order: Order) -> None:
+    """Announce an order to a source that has a use for it."""
+    if isinstance(source, DaemonSource):
+        assert isinstance(source.connection, LoopConnection)
+        numbers, epoch, name, replacement = order
+        await source.connection.announce(source.dataset, epoch, numbers, name, replacement)

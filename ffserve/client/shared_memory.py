@@ -1,0 +1,496 @@
+"""Samples of the daemon out of shared memory: cached ones are copied, missing ones asked for.
+
+A request looks every sample up in the shared directory, sends GETs for those that are missing,
+copies those that are cached, and then waits. A sample that is evicted between look-up and copy is
+asked for like a missing one; the daemon pins what a READY announces until it is acknowledged, so
+every round makes progress.
+
+Lengths of records that lie in chunks are not known until the daemon has decoded those. A request
+for such records first waits for all of them, and allocates its memory then; a length that is known
+once stays known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.client.channel import Driver, Request, Steps
+from ffserve.client.connection import Connection
+from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out, cut, empty
+from ffserve.client.statistics import ClientStatistics
+from ffserve.dataset import Layout, ShardInfo
+from ffserve.engine.shm import Lookup, View
+from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
+from ffserve.formats.base import UNKNOWN_LENGTH
+
+GET_COUNT = 1024
+"""Samples in one GET: enough for the engine's full depth many times over."""
+GET_SIZE = 8 << 20
+"""Bytes of samples in one GET, if that is more than one sample: while the client copies them, the
+daemon reads the next ones."""
+GETS_IN_FLIGHT = 4
+"""The daemon works on the next while this side copies the last."""
+_MOST_EMPTY_ROUNDS = 1000
+
+
+class DaemonSource:
+    """A data set that the daemon has opened, however its samples come.
+
+    Args: opened: the daemon's answer. paths: absolute, of the shards, as they were asked for.
+
+    Raises: ProtocolError when the answer is malformed; the connection is still the caller's then.
+
+    Methods that wait need a connection with blocking calls; in an event loop its driver runs the
+    requests.
+    """
+
+    def __init__(self, connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
+        self.connection = connection
+        self.dataset = opened.dataset
+        if (
+            len(opened.shards) != len(paths) * protocol.SHARD_DTYPE.itemsize
+            or len(opened.formats) != len(paths)
+            or not all(isinstance(name, str) for name in opened.formats)
+        ):
+            raise ProtocolError("invalid OPENED: another number of shards than asked for")
+        table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
+        self._bases = table["base"].astype(np.int64)
+        self.layout = Layout(table["count"].astype(np.int64), self._bases)
+        self.count = self.layout.count
+        self.shards = [
+            ShardInfo(
+                path, name, int(row["count"]), int(first), int(row["size"]), int(row["fingerprint"])
+            )
+            for path, name, row, first in zip(
+                paths, opened.formats, table, self.layout.firsts[:-1], strict=True
+            )
+        ]
+        self.description = f"daemon {connection.path}"
+        self.statistics = ClientStatistics(connection, opened.dataset)
+        self.closed = False
+
+    @property
+    def blocking(self) -> Connection:
+        """The connection, whose calls block."""
+        assert isinstance(self.connection, Connection)
+        return self.connection
+
+    @property
+    def job(self) -> str:
+        """The training run that the data set is opened for."""
+        return self.connection.job
+
+    def all_indices(self) -> Int64s:
+        """Return the indices of all samples."""
+        return np.arange(self.count, dtype=np.int64)
+
+    def mean_lengths(self, indices: Int64s) -> Int64s:
+        """Return for each sample its shard's bytes per sample."""
+        means = np.array([shard.size // max(1, shard.count) for shard in self.shards], np.int64)
+        return means[self.layout.shards(indices)]
+
+    def finish(self, request: Request) -> dict[int, FFServeError]:
+        """Wait for a request; return the errors by position."""
+        failed: dict[int, FFServeError] = self.blocking.run(request)
+        return failed
+
+    def copies(self, indices: Int64s) -> list[Bytes]:
+        """Return read-only copies. Raises: the error of the first sample that failed."""
+        request = self.start(indices, apart=True)  # type: ignore[attr-defined]
+        for _, error in sorted(self.finish(request).items()):
+            raise error
+        arrays: list[Bytes] = request.target.arrays
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+    def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
+        """Tell the daemon the order of an epoch."""
+        self.blocking.announce(self.dataset, epoch, order, name, replacement)
+
+    def reached(self, epoch: int, position: int) -> bool:
+        """Tell the daemon the job's position in an epoch's order; False: it is gone."""
+        self.connection.channel.reached(self.dataset, epoch, position)
+        self.connection.report()
+        return self.connection.alive
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters since the source was opened."""
+        return self.statistics.facts()
+
+    def after_fork(self) -> None:
+        """The connection belongs to the parent."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Close the data set; the last reader of a connection closes that."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.connection.alive:
+            self.statistics.enter_hits()
+            self.connection.channel.close_dataset(self.dataset)
+            self.connection.report()
+        self.connection.leave()
+
+
+class SharedMemorySource(DaemonSource):
+    """A data set of the daemon whose samples are copied out of the mapped arena."""
+
+    def __init__(self, connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
+        super().__init__(connection, opened, paths)
+        segments = []
+        self._mappings = []
+        for first, base, count in self.layout.runs():
+            mapping = connection.handshake.entries(base, count)
+            self._mappings.append(mapping)
+            segments.append((mapping.__array_interface__["data"][0], first, count))
+        self._arena = arena = connection.handshake.arena
+        self.view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
+
+    # ---- lengths --------------------------------------------------------------------------
+
+    def sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes; what lies in chunks that were never decoded is read."""
+        sizes: Int64s = self.blocking.run(self.size_request(indices))
+        return sizes
+
+    def size_request(self, indices: Int64s | None) -> SizeRequest:
+        """Return a request whose result is the lengths."""
+        return SizeRequest(self, self.all_indices() if indices is None else indices)
+
+    def estimate(self, indices: Int64s) -> Int64s:
+        """Return lengths in bytes, a guess where one is not known; never asks."""
+        offsets, missing, unknown = self.view.locate(indices)
+        sizes = np.diff(offsets)
+        if unknown:
+            blank = missing[sizes[missing] == 0]
+            sizes[blank] = self.mean_lengths(indices[blank])
+        return sizes
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+        """Copy a batch of cached samples. The most frequent call: it does no more than it must."""
+        if out is not None:
+            check_out(out, 0)
+        found = self.view.copy_batch(indices, out, empty)
+        if found is None or isinstance(found, Lookup):
+            return found
+        buffer, offsets = found
+        self.statistics.copied(indices, len(buffer))
+        return Batch(buffer, offsets)
+
+    def start(
+        self,
+        indices: Int64s,
+        *,
+        apart: bool,
+        out: Bytes | None = None,
+        found: Lookup | None = None,
+    ) -> ReadRequest:
+        """Ask for missing samples."""
+        found = self.view.locate(indices) if found is None else found
+        request = ReadRequest(self, indices, found, apart, out)
+        if len(found.missing):
+            self.statistics.report_hits()
+            request.ask()
+            self.connection.flush()
+        return request
+
+    # ---- leases ---------------------------------------------------------------------------
+
+    def lease(self, indices: Int64s) -> Leased:
+        """Return read-only views of the arena, which do not change until they are released.
+
+        The daemon pins the samples; those beyond what it pins (leases together take at most half
+        of the arena) are copied.
+        """
+        offsets, missing, _ = self.view.locate(indices)
+        sizes = np.diff(offsets)
+        starts = np.full(len(indices), -1, np.int64)
+        held = _Held(self.blocking)
+        try:
+            first, refused = 0, False
+            while first < len(indices) and not refused:
+                part = indices[first : first + protocol.MAX_GET_COUNT]
+                ready = held.ask(self.dataset, part)
+                for _, error in sorted(ready_errors(ready, len(part)).items()):
+                    raise error
+                offsets_in_arena = self.view.places(part[: ready.count])
+                starts[first : first + ready.count] = offsets_in_arena.view(np.int64)
+                first, refused = first + ready.count, ready.count == 0
+            if len(missing):
+                sizes = np.diff(self.view.locate(indices).offsets)
+            copied = np.flatnonzero(starts < 0)  # not pinned, or NOWHERE
+            copies: dict[int, Bytes] = {}
+            if len(copied):
+                copies = dict(zip(copied.tolist(), self.copies(indices[copied]), strict=True))
+                sizes[copied] = [copy.nbytes for copy in copies.values()]
+            pinned = len(indices) - len(copied)
+            misses = min(len(missing), pinned)
+            size = int(sizes.sum() - sizes[copied].sum())
+            self.statistics.count_asked(pinned - misses, misses, size)
+            return Leased(self._arena, starts, sizes, copies, held)
+        except BaseException:
+            held.release()
+            raise
+
+    # ---- tables ---------------------------------------------------------------------------
+
+    def tables(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of a shard's payload offsets, lengths and checksums."""
+        count = int(self.layout.counts[shard])
+        first = int(self.layout.firsts[shard])
+        offsets, checksums = self.connection.handshake.index(int(self._bases[shard]), count)
+        edges, missing, unknown = self.view.locate(np.arange(first, first + count, dtype=np.int64))
+        lengths = np.diff(edges).astype(np.uint64)
+        if unknown:
+            lengths[missing[lengths[missing] == 0]] = UNKNOWN_LENGTH
+        return offsets, lengths, checksums
+
+
+class ReadRequest:
+    """One request for samples: what is missing, what was asked for, where it all goes.
+
+    Args: found: of the directory. apart, out: as of `Source.start`.
+
+    Raises: UsageError for an `out` that cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: SharedMemorySource,
+        indices: Int64s,
+        found: Lookup,
+        apart: bool,
+        out: Bytes | None,
+    ) -> None:
+        self.indices = indices
+        self.target = _NO_TARGET
+        self._source = source
+        self._channel = source.connection.channel
+        self._apart = apart
+        self._out = out
+        self._missing = found.missing
+        self._lengths_known = not found.unknown
+        if self._lengths_known:
+            self._allocate(found.offsets)
+        self._todo = self._parts(found.missing)
+        self._asked: deque[tuple[int, Int64s]] = deque()
+        """GETs without an answer: tag and positions."""
+        self._held: deque[int] = deque()
+        """Tags of GETs that are acknowledged when their samples were copied."""
+        self.errors: dict[int, FFServeError] = {}
+
+    def _allocate(self, offsets: Int64s) -> None:
+        out = self._out
+        if out is not None:
+            out = check_out(out, int(offsets[-1]))
+        self.target = Target(offsets, apart=self._apart, out=out)
+
+    def _parts(self, positions: Int64s) -> deque[Int64s]:
+        """Cut positions into those of one GET each."""
+        offsets = self.target.offsets
+        if offsets[-1] <= GET_SIZE:  # or not known yet
+            parts = range(0, len(positions), GET_COUNT)
+            return deque(positions[k : k + GET_COUNT] for k in parts)
+        sizes = np.diff(offsets)[positions]
+        return deque(part for part, _ in cut(positions, sizes, GET_COUNT, GET_SIZE))
+
+    def _other_than(self, positions: Int64s) -> Int64s:
+        others = np.ones(len(self.indices), np.bool_)
+        others[positions] = False
+        return np.flatnonzero(others)
+
+    def ask(self) -> None:
+        """Queue GETs, as many as may be on their way."""
+        source = self._source
+        while self._todo and len(self._asked) < GETS_IN_FLIGHT:
+            if source.closed:
+                raise ServerUnavailable("the data set was closed", path=self._channel.path)
+            positions = self._todo.popleft()
+            tag = self._channel.get(source.dataset, self.indices[positions])
+            self._asked.append((tag, positions))
+
+    def steps(self) -> Steps[dict[int, FFServeError]]:
+        """Copy cached samples, then the missing ones as they come; returns errors by position."""
+        count, missed = len(self.indices), len(self._missing)
+        hits = self._other_than(self._missing) if missed else None
+        readable = hits if self._lengths_known else (yield from self._learn_lengths())
+        if readable is None or len(readable):
+            vanished = yield readable
+            if len(vanished):
+                missed = min(count, missed + len(vanished))
+                self._todo.append(vanished)
+        self._acknowledge_held()
+        statistics = self._source.statistics
+        if hits is None or len(hits):
+            statistics.note_hits(self.indices if hits is None else self.indices[hits])
+        statistics.count(count - missed, missed, int(self.target.offsets[-1]))
+        if self._todo or self._asked:
+            yield from self._collect()
+        return self.errors
+
+    def _collect(self) -> Steps[None]:
+        """Wait for what was asked for and copy it, until nothing is missing."""
+        empty_rounds = 0
+        while self._todo or self._asked:
+            self.ask()
+            tag, _ = self._asked[0]
+            ready = self._channel.expect((yield tag), protocol.Ready)
+            done, rest = self._take(ready)
+            if empty_rounds > 10:
+                yield 0.001
+            vanished = yield done
+            self._channel.acknowledge(tag)
+            progress = bool(ready.errors) or len(vanished) < len(done)
+            empty_rounds = 0 if progress else empty_rounds + 1
+            if empty_rounds > _MOST_EMPTY_ROUNDS:
+                raise ReadError(
+                    "the daemon's arena is too busy: samples are evicted before they are copied",
+                    hint="start the daemon with a larger --arena",
+                )
+            if len(vanished) or len(rest):
+                self._todo.appendleft(np.concatenate((vanished, rest)))
+
+    def _take(self, ready: protocol.Ready) -> tuple[Int64s, Int64s]:
+        """Take the answer to the oldest GET; return the positions that are readable, and those
+        that are still missing."""
+        _, positions = self._asked.popleft()
+        failed = ready_errors(ready, len(positions))
+        done, rest = positions[: ready.count], positions[ready.count :]
+        if failed:
+            self.errors.update((int(done[k]), error) for k, error in failed.items())
+            done = np.delete(done, list(failed))
+        return done, rest
+
+    def decode_missing(self) -> Steps[None]:
+        """Wait until every missing sample was decoded once, so that its length is known.
+
+        The last few answers are not acknowledged, so that most requests find all samples cached.
+        If the arena has no room for all samples of a GET, every answer is: others wait for it.
+        """
+        while self._todo or self._asked:
+            self.ask()
+            tag, _ = self._asked[0]
+            _, rest = self._take(self._channel.expect((yield tag), protocol.Ready))
+            self._held.append(tag)
+            while len(self._held) > (0 if len(rest) else GETS_IN_FLIGHT):
+                self._channel.acknowledge(self._held.popleft())
+            if len(rest):
+                self._todo.appendleft(rest)
+
+    def _learn_lengths(self) -> Steps[Int64s]:
+        """Allocate when all lengths are known; return the positions that are readable then."""
+        yield from self.decode_missing()
+        found = self._source.view.locate(self.indices)
+        if found.unknown > len(self.errors):
+            raise ProtocolError("the daemon does not know the length of a sample it read")
+        self._allocate(found.offsets)
+        failed = np.array(sorted(self.errors), np.int64)
+        self._todo = self._parts(np.setdiff1d(found.missing, failed))
+        return np.setdiff1d(self._other_than(found.missing), failed)
+
+    def copy(self, positions: Int64s | None) -> Int64s:
+        """Copy samples (None: all); return the positions of those that could not be read."""
+        target = self.target
+        left = self._source.view.gather(
+            self.indices, target.offsets, target.buffer, target.addresses, positions
+        )
+        if left is None:
+            raise ProtocolError("a sample changed its length while its data set was open")
+        return left
+
+    def give_up(self) -> None:
+        """Nobody waits for this request any more."""
+        for tag, _ in self._asked:
+            self._channel.give_up(tag)
+        self._asked.clear()
+        self._todo.clear()
+        self._acknowledge_held()
+
+    def _acknowledge_held(self) -> None:
+        while self._held:
+            self._channel.acknowledge(self._held.popleft())
+
+
+class SizeRequest:
+    """A request for lengths; has samples decoded whose length is not known."""
+
+    def __init__(self, source: SharedMemorySource, indices: Int64s) -> None:
+        self._source = source
+        self._indices = indices
+        self._read: ReadRequest | None = None
+
+    def steps(self) -> Steps[Int64s]:
+        """Return the lengths. Raises: the error of the first one that cannot be known."""
+        view = self._source.view
+        offsets, missing, unknown = view.locate(self._indices)
+        if unknown:
+            blank = self._indices[missing[np.diff(offsets)[missing] == 0]]
+            self._read = self._source.start(blank, apart=False)
+            yield from self._read.decode_missing()
+            self._read.give_up()
+            for _, error in sorted(self._read.errors.items()):
+                raise error
+            offsets = view.locate(self._indices).offsets
+        return np.diff(offsets)
+
+    def copy(self, positions: Int64s | None) -> Int64s:
+        """Nothing is copied."""
+        raise AssertionError(positions)
+
+    def give_up(self) -> None:
+        """Nobody waits for this request any more."""
+        if self._read is not None:
+            self._read.give_up()
+
+
+class _Held:
+    """Leases that the daemon was asked for; fulfils `source.Held`."""
+
+    __slots__ = ("_connection", "_tags")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tags: list[int] = []
+
+    def ask(self, dataset: int, indices: Int64s) -> protocol.Ready:
+        """Ask for a lease; return the answer."""
+        channel = self._connection.channel
+        tag = channel.lease(dataset, indices, self._tags)
+        return channel.expect(self._connection.wait(tag), protocol.Ready)
+
+    def release(self) -> None:
+        """Give all of them back. A second call does nothing."""
+        tags, self._tags = self._tags, []
+        if tags:
+            self._connection.release(tags)
+
+
+def ready_errors(ready: protocol.Ready, count: int) -> dict[int, FFServeError]:
+    """Return the errors of a READY to a request of `count` samples, by position.
+
+    Raises: ProtocolError when the READY does not suit the request.
+    """
+    if not 0 <= ready.count <= count:
+        raise ProtocolError(f"invalid READY: {ready.count} samples of {count}")
+    failed: dict[int, FFServeError] = {}
+    for entry in ready.errors:
+        if type(entry) is not list or len(entry) != 7 or type(entry[0]) is not int:
+            raise ProtocolError("invalid READY: malformed error")
+        if not 0 <= entry[0] < ready.count:
+            raise ProtocolError(f"invalid READY: an error for position {entry[0]} of {ready.count}")
+        failed[entry[0]] = protocol.error_from_wire(entry[1:])
+    return failed
+
+
+_NO_TARGET = Target(np.zeros(1, np.int64), apart=False)
