@@ -17,6 +17,7 @@ LAYERS = {
     "engine": "",
     "formats": "engine",
     "dataset": "formats",
+    "decoding": "engine formats",
     "testing": "engine formats dataset",
     # files
     "files": "formats",
@@ -26,9 +27,10 @@ LAYERS = {
     "writer": "formats files output",
     # the daemon
     "cache": "engine formats files",
-    "server": "machine protocol socket_path config engine formats dataset files shardfile cache",
+    "server": "machine protocol socket_path config engine formats decoding dataset files shardfile "
+    "cache",
     # the client
-    "client": "protocol socket_path engine formats dataset files shardfile",
+    "client": "protocol socket_path engine formats decoding dataset files shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use
