@@ -120,7 +120,7 @@ class Directory:
                 self._free[k : k + 2] = [(start, size + more)]
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
-        """Write the lengths of a shard's samples to their unreadable entries: all known, or none."""
+        """Write the lengths of a shard's samples to unreadable entries: all known, or none."""
         run = self.entries[start : start + len(lengths)]
         if len(lengths) and int(lengths[0]) == UNKNOWN_LENGTH:
             # Records in chunks: `lengths` is never called for them, so `_long` need not be set.

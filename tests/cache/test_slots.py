@@ -1,4 +1,4 @@
-"""What the C core does a sample when a request is planned, held against a few lines of Python."""
+"""The C core's functions over slots and blocks, compared with a few lines of Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read ahead, and what of it was for nothing, counted exactly."""
+"""Prefetched samples, and those that were prefetched in vain, counted exactly."""
 
 from __future__ import annotations
 

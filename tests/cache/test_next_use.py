@@ -1,4 +1,4 @@
-"""What the C core does a slot when victims are chosen, held against a few lines of Python."""
+"""The C core's functions over residents and orders, compared with a few lines of Python."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Tables:
         slots = np.arange(SLOTS)
         self.keys = np.array([NO_KEY, 5, 6, STALE])[slots % 4]
         self.groups = (1 + slots // 2 % 2).astype(np.int32)
-        self.ahead = slots % 3 == 0
+        self.prefetched = slots % 3 == 0
         self.sizes = 100 + slots
         self.slabs = np.array([0, 1, 0, -2], np.int32)
         self.c = Residents(
-            self.keys, self.groups, self.ahead, self.sizes, self.slabs, PER_SLAB, LARGE
+            self.keys, self.groups, self.prefetched, self.sizes, self.slabs, PER_SLAB, LARGE
         )
 
     def size_class(self, slot: int) -> int:
@@ -82,31 +82,31 @@ def test_slots_get_a_key(slots: list[int]) -> None:
 @given(st.lists(SLOT, max_size=40))
 def test_only_what_has_a_time_is_doubted(slots: list[int]) -> None:
     tables = Tables()
-    keys, ahead = tables.keys.copy(), tables.ahead.copy()
+    keys, prefetched = tables.keys.copy(), tables.prefetched.copy()
     timed = [slot for slot in slots if 0 <= keys[slot] < STALE]
     moved, group, size_class = tables.c.invalidate(np.array(slots, np.int64), STALE)
     assert moved.tolist() == timed
     assert (group, size_class) == tables.of(timed)
     keys[timed], ahead[slots] = STALE, False
-    assert (tables.keys == keys).all() and (tables.ahead == ahead).all()
+    assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
 @given(st.lists(SLOT, max_size=40, unique=True))
 def test_slots_leave(slots: list[int]) -> None:
     tables = Tables()
-    keys, ahead = tables.keys.copy(), tables.ahead.copy()
+    keys, prefetched = tables.keys.copy(), tables.prefetched.copy()
     group, size, unused = tables.c.leave(np.array(slots, np.int64))
     assert group == tables.of(slots)[0]
     assert size == sum(100 + slot for slot in slots)
     assert unused == sum(slot % 3 == 0 for slot in slots)
     keys[slots], ahead[slots] = NO_KEY, False
-    assert (tables.keys == keys).all() and (tables.ahead == ahead).all()
+    assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
 @pytest.mark.parametrize("outside", [-1, SLOTS, 1 << 40])
 def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
     tables = Tables()
-    keys, ahead = tables.keys.copy(), tables.ahead.copy()
+    keys, prefetched = tables.keys.copy(), tables.prefetched.copy()
     slots = np.array([1, outside])
     entries = np.array([1, min(outside, (1 << 31) - 1)], np.int32)
     for call in (
@@ -119,7 +119,7 @@ def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
     ):
         with pytest.raises(AssertionError):
             call()
-    assert (tables.keys == keys).all() and (tables.ahead == ahead).all()
+    assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
 def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
