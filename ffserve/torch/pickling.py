@@ -1,7 +1,7 @@
-"""Pickles with the bytes of arrays and tensors out of band.
+"""Pickling of batches, with the bytes of arrays and tensors out of band.
 
-Dense tensors in memory are taken apart into bytes, type, shape and strides; tensors over one
-storage share it again afterwards. What needs torch's own way is refused.
+Dense CPU tensors are taken apart into bytes, type, shape and strides; tensors over one storage
+share it again afterwards. Tensors that only torch can hand over raise ``NeedsTorch``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ffserve.client.source import Bytes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether bytes, type, shape and strides are all there is to a tensor."""
+    """Return whether bytes, type, shape and strides describe a tensor completely."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -30,8 +30,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class TorchsWay(Exception):
-    """Something that only torch knows how to hand over."""
+class NeedsTorch(Exception):
+    """A tensor that only torch can hand over to another process."""
 
 
 class Pickler(pickle.Pickler):
@@ -49,22 +49,22 @@ class Pickler(pickle.Pickler):
             return self._reduce(obj)
         if type(obj) is np.ndarray and not obj.flags.writeable and not obj.dtype.hasobject:
             return obj.copy("K").__reduce_ex__(5)  # arrives writable, as from any other pickle
-        if isinstance(obj, _TORCHS):
-            raise TorchsWay
+        if isinstance(obj, _TORCH_TYPES):
+            raise NeedsTorch
         return NotImplemented
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         if tensor.requires_grad or not is_plain(tensor):
-            raise TorchsWay
+            raise NeedsTorch
         storage, begin = self._storage(tensor)
-        where = tensor.data_ptr() - begin if tensor.numel() else 0
+        offset = tensor.data_ptr() - begin if tensor.numel() else 0
         shape, strides = tuple(tensor.shape), tensor.stride()
-        return _tensor, (storage, tensor.dtype, where // tensor.element_size(), shape, strides)
+        return _tensor, (storage, tensor.dtype, offset // tensor.element_size(), shape, strides)
 
     def _storage(self, tensor: torch.Tensor) -> tuple[_Storage, int]:
         """Return the bytes that a tensor needs, and the address where they begin.
 
-        That is its whole storage, unless the tensor is less than half of it.
+        That is the whole storage if the tensor is at least half of it, else the tensor's part.
         """
         whole = tensor.untyped_storage()
         known = self._storages.get(whole.data_ptr())
@@ -85,7 +85,7 @@ class Pickler(pickle.Pickler):
         return _Storage(_bytes_of(whole, offset, extent)), begin + offset
 
 
-_TORCHS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
+_TORCH_TYPES = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
 
 
 class _Storage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import multiprocessing
 import pickle
@@ -32,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ffserve
 from ffserve.order import epoch_order
-from ffserve.torch import ConcatDataset, DataLoader, Dataset, EpochSampler, Subset
+from ffserve.torch import ConcatDataset, DataLoader, Dataset, EpochSampler, Subset, announce
 from ffserve.torch.announce import Announcement, Announcer
 from ffserve.torch.samplers import order_of
 
@@ -624,6 +625,40 @@ def test_two_loaders_at_once_do_not_shout_each_other_down() -> None:
         for loader in loaders:
             loader._plan._announcer.settle()
     assert len(dataset.reader.orders) == 4
+
+
+def test_the_announcer_never_forgot_loaders_and_ids_of_objects_that_were_gone() -> None:
+    gc.collect()
+    before = len(announce._announcers)
+    for n in range(N, N + 20):
+        drained(DataLoader(cases.Numbers(n), sampler=EpochSampler(n, seed=0)))
+    gc.collect()
+    assert len(announce._announcers) == before
+    # Readers that come to lie where those of an ended loader lay are not taken for them.
+    kept = cases.Numbers(N)
+    loader = DataLoader(kept, batch_size=4, sampler=EpochSampler(N, seed=0))
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        drained(loader)
+        drained(DataLoader(cases.Numbers(N), sampler=EpochSampler(N, seed=1)))
+    assert [epoch for epoch, _ in kept.reader.orders] == [0, 1, 2, 3], "each order once"
+
+
+def test_iterations_that_replaced_an_announcement_are_remembered_while_they_run() -> None:
+    dataset = cases.Numbers(N)
+    training = DataLoader(dataset, batch_size=2, sampler=EpochSampler(N, seed=0))
+    batches = iter(training)
+    next(batches)
+    announcer = training._plan._announcer
+    announcer.settle()
+    for _ in range(10):
+        drained(DataLoader(dataset, batch_size=4))
+    assert len(announcer._replaced_by) == 1
+    announcer._clock = iter(range(10**9, 2 * 10**9)).__next__
+    next(batches)
+    announcer.settle()
+    assert not announcer._replaced_by, "announced again"
+    assert dataset.reader.orders[-2] == (0, training.sampler.order().tolist())
 
 
 # The parts

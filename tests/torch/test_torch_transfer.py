@@ -208,6 +208,33 @@ def test_what_a_user_made_of_torchs_collation_stays() -> None:
     assert [batch["x"].shape for batch in batches] == [(50, 60)] * 2
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: int) -> None:
+    """In a process of its own, where torch's names are gone before ffserve looks for them."""
+    program = textwrap.dedent(f"""
+        from torch.utils.data._utils import collate
+        del collate.collate_tensor_fn
+        import transfer_cases as cases
+        from ffserve.torch import DataLoader, transfer
+        assert transfer.collate_tensor_fn is None
+        transfer.getattr = lambda iterator, name, default: default  # of keep_queues
+        for batch in DataLoader(cases.Pairs(40), batch_size=10, num_workers={num_workers}):
+            print(batch["z"].tolist(), float(batch["x"].sum()))
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"{list(range(k, k + 10))} {3000.0 * sum(range(k, k + 10))}" for k in range(0, 40, 10)
+    ]
+
+
 def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -> None:
     path, samples = source
     batches = DataLoader(
