@@ -368,7 +368,7 @@ class BatchDataset(torch.utils.data.Dataset[Any]):
                 for batches, samples, wanted in request.each()
             ]
         if self._writer is None and self._channels is not None:
-            self._writer = MessageWriter(self._channels.sender(worker.id), self._collate)
+            self._writer = MessageWriter(self._channels.sender(worker.id))
         if self._writer is None:
             return self._answers(request, worker.id, lambda: None)
         if request.batch_size and self._collate is list and is_raw(self._dataset):

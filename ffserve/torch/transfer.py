@@ -47,9 +47,9 @@ except ImportError:  # Tensors are then stacked by torch, in a file of its own, 
 ALIGNMENT = 64
 INLINE_SIZE = 16 << 10
 """A payload of at most this size crosses inside the message."""
-STACKED_SIZE = 16 << 10
-"""Samples below this size, in bytes, are copied sooner by stacking them than by looking at where
-they lie."""
+PLACED_SIZE = 16 << 10
+"""Samples below this size, in bytes, are not read into the segment: copying them from the
+processor's cache costs less than looking where they lie."""
 UNPLACED_COUNT = 64
 """Messages whose samples are not read into the segment, after one in which that was of no use."""
 _UINT8 = np.dtype(np.uint8)
@@ -225,12 +225,11 @@ class MessageWriter:
 
     torch's collation puts its tensors into the message, whoever calls it in this process.
 
-    Args: sender: the worker's segments. collate: the loader's.
+    Args: sender: the worker's segments.
     """
 
-    def __init__(self, sender: Sender, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._stacks = collate is torch.utils.data.default_collate
         if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn is not None:
             default_collate_fn_map[torch.Tensor] = self._stack
         self._payload: Payload | None = None
@@ -325,7 +324,7 @@ class MessageWriter:
 
     def _place(self, sizes: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]] | None:
         """Return arrays for samples that are about to be read; see `client.source.Place`."""
-        if self._unplaced or (self._stacks and int(sizes.max(initial=0)) < STACKED_SIZE):
+        if self._unplaced or int(sizes.max(initial=0)) < PLACED_SIZE:
             return None
         payload = self._reserve(int(sizes.sum()) + ALIGNMENT * len(sizes))
         return None if payload is None else payload.place_samples(sizes)
@@ -337,7 +336,7 @@ class MessageWriter:
         if not is_plain(first) or first.requires_grad:
             return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
         size = first.numel() * first.element_size()
-        table = self._table(tensors, size) if size >= STACKED_SIZE else None
+        table = self._table(tensors, size) if size >= PLACED_SIZE else None
         if table is not None:
             return table
         size *= len(tensors)
@@ -470,7 +469,7 @@ class Payload:
             return
         *head, batch = answer
         if _is_rows(batch):
-            self._table.append((head, np.array(self._add_arrays(batch), np.int64).T.tobytes()))
+            self._table.append((head, self._add_rows(batch).tobytes()))
         elif type(batch) is torch.Tensor and (span := self._claim_tensor(batch)) is not None:
             self._table.append((head, batch.dtype, tuple(batch.shape), *span))
         else:
@@ -502,6 +501,14 @@ class Payload:
                 to[first:end] = memory[first:end]
         for first, piece in self._pieces:
             to[first : first + piece.nbytes] = piece
+
+    def _add_rows(self, rows: list[Bytes]) -> Int64s:
+        """Return where the samples of a batch begin, and where they end: int64[2, n]."""
+        if self._samples:
+            return np.array(self._add_arrays(rows), np.int64).T
+        edges = np.cumsum([0, *map(len, rows)])
+        first, _end = self._append(np.concatenate(rows))
+        return np.stack((edges[:-1], edges[1:])) + first
 
     def _add_arrays(self, arrays: Sequence[Bytes]) -> list[tuple[int, int]]:
         """Return where each lies: where it is already, or where it will be copied."""
