@@ -85,6 +85,7 @@ class Load:
 
     number: unique while the load is in progress. parts: its slots by size class. size: bytes of the
     blocks, widened. reads: of the device; the reader lowers it where neighbours are read together.
+    batches, failures: of the reader: engine batches that have not ended, failed samples by number.
     """
 
     number: int
@@ -96,6 +97,8 @@ class Load:
     size: int
     reads: int
     fetches: list[Fetch] = field(default_factory=list)
+    batches: int = 0
+    failures: dict[int, Failure] = field(default_factory=dict)
 
 
 class Cache:

@@ -97,7 +97,7 @@ async def _run(
     if early:
         stop.set()
     state = ServerState(config)
-    state.engines.broke = stop.set
+    state.engines.on_broken = stop.set
     server = Server(state, listener)
     state.pages.start()
     log.info(

@@ -1,13 +1,11 @@
-"""From loads to engine batches and back: one engine (one I/O thread) a block device."""
+"""I/O of the daemon: loads become engine batches; one engine (one I/O thread) per block device."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Failure, Int64s, Load
@@ -19,16 +17,16 @@ from ffserve.errors import ReadError
 from ffserve.server.chunks import ChunkLoader
 
 MERGED_MOST = 32 * 1024
-"""Blocks up to this size are merged: copying more than that out of a bounce buffer (3 us and above)
-costs more than the read that is spared."""
-
-Done = Callable[[Load, dict[int, Failure]], None]
+"""Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
+costs more than the read that merging saves."""
 
 
 class Engines:
-    """Submits loads to the engines and reports what came of them.
+    """Submits loads to the engines and reports when they have ended.
 
-    Args: kind, depth: of every engine. done: called in the loop's thread, once a load.
+    Args:
+        kind, depth: of every engine.
+        loaded: called in the loop's thread when a load has ended, with its failures.
     """
 
     def __init__(
@@ -39,24 +37,24 @@ class Engines:
         arena: Arena,
         directory: Directory,
         table: ShardTable,
+        loaded: Callable[[Load, dict[int, Failure]], None],
     ) -> None:
         self._kind = kind
         self._depth = depth
         self._memory = memory
-        self._arena = arena
         self._directory = directory
         self._table = table
+        self._loaded = loaded
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
-        self._batches: dict[int, _Part] = {}
-        self._next_tag = 1
+        self._batches: dict[Batch, tuple[Load, Int64s | None]] = {}
+        """Batches in flight: the load, and which of its blocks (None: all)."""
         self._arena_ready = (0, arena.size)
-        self._decoding = ChunkLoader(self._submit_batch, memory, directory, table)
+        self._chunks = ChunkLoader(self._submit, memory, directory, table, self._ended)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.done: Done = _nobody
-        self.broke: Callable[[], object] = _nobody_hears
-        """Called when an engine has broken. What it was reading is never reported, since the kernel
-        may still write to those slots."""
+        self.on_broken: Callable[[], object] = _unexpected
+        """Called when an engine has broken. Its loads are never reported, since the kernel may
+        still write to their slots."""
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
         self._start_engine()
@@ -64,13 +62,13 @@ class Engines:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch the engines from this loop."""
         self._loop = loop
-        self._decoding.attach(loop)
+        self._chunks.attach(loop)
         for number, engine in enumerate(self._engines):
             loop.add_reader(engine.fileno(), self._reap, number)
 
     @property
     def kind(self) -> str:
-        """Which engine the probe chose."""
+        """The kind of engine that the probe chose."""
         return self._engines[0].kind
 
     @property
@@ -81,7 +79,7 @@ class Engines:
     @property
     def in_flight(self) -> int:
         """Batches submitted and not yet reported."""
-        return len(self._batches) + self._decoding.in_flight
+        return len(self._batches) + self._chunks.in_flight
 
     def _start_engine(self) -> int:
         engine = Engine(self._kind, depth=self._depth)
@@ -117,87 +115,80 @@ class Engines:
         """Forget a file of which no read is queued or in flight."""
         self._engines[engine].remove_file(file)
 
-    def submit(self, load: Load, answer: DirectReply | None = None) -> None:
-        """Read the blocks of a load; `done` is called when all have ended.
+    def submit(self, load: Load, reply: DirectReply | None = None) -> None:
+        """Read the blocks of a load.
 
-        Args: answer: waits for the load; where a part of it is decoded here, it does not go out.
+        Args: reply: waits for the load; it is cancelled if a part of the load is decoded here.
         """
         if self._table.has_chunks:
             chunked = self._table.chunked[load.blocks.shards]
             if chunked.any():
-                if answer is not None:
-                    answer.cancel()
-                self._submit_chunks(load, chunked)
+                if reply is not None:
+                    reply.cancel()
+                rows, plain = np.flatnonzero(chunked), np.flatnonzero(~chunked)
+                load.reads = len(rows)
+                if len(plain):
+                    load.reads += self._read_by_engine(load, plain)
+                self._chunks.submit(load, rows)
                 return
         if len(self._engines) == 1:
-            self._submit_whole(load, 0, answer)
-            return
-        engines = self._table.engines[load.blocks.shards]
-        if np.count_nonzero(engines != engines[0]) == 0:
-            self._submit_whole(load, int(engines[0]), answer)
-            return
+            load.reads = self._read(0, load, None, MERGED_MOST, reply)
+        else:
+            load.reads = self._read_by_engine(load, None, reply)
+
+    def _read_by_engine(
+        self, load: Load, rows: Int64s | None, reply: DirectReply | None = None
+    ) -> int:
+        """Read blocks of a load (None: all), one batch per engine; return the number of reads."""
+        shards = load.blocks.shards if rows is None else load.blocks.shards[rows]
+        engines = self._table.engines[shards]
         numbers = np.unique(engines).tolist()
-        outcome = _Outcome(len(numbers))
-        load.reads = 0
+        if len(numbers) == 1:
+            return self._read(numbers[0], load, rows, MERGED_MOST, reply)
+        reads = 0
         for number in numbers:
-            part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
-            part = part.take(np.flatnonzero(engines == number))
-            load.reads += self._submit_part(part, MERGED_MOST, answer)
-
-    def _submit_whole(self, load: Load, engine: int, answer: DirectReply | None) -> None:
-        part = _Part(engine, load.blocks, load.offsets, load.sizes, load, _Outcome(1))
-        load.reads = self._submit_part(part, MERGED_MOST, answer)
-
-    def _submit_chunks(self, load: Load, chunked: NDArray[np.bool_]) -> None:
-        """What lies in chunks goes by way of their decoder, the rest as ever."""
-        plain, packed = np.flatnonzero(~chunked), np.flatnonzero(chunked)
-        engines = self._table.engines[load.blocks.shards[plain]]
-        numbers = np.unique(engines).tolist()
-        outcome = _Outcome(len(numbers) + 1)
-        load.reads = len(packed)
-        for number in numbers:
-            part = _Part(number, load.blocks, load.offsets, load.sizes, load, outcome)
-            load.reads += self._submit_part(part.take(plain[engines == number]), MERGED_MOST)
-        self._decoding.submit(
-            load.blocks.take(packed),
-            load.offsets[packed],
-            lambda failures: self._ended(load, outcome, failures),
-        )
-
-    def _ended(self, load: Load, outcome: _Outcome, failures: dict[int, Failure]) -> None:
-        outcome.failures.update(failures)
-        outcome.remaining -= 1
-        if outcome.remaining == 0:
-            self.done(load, outcome.failures)
-
-    def _submit_part(self, part: _Part, most: int, answer: DirectReply | None = None) -> int:
-        """Read blocks of one device, those of up to `most` bytes together with neighbours; return
-        how many reads that takes."""
-        batch = Batch.of_blocks(
-            self._table.c,
-            part.blocks.table,
-            part.slots,
-            part.slot_sizes,
-            self._memory.address,
-            (most, MERGED_GAP, MERGED_SIZE),
-        )
-        reads = batch.read_count
-        if answer is not None:
-            answer.wait_for(batch)
-        batch.tag = self._next_tag
-        self._batches[batch.tag] = part
-        self._next_tag += 1
-        self._submit_batch(part.engine, batch)
+            part = np.flatnonzero(engines == number)
+            part = part if rows is None else rows[part]
+            reads += self._read(number, load, part, MERGED_MOST, reply)
         return reads
 
-    def _submit_batch(self, engine: int, batch: Batch) -> None:
+    def _read(
+        self,
+        number: int,
+        load: Load,
+        rows: Int64s | None,
+        merged_most: int,
+        reply: DirectReply | None = None,
+    ) -> int:
+        """Read blocks of a load (None: all) with one engine, those of up to `merged_most` bytes
+        together with neighbours; return the number of reads."""
+        blocks, offsets, sizes = load.blocks, load.offsets, load.sizes
+        if rows is not None:
+            blocks, offsets, sizes = blocks.take(rows), offsets[rows], sizes[rows]
+        batch = Batch.of_blocks(
+            self._table.c,
+            blocks.table,
+            offsets,
+            sizes,
+            self._memory.address,
+            (merged_most, MERGED_GAP, MERGED_SIZE),
+        )
+        reads = batch.read_count
+        if reply is not None:
+            reply.wait_for(batch)
+        self._batches[batch] = load, rows
+        load.batches += 1
+        self._submit(number, batch)
+        return reads
+
+    def _submit(self, number: int, batch: Batch) -> None:
         try:
-            self._engines[engine].submit(batch)
+            self._engines[number].submit(batch)
         except ReadError:
-            self.broke()
+            self.on_broken()
 
     def reap(self) -> None:
-        """Report what has ended by now, without waiting to be told."""
+        """Report the batches that have ended by now, without waiting for the loop."""
         for number in range(len(self._engines)):
             self._reap(number)
 
@@ -205,24 +196,38 @@ class Engines:
         engine = self._engines[number]
         for batch in engine.completed():
             if batch.failed and engine.broken:
-                self.broke()
+                self.on_broken()
                 return
             self.read_size += batch.bytes
-            if self._decoding.took(batch):
+            if self._chunks.take(batch):
                 continue
-            part = self._batches.pop(batch.tag)
-            if batch.failed and len(batch.reads) < len(part.slots):
-                # What the disk refused as a whole is read again, each block by itself.
-                heads = np.cumsum(part.blocks.counts) - part.blocks.counts
-                rows = np.flatnonzero(refused(batch.records["status"][heads]))
-                if len(rows):
-                    again = part.take(rows)
-                    batch.records["status"][np.isin(batch.records["entry"], again.samples())] = 0
-                    part.outcome.remaining += 1
-                    self._submit_part(again, 0)
-            failures = _failures(batch) if batch.failed else {}
+            load, rows = self._batches.pop(batch)
+            if batch.failed:
+                self._fail(number, batch, load, rows)
             batch.free()
-            self._ended(part.load, part.outcome, failures)
+            self._ended(load)
+
+    def _fail(self, number: int, batch: Batch, load: Load, rows: Int64s | None) -> None:
+        """Enter the failures of a batch. If the disk refused a merged read, read each of its blocks
+        again by itself."""
+        blocks = load.blocks if rows is None else load.blocks.take(rows)
+        records = batch.records
+        if batch.read_count < len(blocks.firsts):
+            heads = np.cumsum(blocks.counts) - blocks.counts
+            again = np.flatnonzero(refused(records["status"][heads]))
+            if len(again):
+                inside = np.isin(records["entry"], _samples(blocks.take(again)))
+                records["status"][inside] = 0
+                self._read(number, load, again if rows is None else rows[again], 0)
+        for row in records[records["status"] != 0]:
+            failure = Failure(int(row["status"]), int(row["found"]), int(row["checksum"]))
+            load.failures[int(row["entry"])] = failure
+
+    def _ended(self, load: Load) -> None:
+        """One batch of a load has ended."""
+        load.batches -= 1
+        if load.batches == 0:
+            self._loaded(load, load.failures)
 
     def counters(self) -> dict[str, int]:
         """Return the engines' counters, summed."""
@@ -233,55 +238,20 @@ class Engines:
         return total
 
     def close(self) -> None:
-        """Wait for what is in flight and end the I/O threads."""
+        """Wait for the reads in flight and end the I/O threads."""
         for engine in self._engines:
             if self._loop is not None:
                 self._loop.remove_reader(engine.fileno())
             engine.close()
-        self._decoding.close()
+        self._chunks.close()
 
 
-class _Outcome:
-    def __init__(self, remaining: int) -> None:
-        self.remaining = remaining
-        self.failures: dict[int, Failure] = {}
+def _samples(blocks: Blocks) -> Int64s:
+    """Return the numbers of all samples in blocks."""
+    firsts, counts = blocks.firsts, blocks.counts
+    starts = np.cumsum(counts) - counts
+    return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
 
 
-@dataclass(slots=True)
-class _Part:
-    """The blocks of a load that lie on one device, with their slots."""
-
-    engine: int
-    blocks: Blocks
-    slots: Int64s
-    slot_sizes: Int64s
-    load: Load
-    outcome: _Outcome
-
-    def take(self, rows: Int64s) -> _Part:
-        """Return some of the blocks."""
-        slots, sizes = self.slots[rows], self.slot_sizes[rows]
-        return _Part(self.engine, self.blocks.take(rows), slots, sizes, self.load, self.outcome)
-
-    def samples(self) -> Int64s:
-        """Return the numbers of all samples in the blocks."""
-        firsts, counts = self.blocks.firsts, self.blocks.counts
-        starts = np.cumsum(counts) - counts
-        return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
-
-
-def _failures(batch: Batch) -> dict[int, Failure]:
-    records = batch.records
-    bad = records[records["status"] != 0]
-    return {
-        int(row["entry"]): Failure(int(row["status"]), int(row["found"]), int(row["checksum"]))
-        for row in bad
-    }
-
-
-def _nobody(load: Load, failures: dict[int, Failure]) -> None:
-    raise AssertionError("a load ended and nobody was told")
-
-
-def _nobody_hears() -> None:
-    raise AssertionError("an engine broke and nobody was told")
+def _unexpected() -> None:
+    raise AssertionError("an engine broke, and no owner is set")

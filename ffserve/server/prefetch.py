@@ -1,12 +1,13 @@
-"""What is read before anybody asks: the next samples of every order that a job announced.
+"""Prefetcher: reads the next samples of every announced order before they are asked for.
 
-Earliest deadline first over all jobs, behind everything that is asked for, and never at the cost
-of what will be wanted sooner (`cache.policy`). What was read ahead is pinned until its job has
-passed it, so that it is there when it is wanted; that is bounded to about one part in a hundred of
-the arena for each job, and given up at once when a request waits for room.
+Jobs are served by earliest deadline, after all requests, and never at the cost of samples with an
+earlier next use (`cache.policy`). Prefetched samples are pinned until their job has advanced past
+them, so that they are still there when it asks. That takes about a hundredth of the arena for each
+job, and is given up at once when a request waits for memory.
 
-How far: to the position that the job's workers are known to have got to, and from there two
-batches, or what it uses while a slow read takes, whichever is more. No socket and no clock.
+A job is prefetched up to the position that its workers have reached as far as the daemon knows, and
+from there two batches or what the job uses during a slow read, whichever is more. No socket and no
+clock.
 """
 
 from __future__ import annotations
@@ -16,61 +17,69 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Fetch, Load
+from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.jobs import JobProgress
 
 QUANTUM = 128
 LONGEST_PIECE = 1024
-"""Samples that are read, or found to be in memory, at once; one that finds all of it there makes
-the next one twice as long, since following an order costs the more the shorter the pieces are."""
-WALK_SHARE = 100
-"""What is read ahead for one job takes at most one part in this many of the arena, but two
-batches at least."""
+"""Samples in one piece. A piece that is in memory already doubles the size of the next one, up to
+this, since following an order costs more in short pieces."""
+JOB_SHARE = 100
+"""Prefetched samples of one job take at most 1 part in JOB_SHARE of the arena, but two batches at
+least."""
 TOTAL_SHARE = 8
-"""What is read ahead for all takes at most one part in this many."""
+"""Prefetched samples of all jobs take at most 1 part in TOTAL_SHARE."""
 SHORTEST_S = 0.05
-"""Reads are taken for at least so slow."""
+"""The least duration that a slow read is assumed to take."""
 FORGET = 0.999
 FIRST_STEP = 32
-"""Samples of a batch, of a job that has not reported any yet."""
+"""Samples in a batch of a job that has not reported a position yet."""
 PIECES = 4
 """A window is read, and given up, in at least so many pieces."""
 SMALLEST_PIECE = 8
 RETRY_S = 0.02
-"""After no room was found."""
+"""Pause after the arena had no room."""
 LOOK = 65_536
-"""Samples of a data set that are looked at together, whether they are in memory. When all of it is,
-nobody has to follow its orders until something is evicted."""
+"""Samples of a data set that are checked together for being in memory. When all of them are, its
+orders need not be followed until something is evicted."""
 SAMPLE_SIZE = 64 * 1024
-"""Of a job of which nothing was read yet."""
+"""Assumed size of the samples of a job before the first is read."""
+
+
+class Piece(Fetch):
+    """Consecutive positions of an order, on their way through the cache.
+
+    Args:
+        latest: when the job will ask for the first of them.
+        epoch, begun: of the order; time of the fetch.
+    """
+
+    __slots__ = ("begun", "dropped", "end", "epoch")
+
+    def __init__(self, numbers: Int64s, latest: float, epoch: int, begun: float) -> None:
+        super().__init__(numbers, latest)
+        self.epoch = epoch
+        self.begun = begun
+        self.end = 0
+        """The position behind it."""
+        self.dropped = False
+        """Whether its pins go as soon as its loads have ended."""
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
-    """One fetch of positions that follow one another."""
-
-    progress: JobProgress
-    fetch: Fetch
-    epoch: int
-    end: int
-    begun: float
-
-
-@dataclass(slots=True, eq=False)
-class _Walker:
-    """How far one job was read ahead."""
+class _Cursor:
+    """How far the orders of one job were prefetched."""
 
     epoch: int = 0
     position: int = 0
-    pinned_size: int = 0
     sample_size: float = SAMPLE_SIZE
     not_before: float = 0.0
     most: int = QUANTUM
-    there: int = 0
+    resident: int = 0
     """So many of the data set's samples, from the first one on, were in memory,"""
     evicted: int = -1
     """when this was the cache's count of evictions."""
-    pieces: deque[_Piece] = field(default_factory=deque)
+    pieces: deque[Piece] = field(default_factory=deque)
 
 
 class Prefetcher:
@@ -78,23 +87,22 @@ class Prefetcher:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._walkers: dict[JobProgress, _Walker] = {}
-        self._by_fetch: dict[Fetch, _Piece] = {}
+        self._cursors: dict[JobProgress, _Cursor] = {}
         self._slowest_s = SHORTEST_S
         self._pinned_size = 0
 
     def window(self, progress: JobProgress, now: float) -> int:
-        """Return how many positions beyond its front a job is to be read ahead."""
-        walker = self._walkers.get(progress)
-        size = walker.sample_size if walker else SAMPLE_SIZE
+        """Return how many positions beyond its front a job is prefetched."""
+        cursor = self._cursors.get(progress)
+        size = cursor.sample_size if cursor else SAMPLE_SIZE
         batches = 2 * max(int(progress.step) or FIRST_STEP, 1)
         wanted = max(batches, int(progress.pace.rate(now) * self._slowest_s))
-        return min(wanted, max(batches, int(self._cache.arena.size / WALK_SHARE / size)))
+        return min(wanted, max(batches, int(self._cache.arena.size / JOB_SHARE / size)))
 
     def next_load(self, now: float) -> tuple[Load, str] | None:
-        """Return what to read next and for which job; None: nothing, for now."""
+        """Return what to read next and for which job; None: nothing for now."""
         while (progress := self._most_urgent(now)) is not None:
-            load = self._advance(progress, self._walkers[progress], now)
+            load = self._advance(progress, self._cursors[progress], now)
             if load is not None:
                 return load, progress.job
         return None
@@ -106,133 +114,125 @@ class Prefetcher:
         for progress in self._cache.uses.jobs:
             if not progress.orders or not progress.active(now):
                 continue
-            walker = self._walkers.get(progress)
-            if walker is None:
-                walker = self._walkers[progress] = _Walker(progress.epoch, progress.front)
-            if walker.not_before > now or self._holds_all(progress, walker):
+            cursor = self._cursors.get(progress)
+            if cursor is None:
+                cursor = self._cursors[progress] = _Cursor(progress.epoch, progress.front)
+            if cursor.not_before > now or self._all_resident(progress, cursor):
                 continue
-            self._catch_up(progress, walker)
-            ahead = self._distance(progress, walker)
-            if ahead is None or self._room(progress, walker, ahead, now) <= 0:
+            self._catch_up(progress, cursor)
+            distance = self._distance(progress, cursor)
+            if distance is None or self._room(progress, cursor, distance, now) <= 0:
                 continue
-            due = ahead / progress.rate(now)
+            due = distance / progress.rate(now)
             if due < soonest:
                 best, soonest = progress, due
         return best
 
-    def _holds_all(self, progress: JobProgress, walker: _Walker) -> bool:
-        """Whether all that a job can ask for is known to be in memory."""
-        if walker.evicted != self._cache.counters.evicted:
-            walker.evicted, walker.there = self._cache.counters.evicted, 0
-        return walker.there >= progress.span
+    def _all_resident(self, progress: JobProgress, cursor: _Cursor) -> bool:
+        """Return whether the whole data set is known to be in memory."""
+        if cursor.evicted != self._cache.counters.evicted:
+            cursor.evicted, cursor.resident = self._cache.counters.evicted, 0
+        return cursor.resident >= progress.span
 
-    def _look(self, progress: JobProgress, walker: _Walker) -> None:
-        """Look at some more samples of a data set, of which a piece was in memory."""
-        upto = min(walker.there + LOOK, progress.span)
-        if self._cache.holds(progress.low + walker.there, progress.low + upto):
-            walker.there = upto
+    def _check_residents(self, progress: JobProgress, cursor: _Cursor) -> None:
+        """Check some more samples of a data set of which a whole piece was in memory."""
+        end = min(cursor.resident + LOOK, progress.span)
+        if self._cache.holds(progress.low + cursor.resident, progress.low + end):
+            cursor.resident = end
 
-    def _room(self, progress: JobProgress, walker: _Walker, ahead: int, now: float) -> int:
-        """Return how many positions to read now: a piece, or none if that is too early."""
+    def _room(self, progress: JobProgress, cursor: _Cursor, distance: int, now: float) -> int:
+        """Return how many positions to read now: a piece, or 0 while that is too early."""
         window = self.window(progress, now)
-        piece = min(max(window // PIECES, SMALLEST_PIECE), walker.most)
-        room = int(progress.lead) + window - ahead
+        piece = min(max(window // PIECES, SMALLEST_PIECE), cursor.most)
+        room = int(progress.lead) + window - distance
         return min(piece, room) if room > piece // 2 else 0
 
-    def _catch_up(self, progress: JobProgress, walker: _Walker) -> None:
-        """What was asked for already need not be read ahead."""
-        if (walker.epoch, walker.position) < (progress.epoch, progress.front):
-            walker.epoch, walker.position = progress.epoch, progress.front
-        order = progress.orders.get(walker.epoch)
-        if order is not None and walker.position >= order.count:
-            walker.epoch, walker.position = walker.epoch + 1, 0
+    def _catch_up(self, progress: JobProgress, cursor: _Cursor) -> None:
+        """Skip the positions that the job has asked for already."""
+        if (cursor.epoch, cursor.position) < (progress.epoch, progress.front):
+            cursor.epoch, cursor.position = progress.epoch, progress.front
+        order = progress.orders.get(cursor.epoch)
+        if order is not None and cursor.position >= order.count:
+            cursor.epoch, cursor.position = cursor.epoch + 1, 0
 
-    def _distance(self, progress: JobProgress, walker: _Walker) -> int | None:
-        """Return how many positions ahead of the job reading has got; None: there is no more."""
-        if walker.epoch not in progress.orders:
+    def _distance(self, progress: JobProgress, cursor: _Cursor) -> int | None:
+        """Return how many positions the cursor is ahead of the job; None: the orders have ended."""
+        if cursor.epoch not in progress.orders:
             return None
-        if walker.epoch == progress.epoch:
-            return walker.position - progress.position
+        if cursor.epoch == progress.epoch:
+            return cursor.position - progress.position
         order = progress.order
-        if order is None or walker.epoch != progress.epoch + 1:
+        if order is None or cursor.epoch != progress.epoch + 1:
             return None
-        return order.count - progress.position + walker.position
+        return order.count - progress.position + cursor.position
 
-    def _advance(self, progress: JobProgress, walker: _Walker, now: float) -> Load | None:
-        order = progress.orders[walker.epoch]
-        ahead = self._distance(progress, walker)
-        assert ahead is not None
-        room = self._room(progress, walker, ahead, now)
-        numbers = order.numbers(walker.position, walker.position + room)
-        fetch = Fetch(numbers, now + ahead / progress.rate(now))
+    def _advance(self, progress: JobProgress, cursor: _Cursor, now: float) -> Load | None:
+        order = progress.orders[cursor.epoch]
+        distance = self._distance(progress, cursor)
+        assert distance is not None
+        room = self._room(progress, cursor, distance, now)
+        numbers = order.numbers(cursor.position, cursor.position + room)
+        piece = Piece(numbers, now + distance / progress.rate(now), cursor.epoch, now)
         left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
-        load = self._cache.advance(fetch, len(numbers), left)
-        if fetch.cursor == 0:
-            walker.not_before = now + RETRY_S
+        load = self._cache.advance(piece, len(numbers), left)
+        if piece.cursor == 0:
+            cursor.not_before = now + RETRY_S
             return None
-        there = load is None and not fetch.waiting
-        walker.most = min(2 * walker.most, LONGEST_PIECE) if there else QUANTUM
-        if there:
-            self._look(progress, walker)
-        walker.position += fetch.cursor
-        walker.pinned_size += fetch.pinned_size
-        self._pinned_size += fetch.pinned_size
-        walker.sample_size += (fetch.pinned_size / fetch.cursor - walker.sample_size) / 8
-        piece = _Piece(progress, fetch, walker.epoch, walker.position, now)
-        walker.pieces.append(piece)
-        if fetch.waiting:
-            self._by_fetch[fetch] = piece
+        resident = load is None and not piece.waiting
+        cursor.most = min(2 * cursor.most, LONGEST_PIECE) if resident else QUANTUM
+        if resident:
+            self._check_residents(progress, cursor)
+        cursor.position += piece.cursor
+        piece.end = cursor.position
+        self._pinned_size += piece.pinned_size
+        cursor.sample_size += (piece.pinned_size / piece.cursor - cursor.sample_size) / 8
+        cursor.pieces.append(piece)
         return load
 
-    def loaded(self, fetch: Fetch, now: float) -> bool:
-        """All loads of a fetch ended; whether it was one of these."""
-        piece = self._by_fetch.pop(fetch, None)
-        if piece is None:
-            return False
-        took = now - piece.begun
-        self._slowest_s = max(self._slowest_s * FORGET, 2 * took, SHORTEST_S)
-        if piece not in self._walkers.get(piece.progress, _Walker()).pieces:
-            self._cache.release(fetch.pins)
-            fetch.pins = []
-        return True
+    def loaded(self, piece: Piece, now: float) -> None:
+        """All loads of a piece have ended."""
+        self._slowest_s = max(self._slowest_s * FORGET, 2 * (now - piece.begun), SHORTEST_S)
+        if piece.dropped:
+            self._cache.release(piece.pins)
+            piece.pins = []
 
-    def passed(self, progress: JobProgress) -> None:
-        """A job got on: what it has used needs no protection any more."""
-        walker = self._walkers.get(progress)
-        if walker is None:
+    def advanced(self, progress: JobProgress) -> None:
+        """A job has advanced: unpin the pieces that it has used."""
+        cursor = self._cursors.get(progress)
+        if cursor is None:
             return
-        pieces = walker.pieces
+        pieces = cursor.pieces
         while pieces and (pieces[0].epoch, pieces[0].end) <= (progress.epoch, progress.position):
-            self._give_up(walker, pieces.popleft())
+            self._drop(pieces.popleft())
         if not progress.orders or (pieces and pieces[0].epoch not in progress.orders):
             self.forget(progress)
 
     def replaced(self, progress: JobProgress, epoch: int) -> None:
         """A job is about to get an order for an epoch."""
-        walker = self._walkers.get(progress)
-        if walker is not None and epoch <= walker.epoch:
+        cursor = self._cursors.get(progress)
+        if cursor is not None and epoch <= cursor.epoch:
             self.forget(progress)
 
     def forget(self, progress: JobProgress) -> None:
-        """A job announced something else, or nothing more, or ended."""
-        walker = self._walkers.pop(progress, None)
-        if walker is not None:
-            self._drop_pins(walker)
+        """Start anew with a job: its orders have changed or ended."""
+        cursor = self._cursors.pop(progress, None)
+        if cursor is not None:
+            self._drop_all(cursor)
 
     def make_room(self) -> None:
-        """Somebody waits: give up everything that was pinned here."""
-        for walker in self._walkers.values():
-            self._drop_pins(walker)
-            walker.not_before = 0.0
+        """A request waits for memory: give up all pins."""
+        for cursor in self._cursors.values():
+            self._drop_all(cursor)
+            cursor.not_before = 0.0
 
-    def _drop_pins(self, walker: _Walker) -> None:
-        while walker.pieces:
-            self._give_up(walker, walker.pieces.popleft())
+    def _drop_all(self, cursor: _Cursor) -> None:
+        while cursor.pieces:
+            self._drop(cursor.pieces.popleft())
 
-    def _give_up(self, walker: _Walker, piece: _Piece) -> None:
-        walker.pinned_size -= piece.fetch.pinned_size
-        self._pinned_size -= piece.fetch.pinned_size
-        if not piece.fetch.waiting:
-            # Else the slots are still being filled, and `loaded` gives the pins back.
-            self._cache.release(piece.fetch.pins)
-            piece.fetch.pins = []
+    def _drop(self, piece: Piece) -> None:
+        self._pinned_size -= piece.pinned_size
+        piece.dropped = True
+        if not piece.waiting:
+            # Otherwise its slots are still being filled, and `loaded` unpins them.
+            self._cache.release(piece.pins)
+            piece.pins = []

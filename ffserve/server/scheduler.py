@@ -1,20 +1,21 @@
-"""Who is served next, and who has to wait for room.
+"""Scheduler: which request gets the next turn, and which has to wait for memory.
 
-Jobs take turns, and within a job its sessions, of at most QUANTUM samples and QUANTUM_SIZE bytes
-each: a request for 100,000 samples delays its neighbours by one turn, and a job with sixteen
-workers gets no more of the disk than one with two. Reads submitted and not yet done are bounded, so
-that a turn comes soon. Nobody can be blocked for good:
+Jobs take turns, and within a job its sessions do. A turn is at most QUANTUM samples and
+QUANTUM_SIZE bytes, so a request for 100,000 samples delays its neighbours by one turn, and a job
+with sixteen workers gets no more of the disk than one with two. The number of reads in flight is
+bounded, so that the next turn comes soon. No request blocks for ever:
 
-* A finished GET keeps its samples pinned until the client acknowledges it, so that it can copy
-  them; when others wait for room, a pin older than PIN_GRACE_S is taken back. That is safe at any
-  time: a client that copies too late sees the seqlock move and asks again.
-* A request that cannot get on although some of its samples are there ends early; the client asks
-  for the rest, acknowledging what it has.
-* While the oldest waiting request has waited for FAVOUR_S[0] to FAVOUR_S[1], nobody else takes
-  room, so that small samples do not for ever take what a large one waits for.
-* What announced jobs will ask for is read ahead when nobody else has a turn, at half of that depth
-  at most, and its pins are given up when anybody waits for room (`ahead`).
-* After GIVE_UP_S (only leases can hold room that long) its next sample fails with ReadError.
+* A finished GET keeps its samples pinned until the client acknowledges it, so that the client can
+  copy them. When other requests wait for memory, pins older than PIN_GRACE_S are taken back. That
+  is safe at any time: a client that copies too late sees the seqlock move and asks again.
+* A request that is blocked while some of its samples are ready is answered in part; the client asks
+  for the rest and acknowledges the part.
+* While the oldest blocked request has waited between FAVOUR_S[0] and FAVOUR_S[1], no other request
+  takes memory. Otherwise small samples could for ever take what a large one waits for.
+* Prefetching for announced jobs runs when no request has a turn, with at most half of the reads in
+  flight, and loses its pins when a request waits for memory (`prefetch.py`).
+* After GIVE_UP_S the next sample of a blocked request fails with ReadError. Only leases can hold
+  memory for so long.
 
 No socket and no clock: `now` is monotonic time in seconds.
 """
@@ -28,80 +29,115 @@ from typing import Any, Protocol
 
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.errors import STATUS_ARENA_BUSY
-from ffserve.server.prefetch import Prefetcher
+from ffserve.server.prefetch import Piece, Prefetcher
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
-"""What a device reads in 2 to 6 ms. A turn costs the loop 100 us and 1 us a sample."""
+"""A device reads that in 2 to 6 ms. A turn costs the loop 100 us and 1 us per sample."""
 PIN_GRACE_S = 0.05
 FAVOUR_S = (0.1, 1.0)
 GIVE_UP_S = 20.0
 ARENA_SHARE = 8
-"""A request pins at most one part in this many of the arena before it is answered in part."""
+"""A request that has pinned 1 part in ARENA_SHARE of the arena is answered in part."""
 LEASED_SHARE = 2
-"""All leases together take at most one part in this many; beyond, clients get copies."""
+"""All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
 MOST_COUNTED = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
 
 
-class Promise(Protocol):
-    """An answer that goes out by itself when all that was submitted with it has been read well."""
+class Reply(Protocol):
+    """READY of a request, sent by the I/O thread when all loads that it waits for have succeeded.
+
+    In the daemon this is `engine.io.DirectReply`.
+    """
 
     def arm(self) -> None:
-        """Nothing further is submitted with it. Before this is called it does not go out."""
+        """Wait for no further load; the reply is not sent before this call."""
         ...
 
     @property
     def sent(self) -> bool:
-        """Whether it went out; certain when the loads have ended."""
+        """Whether the reply was sent; final when the loads have ended."""
         ...
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One GET or LEASE. `context` is the asker's own."""
+class Request(Fetch):
+    """One GET or LEASE, on its way through scheduler and cache.
 
-    owner: Owner
-    tag: int
-    fetch: Fetch
-    lease: bool
-    context: object
-    blocked_since: float | None = None
-    enough: bool = False
-    """Whether it is to be answered in part, having pinned its share of the arena."""
-    count: int = 0
-    """How many of the samples were dealt with, once it is finished."""
-    promise: Promise | None = None
-    """Answers for all of it, if it waits for nothing but loads of its own."""
+    Args:
+        numbers: int64[n], of the samples.
+        dataset, indices, asked: of the session that asks: its data set, the indices in it, and the
+            time of the request.
+        reply: answers the whole request, if it waits for loads of its own only.
+    """
+
+    __slots__ = (
+        "asked",
+        "blocked_since",
+        "count",
+        "dataset",
+        "enough",
+        "indices",
+        "lease",
+        "owner",
+        "reply",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        owner: Owner,
+        tag: int,
+        numbers: Int64s,
+        *,
+        lease: bool = False,
+        dataset: Any = None,
+        indices: Int64s | None = None,
+        asked: float = 0.0,
+        reply: Reply | None = None,
+    ) -> None:
+        super().__init__(numbers)
+        self.owner = owner
+        self.tag = tag
+        self.lease = lease
+        self.dataset = dataset
+        self.indices = numbers if indices is None else indices
+        self.asked = asked
+        self.reply = reply
+        self.blocked_since: float | None = None
+        self.enough = False
+        """Whether the request has pinned its share of the arena and is answered in part."""
+        self.count = 0
+        """Samples that the answer covers, once the request is finished."""
 
 
 @dataclass(eq=False, slots=True)
 class Owner:
-    """What one session has with the scheduler."""
+    """One session as the scheduler sees it: its requests, pins and leases."""
 
     finished: Callable[[Request], None]
-    """Called when a request is decided."""
+    """Called when a request is finished."""
     job: str = ""
-    """Whose turn it shares."""
+    """Sessions of one job share its turns."""
     taken_back: Callable[[int], None] | None = None
     """Called with its tag before the pins of a finished GET are taken back."""
     runnable: deque[Request] = field(default_factory=deque)
     waiting: dict[int, Request] = field(default_factory=dict)
-    """Everything that is not finished, by tag."""
+    """Requests that are not finished, by tag."""
     unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
-    leases: dict[int, Fetch] = field(default_factory=dict)
+    """Pins of finished GETs, by tag."""
+    leases: dict[int, Request] = field(default_factory=dict)
     queued: bool = False
     gone: bool = False
 
 
 class Scheduler:
-    """Turns over the cache.
+    """Gives requests turns at the cache.
 
     Args:
-        submit: read a load; `loaded` is to be called when it ended. The second argument is a
-            request's promise, which waits for the load, or None.
-        most_reads: submitted to the device and not yet done before turns wait; neighbours that
-            are read together count once.
+        submit: reads a load and calls `loaded` when it has ended. The second argument is the
+            direct reply that waits for the load, or None.
+        most_reads: reads in flight at which turns wait; merged reads count once.
     """
 
     def __init__(
@@ -113,19 +149,20 @@ class Scheduler:
         self._reads = 0
         self.prefetcher = Prefetcher(cache)
         self._turns: deque[str] = deque()
-        """Jobs with something to do."""
-        self._lines: dict[str, deque[Owner]] = {}
-        """The sessions of these jobs."""
+        """Jobs with a runnable request."""
+        self._sessions: dict[str, deque[Owner]] = {}
+        """The sessions of these jobs that have a runnable request."""
         self._blocked: deque[Request] = deque()
-        self._by_fetch: dict[Fetch, Request] = {}
         self._pins: deque[tuple[float, Owner, int]] = deque()
         self._most_pins = _FEW_PINS
+        self.request_count = 0
+        """Requests of all sessions that are not finished."""
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
         self._pumped = 0.0
         self._stopped = False
         self.read_sizes: dict[str, int] = {}
-        """Bytes that were read from files for each job; reads that another began count for him."""
+        """Bytes read from files by job; a shared read counts for the job that began it."""
 
     @property
     def _share(self) -> int:
@@ -137,68 +174,65 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return not self._by_fetch and self._reads == 0
-
-    @property
-    def request_count(self) -> int:
-        """Requests that are not decided yet, of all sessions."""
-        return len(self._by_fetch)
+        """Whether no request and no read is under way."""
+        return self.request_count == 0 and self._reads == 0
 
     @property
     def blocked_count(self) -> int:
-        """Requests that wait for room."""
+        """Requests that wait for memory."""
         return len(self._blocked)
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request in and serve what can be served."""
+        """Accept a request and give turns."""
         if request.lease and self.leased_size >= self._most_leased:
             request.owner.finished(request)
             return
-        self._by_fetch[request.fetch] = request
+        self.request_count += 1
         request.owner.waiting[request.tag] = request
         request.owner.runnable.append(request)
         self._queue(request.owner)
         self.pump(now)
 
     def acknowledge(self, owner: Owner, tags: list[int]) -> None:
-        """The samples of these GETs were copied."""
+        """The client has copied the samples of these GETs: unpin them."""
         for tag in tags:
             pins = owner.unacknowledged.pop(tag, None)
             if pins is not None:
                 self._cache.release(pins)
 
     def release(self, owner: Owner, tags: list[int]) -> None:
-        """These leases are over. One that has not come yet is pinned as for a GET."""
+        """End these leases. A lease that is not granted yet becomes a GET."""
         for tag in tags:
             if tag in owner.waiting:
                 owner.waiting[tag].lease = False
-            fetch = owner.leases.pop(tag, None)
-            if fetch is not None:
-                self.leased_size -= fetch.pinned_size
-                self._cache.release(fetch.pins)
+            lease = owner.leases.pop(tag, None)
+            if lease is not None:
+                self.leased_size -= lease.pinned_size
+                self._cache.release(lease.pins)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
-        """A load ended."""
+        """A load has ended."""
         self._reads -= load.reads
         for fetch in self._cache.loaded(load, failures):
-            request = self._by_fetch.get(fetch)
-            if request is None:
-                if not self.prefetcher.loaded(fetch, now):
-                    self._cache.release(fetch.pins)
-                    fetch.pins = []
-            elif fetch.complete or request.enough or request.blocked_since is not None:
-                self._finish(request, now)
+            if isinstance(fetch, Piece):
+                self.prefetcher.loaded(fetch, now)
+                continue
+            assert isinstance(fetch, Request)
+            if fetch.owner.gone:
+                self._cache.release(fetch.pins)
+                fetch.pins = []
+            elif fetch.complete or fetch.enough or fetch.blocked_since is not None:
+                self._finish(fetch, now)
         self.pump(now)
 
     def leave(self, owner: Owner, now: float) -> None:
-        """A session ended: drop its requests and give back all its pins."""
+        """A session has ended: drop its requests and give back its pins and leases."""
         owner.gone = True
         for request in owner.waiting.values():
-            del self._by_fetch[request.fetch]
-            if request.fetch.waiting == 0:
-                self._cache.release(request.fetch.pins)
-                request.fetch.pins = []
+            self.request_count -= 1
+            if request.waiting == 0:
+                self._cache.release(request.pins)
+                request.pins = []
         owner.waiting.clear()
         owner.runnable.clear()
         self._blocked = deque(r for r in self._blocked if r.owner is not owner)
@@ -207,7 +241,7 @@ class Scheduler:
         self.pump(now)
 
     def next_deadline(self) -> float | None:
-        """When `pump` must be called again though nothing happens; None: need not."""
+        """Return when `pump` must be called again if nothing else happens; None: never."""
         if not self._blocked:
             return None
         since = self._since(self._blocked[0])
@@ -218,14 +252,17 @@ class Scheduler:
         return min(deadlines, default=None)
 
     def stop(self) -> None:
-        """Read nothing any more: whose session ends from now on may still look at what it leased,
-        and nobody would leave that alone."""
+        """Read nothing any more.
+
+        A client may go on reading its leased samples after its session ended, so no slot may be
+        written to from now on.
+        """
         self._stopped = True
 
     # ---- turns ----------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
-        """Give turns until nobody can get on or enough is on its way."""
+        """Give turns until every request is blocked or enough reads are in flight."""
         self._pumped = self._cache.uses.now = now
         if self._stopped:
             return
@@ -250,60 +287,55 @@ class Scheduler:
                 break
             self._start(*load)
 
-    def _start(self, load: Load, job: str, promise: Promise | None = None) -> None:
+    def _start(self, load: Load, job: str, reply: Reply | None = None) -> None:
         if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
             del self.read_sizes[next(iter(self.read_sizes))]
-        size = self.read_sizes.get(job, 0) + load.size
-        self.read_sizes[job] = size
-        self._submit(load, promise)
+        self.read_sizes[job] = self.read_sizes.get(job, 0) + load.size
+        self._submit(load, reply)
         self._reads += load.reads
 
     def _next_owner(self) -> Owner:
         job = self._turns.popleft()
-        line = self._lines[job]
-        owner = line.popleft()
+        sessions = self._sessions[job]
+        owner = sessions.popleft()
         owner.queued = False
-        if line:
+        if sessions:
             self._turns.append(job)
         else:
-            del self._lines[job]
+            del self._sessions[job]
         return owner
 
     def _queue(self, owner: Owner) -> None:
         if owner.runnable and not owner.queued:
             owner.queued = True
-            line = self._lines.get(owner.job)
-            if line is None:
-                line = self._lines[owner.job] = deque()
+            sessions = self._sessions.get(owner.job)
+            if sessions is None:
+                sessions = self._sessions[owner.job] = deque()
                 self._turns.append(owner.job)
-            line.append(owner)
+            sessions.append(owner)
 
     def _turn(self, request: Request, now: float) -> bool:
-        """Advance a request; True when it needs no further turn for now."""
-        fetch = request.fetch
-        before, waiting = fetch.cursor, fetch.waiting
-        size = min(QUANTUM_SIZE, max(self._share - fetch.pinned_size, 1))
-        load = self._cache.advance(fetch, QUANTUM, size)
+        """Advance a request; return True when it needs no further turn for now."""
+        before, waiting = request.cursor, request.waiting
+        size = min(QUANTUM_SIZE, max(self._share - request.pinned_size, 1))
+        load = self._cache.advance(request, QUANTUM, size)
         if load is not None:
             waiting += 1
-            self._start(load, request.owner.job, request.promise)
-        if fetch.waiting > waiting:
-            request.promise = None  # another began to read a part of it
-        # Remembered, since the arena may grow before what is on its way has come.
-        request.enough = fetch.pinned_size >= self._share
-        if fetch.cursor == len(fetch.numbers) or request.enough:
-            if fetch.waiting == 0:
+            self._start(load, request.owner.job, request.reply)
+        if request.waiting > waiting:
+            request.reply = None  # it also waits for a load of another request
+        # Remembered, since the arena may grow before the loads have ended.
+        request.enough = request.pinned_size >= self._share
+        whole = request.cursor == len(request.numbers)
+        if whole or request.enough:
+            if request.waiting == 0:
                 self._finish(request, now)
-            elif (
-                request.promise is not None
-                and fetch.cursor == len(fetch.numbers)
-                and not fetch.failures
-            ):
-                request.promise.arm()
+            elif request.reply is not None and whole and not request.failures:
+                request.reply.arm()
             return True
-        if fetch.cursor > before:
+        if request.cursor > before:
             return False
-        if fetch.cursor and fetch.waiting == 0:
+        if request.cursor and request.waiting == 0:
             self._finish(request, now)
         else:
             request.blocked_since = now
@@ -311,35 +343,36 @@ class Scheduler:
         return True
 
     def _finish(self, request: Request, now: float) -> None:
-        fetch, owner = request.fetch, request.owner
-        request.count = fetch.cursor
-        del self._by_fetch[fetch]
+        owner = request.owner
+        request.count = request.cursor
+        self.request_count -= 1
         owner.waiting.pop(request.tag, None)
         if request.blocked_since is not None:
             self._blocked.remove(request)
             request.blocked_since = None
         if not request.lease:
-            owner.unacknowledged[request.tag] = fetch.pins
+            owner.unacknowledged[request.tag] = request.pins
             self._pins.append((now, owner, request.tag))
             self._sweep()
-        elif self.leased_size + fetch.pinned_size <= self._most_leased:
-            owner.leases[request.tag] = fetch
-            self.leased_size += fetch.pinned_size
+        elif self.leased_size + request.pinned_size <= self._most_leased:
+            owner.leases[request.tag] = request
+            self.leased_size += request.pinned_size
         else:
-            self._cache.release(fetch.pins)
+            self._cache.release(request.pins)
             request.count = 0
         owner.finished(request)
 
     def _sweep(self) -> None:
+        """Drop acknowledged GETs from the list of pins."""
         while self._pins and self._pins[0][2] not in self._pins[0][1].unacknowledged:
             self._pins.popleft()
         if len(self._pins) > self._most_pins:
-            # One client that never acknowledges keeps the head; the others' are long gone.
+            # A client that never acknowledges stays at the head; drop those behind it.
             self._pins = deque(pin for pin in self._pins if pin[2] in pin[1].unacknowledged)
             self._most_pins = 2 * len(self._pins) + _FEW_PINS
 
     def make_room(self, now: float) -> None:
-        """Take back the pins that may be taken back."""
+        """Take back all pins that may be taken back now."""
         self.prefetcher.make_room()
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
@@ -362,13 +395,12 @@ class Scheduler:
                 self._queue(request.owner)
             elif request.blocked_since is not None:
                 request.blocked_since = since
-                if now >= since + GIVE_UP_S and request.fetch.waiting == 0:
+                if now >= since + GIVE_UP_S and request.waiting == 0:
                     self._give_up(request, now)
 
     def _give_up(self, request: Request, now: float) -> None:
-        fetch = request.fetch
-        fetch.failures[int(fetch.numbers[fetch.cursor])] = Failure(STATUS_ARENA_BUSY)
-        fetch.cursor += 1
+        request.failures[int(request.numbers[request.cursor])] = Failure(STATUS_ARENA_BUSY)
+        request.cursor += 1
         self._finish(request, now)
 
     def _favours(self, oldest: Request, now: float) -> bool:

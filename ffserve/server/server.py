@@ -1,6 +1,6 @@
-"""Sockets and the event loop: bytes in, messages to sessions, bytes out.
+"""Server: the listening socket, the clients' connections, the event loop.
 
-Connections are plain non-blocking sockets watched by the loop rather than asyncio transports,
+Connections are plain non-blocking sockets watched by the loop instead of asyncio transports,
 because descriptors travel beside the bytes (SCM_RIGHTS), which transports cannot do. Frames are
 small (payload goes through the arena), so one recv usually brings one message.
 """
@@ -28,13 +28,15 @@ log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
 MOST_UNSENT = 64 * 1024 * 1024
-"""Bytes that wait for a client that does not read; beyond, it is cut off."""
+"""Bytes that wait for a client that does not read; beyond, the client is disconnected."""
 WRITES_AT_ONCE = 4
-"""Frames and runs before others have their turn; each is sent as far as it fits into the socket."""
+"""Frames and runs of one connection before others have their turn."""
 RESIZE_STEP_S = 0.01
-"""Between two looks at what keeps the arena from shrinking."""
+"""Between two steps of a resize."""
+ACCEPT_PAUSE_S = 0.2
+"""After accept() has failed, for example without a free descriptor."""
 _CHUNK = 80 * 1024
-"""What is taken in at once: a piece of an order, or hundreds of requests."""
+"""Bytes received at once: a piece of an order, or hundreds of requests."""
 
 
 class Connection:
@@ -47,7 +49,8 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
         self._outbox = Outbox(self._write)
-        self._writing = self._busy = False
+        self._watched = self._busy = False
+        """Whether the loop watches for room in the socket; whether `_writable` runs."""
         self._closed = False
         self._reply_socket = ReplySocket(self._fd)
         self.session = Session(
@@ -56,14 +59,14 @@ class Connection:
             self._send,
             server.open_dataset,
             self._outbox,
-            self._promise,
+            self._direct_reply,
         )
         self._loop.add_reader(self._fd, self._readable)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
 
     def _no_hello(self) -> None:
         if self.session.phase == NEW:
-            self._broken(ProtocolError("the client said nothing"))
+            self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
 
     def _readable(self) -> None:
         try:
@@ -75,8 +78,8 @@ class Connection:
         if not chunk:
             self.close()
             return
-        if self.session.promised:
-            # The client may know more than we do: this may be what it says to the answer.
+        if self.session.awaits_direct_reply:
+            # The client may have the reply already, and answer to it.
             self._server.state.engines.reap()
         try:
             for message in self._decoder.feed(chunk):
@@ -85,19 +88,19 @@ class Connection:
                     self.close()
                     return
         except FFServeError as error:
-            self._broken(error)
+            self._refuse(error)
             return
         self._server.arm()
-        if self.session.announcing:
+        if self.session.receiving_order:
             self._loop.remove_reader(self._fd)
-            self._server.stand_in_line(self)
+            self._server.read_later(self)
 
-    def go_on(self) -> None:
-        """Read again, after it stood in line."""
+    def read_on(self) -> None:
+        """Watch for messages again."""
         if not self._closed:
             self._loop.add_reader(self._fd, self._readable)
 
-    def _promise(self, ready: protocol.Ready) -> DirectReply:
+    def _direct_reply(self, ready: protocol.Ready) -> DirectReply:
         return DirectReply(self._reply_socket, protocol.encode(ready))
 
     def _send(self, message: Message) -> None:
@@ -113,17 +116,17 @@ class Connection:
             self._reply_socket.block(True)
         self._outbox.put(frame)
         if self._outbox.frames_size > MOST_UNSENT:
-            log.warning("cut off a client (pid %d) that does not read", self.session.peer.pid)
+            log.warning("disconnected a client (pid %d) that does not read", self.session.peer.pid)
             self._loop.call_soon(self.close)
 
     def _write(self) -> None:
-        """Send what there is, unless the socket is full: then the loop calls when it is not."""
-        if not self._writing and not self._busy:
+        """Send now, unless the socket is full: then the loop calls `_writable`."""
+        if not self._watched and not self._busy:
             self._writable()
 
     def _writable(self) -> None:
         self._busy = True
-        delivering = self.session.delivering_count
+        sending = self.session.sending_count
         try:
             left = WRITES_AT_ONCE
             while left and self._outbox.send(self._sock):
@@ -136,13 +139,13 @@ class Connection:
         finally:
             self._busy = False
         self._reply_socket.block(self._closed or bool(self._outbox))
-        if bool(self._outbox) != self._writing:
-            self._writing = not self._writing
-            if self._writing:
+        if bool(self._outbox) != self._watched:
+            self._watched = not self._watched
+            if self._watched:
                 self._loop.add_writer(self._fd, self._writable)
             else:
                 self._loop.remove_writer(self._fd)
-        if self.session.delivering_count < delivering:
+        if self.session.sending_count < sending:
             self._loop.call_soon(self._server.pump)
 
     def _send_with_memory(self, frame: bytes) -> None:
@@ -153,11 +156,11 @@ class Connection:
             fds.extend(memory.reader_fd() for memory in memories)
             sent = socket.send_fds(self._sock, [frame], fds)
         except (BrokenPipeError, ConnectionResetError):
-            # Who was not answered in time has gone away again.
+            # The client has gone away in the meantime.
             self._loop.call_soon(self.close)
             return
         except OSError as error:
-            log.warning("cannot hand the shared memory to a client: %s", error)
+            log.warning("cannot send the shared memory to a client: %s", error)
             self._loop.call_soon(self.close)
             return
         finally:
@@ -165,7 +168,8 @@ class Connection:
                 os.close(fd)
         assert sent == len(frame), "the first frame of a connection fits into its buffer"
 
-    def _broken(self, error: FFServeError) -> None:
+    def _refuse(self, error: FFServeError) -> None:
+        """End the session with an error."""
         log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)
         self.session.fail(0, error)
         self.close()
@@ -188,7 +192,7 @@ class Connection:
 
 
 class Server:
-    """Listens and keeps the connections.
+    """Accepts clients and keeps their connections.
 
     Args: listener: a listening Unix stream socket; closed by `drain`.
     """
@@ -203,7 +207,8 @@ class Server:
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
-        self._line: deque[Connection] = deque()
+        self._later: deque[Connection] = deque()
+        """Connections to be read again, in this order."""
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
         state.engines.attach(self._loop)
@@ -215,10 +220,9 @@ class Server:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                # Out of descriptors: leave the listener alone for a moment instead of spinning.
-                log.warning("cannot take another client: %s", error)
+                log.warning("cannot accept a client, trying again: %s", error)
                 self._loop.remove_reader(self._listener.fileno())
-                self._loop.call_later(0.2, self._resume)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
             if len(self._connections) >= self.state.config.max_sessions:
@@ -235,32 +239,31 @@ class Server:
 
     def _refuse(self, sock: socket.socket) -> None:
         error = ServerUnavailable(
-            f"the daemon serves {self.state.config.max_sessions} sessions already",
-            hint="raise --max-sessions",
+            f"the daemon already serves {self.state.config.max_sessions} sessions",
+            hint="raise --max-sessions, or close readers",
         )
         with contextlib.suppress(OSError):
             sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(error))))
         sock.close()
 
     def forget(self, connection: Connection) -> None:
-        """A connection closed itself."""
+        """A connection has closed itself."""
         self._connections.discard(connection)
 
-    def stand_in_line(self, connection: Connection) -> None:
-        """Have a connection read again when those before it in the line have.
+    def read_later(self, connection: Connection) -> None:
+        """Read a connection again after those that wait for the same.
 
-        Whoever is announcing an order does so: each piece keeps the loop for the better part of a
-        millisecond, and a request that comes meanwhile is to wait for one piece, not for one of
-        every job that announces.
+        Sessions that announce an order do: each piece keeps the loop for most of a millisecond, and
+        a request should wait for one piece, not for one of every job that announces.
         """
-        if not self._line:
-            self._loop.call_soon(self._next_in_line)
-        self._line.append(connection)
+        if not self._later:
+            self._loop.call_soon(self._read_next)
+        self._later.append(connection)
 
-    def _next_in_line(self) -> None:
-        self._line.popleft().go_on()
-        if self._line:
-            self._loop.call_soon(self._next_in_line)
+    def _read_next(self) -> None:
+        self._later.popleft().read_on()
+        if self._later:
+            self._loop.call_soon(self._read_next)
 
     def open_dataset(
         self,
@@ -280,8 +283,8 @@ class Server:
             except FFServeError as error:
                 session.failed(tag, error)
             except Exception as error:
-                log.exception("opening a data set failed")
-                session.failed(tag, FFServeError(f"the daemon failed: {error!r}"))
+                log.exception("internal error while opening a data set")
+                session.failed(tag, FFServeError(f"internal error of the daemon: {error!r}"))
             else:
                 session.opened(tag, paths, shards)
 
@@ -290,7 +293,7 @@ class Server:
         task.add_done_callback(self._openings.discard)
 
     def arm(self) -> None:
-        """See to it that requests that wait for room are looked at again in time."""
+        """Set the timers for blocked requests and for a resize."""
         if self._resize_timer is None and self.state.resizing.under_way:
             self._resize_timer = self._loop.call_later(RESIZE_STEP_S, self._resize)
         now = time.monotonic()
@@ -308,7 +311,7 @@ class Server:
         self.arm()
 
     def pump(self) -> None:
-        """Give turns: there may be room now."""
+        """Give turns: memory may be free now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -321,9 +324,9 @@ class Server:
         return len(self._connections)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new clients, let what is asked for be answered, then close.
+        """Accept no new clients, answer the requests under way, then close all sessions.
 
-        Returns whether everything was answered in time.
+        Returns: whether everything was answered in time.
         """
         self._draining = True
         self._loop.remove_reader(self._listener.fileno())

@@ -1,72 +1,69 @@
-"""One client's conversation with the daemon, without its socket.
+"""Session: one client's connection, without its socket.
 
-`receive` takes a message and the time; what the client is to get is handed to `send`. Opening a
-data set takes other threads, so it goes out through `opener` and comes back through `opened` or
-`failed`.
+`receive` takes a message and the time; messages for the client go to `send`. Opening a data set
+takes other threads: it goes out through `opener` and comes back through `opened` or `failed`.
 
-    state        message                                       next
+    phase        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
     READY        ORDER REACHED SEEN LOOKUP RESIZE              READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
-What a session acquires (data sets, pins, leases) it gives back in `leave`, however it ended.
+The session gives back its data sets, pins and leases in `leave`, however it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Fetch, Int64s
+from ffserve.cache.cache import Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError, status_error
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.catalog import OpenShard
 from ffserve.server.inline import InlineReply, Outbox
 from ffserve.server.report import arena_facts, status
-from ffserve.server.scheduler import Owner, Promise, Request
+from ffserve.server.scheduler import Owner, Reply, Request
 from ffserve.server.state import MOST_COUNTED, Job, ServerState
-
-if TYPE_CHECKING:
-    from ffserve.server.catalog import OpenShard
 
 NEW, READY, OVER = "new", "ready", "over"
 
 MOST_DATASETS = 4096
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
-MOST_PROMISED = 4
-"""Requests of all sessions up to which an answer goes out by itself, if it is the sole one of its
-session. With more on their way nobody waits for a wake, and the loop wakes one for several."""
-_PLACE = (1 << 48) - 1
+MOST_DIRECT_REPLIES = 4
+"""A request gets a direct reply while all sessions together have fewer requests than this, and its
+session has no other. With more requests, the loop answers several of them in one turn."""
 MOST_NAME = 200
-"""Characters of the name of an order that jobs share."""
+"""Characters in the name of an order."""
+_OFFSET = (1 << 48) - 1
 
 
 @dataclass(slots=True, eq=False)
 class Dataset:
-    """A data set as one session sees it."""
+    """A data set as one session has opened it."""
 
     paths: list[str]
-    """By which this session named the shards; they may have been opened by others."""
+    """The session's names for the shards; another session may have opened them by other names."""
     shards: list[OpenShard]
     layout: Layout
     progress: JobProgress
     requests: int = 0
-    """On their way; the shards are held until they are decided, even if it was closed."""
+    """Unanswered requests; they keep the shards open after the data set was closed."""
 
 
 @dataclass(slots=True)
 class _Announcement:
-    """An order of which not all pieces have come."""
+    """An order of which some pieces are still to come."""
 
     tag: int
     dataset: Dataset
@@ -75,62 +72,62 @@ class _Announcement:
     order: Arriving
 
 
-class Announcing:
-    """The order that one session is being told; only one is under way at a time.
+class OrderReceiver:
+    """Puts the pieces of one announced order at a time together.
 
-    Args: fail: tells the client, by tag, why an order is not taken.
+    Args: fail: tells the client, by tag, why an order is refused.
     """
 
     def __init__(self, state: ServerState, fail: Callable[[int, FFServeError], None]) -> None:
         self._state = state
         self._fail = fail
-        self._begun: _Announcement | None = None
+        self._current: _Announcement | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Whether an order has begun to come and has not ended."""
-        return self._begun is not None
+    def receiving(self) -> bool:
+        """Whether pieces of an order are still to come."""
+        return self._current is not None
 
     def forget(self, dataset: Dataset | None = None) -> None:
-        """The rest of the order will not come, if it is for this data set; None: for any."""
-        if dataset is None or (self._begun is not None and self._begun.dataset is dataset):
-            self._begun = None
+        """Drop the pieces received so far if they are for this data set; None: for any."""
+        if dataset is None or (self._current is not None and self._current.dataset is dataset):
+            self._current = None
 
-    def take(self, message: protocol.Order, dataset: Dataset) -> protocol.Ready | None:
-        """Take a piece in; pieces of an order that was refused are passed over.
+    def receive(self, message: protocol.Order, dataset: Dataset) -> protocol.Ready | None:
+        """Take a piece; ignore pieces of an order that was refused.
 
         Returns: the answer to the last piece.
         Raises: ProtocolError.
         """
         if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= MOST_COUNTED:
-            raise ProtocolError("the client announced an order with an impossible tag or epoch")
+            raise ProtocolError("invalid ORDER message: tag or epoch out of range")
         indices = protocol.unpack_order(message.indices)
         try:
-            return self._take_piece(message, dataset, indices)
+            return self._add(message, dataset, indices)
         except FFServeError as error:
             if isinstance(error, ProtocolError):
                 raise
-            self._begun = None
+            self._current = None
             self._fail(message.tag, error)
             return None
 
-    def _take_piece(
+    def _add(
         self, message: protocol.Order, dataset: Dataset, indices: Int64s
     ) -> protocol.Ready | None:
         layout = dataset.layout
-        announcement = self._begun
+        current = self._current
         if message.start == 0:
-            if announcement is not None:
-                self._begun = None
-                self._fail(announcement.tag, UsageError("another order came before this one ended"))
-            announcement = self._begun = self._begin(message, dataset)
-        elif announcement is None or announcement.tag != message.tag:
+            if current is not None:
+                self._current = None
+                self._fail(current.tag, UsageError("another order began before this one ended"))
+            current = self._current = self._begin(message, dataset)
+        elif current is None or current.tag != message.tag:
             return None
-        order = announcement.order
+        order = current.order
         if message.start != order.arrived or message.count != order.count or not len(indices):
             raise UsageError(
-                f"a piece of the order says it begins at position {message.start} of "
-                f"{message.count}, but {order.arrived} of {order.count} have come"
+                f"the order has a gap: a piece begins at position {message.start} of "
+                f"{message.count}, but {order.arrived} of {order.count} positions were received"
             )
         if int(indices.max()) >= layout.count:
             bad = int(indices.max())
@@ -141,15 +138,15 @@ class Announcing:
         order.add(layout.numbers(indices))
         if order.arrived < order.count:
             return None
-        self._begun = None
+        self._current = None
         try:
             whole = order.finish()
         except SampleIndexError as error:
             assert error.index is not None
             raise error.located(index=layout.index(error.index)) from None
-        progress, uses = announcement.dataset.progress, self._state.uses
-        self._state.scheduler.prefetcher.replaced(progress, announcement.epoch)
-        uses.announced(progress, announcement.epoch, whole, announcement.name, dataset)
+        progress = current.dataset.progress
+        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
+        self._state.uses.announced(progress, current.epoch, whole, current.name, dataset)
         return protocol.Ready(message.tag, whole.count, [])
 
     def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
@@ -157,7 +154,7 @@ class Announcing:
         if not isinstance(replacement, bool) or not (
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
-            raise ProtocolError("the client announced an order of no known kind")
+            raise ProtocolError("invalid ORDER message: name or replacement is invalid")
         arriving = self._state.uses.arriving(
             dataset.progress, message.count, replacement=replacement
         )
@@ -168,12 +165,12 @@ class Session:
     """See the module's text.
 
     Args:
-        state: everything the sessions share.
+        state: shared by all sessions.
         peer: the user behind the connection.
         send: takes a message for the client.
-        opener: is called with (session, tag, paths, format, verify, tolerant) to open a data set.
-        outbox: where samples go that leave through the socket; None: they cannot.
-        promise: makes of a READY one that goes out by itself; None: all go through `send`.
+        opener: called with (session, tag, paths, format, verify, tolerant) to open a data set.
+        outbox: takes inline replies; None: there is no inline payload.
+        direct_reply: makes a direct reply of a READY; None: all messages go through `send`.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class Session:
         send: Callable[[Message], None],
         opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
         outbox: Outbox | None = None,
-        promise: Callable[[protocol.Ready], Promise] | None = None,
+        direct_reply: Callable[[protocol.Ready], Reply] | None = None,
     ) -> None:
         self.phase = NEW
         self.peer = peer
@@ -192,45 +189,46 @@ class Session:
         self._send = send
         self._opener = opener
         self._outbox = outbox
-        self._promise = promise
-        self._promised = 0
-        """The tag that a promise was made for last."""
+        self._direct_reply = direct_reply
+        self._direct_tag = 0
+        """The tag of the latest request with a direct reply."""
         self.inline = False
         """Whether samples go through the socket."""
-        self._delivering: set[int] = set()
+        self._sending: set[int] = set()
+        """Tags of GETs whose samples are on their way through the socket."""
         self._owner = Owner(self._finished)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
         self._next_dataset = 1
         self._opening = 0
         self._joined = False
-        self._announcing = Announcing(state, self.fail)
+        self._orders = OrderReceiver(state, self.fail)
 
     def receive(self, message: Message, now: float) -> None:
-        """Take a message in.
+        """Handle a message.
 
-        Raises: ProtocolError when it breaks the rules: the session is of no more use.
+        Raises: ProtocolError: the message breaks the protocol; the session must be closed.
         """
         if self.phase == NEW:
             if not isinstance(message, protocol.Hello):
-                raise ProtocolError("the client did not begin with HELLO")
+                raise ProtocolError("the first message is not HELLO")
             self._hello(message, now)
             return
         assert self.job is not None
         self.job.last_seen = self._state.uses.now = now
         match message:
             case protocol.Get():
-                self._tell(message.hits, message.hit_size, message.acknowledged)
-                self._ask(message.tag, message.dataset, message.indices, now, lease=False)
+                self._count(message.hits, message.hit_size, message.acknowledged)
+                self._ask(message, now, lease=False)
             case protocol.Tell():
-                self._tell(message.hits, message.hit_size, message.acknowledged)
+                self._count(message.hits, message.hit_size, message.acknowledged)
                 self._state.scheduler.pump(now)
             case protocol.Lookup():
                 self._look_up(message)
             case protocol.Lease():
                 if self.inline:
-                    raise ProtocolError("the client leased memory that it does not have")
-                self._ask(message.tag, message.dataset, message.indices, now, lease=True)
+                    raise ProtocolError("LEASE in a session with inline payload")
+                self._ask(message, now, lease=True)
             case protocol.Release():
                 self._state.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
                 self._state.scheduler.pump(now)
@@ -253,28 +251,28 @@ class Session:
             case protocol.Bye():
                 self.phase = OVER
             case _:
-                raise ProtocolError(f"a {type(message).__name__} has no place in a session")
+                raise ProtocolError(f"unexpected {type(message).__name__} message")
 
     def _hello(self, message: protocol.Hello, now: float) -> None:
         about = message.about
         versions = about.get("versions")
         if not isinstance(versions, list) or protocol.VERSION not in versions:
             raise ProtocolError(
-                f"the client speaks versions {versions!r} of the protocol, this daemon "
+                f"the client speaks versions {versions!r} of the protocol, the daemon speaks "
                 f"version {protocol.VERSION}",
-                hint="install the same ffserve for the daemon and its clients",
+                hint="install the same release of ffserve for the daemon and its clients",
             )
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise ProtocolError("the client's HELLO names no job")
-        can = about.get("payload", ["shared"])
+            raise ProtocolError("invalid HELLO message: no name of a job")
+        accepted = about.get("payload", ["shared"])
         chosen = self._state.payload
-        if chosen == "shared" and isinstance(can, list) and "shared" not in can:
+        if chosen == "shared" and isinstance(accepted, list) and "shared" not in accepted:
             chosen = "inline"
-        if not isinstance(can, list) or chosen not in can:
+        if not isinstance(accepted, list) or chosen not in accepted:
             raise ProtocolError(
-                f"the client takes samples as {can!r}, this daemon gives them as {chosen!r}",
-                hint="install the same ffserve for the daemon and its clients",
+                f"the client accepts the payload {accepted!r}, the daemon offers {chosen!r}",
+                hint="install the same release of ffserve for the daemon and its clients",
             )
         self.inline = chosen == "inline"
         if self.inline:
@@ -293,10 +291,17 @@ class Session:
         else:
             self._send(protocol.Report(message.tag, {"arena": arena_facts(self._state)}))
 
+    def fail(self, tag: int, error: FFServeError) -> None:
+        """Report that a request failed; tag 0: that the session did."""
+        if self.job is not None:
+            self.job.errors += 1
+        self._send(protocol.Fail(tag, protocol.error_to_wire(error)))
+
     # ---- data sets ------------------------------------------------------------------------
 
     def _join_job(self, now: float) -> None:
-        """Count for the job from the first data set on: who only looks is no job."""
+        """Count for the job from the first data set on: a client that asks for the status only is
+        no job."""
         assert self.job is not None
         if self._joined:
             return
@@ -317,10 +322,10 @@ class Session:
             or not isinstance(verify, bool)
             or not isinstance(tolerant, bool)
         ):
-            raise ProtocolError("the client sent an OPEN that names no absolute paths")
+            raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
         if len(self._datasets) + self._opening >= MOST_DATASETS:
             error = UsageError(
-                f"this process has {MOST_DATASETS} data sets open already",
+                f"this process already has {MOST_DATASETS} data sets open",
                 hint="close readers, or open many files as one data set",
             )
             self.fail(message.tag, error)
@@ -330,7 +335,7 @@ class Session:
         self._opener(self, message.tag, paths, name, verify, tolerant)
 
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
-        """The data set is open; the session holds its shards now."""
+        """The data set is open; the session holds its shards from now on."""
         self._opening -= 1
         if self.phase != READY:
             self._state.catalog.close(shards)
@@ -353,75 +358,74 @@ class Session:
         formats = [shard.format for shard in shards]
         self._send(protocol.Opened(tag, number, table.tobytes(), formats))
 
-    def _close(self, number: int) -> None:
-        dataset = self._datasets.pop(number, None)
-        if dataset is None:
-            return
-        self._leave_walk(dataset)
-        self._announcing.forget(dataset)
-        if dataset.requests:
-            self._closing.add(dataset)
-        else:
-            self._state.catalog.close(dataset.shards)
-
-    def _leave_walk(self, dataset: Dataset) -> None:
-        self._state.uses.leave(dataset.progress, dataset)
-        self._state.scheduler.prefetcher.passed(dataset.progress)
-
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
         self._opening -= 1
         self.fail(tag, error)
 
-    def fail(self, tag: int, error: FFServeError) -> None:
-        """Tell the client that a request failed; tag 0: that the session did."""
-        if self.job is not None:
-            self.job.errors += 1
-        self._send(protocol.Fail(tag, protocol.error_to_wire(error)))
+    def _close(self, number: int) -> None:
+        dataset = self._datasets.pop(number, None)
+        if dataset is None:
+            return
+        self._leave_progress(dataset)
+        self._orders.forget(dataset)
+        if dataset.requests:
+            self._closing.add(dataset)
+        else:
+            self._state.catalog.close(dataset.shards)
+
+    def _leave_progress(self, dataset: Dataset) -> None:
+        self._state.uses.leave(dataset.progress, dataset)
+        self._state.scheduler.prefetcher.advanced(dataset.progress)
+
+    def _dataset(self, number: int, message: str) -> Dataset:
+        dataset = self._datasets.get(number)
+        if dataset is None:
+            raise ProtocolError(f"{message} for data set {number}, which is not open")
+        return dataset
 
     # ---- samples --------------------------------------------------------------------------
 
-    def _tell(self, hits: int, hit_size: int, acknowledged: bytes) -> None:
+    def _count(self, hits: int, hit_size: int, acknowledged: bytes) -> None:
+        """Add the client's counters; unpin the samples of acknowledged GETs."""
         assert self.job is not None
         if hits < 0 or hit_size < 0:
-            raise ProtocolError("the client counts backwards")
+            raise ProtocolError("negative counter in a message")
         self.job.hits = min(self.job.hits + hits, MOST_COUNTED)
         self.job.hit_size = min(self.job.hit_size + hit_size, MOST_COUNTED)
         if acknowledged:
             tags = protocol.unpack_tags(acknowledged)
-            # What is being sent stays pinned, whatever the client says.
-            tags = [tag for tag in tags if tag not in self._delivering]
+            if self._sending:
+                # Samples on their way through the socket stay pinned.
+                tags = [tag for tag in tags if tag not in self._sending]
             self._state.scheduler.acknowledge(self._owner, tags)
 
-    def _ask(self, tag: int, number: int, packed: bytes, now: float, *, lease: bool) -> None:
-        dataset = self._datasets.get(number)
-        if dataset is None:
-            raise ProtocolError(f"the client asked for samples of data set {number}, not open here")
-        owner = self._owner
+    def _ask(self, message: protocol.Get | protocol.Lease, now: float, *, lease: bool) -> None:
+        tag, owner = message.tag, self._owner
+        dataset = self._dataset(message.dataset, "LEASE" if lease else "GET")
         if not 0 < tag < 1 << 32:
-            raise ProtocolError(f"the client used the tag {tag}, which is no u32 above 0")
+            raise ProtocolError(f"invalid tag {tag}: tags go from 1 to 2^32 - 1")
         if (
             tag in owner.unacknowledged
             or tag in owner.leases
             or tag in owner.waiting
-            or tag in self._delivering
+            or tag in self._sending
         ):
-            raise ProtocolError(f"the client used the tag {tag} twice")
-        if len(owner.waiting) + len(self._delivering) >= protocol.MOST_REQUESTS:
-            raise ProtocolError(
-                f"the client has {protocol.MOST_REQUESTS} requests on their way already"
-            )
-        indices = protocol.unpack_indices(packed)
+            raise ProtocolError(f"tag {tag} is in use already")
+        if len(owner.waiting) + len(self._sending) >= protocol.MOST_REQUESTS:
+            raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
+        indices = protocol.unpack_indices(message.indices)
         numbers = self._numbers(tag, dataset, indices)
         if numbers is None:
             return
-        assert self.job is not None
-        self._count(numbers, hits_unreported=lease or self.inline)
-        request = Request(owner, tag, Fetch(numbers), lease, (dataset, indices, now))
-        crowded = owner.waiting or self._state.scheduler.request_count >= MOST_PROMISED
-        if self._promise is not None and not (crowded or lease or self.inline):
-            request.promise = self._promise(protocol.Ready(tag, len(numbers), []))
-            self._promised = tag
+        self._count_samples(numbers, lease=lease)
+        request = Request(
+            owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
+        )
+        crowded = owner.waiting or self._state.scheduler.request_count >= MOST_DIRECT_REPLIES
+        if self._direct_reply is not None and not (crowded or lease or self.inline):
+            request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
+            self._direct_tag = tag
         dataset.requests += 1
         if len(indices) == 0:
             self._finished(request)
@@ -432,9 +436,9 @@ class Session:
         self._state.cache.invalidate(dataset.progress.asked(numbers, now))
 
     def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
-        """Return the samples' numbers; None: one is outside, and the client was told so."""
+        """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
         layout = dataset.layout
-        # As unsigned numbers negative ones are too large as well: one look at each.
+        # As unsigned numbers negative ones are too large as well: one comparison for each.
         if len(indices) and int(indices.view(np.uint64).max()) >= layout.count:
             bad = int(indices[(indices < 0) | (indices >= layout.count)][0])
             self.fail(
@@ -447,11 +451,12 @@ class Session:
             return None
         return layout.numbers(indices)
 
-    def _count(self, numbers: Int64s, *, hits_unreported: bool) -> None:
-        """Count a request's samples, and the hits among them if the client does not report them."""
+    def _count_samples(self, numbers: Int64s, *, lease: bool) -> None:
+        """Count hits and misses. A client that copies counts its hits itself, and asks for misses
+        only; for inline payload and leases it asks for everything."""
         assert self.job is not None
         hits = 0
-        if hits_unreported:
+        if lease or self.inline:
             hit = numbers[self._state.directory.entries["seq"][numbers] & 1 == 1]
             hits = len(hit)
             self.job.hits += hits
@@ -459,7 +464,7 @@ class Session:
         self.job.missed += len(numbers) - hits
 
     def _look_up(self, message: protocol.Lookup) -> None:
-        dataset = self._dataset(message.dataset, "asked about samples")
+        dataset = self._dataset(message.dataset, "LOOKUP")
         indices = protocol.unpack_indices(message.indices)
         numbers = self._numbers(message.tag, dataset, indices)
         if numbers is not None:
@@ -472,62 +477,62 @@ class Session:
             checksums = directory.checksums[numbers].astype("<u4").tobytes()
             self._send(protocol.Found(message.tag, offsets, lengths, checksums))
 
-    def _deliver(self, request: Request, errors: list[Any]) -> None:
-        """Send the samples, pinned as they are, then READY."""
+    def _send_inline(self, request: Request, errors: list[Any]) -> None:
+        """Send the samples, which stay pinned, then READY."""
         tag, directory = request.tag, self._state.directory
-        numbers = request.fetch.numbers[: request.count]
+        numbers = request.numbers[: request.count]
         lengths = directory.lengths(numbers)
         lengths[[error[0] for error in errors]] = 0
         entries = directory.entries[numbers]
-        assert ((entries["seq"] & 1 == 1) | (lengths == 0)).all(), "what is pinned is readable"
-        starts = (entries["place"] & np.uint64(_PLACE)).astype(np.int64)
+        assert ((entries["seq"] & 1 == 1) | (lengths == 0)).all(), "pinned samples are readable"
+        starts = (entries["place"] & np.uint64(_OFFSET)).astype(np.int64)
 
-        def over(count: int) -> protocol.Ready:
-            self._delivering.discard(tag)
+        def end(count: int) -> protocol.Ready:
+            self._sending.discard(tag)
             self._state.scheduler.acknowledge(self._owner, [tag])
             return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
 
-        outbox = self._outbox
-        assert outbox is not None
-        self._delivering.add(tag)
-        outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, over))
+        assert self._outbox is not None
+        self._sending.add(tag)
+        self._outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, end))
 
     @property
-    def announcing(self) -> bool:
-        """Whether an order has begun to come and has not ended."""
-        return self._announcing.under_way
+    def receiving_order(self) -> bool:
+        """Whether pieces of an order are still to come."""
+        return self._orders.receiving
 
     @property
-    def promised(self) -> bool:
-        """Whether an answer may have gone out of which this session has not heard."""
-        return self._promised in self._owner.waiting
+    def awaits_direct_reply(self) -> bool:
+        """Whether a direct reply may have been sent that this session does not know of."""
+        return self._direct_tag in self._owner.waiting
 
     @property
-    def delivering_count(self) -> int:
+    def sending_count(self) -> int:
         """GETs whose samples are on their way through the socket."""
-        return len(self._delivering)
+        return len(self._sending)
 
     def _finished(self, request: Request) -> None:
         errors: list[Any] = []
-        if request.fetch.failures:
+        if request.failures:
             errors = self._errors(request)
         if self.inline and request.count:
-            self._deliver(request, errors)
-        elif request.promise is None or not request.promise.sent:
+            self._send_inline(request, errors)
+        elif request.reply is None or not request.reply.sent:
             self._send(protocol.Ready(request.tag, request.count, errors))
-        dataset, _, asked = _context(request)
+        dataset: Dataset = request.dataset
         assert self.job is not None
-        self.job.waited_s += max(self._state.uses.now - asked, 0.0)
+        self.job.waited_s += max(self._state.uses.now - request.asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
             self._state.catalog.close(dataset.shards)
 
     def _errors(self, request: Request) -> list[Any]:
-        dataset, indices, _ = _context(request)
-        state, failures = self._state, request.fetch.failures
+        """Return the failed samples of an answer as READY lists them."""
+        dataset: Dataset = request.dataset
+        state, indices, failures = self._state, request.indices, request.failures
         errors: list[Any] = []
-        for position, number in enumerate(request.fetch.numbers[: request.count].tolist()):
+        for position, number in enumerate(request.numbers[: request.count].tolist()):
             failure = failures.get(number)
             if failure is None:
                 continue
@@ -536,7 +541,7 @@ class Session:
                 break
             index = int(indices[position])
             shard = int(dataset.layout.shards(indices[position : position + 1])[0])
-            one = request.fetch.numbers[position : position + 1]
+            one = request.numbers[position : position + 1]
             path = dataset.paths[shard]
             if failure.error is not None:
                 error = failure.error.located(index=index)
@@ -558,54 +563,43 @@ class Session:
         self.job.errors += len(errors)
         return errors
 
-    # ---- what will be asked for -----------------------------------------------------------
-
-    def _dataset(self, number: int, what: str) -> Dataset:
-        dataset = self._datasets.get(number)
-        if dataset is None:
-            raise ProtocolError(f"the client {what} of data set {number}, not open here")
-        return dataset
+    # ---- orders and progress ----------------------------------------------------------------
 
     def _order(self, message: protocol.Order) -> None:
-        dataset = self._dataset(message.dataset, "announced an order")
-        answer = self._announcing.take(message, dataset)
+        dataset = self._dataset(message.dataset, "ORDER")
+        answer = self._orders.receive(message, dataset)
         if answer is not None:
             self._send(answer)
 
     def _reached(self, message: protocol.Reached, now: float) -> None:
-        dataset = self._dataset(message.dataset, "reported its position in an order")
+        dataset = self._dataset(message.dataset, "REACHED")
         if not (0 <= message.epoch <= MOST_COUNTED and 0 <= message.position <= MOST_COUNTED):
-            raise ProtocolError("the client reported an impossible position")
-        passed = dataset.progress.advance_to(message.epoch, message.position, now)
-        self._state.cache.invalidate(passed)
-        self._state.scheduler.prefetcher.passed(dataset.progress)
+            raise ProtocolError("invalid REACHED message: epoch or position out of range")
+        used = dataset.progress.advance_to(message.epoch, message.position, now)
+        self._state.cache.invalidate(used)
+        self._state.scheduler.prefetcher.advanced(dataset.progress)
 
     def _seen(self, message: protocol.Seen, now: float) -> None:
-        dataset = self._dataset(message.dataset, "reported hits")
+        dataset = self._dataset(message.dataset, "SEEN")
         indices, layout = protocol.unpack_order(message.indices), dataset.layout
         if len(indices) and int(indices.max()) >= layout.count:
-            raise ProtocolError("the client reported hits outside its data set")
+            raise ProtocolError("invalid SEEN message: an index is outside the data set")
         if len(indices) and not dataset.progress.orders:
             numbers = layout.numbers(indices)
             dataset.progress.visited(numbers, now)
             self._state.cache.invalidate(numbers)
 
     def leave(self, now: float) -> None:
-        """The connection is gone: give everything back."""
+        """The connection is closed: give everything back."""
         if self._joined:
             assert self.job is not None
             self.job.sessions -= 1
         self.phase = OVER
         self._state.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
-            self._leave_walk(dataset)
-        self._announcing.forget()
+            self._leave_progress(dataset)
+        self._orders.forget()
         for dataset in (*self._datasets.values(), *self._closing):
             self._state.catalog.close(dataset.shards)
         self._datasets.clear()
         self._closing.clear()
-
-
-def _context(request: Request) -> tuple[Dataset, Int64s, float]:
-    """Return the data set, the indices, and when they were asked for."""
-    return cast(tuple[Dataset, Int64s, float], request.context)

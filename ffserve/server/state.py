@@ -1,8 +1,8 @@
-"""What all sessions of a daemon share, wired together once.
+"""ServerState: the parts of a daemon that all sessions share, and how they are connected.
 
-catalog ─ opens shards ─▶ directory, table          (what there is)
-scheduler ─ turns ─▶ cache ─ loads ─▶ reading ─▶ engines    (who gets what, when)
-                       ◀── loaded ───────┘
+catalog ─ opens shards ─▶ directory, table
+scheduler ─ turns ─▶ cache ─ loads ─▶ engines ─ batches ─▶ I/O threads
+                       ◀── loaded ─────────┘
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
 
 MOST_COUNTED = (1 << 63) - 1
-"""Beyond this a report could not be encoded; only what a client lied about gets there."""
+"""The largest counter that REPORT can carry; only a client that lies gets there."""
 MOST_JOBS = 256
-"""Jobs whose counters are kept, the ended ones included."""
+"""Jobs whose counters are kept, ended ones included."""
 
 ORDERS_SHARE = 4
-"""What jobs announced may take memory beside the arena: one part in this many of its size, but
-SMALLEST_LIMIT at least, and at most half of what the arena leaves of the memory."""
+"""Announced orders take at most 1 part in ORDERS_SHARE of the arena's size (SMALLEST_LIMIT at
+least) as memory of their own, and at most half of the memory beside the arena."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One training run, over all its sessions; counters since it was first seen."""
+    """A training run: the counters of all its sessions since it was first seen."""
 
     name: str
     first_seen: float
@@ -55,7 +55,7 @@ class Job:
     missed: int = 0
     errors: int = 0
     waited_s: float = 0.0
-    """Between its requests and their answers, summed over its sessions."""
+    """Time between requests and their answers, summed over its sessions."""
     pid: int = 0
     paths: str = ""
 
@@ -72,18 +72,17 @@ class ServerState:
         self.directory = Directory()
         self.table = ShardTable(self.directory)
         self.uses = NextUse(_orders_limit(self.arena.size))
-        self.cache = Cache(
+        self.cache = Cache(self.arena, self.directory, self.table, self._retract, self.uses)
+        self.engines = Engines(
+            config.engine,
+            config.depth,
+            self.memory,
             self.arena,
             self.directory,
             self.table,
-            self._retract,
-            self.uses,
-        )
-        self.engines = Engines(
-            config.engine, config.depth, self.memory, self.arena, self.directory, self.table
+            self._loaded,
         )
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
-        self.engines.done = self._loaded
         self.catalog = Catalog(
             self.directory,
             self.table,
@@ -114,7 +113,7 @@ class ServerState:
         self.scheduler.loaded(load, failures, time.monotonic())
 
     def job(self, name: str, now: float) -> Job:
-        """Return the job of this name, new or known."""
+        """Return the job of this name; create it if it is new."""
         job = self.jobs.get(name)
         if job is None:
             job = self.jobs[name] = Job(name, now, now)
@@ -125,29 +124,32 @@ class ServerState:
         return job
 
     def resize(self, size: int, peer: Peer) -> None:
-        """Begin to give the arena another size.
+        """Begin to resize the arena.
 
-        Raises: AccessDenied, UsageError, ReadError: not allowed, impossible, more than is free.
+        Raises:
+            AccessDenied: the peer is neither root nor the user of the daemon.
+            UsageError: the arena cannot have that size.
+            ReadError: too little memory is free.
         """
         if peer.uid not in (0, os.geteuid()):
             raise AccessDenied(
                 f"user {peer.uid} may not resize the arena",
-                hint="root may, and the user that the daemon runs as",
+                hint="run this as root or as the user of the daemon",
             )
         size = self.resizing.rounded(size)
         more, free = size - max(self.pages.populated, self.arena.used_size), free_memory()
         if size > self.arena.size and more > free:
             raise ReadError(
-                f"an arena of {format_size(size)} would take another {format_size(more)}, and "
+                f"an arena of {format_size(size)} needs another {format_size(more)}, but only "
                 f"{format_size(free)} of memory are free",
-                hint="give a smaller size, or end what takes the memory",
+                hint="choose a smaller size, or free memory",
             )
         self.uses.most_size = _orders_limit(size)
         self.resizing.begin(size)
         self.resizing.step(time.monotonic())
 
     def about(self) -> dict[str, Any]:
-        """What WELCOME says."""
+        """Return the content of WELCOME that is the same for all sessions."""
         return {
             "version": protocol.VERSION,
             "server": f"ffserve {__version__}",
@@ -159,7 +161,7 @@ class ServerState:
         }
 
     def close(self) -> None:
-        """End the I/O threads, close the files. Shared memory goes with the process."""
+        """End the I/O threads and close the files. Shared memory goes with the process."""
         self.pages.stop()
         self.engines.close()
         self.catalog.shutdown()
@@ -178,7 +180,7 @@ def _memory(config: ServerConfig) -> tuple[Arena, SharedMemory]:
         try:
             return arena, SharedMemory("ffserve-arena", arena.limit)
         except (ReadError, OSError):
-            # An address-space limit: then it cannot grow as far.
+            # The address space is limited, so the arena cannot grow as far.
             if limit == config.arena_size:
                 raise
             limit = max(config.arena_size, limit // 2)

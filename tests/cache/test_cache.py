@@ -631,7 +631,7 @@ def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[Request], Owner]:
 
 
 def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> Request:
-    return Request(owner, tag, Fetch(np.array(numbers, np.int64)), lease, None)
+    return Request(owner, tag, np.array(numbers, np.int64), lease=lease)
 
 
 @pytest.mark.parametrize(("size", "counts"), [(4000, [256, 256, 88]), (400_000, [31] * 3)])
@@ -660,7 +660,7 @@ def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     scheduler.pump(GIVE_UP_S + 1)
     assert scheduler.blocked_count == 0 and len(loads) == 2
     scheduler.loaded(loads[1], {}, GIVE_UP_S + 1)
-    assert finished[-1] is late and not late.fetch.failures
+    assert finished[-1] is late and not late.failures
     node.directory.close()
 
 
@@ -696,7 +696,7 @@ def test_only_a_lease_makes_a_request_give_up() -> None:
         assert deadline is not None and deadline > now
         now = deadline
         scheduler.pump(now)
-    statuses = {failure.status for failure in late.fetch.failures.values()}
+    statuses = {failure.status for failure in late.failures.values()}
     assert statuses <= {STATUS_ARENA_BUSY}
     node.directory.close()
 

@@ -13,7 +13,7 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.server.prefetch import QUANTUM, Prefetcher
+from ffserve.server.prefetch import QUANTUM, Piece, Prefetcher
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -26,7 +26,7 @@ class Node:
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.uses)
-        self.ahead = Prefetcher(self.cache)
+        self.prefetcher = Prefetcher(self.cache)
         self.base = self.directory.reserve(COUNT)
         offsets = np.arange(COUNT, dtype=np.uint64) * size
         self.directory.offsets[self.base : self.base + COUNT] = offsets
@@ -49,10 +49,11 @@ class Node:
     def prefetched(self) -> NDArray[np.int64]:
         """Let all be read ahead that is to be; return the blocks' first samples."""
         firsts = [np.zeros(0, np.int64)]
-        while (found := self.ahead.next_load(1.0)) is not None:
+        while (found := self.prefetcher.next_load(1.0)) is not None:
             firsts.append(found[0].blocks.firsts)
             for fetch in self.cache.loaded(found[0], {}):
-                assert self.ahead.loaded(fetch, 1.0)
+                assert isinstance(fetch, Piece)
+                self.prefetcher.loaded(fetch, 1.0)
         return np.concatenate(firsts)
 
     def ask(self, numbers: NDArray[np.int64]) -> None:
@@ -73,18 +74,18 @@ class Node:
     def use(self, position: int) -> None:
         """The job reports where it is."""
         self.cache.invalidate(self.progress.advance_to(0, position, 1.0))
-        self.ahead.passed(self.progress)
+        self.prefetcher.advanced(self.progress)
 
     def evict_all(self) -> None:
         """Nothing stays in memory."""
-        self.ahead.forget(self.progress)
+        self.prefetcher.forget(self.progress)
         assert self.cache.allocator.evict(self.base, self.base + COUNT)
 
     @property
     def pinned(self) -> int:
         """How many samples are pinned because they were read ahead."""
-        walker = self.ahead._walkers.get(self.progress)
-        return 0 if walker is None else sum(len(p.fetch.numbers) for p in walker.pieces)
+        cursor = self.prefetcher._cursors.get(self.progress)
+        return 0 if cursor is None else sum(len(p.numbers) for p in cursor.pieces)
 
     @property
     def blocks(self) -> NDArray[np.int64]:
@@ -119,7 +120,7 @@ def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
 
 def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
     firsts = node.prefetched()
-    node.ahead.make_room()
+    node.prefetcher.make_room()
     assert node.cache.counters.wasted == 0, "it is still there"
     everything = int(np.isin(node.blocks, firsts).sum())
     node.use(everything)
@@ -147,7 +148,7 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     node.bring(node.order[:2048])
     node.use(1024)
     assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:3072]))
-    lengths = [len(piece.fetch.numbers) for piece in node.ahead._walkers[node.progress].pieces]
+    lengths = [len(piece.numbers) for piece in node.prefetcher._cursors[node.progress].pieces]
     assert lengths[0] == lengths[-1] == QUANTUM < max(lengths)
     assert sum(lengths) == 2048, "two steps ahead"
     node.directory.close()

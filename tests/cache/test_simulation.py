@@ -184,7 +184,7 @@ class World:
         self._serial += 1
         heapq.heappush(self.events, (time, self._serial, what))
 
-    def _submit(self, load: Load, promise: Promise | None) -> None:
+    def _submit(self, load: Load, reply: DirectReply | None) -> None:
         assert len(np.unique(load.slots)) == len(load.slots)
         assert (load.sizes >= load.blocks.sizes).all(), "a slot is too small for its block"
         assert (load.offsets + load.sizes <= self.arena.size).all()
@@ -195,11 +195,11 @@ class World:
         if self.random.random() < 0.02:
             delay *= 50
         self.disk_delay_s = max(self.disk_delay_s, delay)
-        if promise is not None:
-            promise.left += 1
-        self.at(self.now + delay, lambda: self._landed(load, promise))
+        if reply is not None:
+            reply.left += 1
+        self.at(self.now + delay, lambda: self._landed(load, reply))
 
-    def _landed(self, load: Load, promise: Promise | None) -> None:
+    def _landed(self, load: Load, reply: DirectReply | None) -> None:
         failures = {}
         rows = zip(
             load.slots.tolist(),
@@ -217,8 +217,8 @@ class World:
                     # As ffs_publish: what is readable elsewhere stays there.
                     self.slot_bytes[number] = offset
         self.unheard.append((load, failures))
-        if promise is not None:
-            promise.ended(failed=bool(failures))
+        if reply is not None:
+            reply.ended(failed=bool(failures))
         # The loop hears of it later than the client does, who may be quicker to say something.
         self.at(self.now + self.random.choice((0, 0, 0.001, 0.03)), self.hear)
 
@@ -316,14 +316,13 @@ class World:
         for fetch in self._fetches():
             for slots in fetch.pins:
                 pins[slots] += 1
-        ahead = self.scheduler.prefetcher
-        for walker in ahead._walkers.values():
-            for piece in walker.pieces:
-                if not piece.fetch.waiting:
-                    for slots in piece.fetch.pins:
-                        pins[slots] += 1
-        pinned = sum(p.fetch.pinned_size for w in ahead._walkers.values() for p in w.pieces)
-        assert ahead._pinned_size == pinned
+        pieces = [p for c in self.scheduler.prefetcher._cursors.values() for p in c.pieces]
+        for piece in pieces:
+            if not piece.waiting:
+                for slots in piece.pins:
+                    pins[slots] += 1
+        pinned = sum(piece.pinned_size for piece in pieces)
+        assert self.scheduler.prefetcher._pinned_size == pinned
         for client in self.clients:
             for kept in client.owner.unacknowledged.values():
                 for slots in kept:
@@ -343,7 +342,9 @@ class World:
         assert policy.used == held_by
 
     def _fetches(self) -> set[Fetch]:
-        fetches = set(self.scheduler._by_fetch)
+        fetches: set[Fetch] = set()
+        for client in self.clients:
+            fetches.update(client.owner.waiting.values())
         for load in self.loads.values():
             fetches.update(load.fetches)
         for client in self.clients:
@@ -365,7 +366,7 @@ class World:
         for shard in self.shards:
             assert self.cache.allocator.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
-        assert not self.scheduler.prefetcher._walkers and not self.scheduler.prefetcher._by_fetch
+        assert not self.scheduler.prefetcher._cursors
         assert not self.uses.jobs, "a progress of a session that ended is still there"
         assert self.arena.used_size == 0
         self.resizing.step(self.now)
@@ -378,7 +379,7 @@ class World:
 
 
 @dataclass(eq=False)
-class Promise:
+class DirectReply:
     """As engine.io.DirectReply: goes to the client without the session."""
 
     client: Client
@@ -392,7 +393,7 @@ class Promise:
         self.left -= 1
         if self.left == 0 and not self.failed and not self.client.dead:
             self.sent = True
-            self.client.promised += 1
+            self.client.direct_replies += 1
             self.client._got(self.ready)
 
     def arm(self) -> None:
@@ -428,7 +429,7 @@ class Client:
     readable: int = 0
     hits: int = 0
     errors: int = 0
-    promised: int = 0
+    direct_replies: int = 0
     """Answers that came without the session's doing."""
     waited_s: list[float] = field(default_factory=list)
     dead: bool = False
@@ -447,7 +448,7 @@ class Client:
             Peer(1, 1, frozenset()),
             self._got,
             self._open,
-            promise=partial(Promise, self),
+            direct_reply=partial(DirectReply, self),
         )
         self.owner: Owner = self.session._owner
         self._tell(protocol.Hello({"versions": [1], "job": self.job}))
@@ -462,7 +463,7 @@ class Client:
         return self.tag
 
     def _tell(self, message: Message) -> None:
-        if self.session.promised:
+        if self.session.awaits_direct_reply:
             self.world.hear()
         for received in self._to_daemon.feed(protocol.encode(message)):
             self.session.receive(received, self.world.now)
@@ -905,7 +906,7 @@ def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
         tiny = Client(world, [np.array([k * 400]) for k in range(60)], pace_s=0.001, in_flight=1)
         world.run(check=False)
         assert huge.done and tiny.done
-        assert len(tiny.waited_s) > 20 and tiny.promised > 20
+        assert len(tiny.waited_s) > 20 and tiny.direct_replies > 20
         assert sorted(tiny.waited_s)[len(tiny.waited_s) // 2] < 0.05
         assert max(tiny.waited_s) < 1.5
     finally:

@@ -342,20 +342,20 @@ def test_what_is_done_stands_in_the_greeting(daemon: Daemon, inline: Daemon) -> 
 
 @pytest.mark.parametrize("can", [["carrier pigeon"], [], "inline", None])
 def test_greetings_that_are_refused(can: Any) -> None:
-    expect = [r"closed a session \(pid \d+\): the client takes samples as .*"]
+    expect = [r"closed a session \(pid \d+\): the client accepts the payload .*"]
     with serving(expect=expect) as daemon, Raw(daemon.socket, hello=False) as raw:
         answer = raw.hello(payload=can)
         assert isinstance(answer, protocol.Fail)
 
 
 def test_old_client_at_a_daemon_that_only_sends() -> None:
-    expect = [r"closed a session \(pid \d+\): the client takes samples as .*"]
+    expect = [r"closed a session \(pid \d+\): the client accepts the payload .*"]
     with serving(options=INLINE, expect=expect) as daemon, Raw(daemon.socket, hello=False) as raw:
         assert isinstance(raw.hello(), protocol.Fail)
 
 
 def test_lease_has_no_place(path: str) -> None:
-    expect = [r"closed a session \(pid \d+\): the client leased memory .*"]
+    expect = [r"closed a session \(pid \d+\): LEASE in a session with inline payload"]
     with (
         serving(options=INLINE, expect=expect) as daemon,
         Raw(daemon.socket, payload=["inline"]) as raw,
@@ -366,7 +366,7 @@ def test_lease_has_no_place(path: str) -> None:
 
 
 def test_more_requests_than_a_session_may_have(path: str) -> None:
-    expect = [r"closed a session \(pid \d+\): the client has 64 requests .*"]
+    expect = [r"closed a session \(pid \d+\): more than 64 unanswered requests"]
     with (
         serving(options=INLINE, expect=expect) as daemon,
         Raw(daemon.socket, payload=["inline"]) as raw,
@@ -376,7 +376,7 @@ def test_more_requests_than_a_session_may_have(path: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             for tag in range(1, 100):
                 raw.send(get(tag, dataset, range(COUNT)))
-        until(lambda: "64 requests" in daemon.text(), "the daemon has enough")
+        until(lambda: "64 unanswered requests" in daemon.text(), "the daemon has enough")
 
 
 # ---- a daemon that lies -----------------------------------------------------------------------

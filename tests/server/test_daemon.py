@@ -788,7 +788,7 @@ def test_more_sessions_than_allowed(path: str) -> None:
         with (
             Raw(daemon.socket),
             Raw(daemon.socket),
-            pytest.raises(ServerUnavailable, match="serves 2 sessions already"),
+            pytest.raises(ServerUnavailable, match="already serves 2 sessions"),
         ):
             daemon.open(path)
 

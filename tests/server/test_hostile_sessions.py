@@ -22,7 +22,7 @@ MESSAGES = 60
 """In one session."""
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
-    r"cut off a client \(pid \d+\) that does not read",
+    r"disconnected a client \(pid \d+\) that does not read",
     r"arena .*",
 )
 

@@ -109,7 +109,7 @@ def test_what_is_not_read_yet_stays_as_it_is(path: str) -> None:
 
 @pytest.mark.parametrize("leaves", ["says goodbye", "is cut off"])
 def test_of_a_session_that_ended_too(path: str, leaves: str) -> None:
-    expect = [r"closed a session \(pid \d+\): the client asked for samples of data set 77.*"]
+    expect = [r"closed a session \(pid \d+\): GET for data set 77, which is not open.*"]
     with serving(arena=ARENA, options=INLINE, expect=expect) as daemon:
         read_all(daemon, path, 1)
         fds = fds_without_sessions(daemon)

@@ -39,9 +39,16 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
     table = ShardTable(directory)
     cache = Cache(arena, directory, table, lambda *_: None)
-    reading = Engines(kind, 16, memory, arena, directory, table)
+    loop = asyncio.new_event_loop()
+    ended: list[dict[int, Failure]] = []
+
+    def loaded(load: Load, failures: dict[int, Failure]) -> None:
+        ended.append(failures)
+        loop.stop()
+
+    engines = Engines(kind, 16, memory, arena, directory, table, loaded)
     fd = os.open("/proc/self/mem", os.O_RDONLY)
-    engine, file = reading.add_file(0, fd, 1)
+    engine, file = engines.add_file(0, fd, 1)
     base = directory.reserve(COUNT)
     places = range(0, COUNT * SIZE, SIZE)
     directory.offsets[base : base + COUNT] = [start + at for at in places]
@@ -58,19 +65,11 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
         file=file,
         engine=engine,
     )
-    loop = asyncio.new_event_loop()
-    ended: list[dict[int, Failure]] = []
-
-    def done(load: Load, failures: dict[int, Failure]) -> None:
-        ended.append(failures)
-        loop.stop()
-
-    reading.done = done
-    reading.attach(loop)
+    engines.attach(loop)
     fetch = Fetch(np.arange(base, base + COUNT))
     load = cache.advance(fetch, COUNT, 1 << 30)
     assert load is not None and len(load.slots) == COUNT
-    reading.submit(load)
+    engines.submit(load)
     loop.run_forever()
 
     bad = {base + k for k, at in enumerate(places) if at + SIZE > lost}
@@ -85,7 +84,7 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     assert left is not None and not len(left)
     for k in good.tolist():
         assert buffer[k * SIZE : (k + 1) * SIZE].tobytes() == content[k * SIZE : (k + 1) * SIZE]
-    reading.close()
+    engines.close()
     loop.close()
     os.close(fd)
     os.close(held)
