@@ -1,9 +1,9 @@
-"""The picture of the README: throughput by record size and by number of clients.
+"""The README's picture: throughput by record size and by number of clients.
 
-As shares of the yardstick, since places were measured one after the other and a machine's speed
-changes between them; what 1.0 was in GB/s stands below each place. Drawn from recorded rows alone,
-so it can be drawn anew without measuring. The colours are mostly those of Okabe and Ito, which
-colour-blind readers can tell apart; shapes say the same.
+Values are shares of the yardstick, since the points were measured one after the other and a
+machine's speed changes between them; the GB/s of 1.0 are below each point. The picture is drawn
+from recorded rows alone. The colours are mostly those of Okabe and Ito, which colour-blind readers
+can distinguish; the markers differ, too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ffserve.config import format_size
+from ffserve.errors import UsageError
 
-OURS, YARDSTICK = "ffserve", "yardstick"
+FFSERVE, YARDSTICK = "ffserve", "yardstick"
 CLIENTS_AT = 4096
 STYLES: dict[str, tuple[str, str]] = {
-    OURS: ("#D55E00", "o"),
+    FFSERVE: ("#D55E00", "o"),
     "mmap": ("#56B4E9", "s"),
     "preadv": ("#0072B2", "v"),
     "LMDB": ("#009E73", "^"),
@@ -35,8 +36,7 @@ Curve = dict[float, tuple[float, float, float]]
 
 
 def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
-    """Return what to draw: one curve a contestant, the better of ours, and under YARDSTICK the
-    GB/s that are 1.0.
+    """Return a curve per contestant (the better of ffserve's), and under YARDSTICK the GB/s of 1.0.
 
     Args:
         state: "hot" or "cold".
@@ -49,10 +49,10 @@ def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
         fits = row["clients"] == 1 if by == "bytes" else row["bytes"] == CLIENTS_AT
         if not fits or (row["at_most"] or row["unit"] != "×"):
             continue
-        who = OURS if row["who"].startswith(OURS) else row["who"]
-        place = (row["value"], row["low"], row["high"])
-        curve = found.setdefault(who, {})
-        curve[row[by]] = max(place, curve.get(row[by], (0.0, 0.0, 0.0)))
+        own = row["contestant"].startswith(FFSERVE)
+        point = (row["value"], row["low"], row["high"])
+        curve = found.setdefault(FFSERVE if own else row["contestant"], {})
+        curve[row[by]] = max(point, curve.get(row[by], (0.0, 0.0, 0.0)))
         base = row["yardstick_mb_s"] / 1e3
         found.setdefault(YARDSTICK, {})[row[by]] = (base, base, base)
     return found
@@ -65,8 +65,6 @@ def draw(rows: Rows, path: Path) -> None:
     """
     import matplotlib
 
-    from ffserve.errors import UsageError
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -77,7 +75,7 @@ def draw(rows: Rows, path: Path) -> None:
     ]
     if not all(found for found, *_ in panels):
         raise UsageError(
-            "the rows of the picture have not been measured",
+            "no rows of the picture were measured",
             hint="python -m benchmarks --only hot-peers --only cold-peers --record FILE",
         )
     plt.rcParams.update({"font.size": 8.5, "svg.fonttype": "none"})
@@ -87,20 +85,19 @@ def draw(rows: Rows, path: Path) -> None:
         speeds = found.pop(YARDSTICK)
         line = axis.axhline(1, color="black", linestyle="--", linewidth=1.2, zorder=2)
         handles.setdefault("1.0: memcpy, fio", line)
-        for who, curve in found.items():
+        for name, curve in found.items():
             if len(curve) == 1 < len(speeds):
-                continue  # measured at one place only: nothing by which it could be followed
-            name, line = _plot(axis, who, curve, _in_order(rows, who))
-            handles.setdefault(name, line)
+                continue  # a single point is no curve
+            label, line = _plot(axis, name, curve, _in_order(rows, name))
+            handles.setdefault(label, line)
         axis.set_title(title, fontsize=9.5)
         axis.set_ylabel(f"share of {base}")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        places = sorted({x for curve in found.values() for x in curve})
-        names = [f"{_tick(x, by)}\n{speeds[x][0]:.2g}" for x in places]
-        axis.set_xticks(places, names)
-        what = "record size" if by == "bytes" else "clients"
-        axis.set_xlabel(f"{what}; below it, 1.0 in GB/s", fontsize=8)
+        points = sorted({x for curve in found.values() for x in curve})
+        axis.set_xticks(points, [f"{_tick(x, by)}\n{speeds[x][0]:.2g}" for x in points])
+        label = "record size" if by == "bytes" else "clients"
+        axis.set_xlabel(f"{label}; below it, 1.0 in GB/s", fontsize=8)
         axis.minorticks_off()
         axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
@@ -110,7 +107,7 @@ def draw(rows: Rows, path: Path) -> None:
     axes[0].set_yticks(ticks, [f"{t:g}" for t in ticks])
     axes[0].minorticks_off()
     order = sorted(
-        handles, key=lambda name: (not name.startswith(OURS), not name.startswith("1.0"))
+        handles, key=lambda name: (not name.startswith(FFSERVE), not name.startswith("1.0"))
     )
     figure.legend(
         [handles[name] for name in order], order, loc="lower center", ncols=6, frameon=False,
@@ -121,25 +118,27 @@ def draw(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-def _plot(axis: Any, who: str, curve: Curve, in_order: bool) -> tuple[str, Any]:
+def _plot(axis: Any, name: str, curve: Curve, in_order: bool) -> tuple[str, Any]:
     xs = sorted(curve)
     ys = [curve[x][0] for x in xs]
-    color, marker = STYLES[who]
+    color, marker = STYLES[name]
     errors = [
         [max(0.0, curve[x][0] - curve[x][1]) for x in xs],
         [max(0.0, curve[x][2] - curve[x][0]) for x in xs],
     ]
-    ours = who == OURS
+    own = name == FFSERVE
     line = axis.errorbar(
         xs, ys, yerr=errors, color=color, marker=marker, elinewidth=0.8,
-        linewidth=2.2 if ours else 1.1, markersize=6 if ours else 4.5,
-        linestyle=":" if in_order else "-", zorder=5 if ours else 3,
+        linewidth=2.2 if own else 1.1, markersize=6 if own else 4.5,
+        linestyle=":" if in_order else "-", zorder=5 if own else 3,
     )  # fmt: skip
-    return f"{who} (in order only)" if in_order else who, line
+    return f"{name} (in order only)" if in_order else name, line
 
 
-def _in_order(rows: Rows, who: str) -> bool:
-    return any(row["who"] == who and row["what"].endswith(", in order") for row in rows)
+def _in_order(rows: Rows, name: str) -> bool:
+    return any(
+        row["contestant"] == name and row["description"].endswith(", in order") for row in rows
+    )
 
 
 def _tick(value: float, by: str) -> str:

@@ -1,16 +1,16 @@
-"""The policy in the real thing: `python -m benchmarks.policy [PART…]`.
+"""The caching policy with real jobs, daemon and disk: `python -m benchmarks.policy [PART…]`.
 
-Job processes, a daemon and a disk, beside the simulated hit rate, which is the same policy under a
-virtual clock, and Belady's, which knows the whole future. The parts:
+Each row stands beside the simulated hit rate, which is the same policy under a virtual clock, and
+Belady's, which knows the whole future. The parts:
 
-    cells     one, two and four jobs, announced and silent, the disk fast enough; bytes read as the
-              daemon counts them, as the kernel counts the processes', and as the device counts
-    disk      a disk that gives half of what two jobs ask for: announced, silent, simulated, ideal
-    memory    daemon and jobs in a cgroup whose limit leaves no room for a page cache
-    rivals    two data sets that compete: a job on one is four times as fast as that on the other
-    pages     the same jobs through the page cache, everything fitting and a quarter
-    announce  10 million samples announced by four jobs, and what others notice
-    cost      what the policy does for a used sample, by itself
+    cells     one, two and four jobs, announced and silent, on a disk that is fast enough; bytes
+              read as the daemon counts them, as the kernel counts the processes', and by the device
+    disk      a disk with half the rate that two jobs need: announced, silent, simulated, ideal
+    memory    daemon and jobs in a cgroup whose limit leaves no memory for a page cache
+    rivals    two data sets that compete: the job on one is four times as fast as that on the other
+    pages     the same jobs through the page cache, with everything and with a quarter fitting
+    announce  four jobs announce 10 million samples each, and the effect on other clients
+    cost      the policy's time per used sample, by itself
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,27 +28,34 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import node
 from benchmarks.announcing import announcing
-from benchmarks.confine import CannotConfine, Group, confined
+from benchmarks.cgroup import Cgroup, NoCgroup, limited
+from benchmarks.closed_loop import watch, write_data
+from ffserve import cli
+from ffserve.bench.harness import evict
+from ffserve.bench.processes import interruptible
 from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+from ffserve.errors import FFServeError
 
 SAMPLES, SIZE = 12_000, 31_000
 SLOT = 32 * 1024
-"""What a sample of SIZE takes, with the device's blocks at both ends."""
+"""Bytes of a slot for a sample of SIZE, with the device's blocks at both ends."""
 PACE = 4_000.0
 BATCH = 64
 WARM, EPOCHS = 2, 2
 OVERHEAD = 40 << 20
-"""Memory of the daemon beside its arena, and of each job, that a limit leaves room for."""
+"""Memory of the daemon besides its arena, and of each job, that a limit allows for."""
 AGREE = 0.01
-"""The daemon's and the kernel's count of what was read for it differ by no more than this."""
+"""The daemon's and the kernel's count of the bytes read for it differ by at most this share."""
 PARTS = ("cells", "disk", "memory", "rivals", "pages", "announce", "cost")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row. Args: disk: samples a second; None: as fast as it is."""
+    """One row.
+
+    Args: disk: samples per second that the disk delivers; None: it is not limited.
+    """
 
     title: str
     job_count: int
@@ -73,7 +81,7 @@ CELLS = [
 
 
 def specs(cell: Cell, path: str) -> list[dict[str, Any]]:
-    """Return what the jobs are told."""
+    """Return the jobs of a cell."""
     return [
         {"path": path, "how": cell.how, "seed": seed, "pace": cell.pace, "batch": BATCH,
          "announces": cell.announces}
@@ -82,12 +90,12 @@ def specs(cell: Cell, path: str) -> list[dict[str, Any]]:
 
 
 def run(
-    cell: Cell, path: str, *, daemon: Group | None = None, jobs: Group | None = None
+    cell: Cell, path: str, *, daemon: Cgroup | None = None, jobs: Cgroup | None = None
 ) -> dict[str, Any]:
-    """Run a cell for real, and simulate it."""
+    """Run a cell and simulate it."""
     epoch_s = SAMPLES / cell.pace
     warm_s, seconds = cell.warm * epoch_s, EPOCHS * epoch_s
-    found = node.watch(
+    found = watch(
         specs(cell, path),
         arena=int(SAMPLES * SLOT * cell.share),
         warm_s=warm_s,
@@ -95,19 +103,19 @@ def run(
         join_daemon=daemon.join if daemon else None,
         join_jobs=jobs.join if jobs else None,
     )
-    demand = cell.pace * cell.job_count * found["took_s"]
+    demand = cell.pace * cell.job_count * found["seconds"]
     row = {
         "title": cell.title,
         "cache": found["slots"] / SAMPLES,
         "hit_rate": 1 - found["reads"] / found["used"],
         "requests": found["asked"] / found["used"],
         "speed": found["used"] / demand,
-        "stalled": found["stalled_s"] / found["took_s"],
+        "stalled": found["stalled_s"] / found["seconds"],
         **{key: found[key] for key in ("daemon_bytes", "kernel_bytes", "device_bytes", "wasted")},
         **simulated(cell, found["slots"], warm_s, seconds),
     }
     needed = demand * (1 - row["belady"])
-    row["ideal"] = 1.0 if cell.disk is None else min(cell.disk * found["took_s"] / needed, 1.0)
+    row["ideal"] = 1.0 if cell.disk is None else min(cell.disk * found["seconds"] / needed, 1.0)
     return row
 
 
@@ -151,26 +159,24 @@ def show(row: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def halved(path: str, job_count: int) -> Iterator[tuple[float, float, Group | None, str]]:
-    """A disk that gives half of what the jobs ask for.
+def halved(path: str, job_count: int) -> Iterator[tuple[float, float, Cgroup | None, str]]:
+    """Limit the disk to half of the rate that the jobs need.
 
-    Yields: the jobs' pace and the disk's speed in samples a second, the daemon's cgroup, and the
-        way. Where the disk cannot be slowed down, the jobs become fast.
+    Yields: the jobs' pace and the disk's rate in samples per second, the daemon's cgroup, and a
+        description. Where the disk cannot be limited, the jobs are made faster.
     """
     rate = PACE * job_count / 2
     try:
-        with confined(read_rate=int(rate * (SIZE + 512)), path=path) as group:
-            yield PACE, rate, group, "the daemon's reads held down by a cgroup"
-    except CannotConfine as error:
+        with limited(read_rate=int(rate * (SIZE + 512)), path=path) as group:
+            yield PACE, rate, group, "a cgroup limits the daemon's reads"
+    except NoCgroup as error:
         rate = measured(path)
-        why = f"the jobs ask for twice what the disk was measured to give, since {error}"
+        why = f"the jobs need twice the measured rate of the disk, since {error}"
         yield 2 * rate / job_count, rate, None, why
 
 
 def measured(path: str, seconds: float = 2.0) -> float:
-    """Return the samples a second that the disk gives in random order."""
-    import numpy as np
-
+    """Return the samples per second that the disk delivers in random order."""
     import ffserve
 
     with ffserve.open(path, server="off") as reader:
@@ -183,16 +189,16 @@ def measured(path: str, seconds: float = 2.0) -> float:
 
 
 def slow_disk(path: str) -> list[dict[str, Any]]:
-    """Two jobs, a quarter of the data in memory, half of the disk that they ask for."""
+    """Run two jobs with a quarter of the data in memory and half of the disk rate they need."""
     rows = []
     with halved(path, 2) as (pace, disk, group, way):
-        print(f"a disk of half the demand: {way}")
+        print(f"a disk with half the rate that the jobs need: {way}")
         for announces in (True, False):
             title = f"two jobs{'' if announces else ', silent'}, half the disk"
             cell = Cell(title, 2, announces, 0.25, pace, disk, warm=3)
             rows.append(run(cell, path, daemon=group))
             show(rows[-1])
-    print(f"announcing is worth a factor of {rows[0]['speed'] / rows[1]['speed']:.2f} in speed")
+    print(f"speed with announcements / without: {rows[0]['speed'] / rows[1]['speed']:.2f}")
     return rows
 
 
@@ -200,15 +206,15 @@ def slow_disk(path: str) -> list[dict[str, Any]]:
 
 
 def little_memory(path: str) -> list[dict[str, Any]]:
-    """Two jobs and the daemon, all in one cgroup with little more than the arena."""
+    """Run two jobs and the daemon in one cgroup with little more memory than the arena."""
     rows = []
     for share in (0.25, 0.5):
         size = int(SAMPLES * SLOT * share) + 3 * OVERHEAD
-        with confined(memory_size=size) as group:
+        with limited(memory_size=size) as group:
             cell = Cell("two jobs, memory limited", 2, True, share)
             rows.append({**run(cell, path, daemon=group, jobs=group), "killed": group.killed()})
             show(rows[-1])
-            print(f"  limit {size >> 20} MiB, at most {group.peak() >> 20} MiB taken, "
+            print(f"  limit {size >> 20} MiB, peak {group.peak() >> 20} MiB, "
                   f"{group.killed()} processes killed")  # fmt: skip
     return rows
 
@@ -217,8 +223,8 @@ def little_memory(path: str) -> list[dict[str, Any]]:
 
 
 def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
-    """A fast job and a slow one, each on its data set; a quarter of both fits together."""
-    found = node.watch(
+    """Run a fast job and a slow one, each on its own data; a quarter of both fits together."""
+    found = watch(
         [
             {"path": path, "how": "ffserve", "seed": seed, "pace": pace, "batch": BATCH,
              "announces": announces}
@@ -236,8 +242,8 @@ def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
         rows.append({"title": title, "hit_rate": 1 - job["read"] / (job["used"] * (SIZE + 512))})
         print(f"{title:33s}      {rows[-1]['hit_rate']:7.1%}")
     for group in found["groups"]:
-        print(f"  {group['jobs']}: {group['used'] >> 20} MiB kept, never below "
-              f"{group['floor'] >> 20} MiB")  # fmt: skip
+        print(f"  {group['jobs']}: {group['used'] >> 20} MiB in the arena, at least "
+              f"{group['floor'] >> 20} MiB guaranteed")  # fmt: skip
     return rows
 
 
@@ -245,29 +251,29 @@ def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
 
 PAGES_SAMPLES = 24_000
 WAYS = ("preadv", "preadv-random", "mmap-random", "ffrecord")
-"""mmap without advice reads 8 MiB at a touch on some machines, and is left out."""
+"""mmap without advice is left out: on some machines each fault reads 8 MiB."""
 
 
 def against_pages(
     folder: Path, ways: list[str], job_counts: list[int], chosen: list[str] | None
 ) -> list[dict[str, Any]]:
-    """Jobs that announce nothing and compute nothing, by the daemon and through the page cache.
+    """Run jobs without announcements and computing, through the daemon and through the page cache.
 
-    Both in a cgroup of the same size: what daemon and jobs of ours took at most, tables included.
+    Both run in a cgroup of the same size: the peak of the daemon and its jobs, tables included.
     """
-    path = node.data(folder, PAGES_SAMPLES, SIZE, "-pages")
+    path = write_data(folder, PAGES_SAMPLES, SIZE, "-pages")
     rows = []
-    print(f"{'':40s}{'an epoch takes':>16s}{'reads of the data':>18s}")
+    print(f"{'':40s}{'epoch':>16s}{'read / data set':>18s}")
     for share, title in ((1.05, "everything fits"), (0.25, "a quarter fits")):
         if chosen and title not in chosen:
             continue
         for job_count in job_counts:
             peak: int | None = None
             for way in ["ffserve", *ways]:
-                node.drop_cache(path)
+                evict([path])
                 limit = peak or int(PAGES_SAMPLES * SLOT * share) + (job_count + 4) * OVERHEAD
-                with confined(memory_size=limit) as group:
-                    found = node.watch(
+                with limited(memory_size=limit) as group:
+                    found = watch(
                         [
                             {"path": path, "how": way, "seed": seed, "pace": 0, "batch": BATCH,
                              "announces": False}
@@ -285,7 +291,7 @@ def against_pages(
                 row = {
                     "title": f"{title}, {job_count} jobs, {way}",
                     "limit": limit,
-                    "epoch_s": job_count * found["took_s"] / epochs,
+                    "epoch_s": job_count * found["seconds"] / epochs,
                     "read": found["kernel_bytes"] / (epochs * PAGES_SAMPLES * SIZE),
                 }
                 rows.append(row)
@@ -302,8 +308,8 @@ POLICY = ("victims", "invalidate", "admit", "admit_expendable", "enter", "leave"
 def policy_cost(
     samples: int = 1_000_000, job_count: int = 2, batches: tuple[int, ...] = (64, 256, 1024)
 ) -> dict[str, float]:
-    """Return the microseconds a used sample that the policy takes in the daemon, by batch size;
-    and what the jobs' progress takes beside it (positions, and departures from orders)."""
+    """Return the policy's microseconds per used sample in the daemon, and those of tracking the
+    jobs' progress (positions, and departures from orders), by batch size."""
     jobs = [Job(shuffled(samples, k), pace=1e5) for k in range(job_count)]
     simulation = Simulation(samples, 0.25, jobs)
     simulation.run(warm_s=0.6 * samples / 1e5, seconds=0.01)
@@ -327,7 +333,7 @@ def policy_cost(
             setattr(progress, name, timed(getattr(progress, name), "progress"))
     costs: dict[str, float] = {}
     for batch in batches:
-        # The middle of several parts: others may run on the machine.
+        # The median of several parts, since other programs may run on the machine.
         parts: list[tuple[float, float]] = []
         for _ in range(6):
             spent["policy"] = spent["progress"] = 0.0
@@ -345,55 +351,66 @@ def policy_cost(
     return costs
 
 
-def main() -> None:
-    """Run the parts that are asked for; all of them unless told otherwise."""
+def main() -> int:
+    """Run the parts given as arguments, or all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
-    parser.add_argument("--cell", action="append", help="such as 'two jobs', 'a quarter fits'")
-    parser.add_argument("--way", action="append", choices=WAYS, help="of 'pages'; those there are")
-    parser.add_argument("--jobs", type=int, action="append", help="of 'pages': 1 and 2")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
+    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="directory of the data")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    parser.add_argument("--cell", action="append", help="only this row, such as 'two jobs'")
+    parser.add_argument("--way", action="append", choices=WAYS, help="for 'pages': only this one")
+    parser.add_argument(
+        "--jobs", type=int, action="append", help="for 'pages': number of jobs (1, 2)"
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"there is no part {' '.join(unknown)}")
-    folder: Path = options.folder
-    folder.mkdir(exist_ok=True)
-    found: dict[str, Any] = {}
-    for part in options.parts or PARTS:
-        try:
-            if part == "cost":
-                found[part] = policy_cost()
-                for what, cost in found[part].items():
-                    print(f"{what:32s} {cost:5.2f} us a used sample")
-            elif part == "announce":
-                found[part] = announcing(folder)
-            elif part == "pages":
-                ways = options.way or [way for way in WAYS if way != "ffrecord" or _original()]
-                found[part] = against_pages(folder, ways, options.jobs or [1, 2], options.cell)
-            elif part == "rivals":
-                both = tuple(node.data(folder, SAMPLES, SIZE, name) for name in ("", "-other"))
-                found[part] = rivals((both[0], both[1]))
-            else:
-                path = node.data(folder, SAMPLES, SIZE)
-                print(HEAD)
-                if part == "disk":
-                    found[part] = slow_disk(path)
-                elif part == "memory":
-                    found[part] = little_memory(path)
-                else:
-                    found[part] = []
-                    for cell in CELLS:
-                        if not options.cell or cell.title in options.cell:
-                            found[part].append(run(cell, path))
-                            show(found[part][-1])
-        except CannotConfine as error:
-            print(f"{part}: not measured, {error}")
-            found[part] = str(error)
+        parser.error(f"unknown part: {' '.join(sorted(unknown))}")
+    try:
+        with interruptible():
+            found = {part: _run_part(part, options) for part in options.parts or PARTS}
+    except FFServeError as error:
+        cli.report(error)
+        return cli.exit_code(error)
+    except KeyboardInterrupt:
+        return cli.EXIT_INTERRUPTED
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _run_part(part: str, options: argparse.Namespace) -> Any:
+    folder: Path = options.folder
+    folder.mkdir(exist_ok=True)
+    if part == "cost":
+        costs = policy_cost()
+        for name, cost in costs.items():
+            print(f"{name:32s} {cost:5.2f} us per used sample")
+        return costs
+    if part == "announce":
+        return announcing(folder)
+    try:
+        if part == "pages":
+            ways = options.way or [way for way in WAYS if way != "ffrecord" or _original()]
+            return against_pages(folder, ways, options.jobs or [1, 2], options.cell)
+        path = write_data(folder, SAMPLES, SIZE)
+        if part == "rivals":
+            return rivals((path, write_data(folder, SAMPLES, SIZE, "-other")))
+        print(HEAD)
+        if part == "disk":
+            return slow_disk(path)
+        if part == "memory":
+            return little_memory(path)
+        rows = []
+        for cell in CELLS:
+            if not options.cell or cell.title in options.cell:
+                rows.append(run(cell, path))
+                show(rows[-1])
+        return rows
+    except NoCgroup as error:
+        print(f"{part}: not measured: {error}")
+        return str(error)
 
 
 def _original() -> bool:
@@ -401,4 +418,4 @@ def _original() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,10 @@
-"""Other ways to read the same samples: adapters of a few lines, used where they are installed.
+"""Adapters for other packages that read samples, used where they are installed.
 
-``prepare`` writes the samples in the peer's own format; ``open`` returns what reads a batch there
-in the way its documentation recommends for speed, and leaves the samples as bytes in this process's
-memory. Nothing is compressed. ArrayRecord and TFRecord check every record, and ffrecord does when
-asked, as it is here; the others check nothing. A peer that cannot read at random (WebDataset,
-TFRecord) reads in order and is labelled so: its ``read`` uses the number of the indices only.
+`Peer.prepare` writes the samples in the peer's own format. `Peer.open` returns a function that
+reads a batch in the way that the peer's documentation recommends for speed, and leaves the samples
+as bytes in this process's memory. Nothing is compressed. ArrayRecord and TFRecord check every
+record, and so does ffrecord as it is called here; the others check nothing. A peer without random
+access (WebDataset, TFRecord) reads in order and is labelled so; only the number of indices counts.
 """
 
 from __future__ import annotations
@@ -21,32 +21,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.bench.contestant import Case, Delivered, delivering
-from ffserve.bench.records import Data
+from ffserve.bench.contestants import Case, Delivered, delivering
+from ffserve.bench.harness import BenchmarkData
 
-Read = Callable[[NDArray[np.int64]], int]
+ReadBatch = Callable[[NDArray[np.int64]], int]
+"""Takes the indices of a batch and returns its bytes."""
 SHARD_SIZE = 64 << 20
 LARGE_SIZE = 32 << 10
-"""From this mean size on mmap asks for a batch's samples beforehand, not page by page."""
+"""From this mean size on, mmap asks for the samples of a batch in advance instead of faulting them
+in page by page."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to read samples: its name, what pip installs, what Python imports."""
+    """Another package that reads samples.
+
+    Args:
+        package: the name that pip installs.
+        module: the name that Python imports.
+        prepare: writes all samples into a new directory.
+        in_order: it has no random access.
+        forks: a process may fork after importing it.
+    """
 
     name: str
     package: str
     module: str
-    prepare: Callable[[Data, str], None]
-    """Write all samples below a new directory."""
-    open: Callable[[str], Read]
+    prepare: Callable[[BenchmarkData, str], None]
+    open: Callable[[str], ReadBatch]
     in_order: bool = False
     forks: bool = True
-    """Whether a process may fork that has imported it."""
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot join in, or None."""
+        """The reason why it cannot take part, or None."""
         try:
             if importlib.util.find_spec(self.module) is not None:
                 return None
@@ -54,55 +62,59 @@ class Peer:
             pass
         return f"not installed (pip install {self.package})"
 
-    def place(self, folder: str, data: Data) -> str:
-        """Return where its files are, or will be."""
+    def files_path(self, folder: str, data: BenchmarkData) -> str:
+        """Return the directory of its files."""
         return os.path.join(folder, f"{data.name}-{data.count}-{self.name}")
 
-    def make(self, folder: str, data: Data) -> None:
-        """Prepare its files; they are there as a whole or not at all."""
-        path = self.place(folder, data)
+    def make(self, folder: str, data: BenchmarkData) -> None:
+        """Write its files; the directory takes its name when it is complete."""
+        path = self.files_path(folder, data)
         shutil.rmtree(f"{path}.part", ignore_errors=True)
         os.mkdir(f"{path}.part")
         self.prepare(data, f"{path}.part")
         os.rename(f"{path}.part", path)
 
 
-def contestant(case: Case) -> Delivered:
+def read(case: Case) -> Delivered:
     """Read with the peer that the case names."""
-    return delivering(case, BY_NAME[case["peer"]].open(case["place"]))
+    return delivering(case, BY_NAME[case["peer"]].open(case["files_path"]))
 
 
-def prepare(case: Case) -> dict[str, Any]:
-    """Prepare a peer's files in this process, since its package may leave threads behind."""
-    data = Data(**{**case["samples"], "paths": tuple(case["samples"]["paths"])})
+def prepare(case: Case) -> Delivered:
+    """Write a peer's files in this process, since its package may leave threads behind."""
+    data = BenchmarkData(**{**case["samples"], "paths": tuple(case["samples"]["paths"])})
     BY_NAME[case["peer"]].make(case["folder"], data)
-    return {}
+    yield {}
 
 
 # --------------------------------------------------------------------------- plain files
 
 
-def _flat(data: Data, place: str) -> None:
-    """All samples back to back, and where each begins."""
-    with open(os.path.join(place, "samples"), "wb") as file:
+def _flat(data: BenchmarkData, directory: str) -> None:
+    """Write all samples back to back, and a table of their ends."""
+    with open(os.path.join(directory, "samples"), "wb") as file:
         for sample in data.samples():
             file.write(sample.data)
-    np.save(os.path.join(place, "ends.npy"), np.cumsum(data.sizes()))
+    np.save(os.path.join(directory, "ends.npy"), np.cumsum(data.sizes()))
 
 
-def _flat_table(place: str) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    ends = np.load(os.path.join(place, "ends.npy"))
-    return os.open(os.path.join(place, "samples"), os.O_RDONLY), np.concatenate(([0], ends)), ends
+def _flat_table(directory: str) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    ends = np.load(os.path.join(directory, "ends.npy"))
+    return (
+        os.open(os.path.join(directory, "samples"), os.O_RDONLY),
+        np.concatenate(([0], ends)),
+        ends,
+    )
 
 
-def _open_preadv(place: str) -> Read:
-    fd, starts, ends = _flat_table(place)
+def _open_preadv(directory: str) -> ReadBatch:
+    fd, starts, ends = _flat_table(directory)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        lengths = (ends[chosen] - starts[chosen]).tolist()
+    def read(indices: NDArray[np.int64]) -> int:
+        lengths = (ends[indices] - starts[indices]).tolist()
         view, at = np.empty(sum(lengths), np.uint8).data, 0
-        for start, length in zip(starts[chosen].tolist(), lengths, strict=True):
+        for start, length in zip(starts[indices].tolist(), lengths, strict=True):
             os.preadv(fd, [view[at : at + length]], start)
             at += length
         return at
@@ -110,16 +122,16 @@ def _open_preadv(place: str) -> Read:
     return read
 
 
-def _open_mmap(place: str) -> Read:
-    fd, starts, ends = _flat_table(place)
+def _open_mmap(directory: str) -> ReadBatch:
+    fd, starts, ends = _flat_table(directory)
     mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    # Else every fault reads ahead, by megabytes on some machines: soon the whole of a small file.
+    # Otherwise every fault reads ahead, by megabytes on some machines.
     mapping.madvise(mmap.MADV_RANDOM)
     large = len(mapping) > LARGE_SIZE * len(ends)
     whole = np.frombuffer(mapping, np.uint8)
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        parts = list(zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True))
+    def read(indices: NDArray[np.int64]) -> int:
+        parts = list(zip(starts[indices].tolist(), ends[indices].tolist(), strict=True))
         for start, end in parts if large else ():
             first = start & -mmap.PAGESIZE
             mapping.madvise(mmap.MADV_WILLNEED, first, end - first)
@@ -135,57 +147,60 @@ def _import(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _prepare_lmdb(data: Data, place: str) -> None:
+def _prepare_lmdb(data: BenchmarkData, directory: str) -> None:
     size = 2 * data.size + 200 * data.count + (64 << 20)
-    with _import("lmdb").open(place, map_size=size) as env, env.begin(write=True) as transaction:
+    with (
+        _import("lmdb").open(directory, map_size=size) as env,
+        env.begin(write=True) as transaction,
+    ):
         for k, sample in enumerate(data.samples()):
             transaction.put(k.to_bytes(8, "big"), sample.tobytes(), append=True)
 
 
-def _open_lmdb(place: str) -> Read:
-    env = _import("lmdb").open(place, readonly=True, lock=False, readahead=False)
+def _open_lmdb(directory: str) -> ReadBatch:
+    env = _import("lmdb").open(directory, readonly=True, lock=False, readahead=False)
     transaction = env.begin()
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        keys = [k.to_bytes(8, "big") for k in chosen.tolist()]
+    def read(indices: NDArray[np.int64]) -> int:
+        keys = [k.to_bytes(8, "big") for k in indices.tolist()]
         return sum(map(len, [transaction.get(key) for key in keys]))
 
     return read
 
 
-def _prepare_array_record(data: Data, place: str) -> None:
+def _prepare_array_record(data: BenchmarkData, directory: str) -> None:
     module = _import("array_record.python.array_record_module")
     writer = module.ArrayRecordWriter(
-        os.path.join(place, "samples.array_record"), "group_size:1,uncompressed"
+        os.path.join(directory, "samples.array_record"), "group_size:1,uncompressed"
     )
     for sample in data.samples():
         writer.write(sample.tobytes())
     writer.close()
 
 
-def _open_array_record(place: str) -> Read:
+def _open_array_record(directory: str) -> ReadBatch:
     module = _import("array_record.python.array_record_module")
     reader = module.ArrayRecordReader(
-        os.path.join(place, "samples.array_record"), "readahead_buffer_size:0"
+        os.path.join(directory, "samples.array_record"), "readahead_buffer_size:0"
     )
-    return lambda chosen: sum(map(len, reader.read(chosen.tolist())))
+    return lambda indices: sum(map(len, reader.read(indices.tolist())))
 
 
-def _prepare_streaming(data: Data, place: str) -> None:
+def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
     writer = _import("streaming").MDSWriter(
-        out=place, columns={"x": "bytes"}, size_limit=SHARD_SIZE, progress_bar=False
+        out=directory, columns={"x": "bytes"}, size_limit=SHARD_SIZE, progress_bar=False
     )
     with writer:
         for sample in data.samples():
             writer.write({"x": sample.tobytes()})
 
 
-def _open_streaming(place: str) -> Read:
-    dataset = _import("streaming").LocalDataset(local=place)
-    return lambda chosen: sum(len(dataset[k]["x"]) for k in chosen.tolist())
+def _open_streaming(directory: str) -> ReadBatch:
+    dataset = _import("streaming").LocalDataset(local=directory)
+    return lambda indices: sum(len(dataset[k]["x"]) for k in indices.tolist())
 
 
-def _prepare_lance(data: Data, place: str) -> None:
+def _prepare_lance(data: BenchmarkData, directory: str) -> None:
     lance, arrow = _import("lance"), _import("pyarrow")
     schema = arrow.schema([arrow.field("x", arrow.large_binary())])
 
@@ -203,25 +218,25 @@ def _prepare_lance(data: Data, place: str) -> None:
 
     lance.write_dataset(
         arrow.RecordBatchReader.from_batches(schema, pieces()),
-        os.path.join(place, "samples.lance"),
+        os.path.join(directory, "samples.lance"),
     )
 
 
-def _open_lance(place: str) -> Read:
+def _open_lance(directory: str) -> ReadBatch:
     compute = _import("pyarrow.compute")
-    dataset = _import("lance").dataset(os.path.join(place, "samples.lance"))
+    dataset = _import("lance").dataset(os.path.join(directory, "samples.lance"))
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        taken = dataset.take(chosen.tolist())["x"]
+    def read(indices: NDArray[np.int64]) -> int:
+        taken = dataset.take(indices.tolist())["x"]
         return int(compute.sum(compute.binary_length(taken)).as_py())
 
     return read
 
 
-def _prepare_h5py(data: Data, place: str) -> None:
+def _prepare_h5py(data: BenchmarkData, directory: str) -> None:
     h5py = _import("h5py")
     sizes = data.sizes()
-    with h5py.File(os.path.join(place, "samples.h5"), "w", libver="latest") as file:
+    with h5py.File(os.path.join(directory, "samples.h5"), "w", libver="latest") as file:
         if sizes.min() == sizes.max():
             rows = file.create_dataset("x", (data.count, int(sizes[0])), "u1")
         else:
@@ -230,85 +245,87 @@ def _prepare_h5py(data: Data, place: str) -> None:
             rows[k] = sample
 
 
-def _open_h5py(place: str) -> Read:
+def _open_h5py(directory: str) -> ReadBatch:
     h5py = _import("h5py")
-    rows = h5py.File(os.path.join(place, "samples.h5"), "r", libver="latest")["x"]
+    rows = h5py.File(os.path.join(directory, "samples.h5"), "r", libver="latest")["x"]
     if rows.ndim == 1:
-        return lambda chosen: sum(rows[k].nbytes for k in chosen.tolist())
+        return lambda indices: sum(rows[k].nbytes for k in indices.tolist())
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        out = np.empty((len(chosen), rows.shape[1]), np.uint8)
-        for place, k in enumerate(chosen.tolist()):
-            rows.read_direct(out, np.s_[k], np.s_[place])
+    def read(indices: NDArray[np.int64]) -> int:
+        out = np.empty((len(indices), rows.shape[1]), np.uint8)
+        for row, k in enumerate(indices.tolist()):
+            rows.read_direct(out, np.s_[k], np.s_[row])
         return out.nbytes
 
     return read
 
 
-def _prepare_ffrecord(data: Data, place: str) -> None:
-    writer = _import("ffrecord").FileWriter(os.path.join(place, "samples.ffr"), data.count)
+def _prepare_ffrecord(data: BenchmarkData, directory: str) -> None:
+    writer = _import("ffrecord").FileWriter(os.path.join(directory, "samples.ffr"), data.count)
     for sample in data.samples():
         writer.write_one(sample.tobytes())
     writer.close()
 
 
-def _open_ffrecord(place: str) -> Read:
-    reader = _import("ffrecord").FileReader(os.path.join(place, "samples.ffr"), check_data=True)
-    return lambda chosen: sum(sample.nbytes for sample in reader.read(chosen.tolist()))
+def _open_ffrecord(directory: str) -> ReadBatch:
+    reader = _import("ffrecord").FileReader(os.path.join(directory, "samples.ffr"), check_data=True)
+    return lambda indices: sum(sample.nbytes for sample in reader.read(indices.tolist()))
 
 
-def _in_turn(begin: Callable[[], Iterator[int]]) -> Read:
-    """Read the next samples of an endless walk."""
-    walk = begin()
+def _in_order(begin: Callable[[], Iterator[int]]) -> ReadBatch:
+    """Read the next samples of an iteration that begins again at its end."""
+    lengths = begin()
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        nonlocal walk
+    def read(indices: NDArray[np.int64]) -> int:
+        nonlocal lengths
         size = 0
-        for _ in range(len(chosen)):
-            length = next(walk, None)
+        for _ in range(len(indices)):
+            length = next(lengths, None)
             if length is None:
-                walk = begin()
-                length = next(walk)
+                lengths = begin()
+                length = next(lengths)
             size += length
         return size
 
     return read
 
 
-def _prepare_webdataset(data: Data, place: str) -> None:
-    pattern = os.path.join(place, "%06d.tar")
+def _prepare_webdataset(data: BenchmarkData, directory: str) -> None:
+    pattern = os.path.join(directory, "%06d.tar")
     with _import("webdataset").ShardWriter(pattern, maxsize=SHARD_SIZE, verbose=0) as writer:
         for k, sample in enumerate(data.samples()):
             writer.write({"__key__": f"{k:09d}", "bin": sample.tobytes()})
 
 
-def _open_webdataset(place: str) -> Read:
+def _open_webdataset(directory: str) -> ReadBatch:
     webdataset = _import("webdataset")
-    shards = sorted(os.path.join(place, name) for name in os.listdir(place))
-    return _in_turn(
+    shards = sorted(os.path.join(directory, name) for name in os.listdir(directory))
+    return _in_order(
         lambda: (len(s["bin"]) for s in webdataset.WebDataset(shards, shardshuffle=False))
     )
 
 
-def _prepare_tfrecord(data: Data, place: str) -> None:
-    with _import("tensorflow").io.TFRecordWriter(os.path.join(place, "samples.tfrecord")) as writer:
+def _prepare_tfrecord(data: BenchmarkData, directory: str) -> None:
+    with _import("tensorflow").io.TFRecordWriter(
+        os.path.join(directory, "samples.tfrecord")
+    ) as writer:
         for sample in data.samples():
             writer.write(sample.tobytes())
 
 
-def _open_tfrecord(place: str) -> Read:
+def _open_tfrecord(directory: str) -> ReadBatch:
     tensorflow = _import("tensorflow")
     tensorflow.config.threading.set_inter_op_parallelism_threads(1)
-    path = os.path.join(place, "samples.tfrecord")
-    walk: Iterator[Any] = iter(())
+    path = os.path.join(directory, "samples.tfrecord")
+    batches: Iterator[Any] = iter(())
 
-    def read(chosen: NDArray[np.int64]) -> int:
-        nonlocal walk
-        batch = next(walk, None)
+    def read(indices: NDArray[np.int64]) -> int:
+        nonlocal batches
+        batch = next(batches, None)
         if batch is None:
             files = tensorflow.data.TFRecordDataset(path, buffer_size=8 << 20)
-            walk = iter(files.repeat().batch(len(chosen)).prefetch(2))
-            batch = next(walk)
+            batches = iter(files.repeat().batch(len(indices)).prefetch(2))
+            batch = next(batches)
         return sum(map(len, batch.numpy()))
 
     return read

@@ -1,7 +1,12 @@
-"""What came out: tables for a reader, one document of JSON, a verdict in words."""
+"""The result of a benchmark: tables, sentences, a JSON document, and comparison with recorded rows.
+
+Only ratios of ffserve to a yardstick of the same run are compared with recorded ones, never times:
+another machine is neither progress nor a regression.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -11,16 +16,22 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from ffserve.bench import yardsticks
-from ffserve.bench.runner import RATIO
-from ffserve.cli.terminal import print_table
+from ffserve.bench.contestants import has_fio
+from ffserve.bench.harness import RATIO
 
 Rows = Sequence[dict[str, Any]]
-FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("own_mb", ",.0f"))
+Table = tuple[str, list[str], list[list[str]]]
+"""A title, the heads of the columns, and the lines."""
+FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("anonymous_mb", ",.0f"))
+TOLERANCE = 0.25
+"""See docs/BENCHMARKS.md, "Noise"."""
+
+
+# --------------------------------------------------------------------------- the machine
 
 
 def machine(folder: str) -> dict[str, Any]:
-    """Return what a figure depends on, nothing that names the machine or its user."""
+    """Return what figures depend on; nothing identifies the machine or its user."""
     from ffserve.engine.io import describe
 
     model = platform.processor() or platform.machine()
@@ -35,7 +46,7 @@ def machine(folder: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "file_system": _file_system(folder),
         "engine": describe(),
-        "fio": yardsticks.has_fio(),
+        "fio": has_fio(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "ffserve": ffserve.__version__,
@@ -46,10 +57,10 @@ def _file_system(folder: str) -> str:
     folder = os.path.realpath(folder)
     best, kind = "", "unknown"
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, name, *_ = line.split()
-        below = folder == place or folder.startswith(place.rstrip("/") + "/")
-        if below and len(place) >= len(best):
-            best, kind = place, name
+        _, mount, name, *_ = line.split()
+        below = folder == mount or folder.startswith(mount.rstrip("/") + "/")
+        if below and len(mount) >= len(best):
+            best, kind = mount, name
     return kind
 
 
@@ -61,35 +72,41 @@ def describe_machine(facts: dict[str, Any]) -> str:
     )
 
 
-def print_group(title: str, rows: Rows) -> None:
-    """Write one group's rows as a table."""
-    import click
+# --------------------------------------------------------------------------- tables
 
-    yardstick = rows[0]
-    against = ""
-    if yardstick["against"]:
-        against = f"; 1.00 is {yardstick['against']}, {yardstick['yardstick_mb_s']:,.0f} MB/s"
-    click.echo(f"\n{title}{against}")
-    heads = ["", "ratio", "turns", "limit", "", "MB/s", "CPU us", "own MB"]
-    lines = [
-        [
-            row["what"],
-            shown(row["value"], row["unit"]),
-            f"{shown(row['low'], row['unit'])} to {shown(row['high'], row['unit'])}",
-            limit_of(row),
-            {None: "", True: "reached", False: "missed"}[row["reached"]],
-            *(figure(row, name, form) if first else "" for name, form in FIGURES),
+
+def group_table(title: str, rows: Rows) -> Table:
+    """Return one group's rows as a table."""
+    first = rows[0]
+    if first["yardstick"]:
+        title += f"; 1.00 is {first['yardstick']}"
+        if "yardstick_mb_s" in first:
+            title += f", {first['yardstick_mb_s']:,.0f} MB/s"
+    heads = ["", "ratio", "turns", "limit", "", "MB/s", "CPU us", "anon. MB"]
+    seen: set[str] = set()
+    lines = []
+    for row in rows:
+        figures = [
+            format(row[name], form) if name in row and row["contestant"] not in seen else ""
+            for name, form in FIGURES
         ]
-        for row, first in zip(rows, _first_of_each(rows), strict=True)
-    ]
-    print_table(heads, lines)
+        seen.add(row["contestant"])
+        lines.append(
+            [
+                row["description"],
+                shown(row["value"], row["unit"]),
+                f"{shown(row['low'], row['unit'])} to {shown(row['high'], row['unit'])}",
+                limit_of(row),
+                {None: "", True: "reached", False: "missed"}[row["reached"]],
+                *figures,
+            ]
+        )
+    return title, heads, lines
 
 
-def print_both(title: str, rows: Rows) -> None:
-    """Write one group's rows of two trees as a table."""
-    import click
-
-    click.echo(f"\n{title}")
+def both_table(title: str, rows: Rows) -> Table:
+    """Return one group's rows over two installations as a table."""
+    heads = ["", "this", "other", "this/other", "turns", ""]
     lines = [
         [
             row["name"],
@@ -101,11 +118,11 @@ def print_both(title: str, rows: Rows) -> None:
         ]
         for row in rows
     ]
-    print_table(["", "this", "other", "this/other", "turns", ""], lines)
+    return title, heads, lines
 
 
 def shown(value: float, unit: str) -> str:
-    """Return a value with its unit; ratios without."""
+    """Return a value with its unit; ratios have none."""
     digits = 2 if abs(value) < 100 else 0
     return f"{value:,.{digits}f}" + ("" if unit == RATIO else f" {unit}")
 
@@ -117,57 +134,94 @@ def limit_of(row: dict[str, Any]) -> str:
     return f"{'<=' if row['at_most'] else '>='} {shown(row['limit'], row['unit'])}"
 
 
-def figure(row: dict[str, Any], name: str, form: str) -> str:
-    """Return one of the figures behind a row; empty when it was not taken."""
-    return format(row[name], form) if name in row else ""
-
-
-def _first_of_each(rows: Rows) -> list[bool]:
-    """Whether a row is its contestant's first."""
-    return [row["who"] not in {r["who"] for r in rows[:k]} for k, row in enumerate(rows)]
-
-
-def _is_throughput(row: dict[str, Any]) -> bool:
-    return bool(row["unit"] == RATIO and not row["at_most"])
+# --------------------------------------------------------------------------- sentences
 
 
 def verdict(rows: Rows) -> list[str]:
-    """Return what the rows say, in sentences."""
-    said = []
-    contests: dict[str, list[dict[str, Any]]] = {}
+    """Return sentences: ffserve beside its fastest peer, and the limits that were missed."""
+    sentences = []
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if _is_throughput(row):
-            contests.setdefault(row["name"].rpartition("/")[0], []).append(row)
-    for group in contests.values():
-        ours = [row for row in group if row["who"].startswith("ffserve ")]
-        others = [row for row in group if row not in ours and "in order" not in row["what"]]
-        if not ours or not others:
+        if row["unit"] == RATIO and not row["at_most"]:
+            groups.setdefault(row["name"].rpartition("/")[0], []).append(row)
+    for group in groups.values():
+        own = [row for row in group if row["contestant"].startswith("ffserve ")]
+        others = [row for row in group if row not in own and "in order" not in row["description"]]
+        if not own or not others:
             continue
-        best = max(ours, key=lambda row: row["value"])
+        best = max(own, key=lambda row: row["value"])
         peer = max(others, key=lambda row: row["value"])
         times = best["value"] / peer["value"]
-        said.append(
-            f"{best['state'].capitalize()}, samples of {best['bytes']:,} bytes: {best['who']} "
-            f"delivers {best['value']:.2f} of {best['against']}, {times:.1f} times what the "
-            f"fastest of the others does ({peer['who']}, {peer['value']:.2f})."
+        sentences.append(
+            f"{best['state'].capitalize()}, samples of {best['bytes']:,} bytes: "
+            f"{best['contestant']} reaches {best['value']:.2f} of {best['yardstick']}, "
+            f"{times:.1f} times the fastest peer ({peer['contestant']}, {peer['value']:.2f})."
         )
     judged = [row for row in rows if row["reached"] is not None]
     if judged:
         missed = [row for row in judged if not row["reached"]]
-        said.append(f"{len(judged) - len(missed)} of {len(judged)} limits are reached.")
+        sentences.append(f"{len(judged) - len(missed)} of {len(judged)} limits are reached.")
         if missed:
             named = ", ".join(
                 f"{row['name']} ({shown(row['value'], row['unit'])}, {limit_of(row)})"
                 for row in missed
             )
-            said.append(f"Missed: {named}.")
-    return said
+            sentences.append(f"Missed: {named}.")
+    return sentences
+
+
+# --------------------------------------------------------------------------- recorded rows
 
 
 def document(facts: dict[str, Any], rows: Rows, notes: Sequence[str]) -> dict[str, Any]:
-    """Return all of it for JSON, floats rounded to four digits that count."""
+    """Return everything for JSON, floats rounded to four significant digits."""
     return {"machine": facts, "notes": list(notes), "rows": [_rounded(row) for row in rows]}
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def record(path: Path, result: dict[str, Any]) -> None:
+    """Merge a document's rows into a file: replace those of the same names, keep the others."""
+    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    new = {row["name"]: row for row in result["rows"]}
+    merged = [new.pop(row["name"], row) for row in old["rows"]]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in [*merged, *new.values()])
+    facts = json.dumps(result["machine"], ensure_ascii=False)
+    part = path.with_name(path.name + ".part")
+    part.write_text(f'{{"machine": {facts},\n"rows": [\n{lines}\n]}}\n')
+    os.replace(part, path)
+
+
+def _comparable(row: dict[str, Any]) -> bool:
+    return bool(row["unit"] == RATIO and row["contestant"].startswith("ffserve"))
+
+
+def compare(recorded: Rows, measured: Rows) -> tuple[list[str], int, int]:
+    """Compare rows of ffserve by name.
+
+    A row is worse when both its median and its best turn are worse than the recorded median by
+    more than TOLERANCE of it.
+
+    Returns: a line per row that is worse; how many are better by more than TOLERANCE; how many
+        were compared.
+    """
+    known = {row["name"]: row for row in recorded if _comparable(row)}
+    worse, better, compared = [], 0, 0
+    for row in measured:
+        old = known.get(row["name"])
+        if old is None or not _comparable(row):
+            continue
+        compared += 1
+        before, now, best = old["value"], row["value"], row["low" if row["at_most"] else "high"]
+        if row["at_most"]:
+            fell = min(now, best) > before * (1 + TOLERANCE)
+            rose = now < before / (1 + TOLERANCE)
+        else:
+            fell = max(now, best) < before * (1 - TOLERANCE)
+            rose = now > before / (1 - TOLERANCE)
+        better += rose
+        if fell:
+            worse.append(f"{row['name']}: recorded {before:.2f}, measured {now:.2f}")
+    return worse, better, compared

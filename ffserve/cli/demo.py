@@ -1,13 +1,14 @@
-"""``ffserve demo``: the main job from end to end, on files that every machine has.
+"""``ffserve demo``: pack, serve, train and train again, on files that every machine has.
 
-Pack the standard library's sources, start a daemon, train on them, start a second job on the same
-data, and tell from the daemon's counters what was read. Everything lives in one temporary
-directory and in processes of this one; both are gone when it ends, however it ends.
+It packs the standard library's sources, starts a daemon, trains on them, starts a second job on the
+same data, and shows from the daemon's counters what was read. Its files are in one temporary
+directory and its processes are children of this one; both are gone when it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 
 import click
 
-from ffserve.cli import demo_job, own
+from ffserve.bench import processes
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
 from ffserve.config import ENGINES, default_arena_size, format_size
 from ffserve.errors import FFServeError
@@ -33,8 +34,20 @@ SHARDS = 4
 
 
 @click.command()
-@click.option("--files", type=click.IntRange(8), default=MOST_FILES, help="Files at most.")
-@click.option("--epochs", type=click.IntRange(1, 100), default=2, show_default=True)
+@click.option(
+    "--files",
+    type=click.IntRange(8),
+    default=MOST_FILES,
+    help="Pack at most this many files.",
+    show_default=True,
+)
+@click.option(
+    "--epochs",
+    type=click.IntRange(1, 100),
+    default=2,
+    show_default=True,
+    help="Epochs of each job.",
+)
 @click.option(
     "--workers",
     type=click.IntRange(0, 64),
@@ -42,16 +55,19 @@ SHARDS = 4
     show_default=True,
     help="DataLoader worker processes of each job.",
 )
-@click.option("--no-torch", is_flag=True, help="Train with numpy, as where there is no PyTorch.")
+@click.option("--no-torch", is_flag=True, help="Train with numpy even if PyTorch is installed.")
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),
     default="auto",
     show_default=True,
-    help="See 'ffserve serve'.",
+    help="I/O engine of the daemon; see 'ffserve serve --help'.",
 )
 @click.option(
-    "--dir", "directory", metavar="DIR", help="Where to work; TMPDIR, else /var/tmp, if left out."
+    "--dir",
+    "directory",
+    metavar="DIR",
+    help="Directory for the data.  [default: TMPDIR, else /var/tmp]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
 def demo(
@@ -63,35 +79,41 @@ def demo(
     directory: str | None,
     as_json: bool,
 ) -> int:
-    """Pack, serve, train, train again, and show what was read.
+    """Pack files, serve them, train on them twice, and show what was read from disk.
 
     Some thousand source files of this machine become FFRecord shards; a daemon serves them; a
     small PyTorch model trains on them with two workers for two epochs; then a second job does the
-    same. It takes well under a minute, needs no root, and leaves nothing behind.
+    same. It takes less than a minute, needs no root, and leaves nothing behind.
+
+    \b
+      ffserve demo
+      ffserve demo --no-torch --json
     """
-    say = Speaker(quiet=as_json)
-    with own.interruptible(), contextlib.ExitStack() as stack:
-        work = stack.enter_context(own.work_directory("ffserve-demo-", directory))
+    say = Narration(quiet=as_json)
+    with processes.interruptible(), contextlib.ExitStack() as stack:
+        work = stack.enter_context(processes.work_directory("ffserve-demo-", directory))
         data = os.path.join(work, "data")
         packed = _pack(_collect(files), work, data, say)
         daemon = stack.enter_context(
-            own.daemon(
-                os.path.join(work, "ffserve.sock"),
+            processes.daemon(
                 [data],
                 max(2 * packed.size, min(512 << 20, default_arena_size())),
                 ["--engine", engine],
+                socket=os.path.join(work, "ffserve.sock"),
             )
         )
         facts = daemon.status()
         arena = format_size(facts["arena"]["size"])
         say(f"2. Serving: engine {facts['engine']['kind']}, arena {arena}, pid {facts['pid']}")
-        options = ["--epochs", str(epochs), "--workers", str(workers)]
-        options += ["--no-torch"] if no_torch else []
+        torch = not no_torch and importlib.util.find_spec("torch") is not None
+        example = f"ffserve.examples.{'train_torch' if torch else 'train_numpy'}"
+        options = ["--epochs", str(epochs), "--workers", str(workers), "--json"]
         jobs = []
         for number in (1, 2):
             before = daemon.status()
             say(f"{number + 2}. Job {number}: ", newline=False)
-            ran = _run_job(data, daemon.socket, options, packed.samples * epochs, say)
+            command = [*processes.THIS.command(example), data, *options]
+            ran = _run_job(command, daemon.socket, packed.samples * epochs, say)
             jobs.append(_account(ran, before, _settled(daemon, ran["samples"], before)))
         final = daemon.status()
         seconds = daemon.stop()
@@ -114,8 +136,8 @@ def demo(
     return 0 if sound else 1
 
 
-class Speaker:
-    """Writes what happens, unless the result is to be JSON."""
+class Narration:
+    """Writes each step, unless the result is written as JSON."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -130,7 +152,7 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed; every shard has one sample more than files, the names."""
+    """Counts of the packed data; each shard has one more sample than files: the names."""
 
     files: int
     samples: int
@@ -138,9 +160,9 @@ class Packed:
 
 
 def _collect(most: int) -> dict[str, str]:
-    """Return name → file: the sources of the standard library.
+    """Return name → file for the sources of the standard library.
 
-    Some distributions leave most of it out; then installed packages make up the number.
+    Some distributions omit most of it; files of installed packages are added then.
     """
     paths = sysconfig.get_paths()
     found: dict[str, str] = {}
@@ -162,8 +184,8 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
                 yield os.path.relpath(path, top), path
 
 
-def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
-    """Pack the files into shards and see that none of it stays in the page cache."""
+def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed:
+    """Pack the files into shards and remove those from the page cache."""
     import ffserve
     from ffserve.compat import packed_folder
 
@@ -190,16 +212,13 @@ def _pack(files: dict[str, str], work: str, data: str, say: Speaker) -> Packed:
 # --------------------------------------------------------------------------- the jobs
 
 
-def _run_job(
-    data: str, socket: str, options: list[str], total: int, say: Speaker
-) -> dict[str, Any]:
-    """Run one training job; return what it said about its epochs."""
-    command = [*own.python("ffserve.cli.demo_job"), "--data", data, *options]
+def _run_job(command: list[str], socket: str, total: int, say: Narration) -> dict[str, Any]:
+    """Run one training job and return its report on its epochs."""
     epochs: list[dict[str, Any]] = []
     framework = "?"
     with (
         tempfile.TemporaryFile() as errors,
-        own.running(
+        processes.running(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -244,15 +263,15 @@ def _epoch_line(epoch: dict[str, Any]) -> str:
     return (
         f"     epoch {epoch['epoch'] + 1}: {epoch['samples']:,} samples, "
         f"{format_size(epoch['size_bytes'])} in {epoch['seconds']:.1f} s ({rate:,.0f} samples/s), "
-        f"loss {epoch['first_loss']:.2f} → {epoch['last_loss']:.2f} bits a byte"
+        f"loss {epoch['first_loss']:.2f} → {epoch['last_loss']:.2f} bits per byte"
     )
 
 
-def _settled(daemon: own.Daemon, samples: int, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the daemon's status once the counters of an ended job are all in.
+def _settled(daemon: processes.Daemon, samples: int, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the daemon's status when it has the last counters of an ended job.
 
-    Workers report their last hits as they leave, which the daemon may take in a moment after
-    the job's process ended.
+    Workers report their last hits as they end, and the daemon may receive the report a moment
+    after the job's process has ended.
     """
     deadline = time.monotonic() + 2
     while True:
@@ -270,7 +289,7 @@ def _new_jobs(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, A
 
 
 def _account(ran: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Add to what a job said what the daemon counted for it."""
+    """Add the daemon's counters to the report of a job."""
     counted = _new_jobs(before, after)
     hits = sum(job["hits"] for job in counted)
     missed = sum(job["missed"] for job in counted)
@@ -310,27 +329,39 @@ def _print_result(result: dict[str, Any]) -> None:
     disk = result["read_from_disk_bytes"]
     click.echo(
         f"\nThe data set is {format_size(result['size_bytes'])}; "
-        f"{format_size(disk)} were read from disk (in whole disk blocks) to serve "
-        f"{format_size(served)}."
+        f"{format_size(disk)} were read from disk (in whole blocks) to serve {format_size(served)}."
     )
     if result["jobs"][1]["read_from_disk_bytes"] == 0:
-        click.echo("The first job's first epoch read it, once. Everything after came from memory.")
+        click.echo("The first epoch of job 1 read it once. All later reads came from memory.")
     if result["framework"] != "PyTorch":
-        click.echo("The jobs trained with numpy, without workers: no PyTorch, or not wanted.")
-    command, example = _own_command(), os.path.relpath(demo_job.__file__)
-    click.echo("\nNothing is left running. What to type next, on data of your own:")
+        click.echo(
+            "The jobs trained with numpy and without workers, since PyTorch is missing or disabled."
+        )
+    command = _own_command()
+    click.echo("\nNothing is left running. Next steps with your own data:")
     print_facts(
         [
-            (f"{command} pack DIR -o data.ffr", "a directory into a record file, names kept"),
-            (f'{command} serve --root "$PWD" &', "the daemon; jobs find it by themselves"),
-            (f"{command} status", "what it holds and does"),
-            (f"less {example.replace('demo_job', 'demo_torch')}", "the job that you just saw"),
+            (f"{command} pack DIR -o data.ffr", "pack a directory into a record file"),
+            (f'{command} serve --root "$PWD" &', "start the daemon; jobs find its socket"),
+            (f"{command} status", "show its memory and its jobs"),
+            (
+                f"less {os.path.relpath(_example_path(result))}",
+                "read the training job of this demo",
+            ),
         ]
     )
 
 
+def _example_path(result: dict[str, Any]) -> str:
+    """Return the file of the training job that ran."""
+    name = "train_torch" if result["framework"] == "PyTorch" else "train_numpy"
+    spec = importlib.util.find_spec(f"ffserve.examples.{name}")
+    assert spec is not None and spec.origin is not None
+    return spec.origin
+
+
 def _own_command() -> str:
-    """Return what to type for ``ffserve`` of this installation."""
+    """Return the command that runs this installation's ffserve."""
     path = os.path.join(os.path.dirname(sys.executable), "ffserve")
     if shutil.which("ffserve") == path or not os.path.exists(path):
         return "ffserve"

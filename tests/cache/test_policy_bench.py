@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import confine, node, policy
+from benchmarks import cgroup, policy
+from benchmarks.closed_loop import write_data
 from benchmarks.policy import Cell
 
 
@@ -14,7 +15,7 @@ def test_a_cell_agrees_with_the_simulation_and_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "SAMPLES", 2000)
-    path = node.data(tmp_path, 2000, policy.SIZE)
+    path = write_data(tmp_path, 2000, policy.SIZE)
     row = policy.run(Cell("two jobs", 2, True, 0.5, pace=2000.0), path)
     policy.show(row)
     # Two seconds of two jobs: on a busy machine they are no whole epochs, and what is counted in
@@ -23,15 +24,15 @@ def test_a_cell_agrees_with_the_simulation_and_the_kernel(
     # The window takes 128 samples of each job out of the thousand that fit.
     assert row["hit_rate"] >= row["simulated"] - 0.2
     try:
-        confine.disk_of(path)
-    except confine.CannotConfine:
+        cgroup.disk_of(path)
+    except cgroup.NoCgroup:
         return
     assert row["daemon_bytes"] == pytest.approx(row["kernel_bytes"], rel=0.25)
 
 
 def test_a_process_in_a_cgroup_gets_no_more_memory_than_that() -> None:
     try:
-        with confine.confined(memory_size=64 << 20) as group:
+        with cgroup.limited(memory_size=64 << 20) as group:
             assert group.peak() < 64 << 20 and group.killed() == 0
-    except confine.CannotConfine as error:
+    except cgroup.NoCgroup as error:
         pytest.skip(str(error))

@@ -18,19 +18,22 @@ import numpy as np
 import pytest
 
 import ffserve
-from benchmarks import cases as developers
-from benchmarks import compare, picture
-from ffserve.bench import cases, peers, records, report
-from ffserve.bench.runner import (
+from benchmarks import engine, picture
+from benchmarks import rows as all_rows
+from ffserve.bench import harness, peers, report, rows
+from ffserve.bench.harness import (
     Bench,
+    BenchmarkData,
+    Contestant,
     ContestantFailed,
-    Entrant,
     Group,
     Result,
     Row,
+    Yardstick,
     measure,
     ratio,
 )
+from ffserve.engine import io
 from ffserve.errors import UsageError
 
 KIB = 1024
@@ -38,25 +41,31 @@ KIB = 1024
 
 def ran(rate: float, **more: Any) -> Result:
     """One client that delivered at a rate."""
-    figures = {"samples": 10, "size": int(rate), "seconds": 1.0, "cpu": 1e-4, "took": [0.1, 0.2]}
+    figures = {"samples": 10, "size": int(rate), "seconds": 1.0, "cpu": 1e-4, "batch_s": [0.1, 0.2]}
     return Result(({**figures, **more},))
 
 
-def group(*entrants: Entrant, base: list[float], **more: Any) -> Group:
+def group(
+    *contestants: Contestant, base: list[float], substitute: bool = False, **more: Any
+) -> Group:
     rates = iter(base)
-    return Group("title", "a yardstick", lambda: ran(next(rates)), entrants, **more)
+    yardstick = Yardstick("a yardstick", lambda: ran(next(rates)), substitute)
+    return Group("title", yardstick, contestants, **more)
 
 
-def entrant(name: str, rates: list[float], limit: float | None = None, **more: Any) -> Entrant:
+def contestant(
+    name: str, rates: list[float], limit: float | None = None, **more: Any
+) -> Contestant:
     left = iter(rates)
-    return Entrant(name, lambda: ran(next(left)), (Row(name, name, ratio, limit=limit),), **more)
+    row = Row(name, name, ratio, limit=limit)
+    return Contestant(name, lambda: ran(next(left)), (row,), **more)
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
 def test_a_row_is_the_median_of_the_ratios_of_the_turns() -> None:
-    found = measure(group(entrant("x", [50, 90, 80], limit=0.5), base=[100, 100, 200]), 3)
+    found = measure(group(contestant("x", [50, 90, 80], limit=0.5), base=[100, 100, 200]), 3)
     [row] = found
     assert row["value"] == pytest.approx(0.5)
     assert (row["low"], row["high"], row["turns"]) == (0.4, 0.9, 3)
@@ -74,67 +83,74 @@ def test_every_other_turn_goes_the_other_way_round() -> None:
         return ran(1)
 
     both = tuple(
-        Entrant(name, lambda name=name: noting(name), (Row(name, name, ratio),)) for name in "ab"
+        Contestant(name, lambda name=name: noting(name), (Row(name, name, ratio),)) for name in "ab"
     )
-    measure(Group("", "y", lambda: noting("y"), both), 3)
+    measure(Group("", Yardstick("y", lambda: noting("y")), both), 3)
     assert "".join(order) == "yabbayyab"
 
 
-def test_limits_go_both_ways_and_a_stand_in_judges_nothing() -> None:
+def test_limits_go_both_ways_and_a_substitute_judges_nothing() -> None:
     low = Row("low", "", lambda result, base: 3.0, "µs", limit=4.0, at_most=True)
     high = dataclasses.replace(low, name="high", limit=2.0)
     free = dataclasses.replace(low, name="free", limit=None)
-    one = Entrant("x", lambda: ran(1), (low, high, free))
+    one = Contestant("x", lambda: ran(1), (low, high, free))
     rows = measure(group(one, base=[1]), 1)
     assert [row["reached"] for row in rows] == [True, False, None]
-    rows = measure(group(one, base=[1], judged=False), 1)
+    rows = measure(group(one, base=[1], substitute=True), 1)
     assert [row["reached"] for row in rows] == [None, None, None]
 
 
 def test_several_clients_and_a_daemon_are_added_up() -> None:
     clients = (
-        {"samples": 10, "size": 100, "seconds": 1.0, "cpu": 1e-3, "own": 5, "took": [0.1] * 99},
-        {"samples": 30, "size": 300, "seconds": 2.0, "cpu": 1e-3, "own": 7, "took": [1.0]},
+        {
+            "samples": 10,
+            "size": 100,
+            "seconds": 1.0,
+            "cpu": 1e-3,
+            "anonymous": 5,
+            "batch_s": [0.1] * 99,
+        },
+        {"samples": 30, "size": 300, "seconds": 2.0, "cpu": 1e-3, "anonymous": 7, "batch_s": [1.0]},
     )
     result = Result(clients, {"cpu_s": 2e-3, "pss": 11, "blocks_read": 8, "wall_s": 2.0})
     assert result.rate == 250 and result.rates == [100, 150]
     assert result.cpu_us == pytest.approx(100)
-    assert result.total("own") == 12
+    assert result.total("anonymous") == 12
     assert result.batch_s(50) == pytest.approx(0.1)
     assert result.batch_s(99.9) > 0.9
-    assert cases._miss_us(result, None) == pytest.approx(250)
+    assert rows._miss_us(result, None) == pytest.approx(250)
 
 
 def test_only_an_optional_contestant_may_fail() -> None:
     def fail() -> Result:
         raise ContestantFailed("it broke")
 
-    broken = Entrant("x", fail, (Row("x", "x", ratio),), optional=True)
+    broken = Contestant("x", fail, (Row("x", "x", ratio),), optional=True)
     notes: list[str] = []
-    rows = measure(group(broken, entrant("y", [1, 1]), base=[1, 1]), 2, notes.append)
-    assert [row["who"] for row in rows] == ["y"]
+    rows = measure(group(broken, contestant("y", [1, 1]), base=[1, 1]), 2, notes.append)
+    assert [row["contestant"] for row in rows] == ["y"]
     assert notes == ["x is left out: it broke"]
     with pytest.raises(ContestantFailed):
         measure(group(dataclasses.replace(broken, optional=False), base=[1]), 1)
 
 
 def test_only_keeps_the_contestants_of_matching_rows() -> None:
-    both = group(entrant("hot/a", []), entrant("cold/b", []), base=[])
+    both = group(contestant("hot/a", []), contestant("cold/b", []), base=[])
     kept = both.only(("cold",))
-    assert kept is not None and [e.who for e in kept.entrants] == ["cold/b"]
+    assert kept is not None and [c.name for c in kept.contestants] == ["cold/b"]
     assert both.only(("warm",)) is None
     assert both.only(()) is both
 
 
 def test_the_verdict_names_the_fastest_peer_and_what_was_missed() -> None:
     labels = {"state": "hot", "bytes": 4096}
-    rows = [
-        *measure(group(entrant("ffserve read", [80], limit=0.9), entrant("LMDB", [40]),
-                       entrant("slow", [10]), base=[100], labels=labels), 1),
+    found = [
+        *measure(group(contestant("ffserve read", [80], limit=0.9), contestant("LMDB", [40]),
+                       contestant("slow", [10]), base=[100], labels=labels), 1),
     ]  # fmt: skip
-    for row in rows:
-        row["name"] = f"hot/x/{row['who']}"
-    said = report.verdict(rows)
+    for row in found:
+        row["name"] = f"hot/x/{row['contestant']}"
+    said = report.verdict(found)
     assert "0.80 of a yardstick, 2.0 times" in said[0] and "LMDB, 0.40" in said[0]
     assert said[1] == "0 of 1 limits are reached."
     assert "hot/x/ffserve read (0.80, >= 0.90)" in said[2]
@@ -144,7 +160,7 @@ def test_the_verdict_names_the_fastest_peer_and_what_was_missed() -> None:
 
 
 def test_sizes_are_named_as_people_name_them() -> None:
-    assert [records.label(n) for n in (100, 4096, 102_400, 1 << 20, 1500)] == [
+    assert [harness.size_label(n) for n in (100, 4096, 102_400, 1 << 20, 1500)] == [
         "100B", "4KiB", "100KiB", "1MiB", "1500B",
     ]  # fmt: skip
 
@@ -154,14 +170,14 @@ def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
     with ffserve.create(path) as writer:
         for size in (100, 200, 300, 400):
             writer.write(bytes(size))
-    some = records.existing([str(path)], 650)
+    some = harness.existing([str(path)], 650)
     assert (some.count, some.size, some.mean) == (3, 600, 200)
-    assert records.existing([str(path)], 50).count == 1
+    assert harness.existing([str(path)], 50).count == 1
     assert [len(sample) for sample in some.samples()] == [100, 200, 300]
     with ffserve.create(tmp_path / "none.ffr") as writer:
         writer.write(b"")
     with pytest.raises(UsageError):
-        records.existing([str(tmp_path / "none.ffr")], 650)
+        harness.existing([str(tmp_path / "none.ffr")], 650)
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
@@ -176,11 +192,11 @@ def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_pat
     with ffserve.create(path) as writer:
         for size in sizes:
             writer.write(bytes(size))
-    data = records.existing([str(path)], 1 << 30)
+    data = harness.existing([str(path)], 1 << 30)
     peer.make(str(tmp_path), data)
-    place = peer.place(str(tmp_path), data)
+    directory = peer.files_path(str(tmp_path), data)
     chosen = np.array([5, 39, 0, 7, 5]) if not peer.in_order else np.arange(40)
-    assert peer.open(place)(chosen) == sum(sizes[k] for k in chosen)
+    assert peer.open(directory)(chosen) == sum(sizes[k] for k in chosen)
     gc.collect()
 
 
@@ -188,11 +204,11 @@ def test_the_adapter_for_ffrecord_runs_with_its_drop_in(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ffrecord", ffserve)
-    data = records.generated(tmp_path, 100, 10_000)
+    data = harness.generated(tmp_path, 100, 10_000)
     data.make()
     peer = peers.BY_NAME["ffrecord"]
     peer.make(str(tmp_path), data)
-    assert peer.open(peer.place(str(tmp_path), data))(np.array([3, 99, 3])) == 300
+    assert peer.open(peer.files_path(str(tmp_path), data))(np.array([3, 99, 3])) == 300
 
 
 # ---------------------------------------------------------------- processes
@@ -204,34 +220,36 @@ def bench(tmp_path: Path) -> Any:
         yield made
 
 
-def small(folder: Path, step: int = 4 * KIB) -> records.Data:
-    data = records.generated(folder, step, 1 << 20)
+def small(folder: Path, step: int = 4 * KIB) -> BenchmarkData:
+    data = harness.generated(folder, step, 1 << 20)
     data.make()
     return data
 
 
 def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path) -> None:
-    result = bench.run("ffserve.bench.ours:read_batch", small(tmp_path), clients=3)
+    result = bench.run("ffserve.bench.contestants:read_batch", small(tmp_path), clients=3)
     assert len(result.clients) == 3
     for client in result.clients:
         assert client["size"] == 4 * KIB * client["samples"] > 0
-        assert len(client["took"]) * 64 == client["samples"]
-        assert client["cpu"] > 0 and client["own"] > 0 and client["pss"] >= client["own"]
+        assert len(client["batch_s"]) * 64 == client["samples"]
+        assert (
+            client["cpu"] > 0 and client["anonymous"] > 0 and client["pss"] >= client["anonymous"]
+        )
 
 
 def test_a_contestant_that_fails_is_quoted(bench: Bench, tmp_path: Path) -> None:
-    gone = records.generated(tmp_path, 4 * KIB, 1 << 20)
+    gone = harness.generated(tmp_path, 4 * KIB, 1 << 20)
     with pytest.raises(ContestantFailed, match="ffr"):
-        bench.run("ffserve.bench.ours:read_batch", gone)
+        bench.run("ffserve.bench.contestants:read_batch", gone)
 
 
 def test_what_is_hot_is_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> None:
     data = small(tmp_path)
-    rows = measure(cases.hot(bench, data, 16, 2, {"read_batch": 0.1, "lease": None}), 1)
-    assert [row["name"] for row in rows] == [
+    found = measure(rows.hot(bench, data, 16, 2, {"read_batch": 0.1, "lease": None}), 1)
+    assert [row["name"] for row in found] == [
         "hot/4KiB/batch16/clients2/read_batch", "hot/4KiB/batch16/clients2/lease",
     ]  # fmt: skip
-    assert all(row["value"] > 0 and row["clients"] == 2 for row in rows)
+    assert all(row["value"] > 0 and row["clients"] == 2 for row in found)
     assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
 
 
@@ -239,7 +257,7 @@ def test_what_comes_through_the_socket_comes_from_a_daemon_that_sends_it(
     bench: Bench, tmp_path: Path
 ) -> None:
     data = small(tmp_path)
-    [row] = measure(cases.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
+    [row] = measure(rows.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
     assert row["name"] == "inline/4KiB/batch16/clients1/read_batch" and row["state"] == "inline"
     with ffserve.open(data.paths, server=bench.hot_daemon(data, inline=True).socket) as reader:
         assert reader.stats()["hits"] == 0 and reader[3].nbytes == data.mean
@@ -268,7 +286,7 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     only = ("hot/4KiB/batch256/clients1/read_batch", "clients1/preadv", "cold/100KiB/depth128/mmap")
     done = command("--dir", tmp_path, *SMALL, *(word for name in only for word in ("--only", name)))
     assert "hot, 4KiB, batches of 256, 1 client; 1.00 is memcpy" in done.stdout
-    assert "times what the fastest of the others does (" in done.stdout
+    assert "times the fastest peer (" in done.stdout
     assert "cold, 100KiB" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -302,7 +320,7 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
     )
     result = json.loads(done.stdout)
     [row] = result["rows"]
-    assert row["reached"] is None and "no fio" in row["against"] and row["value"] > 0
+    assert row["reached"] is None and "no fio" in row["yardstick"] and row["value"] > 0
     assert any("apt-get install fio" in note for note in result["notes"])
 
 
@@ -333,27 +351,27 @@ ROOT = Path(__file__).parents[2]
 
 def recorded(name: str, value: float, **more: Any) -> dict[str, Any]:
     return {
-        "name": name, "value": value, "low": value, "high": value, "unit": "×", "who": "ffserve x",
-        "at_most": False, **more,
+        "name": name, "value": value, "low": value, "high": value, "unit": "×",
+        "contestant": "ffserve x", "at_most": False, **more,
     }  # fmt: skip
 
 
 def test_worse_is_what_the_best_turn_is_too() -> None:
     old = [recorded("a", 0.8), recorded("b", 0.8), recorded("c", 4.0, at_most=True)]
-    slow, edge = 0.8 * (1 - compare.TOLERANCE) - 0.01, 0.8 * (1 - compare.TOLERANCE) + 0.01
-    assert compare.compare(old, [recorded("a", edge)]) == ([], 0, 1)
-    worse, _, _ = compare.compare(old, [recorded("a", slow), recorded("b", slow, high=0.8)])
+    slow, edge = 0.8 * (1 - report.TOLERANCE) - 0.01, 0.8 * (1 - report.TOLERANCE) + 0.01
+    assert report.compare(old, [recorded("a", edge)]) == ([], 0, 1)
+    worse, _, _ = report.compare(old, [recorded("a", slow), recorded("b", slow, high=0.8)])
     assert [line.split(":")[0] for line in worse] == ["a"]
-    worse, better, compared = compare.compare(
+    worse, better, compared = report.compare(
         old, [recorded("b", 1.2), recorded("c", 6.0, at_most=True)]
     )
     assert ([line.split(":")[0] for line in worse], better, compared) == (["c"], 1, 2)
 
 
 def test_times_peers_and_new_rows_are_not_compared() -> None:
-    old = [recorded("a", 0.8, unit="ms"), recorded("b", 0.8, who="LMDB"), recorded("c", 0.8)]
-    new = [recorded("a", 0.1, unit="ms"), recorded("b", 0.1, who="LMDB"), recorded("d", 0.1)]
-    assert compare.compare(old, new) == ([], 0, 0)
+    old = [recorded("a", 0.8, unit="ms"), recorded("b", 0.8, contestant="LMDB"), recorded("c", 0.8)]
+    new = [recorded("a", 0.1, unit="ms"), recorded("b", 0.1, contestant="LMDB"), recorded("d", 0.1)]
+    assert report.compare(old, new) == ([], 0, 0)
 
 
 def benchmarks(*arguments: str | Path, code: int = 0) -> str:
@@ -408,16 +426,28 @@ def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     assert "read_batch is left out" in said and "ffserve.cli.serve" in said
 
 
+def test_the_engine_alone_is_measured(bench: Bench, tmp_path: Path) -> None:
+    data = harness.generated(tmp_path, 4 * KIB, 1023 * 4 * KIB, "at-blocks")
+    group = engine.group(bench, data)
+    names = group.row_names()
+    assert {name.split("/")[2] for name in names} == set(io.probe())
+    found = measure(group, 1)
+    assert [row["name"] for row in found] == names
+    assert all(row["value"] > 0 for row in found)
+
+
 def test_every_row_is_explained() -> None:
     text = (ROOT / "docs" / "BENCHMARKS.md").read_text()
     patterns = [
-        re.sub("SIZE", "[^/]+", re.sub(r"batchB", r"batch\\d+", word)).replace("clientsC", r"\w+")
+        re.sub("SIZE|KIND", "[^/]+", re.sub(r"batchB", r"batch\\d+", word)).replace(
+            "clientsC", r"\w+"
+        )
         for word in re.findall(r"`([a-z-]+/[^` ]+)`", text)
     ]
     with Bench(str(ROOT), 1.0) as bench:
-        found, _ = cases.installed()
-        for each in developers.groups(bench, found):
-            for one in each.entrants:
+        found, _ = rows.installed_peers()
+        for each in all_rows.groups(bench, found):
+            for one in each.contestants:
                 for row in one.rows:
                     known = any(re.fullmatch(p.replace("…", ".*"), row.name) for p in patterns)
                     assert known, row.name
@@ -442,9 +472,10 @@ def test_all_cases_run_and_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_picture_has_a_curve_for_everybody() -> None:
     def row(who: str, size: int, clients: int, value: float, **more: Any) -> dict[str, Any]:
         return {
-            "name": f"hot-peers/x/{who}", "what": who, "who": who, "bytes": size, "unit": "×",
+            "name": f"hot-peers/x/{who}", "description": who, "contestant": who,
+            "bytes": size, "unit": "×",
             "clients": clients, "value": value, "low": value / 2, "high": value * 2,
-            "at_most": False, "against": "memcpy", "mb_s": 1.0, "yardstick_mb_s": 2000.0, **more,
+            "at_most": False, "yardstick": "memcpy", "mb_s": 1.0, "yardstick_mb_s": 2000.0, **more,
         }  # fmt: skip
 
     rows = [

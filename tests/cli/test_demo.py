@@ -104,7 +104,7 @@ def test_it_tells_a_reader_what_happened(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for words in ("engine threads", "hit rate", "checksum failures", "job 2", "100.0 %",
-                  "What to type next", "numpy"):  # fmt: skip
+                  "Next steps", "numpy"):  # fmt: skip
         assert words in done.stdout
     assert_nothing_left(place)
 

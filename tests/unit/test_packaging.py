@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.cli import own
+from ffserve.bench.processes import THIS
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "ffserve" / "engine"
@@ -114,7 +114,7 @@ def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_pa
     (tmp_path / "ffserve").mkdir()
     (tmp_path / "ffserve" / "__init__.py").write_text("raise SystemExit('a checkout')")
     done = subprocess.run(
-        [*own.python("ffserve"), "inspect", "/none.ffr"],
+        [*THIS.command("ffserve"), "inspect", "/none.ffr"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

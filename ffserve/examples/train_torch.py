@@ -1,8 +1,7 @@
-"""A training job with PyTorch, as one writes it for ffserve.
+"""Train a small model with PyTorch.
 
-All that concerns ffserve is the dataset, whose ``process`` turns the bytes of a batch into
-tensors inside the worker processes, and the DataLoader. Nothing names the daemon: it is found by
-its socket, and without one the same lines read the files directly.
+Two things concern ffserve: the dataset, whose ``process`` turns the bytes of a batch into tensors
+in the worker processes, and the DataLoader.
 """
 
 from __future__ import annotations
@@ -16,14 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 import ffserve.torch
-from ffserve.cli.demo_job import BATCH_COUNT, CONTEXT, Batch, cut_windows
+from ffserve.examples.next_byte import (
+    BATCH_COUNT,
+    CONTEXT,
+    Batch,
+    cut_windows,
+    files_in,
+    parse_arguments,
+    train,
+)
 
 
 class SourceFiles(ffserve.torch.Dataset):
-    """A few windows out of each source file, and the file's size."""
+    """Some windows of each source file, and the file's size."""
 
     def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
-        """Turn the bytes of a batch into what the model learns from; runs in the workers."""
+        """Turn the bytes of a batch into training examples; runs in the workers."""
         return [
             (cut_windows(index, sample), len(sample))
             for index, sample in zip(indices, data, strict=True)
@@ -31,7 +38,7 @@ class SourceFiles(ffserve.torch.Dataset):
 
 
 def epochs(files: list[str], workers: int) -> Iterator[Iterable[Batch]]:
-    """Yield the same loader again and again; each time it is read in a new order."""
+    """Yield the same loader again and again; each iteration has a new order."""
     loader = ffserve.torch.DataLoader(
         SourceFiles(files),
         batch_size=BATCH_COUNT,
@@ -60,10 +67,23 @@ class Model:
         self.loss = torch.nn.CrossEntropyLoss()
 
     def step(self, windows: torch.Tensor) -> float:
-        """Learn from windows; return the loss in bits a byte before that."""
+        """Learn from windows; return the loss in bits per byte before learning."""
         windows = windows.reshape(-1, CONTEXT + 1)
         self.optimizer.zero_grad()
         loss = self.loss(self.network(windows[:, :-1]), windows[:, -1])
         loss.backward()
         self.optimizer.step()
         return float(loss.detach()) / math.log(2)
+
+
+def main() -> None:
+    """Train on the files in a directory."""
+    options = parse_arguments(__doc__)
+    train(
+        Model().step, epochs(files_in(options.data), options.workers), options,
+        framework="PyTorch", workers=options.workers,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

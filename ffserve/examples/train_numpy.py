@@ -1,4 +1,4 @@
-"""The demo's training job without PyTorch: a reader, an order, batches."""
+"""Train a small model with numpy: a reader, a random order, batches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.cli.demo_job import BATCH_COUNT, Batch, cut_windows
+from ffserve.examples.next_byte import (
+    BATCH_COUNT,
+    Batch,
+    cut_windows,
+    files_in,
+    parse_arguments,
+    train,
+)
 
 
 def epochs(files: list[str]) -> Iterator[Iterable[Batch]]:
-    """Yield one epoch after the other, each in an order of its own."""
+    """Yield one epoch after the other, each in a different order."""
     with ffserve.open(files) as reader:
         epoch = 0
         while True:
@@ -29,14 +36,14 @@ def _batches(reader: ffserve.Reader, order: NDArray[np.int64]) -> Iterator[Batch
 
 
 class Model:
-    """A softmax over the next byte for each last byte: one table of 256 by 256; AdaGrad."""
+    """Softmax over the next byte given the last one: a table of 256 by 256, AdaGrad."""
 
     def __init__(self) -> None:
         self.table = np.zeros((256, 256))
         self.squares = np.full((256, 256), 1e-8)
 
     def step(self, windows: NDArray[np.int64]) -> float:
-        """Learn from windows; return the loss in bits a byte before that."""
+        """Learn from windows; return the loss in bits per byte before learning."""
         before, target = windows[..., -2].ravel(), windows[..., -1].ravel()
         scores = self.table[before]
         scores -= scores.max(axis=1, keepdims=True)
@@ -50,3 +57,13 @@ class Model:
         self.squares += gradient**2
         self.table -= 0.5 * gradient / np.sqrt(self.squares)
         return float(loss)
+
+
+def main() -> None:
+    """Train on the files in a directory."""
+    options = parse_arguments(__doc__)
+    train(Model().step, epochs(files_in(options.data)), options, framework="numpy", workers=0)
+
+
+if __name__ == "__main__":
+    main()

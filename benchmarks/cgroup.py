@@ -1,0 +1,127 @@
+"""A cgroup that limits the memory or the disk reads of some processes.
+
+It needs root. Both versions of the kernel's interface are supported: version 2 (memory.max, io.max)
+and version 1 (memory, blkio). `NoCgroup` says why no cgroup can be made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MOUNT = Path("/sys/fs/cgroup")
+
+
+class NoCgroup(OSError):
+    """This machine or this user cannot make such a cgroup."""
+
+
+class Cgroup:
+    """The cgroup's directories: one in version 2, one per controller in version 1."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._directories = directories
+
+    def join(self) -> None:
+        """Put this process into the cgroup."""
+        for directory in self._directories:
+            (directory / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak(self) -> int:
+        """Return the peak memory of its processes in bytes; 0 where the kernel has no figure."""
+        return self._read("memory.peak") or self._read("memory.max_usage_in_bytes")
+
+    def _read(self, name: str) -> int:
+        files = [directory / name for directory in self._directories if (directory / name).exists()]
+        return int(files[0].read_text()) if files else 0
+
+    def killed(self) -> int:
+        """Return how many processes the kernel killed for lack of memory."""
+        for directory in self._directories:
+            for name in ("memory.events", "memory.oom_control"):
+                file = directory / name
+                if file.exists():
+                    counts = dict(line.split() for line in file.read_text().splitlines())
+                    return int(counts.get("oom_kill", 0))
+        return 0
+
+
+@contextlib.contextmanager
+def limited(
+    *, memory_size: int | None = None, read_rate: int | None = None, path: str = "/"
+) -> Iterator[Cgroup]:
+    """Make a cgroup, and remove it when the context ends; its processes must have ended by then.
+
+    Args:
+        memory_size: bytes.
+        read_rate: bytes per second from the device that holds `path`.
+    Raises: NoCgroup.
+    """
+    wanted: dict[str, dict[str, str]] = {}
+    second = (MOUNT / "cgroup.controllers").exists()
+    if memory_size is not None:
+        name = "memory.max" if second else "memory.limit_in_bytes"
+        wanted["memory"] = {name: str(memory_size)}
+        if second:
+            wanted["memory"]["memory.swap.max"] = "0"
+    if read_rate is not None:
+        device = disk_of(path)
+        wanted["io" if second else "blkio"] = (
+            {"io.max": f"{device} rbps={read_rate}"}
+            if second
+            else {"blkio.throttle.read_bps_device": f"{device} {read_rate}"}
+        )
+    directories: list[Path] = []
+    try:
+        try:
+            name = f"ffserve-bench-{os.getpid()}"
+            for controller, values in wanted.items():
+                directory = MOUNT / name if second else MOUNT / controller / name
+                if not directory.exists():
+                    if second:
+                        (MOUNT / "cgroup.subtree_control").write_text(f"+{controller}")
+                    directory.mkdir()
+                    directories.append(directory)
+                for file, value in values.items():
+                    # The file does not exist in a kernel without swap.
+                    if file != "memory.swap.max" or (directory / file).exists():
+                        (directory / file).write_text(value)
+        except OSError as error:
+            raise NoCgroup(f"cannot make a cgroup: {error}") from error
+        yield Cgroup(directories)
+    finally:
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+def disk_of(path: str) -> str:
+    """Return "MAJOR:MINOR" of the whole disk that holds a file.
+
+    Raises: NoCgroup when the file is not on a block device (tmpfs, a network).
+    """
+    device = os.stat(path).st_dev
+    directory = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not directory.exists():
+        raise NoCgroup(f"{path} is not on a block device")
+    if (directory / "partition").exists():
+        directory = directory.resolve().parent
+    return (directory / "dev").read_text().strip()
+
+
+def device_read(path: str) -> int:
+    """Return the bytes that the kernel has read from a file's device, for any process."""
+    device = os.stat(path).st_dev
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        fields = line.split()
+        if (int(fields[0]), int(fields[1])) == (os.major(device), os.minor(device)):
+            return int(fields[5]) * 512
+    return 0
+
+
+def process_read(pid: int) -> int:
+    """Return the bytes that the kernel has read from devices for a process."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])

@@ -1,0 +1,416 @@
+"""All rows of docs/BENCHMARKS.md: those of `ffserve bench` in all sizes, and more."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import engine
+from ffserve.bench.contestants import HOT_SHARE
+from ffserve.bench.harness import (
+    MIB,
+    Bench,
+    BenchmarkData,
+    Contestant,
+    Group,
+    Result,
+    Row,
+    Yardstick,
+    evict,
+    generated,
+    ratio,
+)
+from ffserve.bench.peers import BY_NAME, Peer
+from ffserve.bench.rows import (
+    DEPTH,
+    ColdRead,
+    cold,
+    hot,
+    inline_limits,
+    memcpy,
+    peer_contestant,
+    stream,
+)
+from ffserve.formats.ffrecord import tables_end
+
+KIB = 1024
+SMALL, LARGE, CHUNKED = 4 * KIB, 100 * KIB, 16 * KIB
+HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 128 * MIB
+PEER_SAMPLE_SIZES = (KIB, SMALL, LARGE, MIB)
+PEER_CLIENTS = (2, 4, 8)
+PEER_BATCH_SIZE = 32 * MIB
+TORCH_WARM_SIZE = 64 * MIB
+"""Bytes after which a loader's workers have allocated all shared memory that they use."""
+QUICK = (
+    "hot/4KiB/", "hot/100KiB/", "inline/", "torch/", "cold/4KiB/", "cold/100KiB/", "stream/",
+    "open/", "crowd/",
+)  # fmt: skip
+"""The rows of a quick look at all that matters."""
+LONG = 5
+"""A run is so many times as long when the daemon's CPU is measured while it is nearly idle."""
+CONTESTANTS = "ffserve.bench.contestants"
+
+Note = Callable[[str], None]
+
+
+def groups(
+    bench: Bench, peers: Sequence[Peer], scale: float = 1.0, note: Note = lambda text: None
+) -> list[Group]:
+    """Return all groups.
+
+    Args:
+        scale: multiplies the sizes of the data.
+        note: takes a line about each group of rows that cannot run.
+    """
+
+    def data(sample_size: int, size: int) -> BenchmarkData:
+        return generated(bench.folder, sample_size, max(int(size * scale), 64 * sample_size))
+
+    found = []
+    for sample_size in (SMALL, LARGE):
+        found += _hot(bench, data(sample_size, HOT_SIZE))
+        found += _torch(bench, data(sample_size, HOT_SIZE), note)
+    found += _tokens(bench, data(100, TOKENS_SIZE), note)
+    for sample_size in (SMALL, LARGE):
+        found += _cold(bench, data(sample_size, COLD_SIZE))
+    small, large = (_at_blocks(bench, size, scale) for size in (SMALL, LARGE))
+    found += _aligned(bench, small)
+    found += [engine.group(bench, each) for each in (small, large)]
+    found += _formats(bench, scale)
+    for sample_size in (SMALL, LARGE):
+        found += _crowd(bench, data(sample_size, COLD_SIZE))
+    found += _opening(bench, many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100))
+    return found + _peers(bench, [data(size, PEER_SIZE) for size in PEER_SAMPLE_SIZES], peers)
+
+
+def _hot(bench: Bench, data: BenchmarkData) -> list[Group]:
+    found = []
+    for batch in (64, 256):
+        for clients in (1, 2):
+            functions: dict[str, float | None] = {"read_batch": 0.85}
+            if (batch, clients) == (64, 1):
+                functions["read"] = 0.75 if data.mean == LARGE else None
+            found.append(hot(bench, data, batch, clients, functions))
+    for batch, limit in inline_limits(data).items():
+        found.append(hot(bench, data, batch, 1, {"read_batch": limit}, inline=True))
+
+    def run(function: str, batch: int, seconds: float) -> Result:
+        return bench.run(
+            f"{CONTESTANTS}:{function}", data, batch=batch, daemon=bench.hot_daemon(data), warm=8,
+            seconds=seconds,
+        )  # fmt: skip
+
+    idle = Row(
+        f"hot/{data.name}/daemon-cpu", "the daemon's share of a core while a client only hits",
+        _daemon_share, "%", 1.0, at_most=True,
+    )  # fmt: skip
+    lease = (
+        Row(f"hot/{data.name}/lease", "lease, per sample", _sample_ns, "ns", 1500.0, at_most=True),
+        Row(f"hot/{data.name}/lease/memcpy", "lease / a copy", _times_slower, at_most=True),
+    )
+    labels = {"state": "hot", "bytes": data.mean, "clients": 1}
+    found.append(
+        Group(
+            f"hot, {data.name}, batches of 256", None,
+            (
+                Contestant(
+                    "ffserve read_batch", lambda: run("read_batch", 256, LONG * bench.seconds),
+                    (idle,),
+                ),
+            ),
+            data.make, {**labels, "batch": 256},
+        )
+    )  # fmt: skip
+    found.append(
+        Group(
+            f"hot, {data.name}, leases in batches of 64", memcpy(bench, data),
+            (Contestant("ffserve lease", lambda: run("lease", 64, bench.seconds), lease),),
+            data.make, {**labels, "batch": 64},
+        )
+    )  # fmt: skip
+    return found
+
+
+def _torch(bench: Bench, data: BenchmarkData, note: Note) -> list[Group]:
+    if importlib.util.find_spec("torch") is None:
+        note(f"torch/{data.name}: not measured, torch is not installed (pip install torch)")
+        return []
+    batch = 64
+    labels = {"state": "hot", "bytes": data.mean, "batch": batch, "clients": 1}
+
+    def run(name: str, *, daemon: bool = True) -> Result:
+        served = bench.hot_daemon(data) if daemon else None
+        warm = max(32, TORCH_WARM_SIZE // (batch * data.mean))
+        function = f"benchmarks.torch_contestants:{name}"
+        return bench.run(function, data, batch=batch, daemon=served, warm=warm)
+
+    def contestant(name: str, limit: float) -> Contestant:
+        row = Row(f"torch/{data.name}/{name}", f"ffserve, {name}", ratio, limit=limit)
+        return Contestant(f"ffserve {name}", lambda: run(name), (row,))
+
+    in_memory = Yardstick(
+        "the same loader over samples in the workers' memory",
+        lambda: run("tensors_in_memory", daemon=False),
+    )
+    return [
+        Group(
+            f"torch DataLoader, 2 workers, {data.name}, raw samples", memcpy(bench, data),
+            (contestant("raw", 0.4),), data.make, labels,
+        ),
+        Group(
+            f"torch DataLoader, 2 workers, {data.name}, tensors, torch's collate", in_memory,
+            (contestant("tensors", 0.9),), data.make, labels,
+        ),
+    ]  # fmt: skip
+
+
+def _tokens(bench: Bench, data: BenchmarkData, note: Note) -> list[Group]:
+    labels = {"state": "hot", "bytes": data.mean, "batch": 1024, "clients": 1}
+    title = f"tokens, {data.name}, batches of 1024, hot"
+
+    def run() -> Result:
+        daemon = bench.hot_daemon(data)
+        return bench.run(f"{CONTESTANTS}:read_batch", data, batch=1024, daemon=daemon, warm=8)
+
+    def against(name: str, limit: float, yardstick: Yardstick) -> Group:
+        row = Row(f"tokens/{data.name}/{name}", "ffserve read_batch", ratio, limit=limit)
+        contestant = Contestant("ffserve read_batch", run, (row,))
+        return Group(title, yardstick, (contestant,), data.make, labels)
+
+    numpy = Yardstick(
+        "table[indices] of one numpy array",
+        lambda: bench.run(f"{CONTESTANTS}:array_rows", data, batch=1024, warm=8),
+    )
+    found = [against("numpy", 0.3, numpy)]
+    original = BY_NAME["ffrecord"]
+    if original.missing is None:
+        peer = peer_contestant(bench, original, data, 1024, 1, "tokens", cold=False)
+        found.append(against("ffrecord", 20.0, Yardstick("the original ffrecord", peer.run)))
+    else:
+        note(f"tokens/{data.name}/ffrecord: not measured, ffrecord is {original.missing}")
+    return found
+
+
+def _cold(bench: Bench, data: BenchmarkData) -> list[Group]:
+    cpu_limit = {SMALL: 4.0, LARGE: 13.0}[data.mean]
+    engine = 0.9 if data.mean == LARGE else None
+    return [
+        cold(
+            bench, data, DEPTH,
+            [
+                ColdRead("in_flight", "in_flight", 64, limit=0.95),
+                ColdRead("clients2", "read_batch", 64, clients=2, limit=0.95),
+                ColdRead("batch256", "read_batch", 256, limit=0.8),
+                ColdRead("engine", "in_flight", 64, limit=engine, daemon=False),
+            ],
+            cpu_limit=cpu_limit,
+        ),
+        cold(
+            bench, data, 64,
+            [
+                ColdRead("batch64", "read_batch", 64, limit=0.8),
+                ColdRead("engine64", "read_batch", 64, daemon=False),
+            ],
+        ),
+        cold(
+            bench, data, DEPTH,
+            [ColdRead("in_flight", "in_flight", 64), ColdRead("batch256", "read_batch", 256)],
+            prefix="cold-extents", pattern="extents",
+        ),
+        *(
+            cold(
+                bench, data, batch,
+                [ColdRead(f"batch{batch}", "read_batch", batch)],
+                prefix="cold-batches", pattern="batches",
+            )
+            for batch in (64, 256)
+        ),
+        stream(bench, data, limit=0.9),
+    ]  # fmt: skip
+
+
+def _at_blocks(bench: Bench, sample_size: int, scale: float) -> BenchmarkData:
+    """Describe records that begin at blocks of 4 KiB.
+
+    The header of an FFRecord file of N samples, 12 + 12N bytes, ends at a block where N + 1 is a
+    multiple of 1024.
+    """
+    count = max(1, round(COLD_SIZE * scale / sample_size / 1024)) * 1024 - 1
+    return generated(bench.folder, sample_size, count * sample_size, "at-blocks")
+
+
+def _aligned(bench: Bench, data: BenchmarkData) -> list[Group]:
+    return [
+        cold(
+            bench, data, DEPTH,
+            [
+                ColdRead("in_flight", "in_flight", 64),
+                ColdRead("clients2", "read_batch", 64, clients=2),
+                ColdRead("batch256", "read_batch", 256),
+            ],
+        ),
+        cold(bench, data, 64, [ColdRead("batch64", "read_batch", 64)]),
+    ]  # fmt: skip
+
+
+def _formats(bench: Bench, scale: float) -> list[Group]:
+    """Return groups of TFRecord, and of RecordIO with chunks of 1 MiB."""
+
+    def data(sample_size: int, size: int, kind: str, **options: str | int) -> BenchmarkData:
+        size = max(int(size * scale), 64 * sample_size)
+        return generated(bench.folder, sample_size, size, kind, **options)
+
+    hot_data = data(LARGE, HOT_SIZE, "tfrecord", format="tfrecord")
+    cold_data = data(LARGE, COLD_SIZE, "tfrecord", format="tfrecord")
+    found = [
+        hot(bench, hot_data, 64, 1, {"read_batch": 0.85}),
+        cold(
+            bench, cold_data, DEPTH,
+            [
+                ColdRead("in_flight", "in_flight", 64, limit=0.95),
+                ColdRead("batch256", "read_batch", 256, limit=0.8),
+            ],
+        ),
+    ]  # fmt: skip
+    for compression in ("none", "snappy"):
+        chunks = data(
+            CHUNKED, HOT_SIZE, f"recordio-{compression}",
+            format="recordio", compression=compression, max_chunk_size=MIB,
+        )  # fmt: skip
+        reads = [ColdRead("in_flight", "in_flight", 64), ColdRead("batch64", "read_batch", 64)]
+        found += [
+            hot(bench, chunks, 64, 1, {"read_batch": 0.85}),
+            cold(bench, chunks, DEPTH, reads),
+        ]
+    return found
+
+
+def _crowd(bench: Bench, data: BenchmarkData) -> list[Group]:
+    name = f"crowd/{data.name}"
+
+    def run(clients: int) -> Result:
+        evict(data.paths)
+        with bench.cold_daemon(data) as daemon:
+            bench.run(f"{CONTESTANTS}:fill", data, daemon=daemon, count=data.count // HOT_SHARE)
+            return bench.run(
+                f"{CONTESTANTS}:mixed", data, clients=clients, daemon=daemon,
+                seconds=2 * bench.seconds,
+            )  # fmt: skip
+
+    rows = (
+        Row(f"{name}/throughput", "64 clients, all together", ratio, limit=0.8),
+        Row(f"{name}/p99", "64 clients, a batch's p99 / p50", _tail, limit=5.0, at_most=True),
+        Row(f"{name}/fair", "64 clients, the slowest client / the mean", _fair, limit=0.5),
+    )
+    return [
+        Group(
+            f"64 clients on batches of 64, half hot, half cold, {data.name}",
+            Yardstick("2 such clients", lambda: run(2)),
+            (Contestant("ffserve crowd", lambda: run(64), rows),), data.make,
+            {"state": "mixed", "bytes": data.mean, "batch": 64, "clients": 64},
+        )
+    ]  # fmt: skip
+
+
+def _opening(bench: Bench, data: BenchmarkData) -> list[Group]:
+    function = f"{CONTESTANTS}:opening"
+
+    def run() -> Result:
+        with (
+            bench.daemon(data, 64 * MIB) as daemon,
+            bench.start(f"{CONTESTANTS}:keep_open", data, daemon=daemon, warm=1),
+        ):
+            return bench.run(function, data, daemon=daemon)
+
+    rows = (
+        Row("open/10M/time", "a second client opens it", _open_ms, "ms", 5.0, at_most=True),
+        Row("open/10M/time/local", "the same / without a daemon", _open_share, at_most=True),
+        Row(
+            "open/10M/memory", "its private memory grows by",
+            lambda result, base: result.total("grown_mb"), "MB", 1.0, at_most=True,
+        ),
+    )  # fmt: skip
+    return [
+        Group(
+            f"a data set of {data.count:,} samples",
+            Yardstick("opening it without a daemon", lambda: bench.run(function, data)),
+            (Contestant("ffserve open", run, rows),),
+            lambda: make_many(data), {"state": "open"},
+        )
+    ]  # fmt: skip
+
+
+def many_samples(folder: str, count: int, sample_size: int) -> BenchmarkData:
+    """Describe a file of very many samples of zeros, which `make_many` writes."""
+    path = str(Path(folder) / f"{count}.ffr")
+    return BenchmarkData(f"{count // 1_000_000}M", (path,), count, count * sample_size)
+
+
+def make_many(data: BenchmarkData) -> None:
+    """Write the file: its tables, and a hole for the samples."""
+    path = Path(data.paths[0])
+    if path.exists():
+        return
+    checksums = np.full(data.count, zlib.crc32(bytes(data.mean)), "<u4").tobytes()
+    offsets = np.arange(data.count, dtype="<i8") * data.mean + tables_end(data.count)
+    body: list[Any] = [struct.pack("<q", data.count), checksums, offsets.tobytes()]
+    crc = 0
+    for part in body:
+        crc = zlib.crc32(part, crc)
+    part_path = path.with_suffix(".part")
+    with open(part_path, "wb") as file:
+        file.write(struct.pack("<I", crc))
+        for part in body:
+            file.write(part)
+        file.truncate(tables_end(data.count) + data.size)
+    part_path.rename(path)
+
+
+def _peers(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer]) -> list[Group]:
+    found = []
+    for data in sets:
+        batch = max(1, min(256, PEER_BATCH_SIZE // data.mean))
+        found.append(hot(bench, data, batch, 1, {"read_batch": None}, peers, "hot-peers"))
+        if data.mean == SMALL:
+            found += [
+                hot(bench, data, batch, clients, {"read_batch": None}, peers, "hot-peers")
+                for clients in PEER_CLIENTS
+            ]
+        reads = [ColdRead(name, name, batch) for name in ("in_flight", "read_batch")]
+        found.append(cold(bench, data, DEPTH, reads, peers, peer_batch=batch, prefix="cold-peers"))
+    return found
+
+
+def _daemon_share(result: Result, base: Result | None) -> float:
+    return 100 * result.daemon["cpu_s"] / result.daemon["wall_s"]
+
+
+def _sample_ns(result: Result, base: Result | None) -> float:
+    return result.total("seconds") / result.total("samples") * 1e9
+
+
+def _times_slower(result: Result, base: Result | None) -> float:
+    return 1 / ratio(result, base)
+
+
+def _tail(result: Result, base: Result | None) -> float:
+    return result.batch_s(99) / result.batch_s(50)
+
+
+def _fair(result: Result, base: Result | None) -> float:
+    return min(result.rates) * len(result.rates) / result.rate
+
+
+def _open_ms(result: Result, base: Result | None) -> float:
+    return result.total("open_ms")
+
+
+def _open_share(result: Result, base: Result | None) -> float:
+    assert base is not None
+    return _open_ms(result, base) / _open_ms(base, None)

@@ -1,0 +1,430 @@
+"""The process of a contestant, and the contestants of ffserve, of memory and of the disk.
+
+``python -m ffserve.bench.contestants '{"function": "module:function", …}'`` forks as many clients
+as the case has. The function takes the case and is a generator: it yields (samples, bytes) per
+batch, which lie in the client's memory by then, or once a dict, which ends the run and is its
+result. Each client warms up with the case's ``warm`` batches; when all are ready, the process
+writes "ready" and their process ids and waits for a line; then all run for the case's ``seconds``.
+It prints a line of JSON per client: samples, size in bytes, seconds, CPU seconds and memory of the
+client and its children, and the seconds of each batch.
+
+This file also runs over another checkout of ffserve (see `processes.Installation`), so it uses
+public names of ffserve only, and the classes of the harness not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import mmap
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ffserve
+from ffserve.errors import FFServeError
+
+if TYPE_CHECKING:
+    from ffserve.bench.harness import BenchmarkData
+
+Case = dict[str, Any]
+Delivered = Generator[tuple[int, int] | dict[str, Any], None, None]
+
+# --------------------------------------------------------------------------- for contestants
+
+
+def batches(case: Case) -> Iterator[NDArray[np.int64]]:
+    """Yield random batches of indices without end; with ``once`` one permutation."""
+    count, size = case["count"], case["batch"]
+    random = np.random.default_rng(case["seed"])
+    while True:
+        order: NDArray[np.int64] = (
+            random.permutation(np.arange(count))
+            if case["once"]
+            else random.integers(0, count, (count,))
+        )
+        for first in range(0, max(1, count - size + 1), size):
+            yield order[first : first + size]
+        if case["once"]:
+            return
+
+
+def delivering(case: Case, read: Callable[[NDArray[np.int64]], int]) -> Delivered:
+    """Make a contestant of a function that reads a batch and returns its bytes."""
+    for indices in batches(case):
+        yield len(indices), read(indices)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process's living threads, to the nanosecond."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Return bytes of memory of a process, shared pages by its proportional share.
+
+    Returns: ``anonymous`` pages, which cannot be dropped; ``pss``, which adds mapped shared memory
+        and page cache; ``private`` dirty pages.
+    """
+    names = {"Pss_Anon:": "anonymous", "Pss:": "pss", "Private_Dirty:": "private"}
+    found = dict.fromkeys(names.values(), 0)
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, size, *_ = line.split()
+            if name in names:
+                found[names[name]] = int(size) * 1024
+    return found
+
+
+# --------------------------------------------------------------------------- ffserve
+
+
+def _open(case: Case) -> ffserve.Reader:
+    return ffserve.open(case["paths"], server=case["server"])
+
+
+def fill(case: Case) -> Delivered:
+    """Read every sample once, so that a daemon has them in its arena."""
+    with _open(case) as reader:
+        yield {"samples": sum(len(batch) for batch in reader.batches(range(case["count"])))}
+
+
+def read_batch(case: Case) -> Delivered:
+    """Read one buffer per batch, one batch at a time."""
+    reader = _open(case)
+    return delivering(case, lambda indices: reader.read_batch(indices).buffer.nbytes)
+
+
+def read(case: Case) -> Delivered:
+    """Read a list of arrays per batch."""
+    reader = _open(case)
+    return delivering(case, lambda indices: sum(sample.nbytes for sample in reader.read(indices)))
+
+
+def lease(case: Case) -> Delivered:
+    """Lease views into the arena; nothing is copied."""
+    reader = _open(case)
+    for indices in batches(case):
+        with reader.lease(indices) as views:
+            count = len(views)
+        yield count, count * case["sample_size"]
+
+
+def in_flight(case: Case) -> Delivered:
+    """Read batches in random order with several in flight."""
+    reader = _open(case)
+    order = np.random.default_rng(case["seed"]).permutation(case["count"])
+    for batch in reader.batches(order, count=case["batch"], size=1 << 40):
+        yield len(batch), batch.buffer.nbytes
+
+
+def in_order(case: Case) -> Delivered:
+    """Iterate from the first sample to the last, over and over."""
+    reader = _open(case)
+    samples = itertools.chain.from_iterable(itertools.repeat(reader))
+    while True:
+        some = list(itertools.islice(samples, case["batch"]))
+        yield len(some), sum(sample.nbytes for sample in some)
+
+
+HOT_SHARE = 8
+"""`mixed` reads one part in so many of the data set again and again."""
+
+
+def mixed(case: Case) -> Delivered:
+    """Read batches half from a part that all clients share and half from unread samples.
+
+    Each client has its own share of the unread samples.
+    """
+    reader = _open(case)
+    hot = max(1, case["count"] // HOT_SHARE)
+    order = hot + np.random.default_rng(0).permutation(case["count"] - hot)
+    share = np.array_split(order, case["clients"])[case["client"]]
+    half = max(1, min(case["batch"] // 2, len(share) // 8))
+    random = np.random.default_rng(case["seed"])
+    for first in range(0, len(share) - half + 1, half):
+        indices = np.concatenate([random.integers(0, hot, (half,)), share[first : first + half]])
+        random.shuffle(indices)
+        yield len(indices), reader.read_batch(indices).buffer.nbytes
+
+
+def opening(case: Case) -> Delivered:
+    """Open a data set once and report the time and the memory that it takes."""
+    _ = ffserve.Reader  # imports the module, which is not to be measured
+    before = memory(os.getpid())["private"]
+    started = time.perf_counter()
+    reader = _open(case)
+    seconds = time.perf_counter() - started
+    grown = memory(os.getpid())["private"] - before
+    assert len(reader) == case["count"]
+    reader.read([0, case["count"] - 1])
+    yield {"open_ms": seconds * 1e3, "grown_mb": grown / 1e6}
+
+
+def keep_open(case: Case) -> Delivered:
+    """Hold a data set open from the warm-up to the end of the run."""
+    with _open(case) as reader:
+        yield 0, 0
+        yield {"samples": len(reader)}
+
+
+# --------------------------------------------------------------------------- memory and disk
+
+BLOCK = 4096
+RAW_THREADS = 32
+FIO_MISSING = "fio is not installed (apt-get install fio, dnf install fio)"
+STREAM_BLOCK = 1 << 20
+STREAM_DEPTH = 16
+
+
+def _touched(size: int) -> NDArray[np.uint8]:
+    """Return private memory that has been touched, in huge pages where possible."""
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    touched = np.frombuffer(mapping, np.uint8)
+    touched[::BLOCK] = 1
+    return touched
+
+
+def memcpy(case: Case) -> Delivered:
+    """Copy each sample from a random place into one warm buffer, by one call of numpy per batch."""
+    step, size = case["sample_size"], case["batch"]
+    table = _touched(case["count"] * step).reshape(case["count"], step)
+    rows = _touched(size * step).reshape(size, step)
+
+    def copy(indices: NDArray[np.int64]) -> int:
+        np.take(table, indices, axis=0, out=rows[: len(indices)], mode="clip")
+        return int(len(indices) * step)
+
+    return delivering(case, copy)
+
+
+def array_rows(case: Case) -> Delivered:
+    """Index one numpy array: ``table[indices]``."""
+    table = _touched(case["count"] * case["sample_size"]).reshape(
+        case["count"], case["sample_size"]
+    )
+    return delivering(case, lambda indices: int(table[indices].nbytes))
+
+
+def raw_reads(case: Case) -> Delivered:
+    """Read random blocks with threads of preadv and O_DIRECT: the stand-in for fio."""
+    step = _whole_blocks(case["sample_size"])
+    fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in case["paths"]]
+    spans = [max(1, (os.fstat(fd).st_size - step) // BLOCK) for fd in fds]
+    requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    completed: SimpleQueue[int] = SimpleQueue()
+
+    def work() -> None:
+        buffer = [mmap.mmap(-1, step)]
+        while True:
+            file, offset = requests.get()
+            completed.put(os.preadv(fds[file], buffer, offset))
+
+    for _ in range(RAW_THREADS):
+        threading.Thread(target=work, daemon=True).start()
+    random = np.random.default_rng(case["seed"])
+    for indices in batches({**case, "once": False}):
+        for _ in range(len(indices)):
+            file = int(random.integers(len(fds)))
+            requests.put((file, int(random.integers(spans[file])) * BLOCK))
+        yield len(indices), sum(completed.get() for _ in range(len(indices)))
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def has_fio() -> bool:
+    """Return whether fio is installed."""
+    return shutil.which("fio") is not None
+
+
+Pattern = Literal["blocks", "extents", "batches", "stream"]
+"""The reads of fio. ``blocks``: random whole blocks of a sample's size. ``extents``: what direct
+I/O has to read for a sample that begins anywhere in the file, in logical blocks of the device; only
+the sample's own bytes count. ``batches``: extents, ``depth`` of them at a time, the next when all
+have completed. ``stream``: from the first byte to the last."""
+
+
+def fio(
+    data: BenchmarkData, depth: int, seconds: float, pattern: Pattern = "blocks"
+) -> dict[str, Any]:
+    """Read a data set's files with fio: io_uring, O_DIRECT.
+
+    Args:
+        data: reads have the size of its mean sample; those in order STREAM_BLOCK.
+        depth: reads in flight.
+    Returns: the figures of a client.
+    Raises:  FFServeError when fio fails.
+    """
+    step = STREAM_BLOCK if pattern == "stream" else _whole_blocks(data.mean)
+    counted, aligned = step, step
+    if pattern in ("extents", "batches"):
+        counted, (step, aligned) = data.mean, data.extent()
+    names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in data.paths)
+    command = [
+        "fio", "--name=bench", f"--filename={names}", f"--bs={step}", f"--iodepth={depth}",
+        f"--blockalign={aligned}",
+        f"--rw={'read' if pattern == 'stream' else 'randread'}", "--ioengine=io_uring",
+        "--direct=1", "--readonly", "--norandommap", "--randrepeat=0", "--thread=1",
+        "--registerfiles=1",
+        "--nonvectored=1", "--time_based", f"--runtime={max(1, round(seconds * 1000))}ms",
+        "--output-format=json",
+    ]  # fmt: skip
+    if pattern == "batches":
+        command += [f"--iodepth_batch_submit={depth}", f"--iodepth_batch_complete_min={depth}"]
+    finished = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    try:
+        job = json.loads(finished.stdout[finished.stdout.index("{") :])["jobs"][0]
+        count, run_s = int(job["read"]["total_ios"]), job["read"]["runtime"] / 1000
+        used_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * run_s
+        if finished.returncode != 0 or count == 0:
+            raise ValueError
+    except (ValueError, KeyError, IndexError):
+        lines = (finished.stderr or finished.stdout).strip().splitlines()
+        raise FFServeError(f"fio failed: {lines[-1] if lines else 'no output'}") from None
+    return {"samples": count, "size": count * counted, "seconds": run_s, "cpu": used_s}
+
+
+# --------------------------------------------------------------------------- the process
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the living processes below one."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _used_s() -> float:
+    """Return the CPU seconds of this process and all of its children, living and ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (
+        time.process_time()
+        + ended.ru_utime
+        + ended.ru_stime
+        + sum(cpu_s(pid) for pid in _descendants(os.getpid()))
+    )
+
+
+def _measure(case: Case, function: Callable[[Case], Delivered], ready: int, go: int) -> Any:
+    """Warm up, wait for the start, run, and return the figures."""
+    delivered = function(case)
+    early = None
+    for _ in range(case["warm"]):
+        if isinstance(early := next(delivered, None), dict):
+            break
+    os.write(ready, b"r")
+    os.close(ready)
+    os.read(go, 1)  # returns when the last writer has been closed
+    if isinstance(early, dict):
+        return early
+    samples = size = 0
+    batch_s: list[float] = []
+    used = _used_s()
+    started = now = time.perf_counter()
+    deadline = started + case["seconds"]
+    for batch in delivered:
+        if isinstance(batch, dict):
+            return batch
+        samples += batch[0]
+        size += batch[1]
+        then, now = now, time.perf_counter()
+        batch_s.append(now - then)
+        if now >= deadline:
+            break
+    if not batch_s:
+        raise SystemExit("no samples were left after the warm-up: the data set is too small")
+    used = _used_s() - used
+    occupied = [memory(pid) for pid in (os.getpid(), *_descendants(os.getpid()))]
+    delivered.close()
+    return {
+        "samples": samples,
+        "size": size,
+        "seconds": now - started,
+        "cpu": used,
+        "anonymous": sum(m["anonymous"] for m in occupied),
+        "pss": sum(m["pss"] for m in occupied),
+        "batch_s": [round(t, 7) for t in batch_s],
+    }
+
+
+def _fork(
+    case: Case, function: Callable[[Case], Delivered], ready: int, go: tuple[int, int]
+) -> tuple[int, int]:
+    """Start one client; return its process id and the pipe from which its figures come."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(into)
+        return pid, out
+    os.close(out)
+    os.close(go[1])
+    os.dup2(2, 1)  # packages may print
+    figures = _measure(case, function, ready, go[0])
+    with open(into, "w") as file:
+        json.dump(figures, file)
+    sys.exit(0)
+
+
+def main() -> int:
+    """Run the case given as the first argument."""
+    case: Case = json.loads(sys.argv[1])
+    module, _, name = case["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    for package in case.get("imports", ()):  # once, not in each client
+        importlib.import_module(package)
+    arrived, ready = os.pipe()
+    go = os.pipe()
+    clients = [
+        _fork({**case, "client": k, "seed": case["seed"] + k}, function, ready, go)
+        for k in range(case["clients"])
+    ]
+    os.close(ready)
+    count = 0
+    while count < len(clients) and (some := os.read(arrived, 64)):
+        count += len(some)
+    if count < len(clients):  # a client has ended; standard error says why
+        os.close(go[1])
+        return 1
+    shared = memory(os.getpid())
+    print("ready", *(pid for pid, _ in clients), flush=True)
+    sys.stdin.readline()
+    os.close(go[1])
+    code = 0
+    for pid, out in clients:
+        with open(out) as file:
+            text = file.read()
+        if os.waitpid(pid, 0)[1] != 0 or not text:
+            code = 1
+            continue
+        figures = json.loads(text)
+        for name in {"anonymous", "pss"} & figures.keys():  # pages shared with this process
+            figures[name] += shared[name] // len(clients)
+        print(json.dumps(figures), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,651 @@
+"""The harness: data sets, daemons and contestants in turns, and the rows computed from them.
+
+In every turn of a group the yardstick and all contestants run one after the other, in the opposite
+order every other turn, so that a machine that becomes slower or faster does so for all of them. The
+value of a row is computed within each turn; the result is the median of the turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import select
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ffserve
+from ffserve.bench import contestants, processes
+from ffserve.bench.contestants import cpu_s, memory
+from ffserve.bench.processes import THIS, Daemon, Installation
+from ffserve.engine.io import open_direct
+from ffserve.errors import FFServeError, UsageError
+from ffserve.formats import by_name
+
+MIB = 1 << 20
+RATIO = "×"
+COLD_ARENA_SIZE = 512 * MIB
+PIECE_SIZE = 16 * MIB
+TIMEOUT_S = 240.0
+"""A contestant that writes nothing for this long has failed."""
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+# --------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class BenchmarkData:
+    """The first ``count`` samples of a data set, of ``size`` bytes in all.
+
+    Args:
+        name: its part of the names of rows.
+        sample_size: for data that `make` writes: bytes of each sample.
+        options: for data that `make` writes: arguments of `ffserve.create`. In compressed data
+            every other 32 bytes are zero.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    count: int
+    size: int
+    sample_size: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def mean(self) -> int:
+        """Mean bytes of a sample."""
+        return max(1, round(self.size / self.count))
+
+    @property
+    def roots(self) -> list[str]:
+        """The directories that a daemon has to serve."""
+        return sorted({os.path.dirname(os.path.realpath(path)) for path in self.paths})
+
+    def make(self) -> None:
+        """Write the file unless it exists; files of the user are left as they are."""
+        if self.sample_size is None or os.path.exists(self.paths[0]):
+            return
+        random = np.random.default_rng(self.sample_size)
+        rows = max(1, min(self.count, PIECE_SIZE // self.sample_size))
+        block = random.integers(0, 256, (rows, self.sample_size), np.uint8)
+        options = dict(self.options)
+        if options.get("compression", "none") != "none":
+            block.reshape(-1, 32)[::2] = 0
+        with ffserve.create(self.paths[0], n=self.count, **options) as writer:
+            for k in range(self.count):
+                writer.write(block[k % rows])
+        evict(self.paths)
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the bytes of each sample, int64[count]."""
+        with ffserve.open(self.paths, server="off") as reader:
+            return reader.sizes(range(self.count))
+
+    def extent(self) -> tuple[int, int]:
+        """Return the bytes that direct I/O has to read for a sample (the median of the first file),
+        and the device's logical block, at whose multiples such reads begin and end."""
+        fd, block = open_direct(self.paths[0])
+        os.close(fd)
+        with ffserve.open(self.paths, server="off") as reader:
+            offsets, lengths, _ = reader.tables(0)
+        begins = offsets.astype(np.int64)
+        ends = begins + lengths.astype(np.int64)
+        sizes = -(-ends // block) - begins // block
+        return int(np.median(sizes)) * block, block
+
+    def samples(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield every sample; each is valid until the next."""
+        with ffserve.open(self.paths, server="off") as reader:
+            for batch in reader.batches(range(self.count)):
+                yield from batch
+
+
+def generated(
+    folder: str | Path, sample_size: int, size: int, kind: str = "", **options: str | int
+) -> BenchmarkData:
+    """Describe data that `BenchmarkData.make` will write: about ``size`` bytes.
+
+    Args:
+        kind: distinguishes data of the same sample size in file names and names of rows.
+        options: for `ffserve.create`; FFRecord by default.
+    """
+    count = max(1, size // sample_size)
+    suffix = by_name(str(options.get("format", "ffrecord"))).suffixes[0]
+    path = os.path.join(folder, f"{sample_size}-{count}{kind and f'-{kind}'}{suffix}")
+    name = f"{size_label(sample_size)}{kind and f'-{kind}'}"
+    return BenchmarkData(
+        name, (path,), count, count * sample_size, sample_size, tuple(options.items())
+    )
+
+
+def existing(paths: Sequence[str], limit: int) -> BenchmarkData:
+    """Describe the first samples of a user's files, of ``limit`` bytes at most.
+
+    Raises: UsageError when they hold no bytes; whatever opening them raises.
+    """
+    with ffserve.open(list(paths), server="off") as reader:
+        sizes = reader.sizes()
+        files = tuple(shard.path for shard in reader.shards)
+    ends = np.cumsum(sizes)
+    count = int(np.searchsorted(ends, limit, side="right")) if len(ends) else 0
+    count = min(max(count, 1), len(ends))
+    if count == 0 or ends[count - 1] == 0:
+        raise UsageError("these files contain no samples to read", path=str(paths[0]))
+    return BenchmarkData("files", files, count, int(ends[count - 1]))
+
+
+def size_label(size: int) -> str:
+    """Return a size as names of rows have it: ``100B``, ``4KiB``, ``1MiB``."""
+    for unit, name in ((MIB, "MiB"), (1024, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit}{name}"
+    return f"{size}B"
+
+
+def files_below(path: str) -> list[str]:
+    """Return the file itself, or the files below a directory."""
+    if os.path.isfile(path):
+        return [path]
+    return [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
+
+
+def evict(paths: Sequence[str]) -> None:
+    """Remove files from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def load(paths: Sequence[str]) -> None:
+    """Read files once, so that the page cache holds them."""
+    piece = bytearray(PIECE_SIZE)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+
+
+# --------------------------------------------------------------------------- groups and rows
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one run: of each client, and of the daemon meanwhile."""
+
+    clients: tuple[dict[str, Any], ...]
+    daemon: Mapping[str, float] = field(default_factory=dict)
+    """cpu_s, wall_s, pss (bytes), blocks_read."""
+
+    def total(self, name: str) -> float:
+        """Return the sum of a figure over the clients."""
+        return float(sum(client.get(name, 0) for client in self.clients))
+
+    @property
+    def rates(self) -> list[float]:
+        """Bytes per second of each client."""
+        return [client["size"] / client["seconds"] for client in self.clients]
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of all clients."""
+        return sum(self.rates)
+
+    @property
+    def cpu_us(self) -> float:
+        """CPU microseconds per sample, the daemon's included."""
+        used = self.total("cpu") + self.daemon.get("cpu_s", 0.0)
+        return used / max(1.0, self.total("samples")) * 1e6
+
+    def batch_s(self, percent: float) -> float:
+        """Return a percentile of the batches' times."""
+        return float(np.percentile(np.concatenate([c["batch_s"] for c in self.clients]), percent))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the benchmark.
+
+    Args:
+        value: computes it from the result of the contestant and that of the yardstick.
+        limit: the project's own goal, if there is one.
+        at_most: less is better.
+    """
+
+    name: str
+    description: str
+    value: Callable[[Result, Result | None], float]
+    unit: str = RATIO
+    limit: float | None = None
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to read, and the rows computed from it.
+
+    Args:
+        optional: it may fail, and is then left out.
+        labels: take precedence over the group's.
+    """
+
+    name: str
+    run: Callable[[], Result]
+    rows: tuple[Row, ...]
+    optional: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What the contestants of a group are compared with; its rate is 1.00.
+
+    Args: substitute: it stands in for one that is not installed, so limits are not judged.
+    """
+
+    name: str
+    run: Callable[[], Result]
+    substitute: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contestants that take turns with one yardstick.
+
+    Args:
+        prepare: makes the data.
+        labels: recorded with each row: state, bytes, clients, batch.
+    """
+
+    title: str
+    yardstick: Yardstick | None
+    contestants: tuple[Contestant, ...]
+    prepare: Callable[[], None] = lambda: None
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def only(self, texts: Sequence[str]) -> Group | None:
+        """Return the group with the contestants of rows whose name contains one of the texts."""
+        if not texts:
+            return self
+        kept = tuple(
+            contestant
+            for contestant in self.contestants
+            if any(text in row.name for row in contestant.rows for text in texts)
+        )
+        return replace(self, contestants=kept) if kept else None
+
+    def row_names(self) -> list[str]:
+        """Return the names of the group's rows."""
+        return [row.name for contestant in self.contestants for row in contestant.rows]
+
+
+def ratio(result: Result, base: Result | None) -> float:
+    """Return the throughput divided by the yardstick's."""
+    assert base is not None
+    return result.rate / base.rate
+
+
+def measure(
+    group: Group, turns: int, note: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
+    """Run all turns of a group.
+
+    Args:
+        note: takes a line about each contestant that is left out.
+    Returns: a dict per row: name, description, contestant, yardstick, value (the median), low,
+        high, unit, limit, at_most, reached (None where nothing is judged), turns, and figures.
+    Raises:  ContestantFailed when one fails that is not optional.
+    """
+    group.prepare()
+    running = {contestant.name: contestant for contestant in group.contestants}
+    results: dict[str, list[Result]] = {name: [] for name in running}
+    bases: list[Result] = []
+    for turn in range(turns):
+        steps: list[str | None] = [None, *running]
+        for name in steps if turn % 2 == 0 else reversed(steps):
+            if name is None:
+                if group.yardstick is not None:
+                    bases.append(group.yardstick.run())
+                continue
+            try:
+                results[name].append(running[name].run())
+            except FFServeError as error:
+                if not running[name].optional:
+                    raise
+                note(f"{name} is left out: {error}")
+                del results[name], running[name]
+    rows = []
+    for name, contestant in running.items():
+        figures = _figures(results[name], bases)
+        for row in contestant.rows:
+            values = [
+                row.value(result, bases[turn] if bases else None)
+                for turn, result in enumerate(results[name])
+            ]
+            labels = {**group.labels, **contestant.labels}
+            rows.append({**_summary(row, values, group), "contestant": name, **labels, **figures})
+    return rows
+
+
+def measure_both(
+    group: Group, other: Group, turns: int, note: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Run all turns of the same group over two installations with one yardstick.
+
+    In a turn each contestant of ``group`` runs next to its namesake in ``other``, in the opposite
+    order every other turn.
+
+    Args: note: takes a line about each contestant that fails in either.
+    Returns: a dict per row: name, unit, at_most, value (of ``group``, the median), other (of
+        ``other``), quotient (the median of value / other within a turn), low, high (of the
+        quotient), turns.
+    """
+    group.prepare()
+    pairs = {
+        one.name: (one, two) for one, two in zip(group.contestants, other.contestants, strict=True)
+    }
+    found: dict[str, list[tuple[float, float]]] = {}
+    for turn in range(turns):
+        base = group.yardstick.run() if group.yardstick is not None else None
+        step = 1 if turn % 2 == 0 else -1
+        for name in list(pairs)[::step]:
+            both = pairs[name]
+            try:
+                here, there = [one.run() for one in both[::step]][::step]
+            except FFServeError as error:
+                note(f"{name} is left out: {error}")
+                del pairs[name]
+                continue
+            for row in both[0].rows:
+                values = row.value(here, base), row.value(there, base)
+                found.setdefault(row.name, []).append(values)
+    return [_quotient(row, found[row.name]) for one, _ in pairs.values() for row in one.rows]
+
+
+def _quotient(row: Row, values: list[tuple[float, float]]) -> dict[str, Any]:
+    quotients = [here / there if there else math.nan for here, there in values]
+    return {
+        "name": row.name,
+        "unit": row.unit,
+        "at_most": row.at_most,
+        "value": statistics.median(here for here, _ in values),
+        "other": statistics.median(there for _, there in values),
+        "quotient": statistics.median(quotients),
+        "low": min(quotients),
+        "high": max(quotients),
+        "turns": len(values),
+    }
+
+
+def _summary(row: Row, values: list[float], group: Group) -> dict[str, Any]:
+    value = statistics.median(values)
+    reached = None
+    judged = group.yardstick is None or not group.yardstick.substitute
+    if row.limit is not None and judged:
+        reached = value <= row.limit if row.at_most else value >= row.limit
+    return {
+        "name": row.name,
+        "description": row.description,
+        "yardstick": group.yardstick.name if group.yardstick is not None else "",
+        "value": value,
+        "low": min(values),
+        "high": max(values),
+        "unit": row.unit,
+        "limit": row.limit,
+        "at_most": row.at_most,
+        "reached": reached,
+        "turns": len(values),
+    }
+
+
+def _figures(results: list[Result], bases: list[Result]) -> dict[str, Any]:
+    """Return throughput, CPU time and memory behind a contestant's rows: medians and peaks."""
+    found: dict[str, Any] = {}
+    if results and "size" in results[0].clients[0]:
+        found["mb_s"] = statistics.median(r.rate for r in results) / 1e6
+        found["cpu_us"] = statistics.median(r.cpu_us for r in results)
+        if "anonymous" in results[0].clients[0]:
+            found["anonymous_mb"] = max(r.total("anonymous") for r in results) / 1e6
+            found["pss_mb"] = max(r.total("pss") for r in results) / 1e6
+        if results[0].daemon:
+            found["daemon_pss_mb"] = max(r.daemon["pss"] for r in results) / 1e6
+    if bases and "size" in bases[0].clients[0]:
+        found["yardstick_mb_s"] = statistics.median(b.rate for b in bases) / 1e6
+        found["yardstick_cpu_us"] = statistics.median(b.cpu_us for b in bases)
+    return found
+
+
+# --------------------------------------------------------------------------- running them
+
+
+class ContestantFailed(FFServeError):
+    """A contestant ended without figures; the text is the last line that it wrote."""
+
+
+class RunningContestant:
+    """A contestant whose clients have warmed up and wait for the start."""
+
+    def __init__(
+        self,
+        function: str,
+        process: subprocess.Popen[bytes],
+        pids: list[int],
+        errors: Any,
+        daemon: Daemon | None,
+    ) -> None:
+        self.pids = pids
+        """The process id of each client."""
+        self._function = function
+        self._process = process
+        self._errors = errors
+        self._daemon = daemon
+
+    def begin(self) -> None:
+        """Start the clients."""
+        if self._daemon is not None:
+            self._blocks = self._blocks_read()
+            self._cpu_s = cpu_s(self._daemon.process.pid)
+            self._begun = time.perf_counter()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"go\n")
+        self._process.stdin.flush()
+
+    def finish(self) -> Result:
+        """Wait for the clients and return their figures.
+
+        Raises: ContestantFailed.
+        """
+        lines: list[bytes] = []
+        if _readable(self._process):
+            assert self._process.stdout is not None
+            lines = self._process.stdout.readlines()
+        counted: dict[str, float] = {}
+        if self._daemon is not None:  # its status must not be in its figures
+            pid = self._daemon.process.pid
+            used, wall = cpu_s(pid) - self._cpu_s, time.perf_counter() - self._begun
+            counted = {"cpu_s": used, "wall_s": wall, "pss": memory(pid)["pss"]}
+            counted["blocks_read"] = self._blocks_read() - self._blocks
+        if len(lines) != len(self.pids) or self._process.wait() != 0:
+            raise _failure(self._function, self._errors)
+        return Result(tuple(map(json.loads, lines)), counted)
+
+    def _blocks_read(self) -> int:
+        assert self._daemon is not None
+        return int(self._daemon.status()["cache"]["blocks_read"])
+
+
+@contextlib.contextmanager
+def contestant(
+    case: dict[str, Any],
+    *,
+    daemon: Daemon | None = None,
+    installation: Installation = THIS,
+    before_exec: Callable[[], None] | None = None,
+) -> Iterator[RunningContestant]:
+    """Start a contestant; when the context begins, its clients have warmed up.
+
+    Args:
+        case: see `ffserve.bench.contestants`; "function", "clients", "warm" and "seconds" at least.
+        daemon: the daemon whose work is counted.
+        before_exec: called in the child process.
+    Raises: ContestantFailed when a client ends before it is ready.
+    """
+    package = case["function"].partition(".")[0]
+    packages = {"ffserve.bench": os.path.dirname(__file__)}
+    if package != "ffserve":
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        packages[package] = os.path.dirname(spec.origin)
+    command = [*installation.command("ffserve.bench.contestants", packages), json.dumps(case)]
+    environment = {**ENVIRONMENT, "FFSERVE_SOCKET": str(case.get("server", "off"))}
+    with (
+        tempfile.TemporaryFile() as errors,
+        processes.running(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            environment=environment, before_exec=before_exec,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        words = process.stdout.readline().split() if _readable(process) else []
+        if words[:1] != [b"ready"]:
+            raise _failure(case["function"], errors)
+        yield RunningContestant(
+            case["function"], process, list(map(int, words[1:])), errors, daemon
+        )
+
+
+def _readable(process: subprocess.Popen[bytes]) -> bool:
+    assert process.stdout is not None
+    return bool(select.select([process.stdout], [], [], TIMEOUT_S)[0])
+
+
+def _failure(function: str, errors: Any) -> ContestantFailed:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return ContestantFailed(lines[-1] if lines else f"{function} ended without figures")
+
+
+class Bench:
+    """A place to run benchmarks: its directory, its daemons, its contestants.
+
+    Args:
+        folder: for data and the peers' files; on the disk to be measured.
+        seconds: of each run.
+        engine: of the daemons, see `ffserve serve`.
+        installation: the ffserve that daemons and contestants run.
+    """
+
+    def __init__(
+        self, folder: str, seconds: float, engine: str = "auto", installation: Installation = THIS
+    ) -> None:
+        self.folder = os.path.realpath(folder)
+        self.seconds = seconds
+        self.engine = engine
+        self.installation = installation
+        self._hot: tuple[BenchmarkData, bool, Daemon] | None = None
+        self._kept = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Stop the daemon that is kept."""
+        self._hot = None
+        self._kept.close()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def daemon(
+        self, data: BenchmarkData, arena: int, options: Sequence[str] = ()
+    ) -> Iterator[Daemon]:
+        """Run a new daemon for the data, with its whole arena populated."""
+        options = ["--engine", self.engine, *options]
+        with processes.daemon(data.roots, arena, options, installation=self.installation) as daemon:
+            daemon.await_arena()
+            yield daemon
+
+    def cold_daemon(self, data: BenchmarkData) -> contextlib.AbstractContextManager[Daemon]:
+        """Run a new daemon whose arena holds at most half of the data."""
+        return self.daemon(data, max(64 * MIB, min(COLD_ARENA_SIZE, data.size // 2)))
+
+    def hot_daemon(self, data: BenchmarkData, *, inline: bool = False) -> Daemon:
+        """Return a daemon that has all of the data in its arena; kept until another is wanted.
+
+        Args: inline: it sends samples through the socket.
+        """
+        if self._hot is None or self._hot[:2] != (data, inline):
+            self.close()
+            options = ("--payload", "inline") if inline else ()
+            daemon = self._kept.enter_context(self.daemon(data, 64 * MIB + 2 * data.size, options))
+            self.run("ffserve.bench.contestants:fill", data, daemon=daemon)
+            self._hot = data, inline, daemon
+        return self._hot[2]
+
+    def start(
+        self,
+        function: str,
+        data: BenchmarkData | None = None,
+        *,
+        daemon: Daemon | None = None,
+        **case: Any,
+    ) -> contextlib.AbstractContextManager[RunningContestant]:
+        """Start a contestant.
+
+        Args:
+            function: "module:function", see `ffserve.bench.contestants`.
+            data: what it reads.
+            daemon: the daemon that it reads through, whose work is counted.
+            case: more for the function, such as ``clients``: the processes that do the same at
+                once, each in an order of its own.
+        """
+        case = {
+            "batch": 64, "seed": 1, "once": False, "warm": 2, "seconds": self.seconds, "clients": 1,
+            "server": daemon.socket if daemon else "off", **case, "function": function,
+        }  # fmt: skip
+        if data is not None:
+            about = {"paths": data.paths, "count": data.count, "sample_size": data.mean}
+            case = {**about, **case}
+        if case["once"]:  # a small data set must last for some batches
+            case["batch"] = min(case["batch"], max(1, case["count"] // 4))
+            case["warm"] = min(case["warm"], case["count"] // case["batch"] - 1)
+        return contestant(case, daemon=daemon, installation=self.installation)
+
+    def run(
+        self,
+        function: str,
+        data: BenchmarkData | None = None,
+        *,
+        daemon: Daemon | None = None,
+        **case: Any,
+    ) -> Result:
+        """Run a contestant from its start to its end; see `start`.
+
+        Raises: ContestantFailed.
+        """
+        with self.start(function, data, daemon=daemon, **case) as running:
+            running.begin()
+            return running.finish()
+
+    def fio(self, data: BenchmarkData, depth: int, pattern: contestants.Pattern) -> Result:
+        """Run fio, or its stand-in where it is not installed."""
+        if contestants.has_fio():
+            return Result((contestants.fio(data, depth, self.seconds, pattern),))
+        function = "ffserve.bench.contestants:raw_reads"
+        return self.run(function, data, batch=contestants.RAW_THREADS)

@@ -1,0 +1,289 @@
+"""Child processes of the benchmark and of the demo: daemons, contestants, training jobs.
+
+A process and its children have ended when the context of the function that started it ends,
+whatever the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.02
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, and ignore all signals after the first.
+
+    The command then cleans up as it does after Ctrl-C.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    previous = [signal.signal(number, interrupt) for number in signals]
+    try:
+        yield
+    finally:
+        for number, disposition in zip(signals, previous, strict=True):
+            signal.signal(number, disposition)
+
+
+@contextlib.contextmanager
+def work_directory(prefix: str, directory: str | None) -> Iterator[str]:
+    """Make a temporary directory, in TMPDIR or /var/tmp by default, and remove it at the end."""
+    # /tmp is often a tmpfs, from which a benchmark would read no disk.
+    candidates = [directory] if directory else [os.environ.get("TMPDIR"), "/var/tmp"]
+    parent = next((p for p in candidates if p and os.access(p, os.W_OK | os.X_OK)), directory)
+    work = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------- which ffserve
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The ffserve that child processes run.
+
+    Args: directory: another checkout, with the C core built in it; its `.venv/bin/python` runs it
+        if there is one. None: the ffserve of this process.
+    """
+
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.directory is not None and not os.path.isfile(
+            os.path.join(self.directory, "ffserve", "__init__.py")
+        ):
+            raise UsageError("this directory is not a checkout of ffserve", path=self.directory)
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        own = os.path.join(self.directory or "", ".venv", "bin", "python")
+        return own if self.directory is not None and os.path.exists(own) else sys.executable
+
+    def command(self, module: str, packages: Mapping[str, str] | None = None) -> list[str]:
+        """Return the command that runs a module with this ffserve.
+
+        ``python -m`` looks in the working directory first, where a third ffserve may lie (a
+        checkout in which nothing was built, beside the installed one).
+
+        Args: packages: for another checkout, packages (name → directory) to take from elsewhere.
+        """
+        if self.directory is None:
+            program = f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+            program += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        else:
+            program = _IN_CHECKOUT.format(
+                directory=os.path.realpath(self.directory), packages=packages or {}, module=module
+            )
+        return [self.python, "-c", program]
+
+    def status(self, socket: str) -> dict[str, Any]:
+        """Return the status of a daemon of this ffserve.
+
+        Raises: ServerUnavailable.
+        """
+        if self.directory is None:
+            from ffserve.client import connection
+
+            return connection.status(socket)
+        command = [*self.command("ffserve"), "status", "--json", "--socket", socket]
+        finished = subprocess.run(command, capture_output=True, text=True)
+        if finished.returncode != 0:
+            raise ServerUnavailable(finished.stderr.strip() or "no answer", path=socket)
+        facts: dict[str, Any] = json.loads(finished.stdout)
+        return facts
+
+
+THIS = Installation()
+
+# An editable install would find in its own tree whatever the checkout lacks.
+_IN_CHECKOUT = """
+import importlib.util, os, runpy, sys
+sys.path.insert(0, {directory!r})
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+import ffserve
+if os.path.dirname(os.path.dirname(ffserve.__file__)) != {directory!r}:
+    raise SystemExit("ffserve was imported from " + ffserve.__file__ + ", not from {directory}")
+for name, place in {packages!r}.items():
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(place, "__init__.py"), submodule_search_locations=[place])
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    spec.loader.exec_module(package)
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+# --------------------------------------------------------------------------- daemons
+
+
+class Daemon:
+    """A running daemon: its socket, its process and its status."""
+
+    def __init__(
+        self,
+        socket: str,
+        process: subprocess.Popen[bytes],
+        log_path: str,
+        installation: Installation,
+    ) -> None:
+        self.socket = socket
+        self.process = process
+        self._log_path = log_path
+        self._installation = installation
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's status.
+
+        Raises: FFServeError with the daemon's log when it has ended; ServerUnavailable.
+        """
+        try:
+            return self._installation.status(self.socket)
+        except ServerUnavailable:
+            if self.process.poll() is None:
+                raise
+        with open(self._log_path, errors="replace") as log:
+            text = log.read().strip()
+        raise FFServeError(
+            f"the daemon ended with code {self.process.returncode}: {text or 'no output'}"
+        )
+
+    def await_start(self) -> None:
+        """Return when the daemon answers."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                self.status()
+                return
+            except ServerUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_S)
+
+    def await_arena(self) -> None:
+        """Return when the whole arena has been populated with memory."""
+        while (arena := self.status()["arena"])["populated"] < arena["size"]:
+            time.sleep(POLL_S)
+
+    def stop(self) -> float:
+        """Send SIGTERM and return the seconds until the daemon has ended."""
+        started = time.monotonic()
+        _stop(self.process)
+        if self.process.returncode != 0:
+            raise FFServeError(f"the daemon ended with code {self.process.returncode}")
+        return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def daemon(
+    roots: Sequence[str],
+    arena: int,
+    options: Sequence[str] = (),
+    *,
+    socket: str | None = None,
+    installation: Installation = THIS,
+    before_exec: Callable[[], None] | None = None,
+) -> Iterator[Daemon]:
+    """Run a daemon for as long as the context lasts; it answers when the context begins.
+
+    Args:
+        roots: directories to serve.
+        arena: bytes.
+        options: further flags of `ffserve serve`.
+        socket: its path, beside which the log is written; in a temporary directory if None.
+        before_exec: called in the child process, for example to join a cgroup.
+    Raises: FFServeError with the daemon's log when it does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        if socket is None:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-daemon-"))
+            socket = os.path.join(directory, "s")
+        command = [*installation.command("ffserve"), "serve", "--socket", socket]
+        command += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
+        for root in roots:
+            command += ["--root", root]
+        log_path = f"{socket}.log"
+        log = stack.enter_context(open(log_path, "wb"))
+        process = stack.enter_context(
+            running([*command, *options], stderr=log, before_exec=before_exec)
+        )
+        started = Daemon(socket, process, log_path, installation)
+        started.await_start()
+        yield started
+
+
+# --------------------------------------------------------------------------- any process
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str],
+    *,
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+    environment: Mapping[str, str] | None = None,
+    before_exec: Callable[[], None] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program; when the context ends, the program and its children have ended, too.
+
+    Args:
+        environment: variables to set besides those of this process.
+        before_exec: called in the child process.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=before_exec,
+        # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _stop(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,280 @@
+"""The rows of `ffserve bench`, and the kinds of groups that other rows are made of.
+
+A row is named ``state/size/…/contestant``. Limits are the project's own goals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ffserve.bench import contestants
+from ffserve.bench.contestants import Pattern
+from ffserve.bench.harness import (
+    Bench,
+    BenchmarkData,
+    Contestant,
+    Group,
+    Result,
+    Row,
+    Yardstick,
+    evict,
+    files_below,
+    load,
+    ratio,
+)
+from ffserve.bench.peers import PEERS, Peer
+from ffserve.errors import FFServeError
+
+FFSERVE = "ffserve"
+DEPTH = 128
+"""Reads in flight of a daemon by default."""
+_PATTERN_NAMES = {
+    "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
+}  # fmt: skip
+
+
+def memcpy(bench: Bench, data: BenchmarkData, batch: int = 64, clients: int = 1) -> Yardstick:
+    """Return the yardstick of memory, with as many processes as there are clients."""
+    function = "ffserve.bench.contestants:memcpy"
+    return Yardstick(
+        "memcpy", lambda: bench.run(function, data, batch=batch, clients=clients, warm=8)
+    )
+
+
+def disk(bench: Bench, data: BenchmarkData, depth: int, pattern: Pattern) -> Yardstick:
+    """Return the yardstick of the disk."""
+    name = "fio in order" if pattern == "stream" else f"fio at depth {depth}"
+    name += _PATTERN_NAMES[pattern]
+    if not contestants.has_fio():
+        name = f"{contestants.RAW_THREADS} Python threads of preadv (no fio)"
+    return Yardstick(
+        name, lambda: bench.fio(data, depth, pattern), substitute=not contestants.has_fio()
+    )
+
+
+def hot(
+    bench: Bench,
+    data: BenchmarkData,
+    batch: int,
+    clients: int,
+    functions: dict[str, float | None],
+    peers: Sequence[Peer] = (),
+    prefix: str = "hot",
+    *,
+    inline: bool = False,
+) -> Group:
+    """Return a group that reads from memory: the arena, for a peer the page cache.
+
+    Args:
+        functions: of `ffserve.bench.contestants`, each with its limit.
+        inline: samples come through the socket.
+    """
+    state = "inline" if inline else "hot"
+    name = f"{'inline' if inline else prefix}/{data.name}/batch{batch}/clients{clients}"
+
+    def run(function: str) -> Result:
+        daemon = bench.hot_daemon(data, inline=inline)
+        result = bench.run(
+            f"ffserve.bench.contestants:{function}", data, batch=batch, clients=clients,
+            daemon=daemon, warm=8,
+        )  # fmt: skip
+        if result.daemon["blocks_read"] > 0:
+            raise FFServeError(
+                f"the daemon read from disk in a hot run: its arena does not hold {data.size} bytes"
+            )
+        return result
+
+    def contestant(function: str, limit: float | None) -> Contestant:
+        row = Row(f"{name}/{function}", f"{FFSERVE} {function}", ratio, limit=limit)
+        return Contestant(f"{FFSERVE} {function}", lambda: run(function), (row,))
+
+    return Group(
+        title=f"{state}, {data.name}, batches of {batch}, {_client_count(clients)}",
+        yardstick=memcpy(bench, data, batch, clients),
+        contestants=(
+            *(contestant(function, limit) for function, limit in functions.items()),
+            *(peer_contestant(bench, p, data, batch, clients, name, cold=False) for p in peers),
+        ),
+        prepare=data.make,
+        labels={"state": state, "bytes": data.mean, "batch": batch, "clients": clients},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdRead:
+    """One way of ffserve to read cold data: a row's name and a contestant's function."""
+
+    name: str
+    function: str
+    batch: int
+    clients: int = 1
+    limit: float | None = None
+    daemon: bool = True
+
+    def run(self, bench: Bench, data: BenchmarkData) -> Result:
+        """Run it with nothing in memory."""
+        evict(data.paths)
+        function = f"ffserve.bench.contestants:{self.function}"
+        case: dict[str, Any] = {"batch": self.batch, "clients": self.clients, "once": True}
+        if not self.daemon:
+            return bench.run(function, data, **case)
+        with bench.cold_daemon(data) as daemon:
+            return bench.run(function, data, daemon=daemon, **case)
+
+
+def cold(
+    bench: Bench,
+    data: BenchmarkData,
+    depth: int,
+    reads: Sequence[ColdRead],
+    peers: Sequence[Peer] = (),
+    peer_batch: int = 256,
+    cpu_limit: float | None = None,
+    prefix: str = "cold",
+    pattern: Pattern = "blocks",
+) -> Group:
+    """Return a group that reads from disk: every sample once, in random order.
+
+    Args:
+        depth: reads in flight of the yardstick.
+        pattern: the reads of the yardstick.
+        cpu_limit: of the daemon's CPU microseconds per missed sample in the first of ``reads``;
+            None: no such row.
+    """
+    name = f"{prefix}/{data.name}/depth{depth}"
+
+    def contestant(read: ColdRead, first: bool) -> Contestant:
+        rows = [Row(f"{name}/{read.name}", f"{FFSERVE} {read.name}", ratio, limit=read.limit)]
+        if first and cpu_limit is not None:
+            row = f"{name}/daemon-cpu"
+            text = "the daemon's CPU per missed sample"
+            rows.append(Row(row, text, _miss_us, "µs", cpu_limit, at_most=True))
+            rows.append(
+                Row(f"{row}/fio", f"{text} / fio's CPU per read", _miss_share, at_most=True)
+            )
+        return Contestant(
+            f"{FFSERVE} {read.name}", lambda: read.run(bench, data), tuple(rows),
+            labels={"batch": read.batch, "clients": read.clients},
+        )  # fmt: skip
+
+    return Group(
+        title=f"cold, {data.name}, against {depth} reads in flight{_PATTERN_NAMES[pattern]}",
+        yardstick=disk(bench, data, depth, pattern),
+        contestants=(
+            *(contestant(read, k == 0) for k, read in enumerate(reads)),
+            *(peer_contestant(bench, p, data, peer_batch, 1, name, cold=True) for p in peers),
+        ),
+        prepare=data.make,
+        labels={"state": "cold", "bytes": data.mean, "batch": peer_batch, "clients": 1},
+    )
+
+
+def stream(bench: Bench, data: BenchmarkData, limit: float | None) -> Group:
+    """Return a group that reads from the first sample to the last, with and without a daemon."""
+    name = f"stream/{data.name}"
+
+    def contestant(read: ColdRead) -> Contestant:
+        row = Row(f"{name}/{read.name}", f"{FFSERVE} in order, {read.name}", ratio, limit=limit)
+        return Contestant(f"{FFSERVE} {read.name}", lambda: read.run(bench, data), (row,))
+
+    return Group(
+        title=f"from first to last, {data.name}",
+        yardstick=disk(bench, data, contestants.STREAM_DEPTH, "stream"),
+        contestants=(
+            contestant(ColdRead("daemon", "in_order", 64)),
+            contestant(ColdRead("engine", "in_order", 64, daemon=False)),
+        ),
+        prepare=data.make,
+        labels={"state": "stream", "bytes": data.mean, "clients": 1},
+    )
+
+
+def peer_contestant(
+    bench: Bench,
+    peer: Peer,
+    data: BenchmarkData,
+    batch: int,
+    clients: int,
+    name: str,
+    *,
+    cold: bool,
+) -> Contestant:
+    """Return a peer that reads the same samples in the same batches."""
+
+    def run() -> Result:
+        files_path = peer.files_path(bench.folder, data)
+        if not os.path.exists(files_path):
+            bench.run(
+                "ffserve.bench.peers:prepare", peer=peer.name, folder=bench.folder,
+                samples=dataclasses.asdict(data),
+            )  # fmt: skip
+        files = files_below(files_path)
+        if cold:
+            evict(files)
+        else:
+            load(files)
+        return bench.run(
+            "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
+            imports=[peer.module] if peer.forks else [],
+            batch=batch, clients=clients, once=cold,
+        )  # fmt: skip
+
+    description = f"{peer.name}, in order" if peer.in_order else peer.name
+    row = Row(f"{name}/{peer.name}", description, ratio)
+    return Contestant(peer.name, run, (row,), optional=True)
+
+
+def installed_peers() -> tuple[list[Peer], list[str]]:
+    """Return the peers that can take part, and a line about each that cannot."""
+    reasons = {peer: peer.missing for peer in PEERS}
+    return (
+        [peer for peer, reason in reasons.items() if reason is None],
+        [f"{peer.name}: {reason}" for peer, reason in reasons.items() if reason is not None],
+    )
+
+
+def inline_limits(data: BenchmarkData) -> dict[int, float | None]:
+    """Return the limits of samples through the socket, by batch."""
+    return dict.fromkeys((64, 256), 0.25 if data.mean == 100 * 1024 else None)
+
+
+def standard(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer]) -> list[Group]:
+    """Return the groups of `ffserve bench`."""
+    cpu_limits = {4096: 4.0, 100 * 1024: 13.0}
+    groups = []
+    for data in sets:
+        groups += [
+            hot(bench, data, 256, 1, {"read_batch": 0.85, "read": None}, peers),
+            hot(bench, data, 64, 2, {"read_batch": 0.85}),
+            *(
+                hot(bench, data, batch, 1, {"read_batch": limit}, inline=True)
+                for batch, limit in inline_limits(data).items()
+            ),
+            cold(
+                bench, data, DEPTH,
+                [
+                    ColdRead("in_flight", "in_flight", 64, limit=0.95),
+                    ColdRead("batch256", "read_batch", 256, limit=0.8),
+                ],
+                peers,
+                cpu_limit=cpu_limits.get(data.mean),
+            ),
+            cold(bench, data, 64, [ColdRead("batch64", "read_batch", 64, limit=0.8)]),
+        ]  # fmt: skip
+    return groups
+
+
+def _client_count(clients: int) -> str:
+    return "1 client" if clients == 1 else f"{clients} clients"
+
+
+def _miss_us(result: Result, base: Result | None) -> float:
+    return result.daemon["cpu_s"] / max(1.0, result.daemon["blocks_read"]) * 1e6
+
+
+def _miss_share(result: Result, base: Result | None) -> float:
+    assert base is not None
+    return _miss_us(result, base) / base.cpu_us
