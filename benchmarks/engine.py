@@ -79,6 +79,7 @@ def reads(case: Case) -> Delivered:
     engine = io.Engine(case["kind"], depth=DEPTH, threads=DEPTH)
     engine.set_arena(arena.ctypes.data, len(arena), entries.ctypes.data, count)
     assert engine.add_file(file, alignment) == 0
+    notified = engine.fileno()  # before the first batch, of whose end it would not tell
     random = np.random.default_rng(case["seed"])
 
     def submit(batch: io.Batch) -> None:
@@ -108,7 +109,7 @@ def reads(case: Case) -> Delivered:
         submit(batch)
     try:
         while True:
-            select.select([engine.fileno()], [], [])
+            select.select([notified], [], [])
             completed = engine.completed()
             for batch in completed:
                 assert batch.failed == 0, batch.records[batch.records["status"] != 0]
@@ -116,7 +117,7 @@ def reads(case: Case) -> Delivered:
             yield len(completed) * BATCH, len(completed) * BATCH * size
     finally:
         while in_flight:
-            select.select([engine.fileno()], [], [])
+            select.select([notified], [], [])
             in_flight -= len(engine.completed())
         engine.close()
         os.close(file)

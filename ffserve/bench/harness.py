@@ -470,10 +470,9 @@ class RunningContestant:
 
         Raises: ContestantFailed.
         """
-        lines: list[bytes] = []
-        if _readable(self._process):
-            assert self._process.stdout is not None
-            lines = self._process.stdout.readlines()
+        _await_output(self._function, self._process)
+        assert self._process.stdout is not None
+        lines = self._process.stdout.readlines()
         counted: dict[str, float] = {}
         if self._daemon is not None:  # its status must not be in its figures
             pid = self._daemon.process.pid
@@ -520,8 +519,9 @@ def contestant(
             environment=environment, before_exec=before_exec,
         ) as process,
     ):  # fmt: skip
+        _await_output(case["function"], process)
         assert process.stdout is not None
-        words = process.stdout.readline().split() if _readable(process) else []
+        words = process.stdout.readline().split()
         if words[:1] != [b"ready"]:
             raise _failure(case["function"], errors)
         yield RunningContestant(
@@ -529,9 +529,10 @@ def contestant(
         )
 
 
-def _readable(process: subprocess.Popen[bytes]) -> bool:
+def _await_output(function: str, process: subprocess.Popen[bytes]) -> None:
     assert process.stdout is not None
-    return bool(select.select([process.stdout], [], [], TIMEOUT_S)[0])
+    if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
+        raise ContestantFailed(f"{function} wrote nothing for {TIMEOUT_S:.0f} s")
 
 
 def _failure(function: str, errors: Any) -> ContestantFailed:

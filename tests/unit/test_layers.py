@@ -41,7 +41,8 @@ LAYERS = {
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "recordio utils": "compat",
     # the command line
-    "bench": "engine formats ffserve",
+    "examples": "torch ffserve",
+    "bench": "engine formats client ffserve",
     "cli": "socket_path config formats dataset files shardfile cache server client reader compat "
     "convert torch bench ffserve",
     "__main__": "cli",
@@ -51,15 +52,10 @@ errors; "ffserve" is the package itself, which offers the names of the upper lay
 
 EXCEPTIONS = {
     ("client", "ffserve.cache.shm"): "clients map the memory that the daemon creates",
-    ("bench", "ffserve.cli.own"): "the harness starts daemons as the command line does",
-    ("bench", "ffserve.cli.terminal"): "the harness prints tables as the command line does",
 }
 """What a folder may import against the table, and why."""
 
-LAZY = {
-    ("ffserve.cli.demo_job", "ffserve.cli.demo_numpy"): "the model is chosen at run time",
-    ("ffserve.cli.demo_job", "ffserve.cli.demo_torch"): "the model is chosen at run time",
-}
+LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
 PURE = {"formats", "protocol", "dataset", "order", "cache"}
