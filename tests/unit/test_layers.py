@@ -44,7 +44,7 @@ LAYERS = {
     "examples": "torch ffserve",
     "bench": "engine formats client ffserve",
     "cli": "socket_path config formats dataset files shardfile cache server client reader compat "
-    "convert torch bench ffserve",
+    "convert bench ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import
