@@ -36,6 +36,16 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
+@pytest.fixture(scope="module", params=["daemon", "off"])
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """`server=` of a reader: the socket of a daemon, then "off"."""
+    if request.param == "off":
+        yield "off"
+        return
+    with serving(options=["--max-chunk-size", "8MiB"]) as daemon:
+        yield daemon.socket
+
+
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Every asynchronous test runs on both event loops."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command import error_of, run, text_of
 from daemon import sample, write
-from test_cli import error_of, run, text_of
 
 import ffserve
 

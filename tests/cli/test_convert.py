@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import error_of, run, text_of
 from daemon import damage, sample
-from test_cli import error_of, run, text_of
 
 import ffserve
 from ffserve import example

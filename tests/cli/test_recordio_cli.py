@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import run, text_of
-from test_recordio import COUNT, SAMPLES, create
-from test_recordio_format import GOLDEN
+from command import run, text_of
+from recordio_files import COUNT, GOLDEN, SAMPLES, create
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Raw, get, run_python, sample, serving, write
-from test_daemon import everything_is_given_back
+from daemon import Raw, everything_is_given_back, get, run_python, sample, serving, write
 
 from ffserve import protocol
 

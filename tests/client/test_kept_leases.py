@@ -8,15 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Daemon, sample, serving, stopped, until, write
-from test_daemon import client, everything_is_given_back
-from test_leases import SIZES
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    client,
+    everything_is_given_back,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
 
 from ffserve.client import connection, handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable
 
 LEASED = range(5)
+
+SIZES = [30_000]
 
 
 @pytest.fixture

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Raw, get, sample, serving, stopped, until, write
-from test_daemon import client, everything_is_given_back
+from daemon import (
+    Raw,
+    client,
+    everything_is_given_back,
+    get,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
 
 from ffserve.errors import UsageError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_recordio import COUNT, SAMPLES, as_bytes, create, server  # noqa: F401
+from recordio_files import COUNT, SAMPLES, as_bytes, create
 
 from ffserve import aio
 from ffserve.errors import ChecksumError, UsageError
@@ -19,7 +19,7 @@ def path(tmp_path: Path) -> str:
     return create(tmp_path / "x.recordio", max_chunk_size=30_000, compression="gzip")
 
 
-async def test_samples_are_what_was_written(path: str, server: str) -> None:  # noqa: F811
+async def test_samples_are_what_was_written(path: str, server: str) -> None:
     async with await aio.open(path, server=server) as reader:
         chosen = np.random.default_rng(8).integers(0, COUNT, 400)
         expected = [SAMPLES[k] for k in chosen]
@@ -32,13 +32,13 @@ async def test_samples_are_what_was_written(path: str, server: str) -> None:  # 
             await reader.read_batch([6], out=np.empty(1, np.uint8))
 
 
-async def test_sizes_first(path: str, server: str) -> None:  # noqa: F811
+async def test_sizes_first(path: str, server: str) -> None:
     async with await aio.open(path, server=server) as reader:
         assert (await reader.sizes()).tolist() == [len(s) for s in SAMPLES]
         assert as_bytes(await reader.read(range(COUNT))) == SAMPLES
 
 
-async def test_being_cancelled_leaves_the_reader_whole(path: str, server: str) -> None:  # noqa: F811
+async def test_being_cancelled_leaves_the_reader_whole(path: str, server: str) -> None:
     async with await aio.open(path, server=server) as reader:
         for pauses in range(6):
             task = asyncio.ensure_future(reader.read_batch(range(COUNT)))
@@ -50,7 +50,7 @@ async def test_being_cancelled_leaves_the_reader_whole(path: str, server: str) -
         assert as_bytes(await reader.read(range(COUNT))) == SAMPLES
 
 
-async def test_damage(path: str, server: str) -> None:  # noqa: F811
+async def test_damage(path: str, server: str) -> None:
     content = bytearray(Path(path).read_bytes())
     content[30] ^= 1
     Path(path).write_bytes(content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,20 +11,19 @@ import resource
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ffrecord_files import split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,18 +39,6 @@ GOLDEN_NAMES = sorted(
     for path in [*GOLDEN.glob("*.ffr"), *GOLDEN.glob("multi/*.ffr")]
     if path.name != "unfinished.ffr"
 )
-
-
-def split(content: bytes) -> list[bytes]:
-    """The samples of an FFRecord file, read independently of what is tested."""
-    crc, count = struct.unpack_from("<Iq", content)
-    end = 12 + 12 * count
-    assert crc == zlib.crc32(content[4:end])
-    offsets = [*struct.unpack_from(f"<{count}q", content, 12 + 4 * count), len(content)]
-    assert offsets[0] == end
-    found = [content[a:b] for a, b in itertools.pairwise(offsets)]
-    assert struct.unpack_from(f"<{count}I", content, 12) == tuple(map(zlib.crc32, found))
-    return found
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_writer import split
+from ffrecord_files import split
 
 from ffserve.compat.ffrecord import FileReader, FileWriter
 from ffserve.errors import (

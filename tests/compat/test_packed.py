@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ffrecord_files import split
 from hypothesis import given
 from hypothesis import strategies as st
-from test_writer import split
 
 import ffserve
 from ffserve import parallel

@@ -5,30 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from daemon import Daemon, run_python, sample, serving, until, write
-from recordio_files import WAYS, intact, opened, records
-from test_recordio_format import FILES, GOLDEN, chunk, flipped, framed, golden, promised, sums
+from recordio_files import (
+    COUNT,
+    FILES,
+    GOLDEN,
+    SAMPLES,
+    WAYS,
+    as_bytes,
+    chunk,
+    create,
+    flipped,
+    framed,
+    golden,
+    intact,
+    opened,
+    promised,
+    records,
+    sums,
+)
 
 import ffserve
 from ffserve.client.local import process_engine
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
-
-SIZES = (0, 1, 511, 3, 5000, 70, 20_000)
-COUNT = 300
-SAMPLES = [sample(k, SIZES) for k in range(COUNT)]
-
-
-def create(path: Path, samples: list[bytes] = SAMPLES, **options: Any) -> str:
-    with ffserve.create(path, format="recordio", **options) as writer:
-        for each in samples:
-            writer.write(each)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +44,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str
         )
         for k, way in enumerate(WAYS)
     }  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["daemon", "off"])
-def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "off":
-        yield "off"
-        return
-    with serving(options=["--max-chunk-size", "8MiB"]) as daemon:
-        yield daemon.socket
-
-
-def as_bytes(batch: Any) -> list[bytes]:
-    return [bytes(each) for each in batch]
 
 
 @pytest.mark.parametrize("way", WAYS)

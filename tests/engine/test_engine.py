@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from arena import MIB, Arena
 from daemon import DEADLINE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,44 +31,12 @@ from ffserve.cache.shm import SharedMemory
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
 from ffserve.engine.io import Batch, Engine, open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, View, retract
+from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE
 from ffserve.errors import UsageError
 
-MIB = 1 << 20
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
 PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/backend.h
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, 100 << 10, 3 * MIB]
-
-
-class Arena:
-    """Slots and directory in shared memory, as the daemon makes them."""
-
-    def __init__(self, size: int, entry_count: int) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-        self.entries = np.frombuffer(
-            mmap.mmap(-1, max(entry_count, 1) * ENTRY_DTYPE.itemsize), ENTRY_DTYPE
-        )[:entry_count]
-        self.entries["length_low"] = 0xFFFFFFFF
-        self.entries["place"] = 0xFFFF << 48
-        self.address = self.bytes.ctypes.data
-        self.entries_address = self.entries.ctypes.data
-
-    def view(self) -> View:
-        return View(self.address, len(self.bytes), [(self.entries_address, 0, len(self.entries))])
-
-    def serve(self, engine: Engine) -> Arena:
-        engine.set_arena(self.address, len(self.bytes), self.entries_address, len(self.entries))
-        engine.arena_ready(len(self.bytes))
-        return self
-
-    def retract(self, entry: int, slot: int, size: int) -> None:
-        retract(
-            self.entries_address,
-            np.array([entry]),
-            np.array([1]),
-            np.array([slot], np.uint64),
-            np.array([size], np.uint64),
-        )
 
 
 class Opened:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from arena import MIB, Arena
 from daemon import DEADLINE_S, sample, serving, until, write
-from test_engine import MIB, Arena
 
 from ffserve.client.failover import RECONNECT_S
 from ffserve.engine import io

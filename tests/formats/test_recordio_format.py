@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordio_files import RECORDIO, WAYS, intact, opened, read_at, records, written
+from recordio_files import (
+    FILES,
+    RECORDIO,
+    WAYS,
+    chunk,
+    flipped,
+    framed,
+    golden,
+    intact,
+    opened,
+    promised,
+    read_at,
+    records,
+    sums,
+    written,
+)
 
-from ffserve.engine.codec import CRC_32C, checksum
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -29,41 +39,8 @@ from ffserve.errors import (
 from ffserve.formats import by_suffix, detect
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "recordio"
-FILES = {
-    f"{d}/{name}": facts
-    for d in ("py", "go")
-    for name, facts in json.loads((GOLDEN / d / "manifest.json").read_text())["files"].items()
-}
 WHOLE = sorted(name for name, facts in FILES.items() if not facts["damaged"])
 WORDS = [b"a", b"", b"bc" * 9, b"d" * 40, b"", b"e" * 3, b"fgh" * 5]
-
-
-def golden(name: str) -> bytes:
-    content = (GOLDEN / name).read_bytes()
-    assert hashlib.sha256(content).hexdigest() == FILES[name]["sha256"]
-    return content
-
-
-def sums(found: list[bytes]) -> list[tuple[int, str]]:
-    return [(len(record), hashlib.sha256(record).hexdigest()) for record in found]
-
-
-def promised(name: str) -> list[tuple[int, str]]:
-    return [(s["len"], s["sha256"]) for s in FILES[name]["samples"]]
-
-
-def chunk(payload: bytes, count: int, dialect: str = "py", compressor: int | None = None) -> bytes:
-    """A chunk with a right checksum, whatever else is wrong with it."""
-    if dialect == "py":
-        words = (count, checksum(CRC_32C, payload), compressor or 1, len(payload))
-    else:
-        words = (zlib.crc32(payload), compressor or 0, len(payload), count)
-    return struct.pack("<5I", 0x01020304, *words) + payload
-
-
-def framed(*parts: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -220,13 +197,6 @@ def test_every_truncation_is_noticed(way: tuple[str, str]) -> None:
         assert isinstance(found[-1], TruncatedError) and found[-1].offset == ends[kept]
         shard_, end = RECORDIO.complete(read_at(cut), size, "x")  # type: ignore[attr-defined]
         assert (shard_.count, end) == (len(whole), ends[kept])
-
-
-def flipped(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for bit in range(8 * len(content)):
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        yield bit // 8, bytes(damaged)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tfrecord_files import SMALL, TFRECORD, starts, written
 
 from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
-from ffserve.formats import by_name, detect, tfrecord
+from ffserve.formats import detect, tfrecord
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, ReadAt
 from ffserve.formats.tfrecord import LARGE_SIZE, TFRecordShard, frame_header
 from ffserve.formats.tfstream import compression_of
@@ -30,7 +31,6 @@ PLAIN = [
     for name, facts in MANIFEST["files"].items()
     if not facts["compression"] and not facts["damaged"]
 ]
-TFRECORD: Any = by_name("tfrecord")
 
 
 def read_at(content: bytes) -> ReadAt:
@@ -69,24 +69,6 @@ def samples(content: bytes, **options: Any) -> list[bytes | None]:
 def skipped(content: bytes | bytearray) -> list[bytes]:
     """What a tolerant reading of a file gives."""
     return [s for s in samples(bytes(content), tolerant=True) if s is not None]
-
-
-def written(payloads: Sequence[bytes]) -> bytes:
-    encoder = TFRECORD.writer()
-    pieces = [bytes(piece) for p in payloads for piece in encoder.encode(memoryview(p))]
-    assert encoder.head_size(0) == encoder.head_size(9) == 0
-    return b"".join(encoder.head()) + b"".join(pieces) + b"".join(encoder.tail())
-
-
-SMALL = [b"first", b"", b"the third record", bytes(20), b"last"]
-
-
-def starts(payloads: Sequence[bytes]) -> list[int]:
-    """Where the frames begin, and where the last one ends."""
-    places = [0]
-    for payload in payloads:
-        places.append(places[-1] + 16 + len(payload))
-    return places
 
 
 # ---- what TensorFlow wrote --------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tfrecord_format import SMALL, starts, written
+from tfrecord_files import SMALL, starts, written
 
 import ffserve
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError

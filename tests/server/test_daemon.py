@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from daemon import (
     DEADLINE_S,
     Daemon,
     Raw,
+    client,
     damage,
+    everything_is_given_back,
     get,
     run_python,
     sample,
@@ -67,27 +69,6 @@ def text(sample: Bytes | FFServeError) -> bytes:
     """A sample's bytes, which must be there."""
     assert not isinstance(sample, FFServeError), sample
     return sample.tobytes()
-
-
-@contextlib.contextmanager
-def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
-    """A client in a process of its own that says "ready" and is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stdin):
-            assert pipe is not None
-            pipe.close()
 
 
 # ---- the socket -------------------------------------------------------------------------------
@@ -685,14 +666,6 @@ def test_damaged_sample_fails_alone_and_poisons_nobody(daemon: Daemon, path: str
 
 
 # ---- nothing leaks ----------------------------------------------------------------------------
-
-
-def everything_is_given_back(daemon: Daemon) -> None:
-    """Fill the whole arena anew: that works only when nothing is pinned."""
-    path = write(daemon.directory / "large.ffr", [sample(1, [0, 900_000])])
-    with daemon.open(path) as reader:
-        assert len(reader[0]) == 900_000
-    os.unlink(path)
 
 
 def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:

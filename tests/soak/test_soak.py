@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import sample, serving, write
-from test_restart import COUNT, SIZES, jobs
+from reading_jobs import COUNT, SIZES, jobs
 
 import ffserve
 

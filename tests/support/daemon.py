@@ -290,3 +290,32 @@ def get(
     """A GET as a client sends it."""
     packed = protocol.pack_indices(np.array(indices, np.int64))
     return protocol.Get(tag, dataset, packed, protocol.pack_tags(list(acknowledged)), 0, 0)
+
+
+@contextlib.contextmanager
+def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own that says "ready" and is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stdin):
+            assert pipe is not None
+            pipe.close()
+
+
+def everything_is_given_back(daemon: Daemon) -> None:
+    """Fill the whole arena anew: that works only when nothing is pinned."""
+    path = write(daemon.directory / "large.ffr", [sample(1, [0, 900_000])])
+    with daemon.open(path) as reader:
+        assert len(reader[0]) == 900_000
+    os.unlink(path)

@@ -1,12 +1,20 @@
-"""RecordIO files for the tests, in memory."""
+"""RecordIO files for the tests: in memory, the originals' files, and on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from daemon import sample
 
+import ffserve
+from ffserve.engine.codec import CRC_32C, checksum
 from ffserve.errors import FFServeError
 from ffserve.formats import by_name
 from ffserve.formats.base import PIECE_SIZE, ReadAt
@@ -61,3 +69,63 @@ def records(content: bytes, **options: Any) -> list[bytes | FFServeError]:
 
 def intact(found: Sequence[bytes | FFServeError]) -> list[bytes]:
     return [record for record in found if isinstance(record, bytes)]
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "recordio"
+
+
+FILES = {
+    f"{d}/{name}": facts
+    for d in ("py", "go")
+    for name, facts in json.loads((GOLDEN / d / "manifest.json").read_text())["files"].items()
+}
+
+
+def golden(name: str) -> bytes:
+    content = (GOLDEN / name).read_bytes()
+    assert hashlib.sha256(content).hexdigest() == FILES[name]["sha256"]
+    return content
+
+
+def sums(found: list[bytes]) -> list[tuple[int, str]]:
+    return [(len(record), hashlib.sha256(record).hexdigest()) for record in found]
+
+
+def promised(name: str) -> list[tuple[int, str]]:
+    return [(s["len"], s["sha256"]) for s in FILES[name]["samples"]]
+
+
+def chunk(payload: bytes, count: int, dialect: str = "py", compressor: int | None = None) -> bytes:
+    """A chunk with a right checksum, whatever else is wrong with it."""
+    if dialect == "py":
+        words = (count, checksum(CRC_32C, payload), compressor or 1, len(payload))
+    else:
+        words = (zlib.crc32(payload), compressor or 0, len(payload), count)
+    return struct.pack("<5I", 0x01020304, *words) + payload
+
+
+def framed(*parts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def flipped(content: bytes) -> Iterator[tuple[int, bytes]]:
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bit // 8, bytes(damaged)
+
+
+SIZES = (0, 1, 511, 3, 5000, 70, 20_000)
+COUNT = 300
+SAMPLES = [sample(k, SIZES) for k in range(COUNT)]
+
+
+def create(path: Path, samples: list[bytes] = SAMPLES, **options: Any) -> str:
+    with ffserve.create(path, format="recordio", **options) as writer:
+        for each in samples:
+            writer.write(each)
+    return str(path)
+
+
+def as_bytes(batch: Any) -> list[bytes]:
+    return [bytes(each) for each in batch]

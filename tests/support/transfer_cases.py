@@ -266,3 +266,31 @@ class Calls(Dataset):
     def process(self, indices: Any, data: list[Any]) -> Any:
         samples = self.reader._open().stats()["samples"]
         return [torch.tensor([index, samples]) for index in indices]
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    """Whether two batches are the same in type, layout, access and value."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        return (
+            ours.dtype == theirs.dtype
+            and ours.shape == theirs.shape
+            and ours.layout == theirs.layout
+            and ours.requires_grad == theirs.requires_grad
+            and (ours.layout != torch.strided or ours.stride() == theirs.stride())
+            and bool((ours.to_dense() == theirs.to_dense()).all())
+        )
+    if isinstance(ours, np.ndarray):
+        return (
+            ours.dtype == theirs.dtype
+            and ours.shape == theirs.shape
+            and ours.flags.f_contiguous == theirs.flags.f_contiguous
+            and ours.flags.writeable == theirs.flags.writeable
+            and bool(np.all(ours == theirs))
+        )
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(alike(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return bool(ours == theirs)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transfer_cases as cases
 from daemon import damage, serving
-from test_torch_transfer import alike
+from transfer_cases import alike
 
 import ffserve
 from ffserve.torch import ConcatDataset, DataLoader, Dataset, Subset

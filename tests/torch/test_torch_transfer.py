@@ -17,6 +17,7 @@ import pytest
 import torch
 import transfer_cases as cases
 from daemon import DEADLINE_S, serving, until
+from transfer_cases import alike
 
 import ffserve
 from ffserve.torch import DataLoader, EpochSampler, loader, segments
@@ -46,34 +47,6 @@ def held(batches: DataLoader) -> int:
     receiver = batches._receiver
     assert receiver is not None
     return sum(map(len, receiver._segments))
-
-
-def alike(ours: Any, theirs: Any) -> bool:
-    """Whether two batches are the same in type, layout, access and value."""
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, torch.Tensor):
-        return (
-            ours.dtype == theirs.dtype
-            and ours.shape == theirs.shape
-            and ours.layout == theirs.layout
-            and ours.requires_grad == theirs.requires_grad
-            and (ours.layout != torch.strided or ours.stride() == theirs.stride())
-            and bool((ours.to_dense() == theirs.to_dense()).all())
-        )
-    if isinstance(ours, np.ndarray):
-        return (
-            ours.dtype == theirs.dtype
-            and ours.shape == theirs.shape
-            and ours.flags.f_contiguous == theirs.flags.f_contiguous
-            and ours.flags.writeable == theirs.flags.writeable
-            and bool(np.all(ours == theirs))
-        )
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(alike(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
-    return bool(ours == theirs)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,43 @@
+"""An arena and its directory for tests of the engine."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from ffserve.engine.io import Engine
+from ffserve.engine.shm import ENTRY_DTYPE, View, retract
+
+MIB = 1 << 20
+
+
+class Arena:
+    """Slots and directory in shared memory, as the daemon makes them."""
+
+    def __init__(self, size: int, entry_count: int) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.entries = np.frombuffer(
+            mmap.mmap(-1, max(entry_count, 1) * ENTRY_DTYPE.itemsize), ENTRY_DTYPE
+        )[:entry_count]
+        self.entries["length_low"] = 0xFFFFFFFF
+        self.entries["place"] = 0xFFFF << 48
+        self.address = self.bytes.ctypes.data
+        self.entries_address = self.entries.ctypes.data
+
+    def view(self) -> View:
+        return View(self.address, len(self.bytes), [(self.entries_address, 0, len(self.entries))])
+
+    def serve(self, engine: Engine) -> Arena:
+        engine.set_arena(self.address, len(self.bytes), self.entries_address, len(self.entries))
+        engine.arena_ready(len(self.bytes))
+        return self
+
+    def retract(self, entry: int, slot: int, size: int) -> None:
+        retract(
+            self.entries_address,
+            np.array([entry]),
+            np.array([1]),
+            np.array([slot], np.uint64),
+            np.array([size], np.uint64),
+        )
