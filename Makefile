@@ -1,11 +1,11 @@
 # make demo    set up everything on this machine and run the main job, in about a minute
 # make test    set up everything, then lint, types and all tests
-# make check   lint and types        make bench   figures of this machine
-# make soak    long tests (9 min)    make fuzz    damaged files and frames, random lives (6 min)
+# make check   lint and types        make bench   measure this machine
+# make soak    long tests (9 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
-# make interop the originals (pyrecordio, TensorFlow, …) from the package index read what we wrote,
-#              and we them; Grain and Hugging Face datasets over our files
-# make docs    draw docs/images anew from their sources (needs graphviz)
+# make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
+#              Grain and Hugging Face datasets over files of ffserve
+# make docs    draw docs/images/architecture.svg (needs graphviz)
 # make clean   remove what was built (make distclean: .venv as well)
 
 python := .venv/bin/python

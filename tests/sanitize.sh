@@ -4,8 +4,8 @@
 #   bash tests/sanitize.sh address [pytest options]     AddressSanitizer and UBSan
 #   bash tests/sanitize.sh thread  [pytest options]     ThreadSanitizer
 #
-# Leaks are not looked for: the interpreter does not free all of its own. ThreadSanitizer cannot
-# follow threads that are started in a forked child, so tests that do that are left out there.
+# Leaks are not checked, because the interpreter does not free all of its memory. ThreadSanitizer
+# cannot follow threads started in a forked child, so it skips tests that do that.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kind=${1:?address or thread}
