@@ -289,7 +289,8 @@ def _defines(path: Path, name: str) -> bool:
             targets = {getattr(node, "name", None)}
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 each = node.targets if isinstance(node, ast.Assign) else [node.target]
-                targets = {target.id for target in each if isinstance(target, ast.Name)}
+                names = (name for target in each for name in ast.walk(target))
+                targets = {name.id for name in names if isinstance(name, ast.Name)}
             if part in targets:
                 body = getattr(node, "body", [])
                 break
