@@ -80,14 +80,14 @@ def test_slots_get_a_key(slots: list[int]) -> None:
 
 
 @given(st.lists(SLOT, max_size=40))
-def test_only_what_has_a_time_is_doubted(slots: list[int]) -> None:
+def test_a_use_invalidates_estimated_times_only(slots: list[int]) -> None:
     tables = Tables()
     keys, prefetched = tables.keys.copy(), tables.prefetched.copy()
     timed = [slot for slot in slots if 0 <= keys[slot] < STALE]
     moved, group, size_class = tables.c.invalidate(np.array(slots, np.int64), STALE)
     assert moved.tolist() == timed
     assert (group, size_class) == tables.of(timed)
-    keys[timed], ahead[slots] = STALE, False
+    keys[timed], prefetched[slots] = STALE, False
     assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
@@ -99,7 +99,7 @@ def test_slots_leave(slots: list[int]) -> None:
     assert group == tables.of(slots)[0]
     assert size == sum(100 + slot for slot in slots)
     assert unused == sum(slot % 3 == 0 for slot in slots)
-    keys[slots], ahead[slots] = NO_KEY, False
+    keys[slots], prefetched[slots] = NO_KEY, False
     assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
