@@ -341,7 +341,9 @@ def policy_cost(
             for _ in range(50 * 1024 // batch // job_count):
                 for job, progress in zip(jobs, simulation._progress, strict=True):
                     job.batch = batch
-                    simulation._step(job, progress, simulation.uses.now + batch / 1e5 / job_count)
+                    simulation._step(
+                        job, progress, simulation.next_use.now + batch / 1e5 / job_count
+                    )
             used = sum(job.used for job in jobs) - used
             parts.append((1e6 * spent["policy"] / used, 1e6 * spent["progress"] / used))
         costs[f"policy, batches of {batch}"], costs[f"job progress, batches of {batch}"] = (

@@ -106,7 +106,7 @@ class Cache:
 
     Args:
         retract: see Retract; in the daemon the C core's.
-        uses: when samples will be wanted, for the policy.
+        next_use: when samples will be wanted, for the policy.
     """
 
     def __init__(
@@ -115,20 +115,20 @@ class Cache:
         directory: Directory,
         shards: ShardTable,
         retract: Retract,
-        uses: NextUse | None = None,
+        next_use: NextUse | None = None,
     ) -> None:
         self.arena = arena
         self.shards = shards
         self.counters = CacheCounters()
         self._slot_of = directory.slot_of
         self._retract = retract
-        self.uses = NextUse() if uses is None else uses
+        self.next_use = NextUse() if next_use is None else next_use
         slots = arena.slot_limit
         self.state = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
-        self.policy = Policy(arena, self.uses, self._first, self._count)
+        self.policy = Policy(arena, self.next_use, self._first, self._count)
         self._load_of = np.zeros(slots, np.int32)
         self._slots = Slots(
             self._slot_of,
@@ -210,7 +210,7 @@ class Cache:
         if not len(wanted_by):
             return None, end
         classes = self.arena.by_class(blocks.sizes, cut.smallest, cut.largest)
-        group = self.uses.group_of(int(numbers[0]))
+        group = self.next_use.group_of(int(numbers[0]))
         slots, parts, complete = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
         if not complete:
             end = int(wanted_by[int(np.argmax(slots < 0))])
@@ -340,5 +340,5 @@ class Cache:
         """Forget a shard without sessions. False while a slot holds a sample of it."""
         if self.shards.used[self.shards.row(base)]:
             return False  # Failed slots may still be pinned after the samples were evicted.
-        self.uses.drop(base)
+        self.next_use.drop(base)
         return True

@@ -244,15 +244,16 @@ class NextUseBuckets:
 class EvictionSearch:
     """Finds the residents with the farthest next use; see the module.
 
-    Args: uses: when samples will be wanted. first, count: int[slots], of the cache: the samples in
-        each slot.
+    Args:
+        next_use: when samples will be wanted.
+        first, count: int[slots], of the cache: the samples in each slot.
     """
 
     def __init__(
-        self, buckets: NextUseBuckets, uses: NextUse, first: Int64s, count: NDArray[np.int32]
+        self, buckets: NextUseBuckets, next_use: NextUse, first: Int64s, count: NDArray[np.int32]
     ) -> None:
         self._buckets = buckets
-        self._uses = uses
+        self._next_use = next_use
         self._first = first
         self._count = count
         self.widths: dict[int, float] = {}
@@ -267,7 +268,7 @@ class EvictionSearch:
         Args: latest: take only samples wanted after this time, if not None.
         """
         width = self.width(group)
-        self._expire(bucket_set, int(self._uses.now / width))
+        self._expire(bucket_set, int(self._next_use.now / width))
         # Surplus for the next call: examining many costs little more than examining few. What
         # silent jobs have seen changes too fast for that.
         more = min(MOST_READY, bucket_set.entries // READY_SHARE) if group.announced else 0
@@ -392,7 +393,7 @@ class EvictionSearch:
 
     def width(self, group: Group) -> float:
         """Return the seconds that one key spans; anew when it changed by a factor of two."""
-        wanted = group.epoch_s(self._uses.now) / BUCKETS_PER_EPOCH
+        wanted = group.epoch_s(self._next_use.now) / BUCKETS_PER_EPOCH
         width = self.widths.get(group.number)
         if width is None or not 0.5 < wanted / width < 2:
             self.widths[group.number] = width = wanted
@@ -406,5 +407,5 @@ class EvictionSearch:
 
     def _keys(self, group: Group, slots: Int64s) -> Int64s:
         """Return the key of each slot: that of its sample that is wanted soonest."""
-        future, width = group.future(self._uses.now), self.widths[group.number]
+        future, width = group.future(self._next_use.now), self.widths[group.number]
         return future.keys(self._first, self._count, slots, width, FAR)

@@ -55,17 +55,17 @@ class Policy:
     """Chooses victims; see the module.
 
     Args:
-        arena: of the slots. uses: when samples will be wanted.
+        arena: of the slots. next_use: when samples will be wanted.
         first, count: int[slots], of the cache: the samples in each slot.
     """
 
     def __init__(
-        self, arena: Arena, uses: NextUse, first: Int64s, count: NDArray[np.int32]
+        self, arena: Arena, next_use: NextUse, first: Int64s, count: NDArray[np.int32]
     ) -> None:
         self._arena = arena
-        self._uses = uses
+        self._next_use = next_use
         self.buckets = NextUseBuckets(arena)
-        self._search = EvictionSearch(self.buckets, uses, first, count)
+        self._search = EvictionSearch(self.buckets, next_use, first, count)
         self._static: dict[int, bool] = {}
         """Whether the last victims of each group were chosen by the static rule."""
         self.used: dict[int, int] = {}
@@ -161,7 +161,7 @@ class Policy:
         Args: taker: the group. latest: take only samples wanted after this time, if not None.
         Returns: their slots, and how many of them (these come first) are of other groups.
         """
-        if self._uses.merged:
+        if self._next_use.merged:
             self._merge()
         if self.buckets.of_class[size_class].keys() == {taker}:
             return self._take(taker, size_class, count, usable, latest), 0
@@ -181,8 +181,8 @@ class Policy:
         return np.concatenate((*found, own)), others
 
     def _merge(self) -> None:
-        while self._uses.merged:
-            old, new = self._uses.merged.pop()
+        while self._next_use.merged:
+            old, new = self._next_use.merged.pop()
             moved = [
                 (size_class, key, self.buckets.pop(bucket_set, key, bucket_set.entries))
                 for size_class, bucket_sets in enumerate(self.buckets.of_class)
@@ -219,20 +219,20 @@ class Policy:
 
     def floors(self) -> dict[int, int]:
         """Return the bytes of each group that other groups may not take."""
-        now = self._uses.now
-        jobs = {number: len(group.active(now)) for number, group in self._uses.groups.items()}
+        now = self._next_use.now
+        jobs = {number: len(group.active(now)) for number, group in self._next_use.groups.items()}
         total = sum(jobs.values())
         return {n: self._arena.size * k // (2 * total) for n, k in jobs.items() if k}
 
     def _worth_of_own(self, taker: int, worth: dict[int, float]) -> float:
-        group, now = self._uses.groups.get(taker), self._uses.now
+        group, now = self._next_use.groups.get(taker), self._next_use.now
         if group is None or group.static(now):
             return group.epoch_s(now) if group else np.inf
         return worth.get(taker, 0.0)
 
     def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
         """Return in how many seconds the first victim of a group will be wanted."""
-        group, now = self._uses.groups.get(number), self._uses.now
+        group, now = self._next_use.groups.get(number), self._next_use.now
         if group is None or not group.active(now):
             return np.inf
         if EXPENDABLE in bucket_set.buckets or group.static(now):
@@ -253,8 +253,8 @@ class Policy:
             ready = self._take_ready(bucket_set, count, usable, latest)
             if len(ready) == count:
                 return ready
-        group = self._uses.groups.get(number)
-        static = self._static[number] = group is None or group.static(self._uses.now)
+        group = self._next_use.groups.get(number)
+        static = self._static[number] = group is None or group.static(self._next_use.now)
         if static:
             rest = self._take_static(bucket_set, count - len(ready), usable)
         else:
@@ -307,10 +307,10 @@ class Policy:
         timed = np.flatnonzero((keys >= 0) & (keys < FAR))
         groups = self.buckets.group[slots[timed]]
         for number in np.unique(groups).tolist():
-            group = self._uses.groups.get(number)
+            group = self._next_use.groups.get(number)
             rows = timed[groups == number]
-            if group is None or group.static(self._uses.now):
+            if group is None or group.static(self._next_use.now):
                 continue
-            ahead = keys[rows] - self._uses.now / self._search.widths.get(number, 1.0)
+            ahead = keys[rows] - self._next_use.now / self._search.widths.get(number, 1.0)
             weights[rows] = 1 / (1 + np.maximum(ahead, 0) / BUCKETS_PER_EPOCH)
         return weights

@@ -115,14 +115,14 @@ class Simulation:
         self._disk_rate = disk_rate
         self._disk_free = 0.0
         self._check = check
-        self.uses = NextUse()
+        self.next_use = NextUse()
         size = int(samples * cache_share) * SMALLEST_SLOT
         # Rounded to the nearest number of slabs: else 75 % of 60,000 samples would be 74.7.
         slab_size = Arena(size).slab_size
         self.arena = Arena(round(size / slab_size) * slab_size)
         self.directory = Directory(1 << max(22, (samples - 1).bit_length()))
         self.table = ShardTable(self.directory)
-        self.cache = Cache(self.arena, self.directory, self.table, _no_readers, self.uses)
+        self.cache = Cache(self.arena, self.directory, self.table, _no_readers, self.next_use)
         self._base = self.directory.reserve(samples)
         self.directory.offsets[self._base : self._base + samples] = (
             np.arange(samples, dtype=np.uint64) * SMALLEST_SLOT
@@ -152,7 +152,7 @@ class Simulation:
         bases, counts = np.array([self._base]), np.array([self.samples])
         for k, job in enumerate(self.jobs):
             job.name = job.name or f"job {k}"
-            self._progress.append(self.uses.join(job.name, bases, counts))
+            self._progress.append(self.next_use.join(job.name, bases, counts))
         heapq.heapify(turns)
         measured_from = -1
         while turns[0][0] < warm_s + seconds:
@@ -176,7 +176,7 @@ class Simulation:
 
     def _step(self, job: Job, progress: JobProgress, now: float) -> float:
         """Let a job use its next batch; return the time of its next request."""
-        self.uses.now = now
+        self.next_use.now = now
         if job.position == len(job.order):
             job.epoch += bool(len(job.order))
             job.position = 0
@@ -208,10 +208,10 @@ class Simulation:
         return max(ready, self._disk_free)
 
     def _announce(self, job: Job, progress: JobProgress, epoch: int, order: Int64s) -> None:
-        arriving = self.uses.arriving(progress, len(order), replacement=job.replacement)
+        arriving = self.next_use.arriving(progress, len(order), replacement=job.replacement)
         for start in range(0, len(order), PIECE):
             arriving.add(order[start : start + PIECE] + self._base)
-        self.uses.announced(progress, epoch, arriving.finish(), None, job)
+        self.next_use.announced(progress, epoch, arriving.finish(), None, job)
 
     def _read(self, missing: Int64s) -> None:
         fetch = Fetch(missing)

@@ -111,7 +111,7 @@ class Prefetcher:
         if self._pinned_size >= self._cache.arena.size // TOTAL_SHARE:
             return None
         best, soonest = None, np.inf
-        for progress in self._cache.uses.jobs:
+        for progress in self._cache.next_use.jobs:
             if not progress.orders or not progress.active(now):
                 continue
             cursor = self._cursors.get(progress)

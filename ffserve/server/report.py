@@ -50,7 +50,7 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
             }
             for shard in state.catalog.shards()[:1000]
         ],
-        "progress": [progress_facts(state, progress, now) for progress in state.uses.jobs],
+        "progress": [progress_facts(state, progress, now) for progress in state.next_use.jobs],
         "groups": group_facts(state, now),
         "jobs": [job_facts(state, job, now) for job in state.jobs.values()],
     }
@@ -106,7 +106,7 @@ def kind_of(progress: JobProgress) -> str:
 def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
     """Who keeps what: data sets that share shards, the most memory first."""
     floors, used = state.cache.policy.floors(), state.cache.policy.used
-    groups = state.uses.groups
+    groups = state.next_use.groups
     facts = [
         {
             "group": number,
@@ -144,7 +144,7 @@ def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
 def _alone(state: ServerState, job: Job) -> int:
     """Return the bytes that the job would have read with the whole arena to itself: all in its
     first epoch, then what does not fit."""
-    jobs = [progress for progress in state.uses.jobs if progress.job == job.name]
+    jobs = [progress for progress in state.next_use.jobs if progress.job == job.name]
     count = sum(progress.sample_count for progress in jobs)
     if not count:
         return 0

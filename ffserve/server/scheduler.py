@@ -263,7 +263,7 @@ class Scheduler:
 
     def pump(self, now: float) -> None:
         """Give turns until every request is blocked or enough reads are in flight."""
-        self._pumped = self._cache.uses.now = now
+        self._pumped = self._cache.next_use.now = now
         if self._stopped:
             return
         if self._blocked:

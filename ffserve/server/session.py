@@ -146,7 +146,7 @@ class OrderReceiver:
             raise error.located(index=layout.index(error.index)) from None
         progress = current.dataset.progress
         self._state.scheduler.prefetcher.replaced(progress, current.epoch)
-        self._state.uses.announced(progress, current.epoch, whole, current.name, dataset)
+        self._state.next_use.announced(progress, current.epoch, whole, current.name, dataset)
         return protocol.Ready(message.tag, whole.count, [])
 
     def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
@@ -155,7 +155,7 @@ class OrderReceiver:
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
             raise ProtocolError("invalid ORDER message: name or replacement is invalid")
-        arriving = self._state.uses.arriving(
+        arriving = self._state.next_use.arriving(
             dataset.progress, message.count, replacement=replacement
         )
         return _Announcement(message.tag, dataset, message.epoch, name, arriving)
@@ -215,7 +215,7 @@ class Session:
             self._hello(message, now)
             return
         assert self.job is not None
-        self.job.last_seen = self._state.uses.now = now
+        self.job.last_seen = self._state.next_use.now = now
         match message:
             case protocol.Get():
                 self._count(message.hits, message.hit_size, message.acknowledged)
@@ -345,7 +345,7 @@ class Session:
         number = self._next_dataset
         self._next_dataset += 1
         assert self.job is not None
-        progress = self._state.uses.join(self.job.name, bases, counts)
+        progress = self._state.next_use.join(self.job.name, bases, counts)
         self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), progress)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
@@ -375,7 +375,7 @@ class Session:
             self._state.catalog.close(dataset.shards)
 
     def _leave_progress(self, dataset: Dataset) -> None:
-        self._state.uses.leave(dataset.progress, dataset)
+        self._state.next_use.leave(dataset.progress, dataset)
         self._state.scheduler.prefetcher.advanced(dataset.progress)
 
     def _dataset(self, number: int, message: str) -> Dataset:
@@ -521,7 +521,7 @@ class Session:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset: Dataset = request.dataset
         assert self.job is not None
-        self.job.waited_s += max(self._state.uses.now - request.asked, 0.0)
+        self.job.waited_s += max(self._state.next_use.now - request.asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)

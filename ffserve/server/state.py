@@ -71,8 +71,8 @@ class ServerState:
         self.arena, self.memory = _memory(config)
         self.directory = Directory()
         self.table = ShardTable(self.directory)
-        self.uses = NextUse(_orders_limit(self.arena.size))
-        self.cache = Cache(self.arena, self.directory, self.table, self._retract, self.uses)
+        self.next_use = NextUse(_orders_limit(self.arena.size))
+        self.cache = Cache(self.arena, self.directory, self.table, self._retract, self.next_use)
         self.engines = Engines(
             config.engine,
             config.depth,
@@ -144,7 +144,7 @@ class ServerState:
                 f"{format_size(free)} of memory are free",
                 hint="choose a smaller size, or free memory",
             )
-        self.uses.most_size = _orders_limit(size)
+        self.next_use.most_size = _orders_limit(size)
         self.resizing.begin(size)
         self.resizing.step(time.monotonic())
 

@@ -36,23 +36,23 @@ class Slots:
     """A policy over 4 KiB slots; slot k holds sample k, or what `fill` is told."""
 
     def __init__(self, count: int = 256, samples: int = 1000) -> None:
-        self.uses = NextUse()
+        self.next_use = NextUse()
         self.arena = Arena(count * 4096)
         self.first = np.zeros(self.arena.slot_count, np.int64)
         self.count = np.ones(self.arena.slot_count, np.int32)
-        self.policy = Policy(self.arena, self.uses, self.first, self.count)
+        self.policy = Policy(self.arena, self.next_use, self.first, self.count)
         self.free = self.arena.take(0, count).tolist()
         self.samples = samples
 
     def progress(self, job: str, orders: list[Any] | None = None, base: int = 0) -> JobProgress:
-        progress = self.uses.join(job, np.array([base]), np.array([self.samples]))
+        progress = self.next_use.join(job, np.array([base]), np.array([self.samples]))
         for epoch, order in enumerate(orders or ()):
             arriving = Arriving(
                 len(order), sample_count=self.samples, low=base, span=self.samples,
                 replacement=False,
             )  # fmt: skip
             arriving.add(np.asarray(order) + base)
-            self.uses.announced(progress, epoch, arriving.finish(), None, job)
+            self.next_use.announced(progress, epoch, arriving.finish(), None, job)
         return progress
 
     def fill(self, numbers: Any, how: str = "admit") -> list[int]:
@@ -60,7 +60,7 @@ class Slots:
         numbers = np.asarray(numbers, np.int64)
         slots = np.array([self.free.pop() for _ in numbers], np.int64)
         self.first[slots] = numbers
-        group = self.uses.group_of(int(numbers[0])) if len(numbers) else 0
+        group = self.next_use.group_of(int(numbers[0])) if len(numbers) else 0
         self.policy.enter(slots, group, 4096 * len(slots))
         getattr(self.policy, how)(slots, 0)
         return slots.tolist()
@@ -166,7 +166,7 @@ def two_jobs(slots: Slots) -> tuple[JobProgress, JobProgress]:
     for progress in jobs:
         progress.advance_to(0, 0, 0.0)
         progress.pace.add(0, 0.0)
-    slots.uses.now = 1.0
+    slots.next_use.now = 1.0
     for progress in jobs:
         progress.advance_to(0, 100, 1.0)
     return jobs
@@ -232,7 +232,7 @@ def test_no_slot_is_given_to_two(seed: int) -> None:
     two_jobs(slots)
     held = dict.fromkeys(slots.fill(range(256)))
     for _ in range(400):
-        slots.uses.now += 0.01
+        slots.next_use.now += 0.01
         pinned = chance.random(slots.arena.slot_count) < 0.6
         found, _ = slots.policy.victims(0, 8, lambda s, pinned=pinned: ~pinned[s], 0, None)
         assert len(set(found.tolist())) == len(found)
@@ -250,10 +250,10 @@ def test_a_job_that_stops_stands_in_nobodys_way() -> None:
     slots = Slots()
     up, down = two_jobs(slots)
     for step in range(2, 41):
-        slots.uses.now = float(step)
+        slots.next_use.now = float(step)
         down.advance_to(0, 100 + step * 20, float(step))
     # `up` has not moved for 39 s: at 100 + its pace, which falls, everything is far away.
-    group = slots.uses.groups[up.group]
+    group = slots.next_use.groups[up.group]
     assert group.active(40.0) == [down]
     assert group.static(40.0)
     assert up.epoch_s(40.0) > 100 > down.epoch_s(40.0)
@@ -269,12 +269,12 @@ def test_a_blocks_next_use_is_that_of_its_soonest_sample() -> None:
 
 
 def test_a_job_that_lies_counts_as_silent() -> None:
-    uses = NextUse()
-    progress = uses.join("liar", np.array([0]), np.array([100_000]))
-    arriving = uses.arriving(progress, 100_000, replacement=False)
+    next_use = NextUse()
+    progress = next_use.join("liar", np.array([0]), np.array([100_000]))
+    arriving = next_use.arriving(progress, 100_000, replacement=False)
     for start in range(0, 100_000, 50_000):
         arriving.add(np.arange(start, start + 50_000))
-    uses.announced(progress, 0, arriving.finish(), None, "session")
+    next_use.announced(progress, 0, arriving.finish(), None, "session")
     honest = np.arange(LOOKED_AT * 4)
     for start in range(0, len(honest), 64):
         progress.asked(honest[start : start + 64], 1.0)
@@ -306,7 +306,7 @@ def test_two_data_sets_have_their_floors() -> None:
     fast = slots.progress("fast", base=5000)
     slots.fill(np.arange(256))
     for second in range(20):
-        slots.uses.now = float(second)
+        slots.next_use.now = float(second)
         slow.visited(np.arange(second, second + 2), float(second))
         fast.visited(5000 + np.arange(400), float(second))
     assert slots.policy.floors() == {slow.group: 64 * 4096, fast.group: 64 * 4096}
@@ -327,20 +327,20 @@ def test_two_data_sets_have_their_floors() -> None:
 
 def test_data_sets_that_share_a_shard_are_one_group() -> None:
     slots = Slots()
-    uses = slots.uses
-    one = uses.join("a", np.array([0, 2000]), np.array([1000, 1000]))
-    other = uses.join("b", np.array([5000]), np.array([1000]))
+    next_use = slots.next_use
+    one = next_use.join("a", np.array([0, 2000]), np.array([1000, 1000]))
+    other = next_use.join("b", np.array([5000]), np.array([1000]))
     assert one.group != other.group
     slots.fill([1, 2])
     slots.fill([5001])
-    both = uses.join("c", np.array([2000, 5000]), np.array([1000, 1000]))
+    both = next_use.join("c", np.array([2000, 5000]), np.array([1000, 1000]))
     assert one.group == other.group == both.group
     assert sorted(slots.out(3, taker=one.group)) == [1, 2, 5001]
     for progress in (one, other, both):
-        uses.leave(progress, None)
+        next_use.leave(progress, None)
     for base in (0, 2000, 5000):
-        uses.drop(base)
-    assert not uses.groups and not slots.policy.used
+        next_use.drop(base)
+    assert not next_use.groups and not slots.policy.used
 
 
 # ---- over a virtual clock ------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
         resident = np.flatnonzero(cache.state == 2)
         assert (policy.buckets.key[resident] != NONE).all()
         assert sum(policy.used.values()) == simulation.arena.used_size == 4096 * len(resident)
-        if simulation.uses.now % 1 < 0.05:
+        if simulation.next_use.now % 1 < 0.05:
             held = np.concatenate(
                 [
                     bucket._items[bucket._start : bucket._end]
@@ -473,9 +473,9 @@ def test_a_job_that_joins_leaves_or_slows_down_costs_little() -> None:
     simulation = Simulation(samples, 0.25, jobs)
 
     def disturb(now: Simulation) -> None:
-        if now.uses.now > 14:
+        if now.next_use.now > 14:
             jobs[0].pace = 250.0
-        if now.uses.now > 16:
+        if now.next_use.now > 16:
             jobs[1].pace = 1e-6
 
     jobs[2].start_s = 9.0

@@ -22,10 +22,10 @@ class Node:
     """A cache, what reads ahead for it, and one job with an order; every read succeeds at once."""
 
     def __init__(self, size: int, order: NDArray[np.int64]) -> None:
-        self.uses = NextUse()
+        self.next_use = NextUse()
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
-        self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.uses)
+        self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.next_use)
         self.prefetcher = Prefetcher(self.cache)
         self.base = self.directory.reserve(COUNT)
         offsets = np.arange(COUNT, dtype=np.uint64) * size
@@ -37,12 +37,12 @@ class Node:
         )  # fmt: skip
         self.table.sessions[:] = 1
         self.order = order + self.base
-        self.progress = self.uses.join("job", np.array([self.base]), np.array([COUNT]))
-        self.uses.announced(self.progress, 0, self.announced(), None, self)
+        self.progress = self.next_use.join("job", np.array([self.base]), np.array([COUNT]))
+        self.next_use.announced(self.progress, 0, self.announced(), None, self)
 
     def announced(self) -> Order:
         """Return the order as it arrives from the job."""
-        arriving = self.uses.arriving(self.progress, len(self.order), replacement=False)
+        arriving = self.next_use.arriving(self.progress, len(self.order), replacement=False)
         arriving.add(self.order)
         return arriving.finish()
 
@@ -164,7 +164,7 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
         assert len(node.prefetched()) == 0
     assert node.pinned == 0 < node.progress.position
     assert node.cache.allocator.evict(node.base, node.base + COUNT)
-    node.uses.announced(node.progress, 1, node.announced(), None, node)
+    node.next_use.announced(node.progress, 1, node.announced(), None, node)
     node.use(COUNT)
     assert len(node.prefetched()) > 0 and node.pinned > 0
     node.directory.close()

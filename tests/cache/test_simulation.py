@@ -126,8 +126,10 @@ class World:
         self.arena = Arena(arena_size, largest_arena)
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
-        self.uses = NextUse()
-        self.cache = cache_type(self.arena, self.directory, self.table, self._retract, self.uses)
+        self.next_use = NextUse()
+        self.cache = cache_type(
+            self.arena, self.directory, self.table, self._retract, self.next_use
+        )
         self.scheduler = Scheduler(self.cache, self._submit, most_reads=most_reads)
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
@@ -367,7 +369,7 @@ class World:
             assert self.cache.allocator.evict(shard.base, shard.base + shard.count)
             assert self.cache.drop(shard.base)
         assert not self.scheduler.prefetcher._cursors
-        assert not self.uses.jobs, "a progress of a session that ended is still there"
+        assert not self.next_use.jobs, "a progress of a session that ended is still there"
         assert self.arena.used_size == 0
         self.resizing.step(self.now)
         assert not self.resizing.held_size

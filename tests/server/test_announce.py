@@ -144,32 +144,32 @@ def test_an_order_that_is_short_long_or_repeats_is_refused() -> None:
 
 
 def test_orders_have_a_limit_together() -> None:
-    uses = NextUse(most_size=20_000)
-    progress = uses.join("a", np.array([0]), np.array([3000]))
-    arriving = uses.arriving(progress, 3000, replacement=False)
+    next_use = NextUse(most_size=20_000)
+    progress = next_use.join("a", np.array([0]), np.array([3000]))
+    arriving = next_use.arriving(progress, 3000, replacement=False)
     arriving.add(np.arange(3000))
-    uses.announced(progress, 0, arriving.finish(), None, None)
+    next_use.announced(progress, 0, arriving.finish(), None, None)
     with pytest.raises(UsageError, match="together"):
-        uses.arriving(progress, 3000, replacement=False)
-    uses.leave(progress, None)
-    assert not uses.jobs
+        next_use.arriving(progress, 3000, replacement=False)
+    next_use.leave(progress, None)
+    assert not next_use.jobs
 
 
 def test_orders_that_are_begun_and_never_end_have_that_limit_too() -> None:
-    uses = NextUse(most_size=40_000)
-    progress = uses.join("a", np.array([0]), np.array([3000]))
-    begun = [uses.arriving(progress, 3000, replacement=False) for _ in range(2)]
+    next_use = NextUse(most_size=40_000)
+    progress = next_use.join("a", np.array([0]), np.array([3000]))
+    begun = [next_use.arriving(progress, 3000, replacement=False) for _ in range(2)]
     with pytest.raises(UsageError, match="together"):
-        uses.arriving(progress, 3000, replacement=False)
+        next_use.arriving(progress, 3000, replacement=False)
     begun.pop()
-    uses.arriving(progress, 3000, replacement=False)
+    next_use.arriving(progress, 3000, replacement=False)
 
 
 def test_a_walk_goes_from_epoch_to_epoch() -> None:
-    uses = NextUse()
-    progress = uses.join("a", np.array([0]), np.array([100]))
+    next_use = NextUse()
+    progress = next_use.join("a", np.array([0]), np.array([100]))
     for epoch in (3, 4):
-        uses.announced(progress, epoch, arrive(np.arange(100)), None, "me")
+        next_use.announced(progress, epoch, arrive(np.arange(100)), None, "me")
     progress.advance_to(3, 40, 1.0)
     progress.advance_to(2, 90, 1.0)
     assert (progress.epoch, progress.position) == (3, 40)
@@ -177,7 +177,7 @@ def test_a_walk_goes_from_epoch_to_epoch() -> None:
     assert (progress.epoch, progress.position, list(progress.orders)) == (4, 0, [4])
     progress.advance_to(6, 5, 3.0)
     assert (progress.epoch, progress.order, progress.size) == (6, None, 0)
-    uses.announced(progress, 1, arrive(np.arange(100)), None, "me")
+    next_use.announced(progress, 1, arrive(np.arange(100)), None, "me")
     assert (progress.epoch, progress.position) == (1, 0)
     progress.end("another")
     assert progress.orders
