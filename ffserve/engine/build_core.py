@@ -117,6 +117,9 @@ class BuildExt(build_ext):  # type: ignore[misc]
                     "-O1",
                     "-fno-omit-frame-pointer",
                 ]
+                if self.sanitize == "thread":
+                    # gcc warns that ThreadSanitizer does not see the fences of the seqlock.
+                    ext.extra_compile_args.append("-Wno-tsan")
                 ext.extra_link_args.append(f"-fsanitize={self.sanitize}")
             self._find_libraries(ext)
         super().build_extension(ext)

@@ -34,7 +34,7 @@ struct ffs_reply_socket {
 };
 
 /* ---- batches ----------------------------------------------------------------------------- */
-static uint64_t at_least(uint64_t size, uint64_t alignment)
+static uint64_t round_up(uint64_t size, uint64_t alignment)
 {
     return (size + alignment - 1) & ~(alignment - 1);
 }
@@ -42,9 +42,9 @@ static uint64_t at_least(uint64_t size, uint64_t alignment)
 ffs_batch *ffs_batch_new(uint32_t read_count, uint32_t record_count)
 {
     /* One block of memory, so that Python maps both arrays through a single owner. */
-    uint64_t reads = at_least(sizeof(ffs_job), 64);
-    uint64_t records = at_least(reads + (uint64_t)read_count * sizeof(ffs_read), 64);
-    uint64_t pieced = at_least(records + (uint64_t)record_count * sizeof(ffs_record), 64);
+    uint64_t reads = round_up(sizeof(ffs_job), 64);
+    uint64_t records = round_up(reads + (uint64_t)read_count * sizeof(ffs_read), 64);
+    uint64_t pieced = round_up(records + (uint64_t)record_count * sizeof(ffs_record), 64);
     uint8_t *block = calloc(1, pieced + (uint64_t)read_count * sizeof(ffs_pieced));
     if (!block)
         return NULL;
@@ -96,7 +96,7 @@ static bool batch_fits(const ffs_engine *e, const ffs_batch *b)
         if (read->slot != UINT64_MAX) {
             uint32_t alignment = e->files[read->file].alignment;
             uint64_t lo = read->offset & ~(uint64_t)(alignment - 1);
-            uint64_t size = at_least(read->offset + read->length, alignment) - lo;
+            uint64_t size = round_up(read->offset + read->length, alignment) - lo;
             if (read->slot > e->arena_size || read->slot_size > e->arena_size - read->slot ||
                 (read->length && size > read->slot_size))
                 return false;

@@ -6,17 +6,22 @@ import asyncio
 import mmap
 import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from test_lost_ring import descriptors
 
+import ffserve
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine import io
 from ffserve.engine.shm import View
+from ffserve.formats.base import ChunkedShard
 from ffserve.server.io import Engines
+from ffserve.shardfile import open_shard
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20
@@ -88,3 +93,56 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     loop.close()
     os.close(fd)
     os.close(held)
+
+
+@pytest.mark.skipif("uring" not in io.probe(), reason="no io_uring")
+def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: Path) -> None:
+    """Other reads report a broken engine by `broke`, so that the daemon ends."""
+    path = str(tmp_path / "x.recordio")
+    with ffserve.create(path, max_chunk_size=SIZE) as writer:
+        for k in range(COUNT):
+            writer.write(bytes([k]) * (SIZE - 100))
+    fd = os.open(path, os.O_RDONLY)
+    shard = open_shard(fd, path)
+    assert isinstance(shard, ChunkedShard) and len(shard.chunks) > 2
+    arena = Arena(4 * MIB)
+    memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
+    table = ShardTable(directory)
+    cache = Cache(arena, directory, table, lambda *_: None)
+    before = descriptors("[eventfd]")
+    reading = Engines("uring", 16, memory, arena, directory, table)
+    own = descriptors("[eventfd]") - before
+    engine, file = reading.add_file(0, fd, 1)
+    base = directory.reserve(COUNT)
+    lengths = np.empty(COUNT, np.uint64)
+    run = slice(base, base + COUNT)
+    shard.load(directory.offsets[run], lengths, directory.checksums[run])
+    directory.set_lengths(base, lengths)
+    size = int(shard.chunks.sizes.sum())
+    table.add(
+        base,
+        COUNT,
+        payload_size=size,
+        alignment=1,
+        checksum_kind=0,
+        file=file,
+        engine=engine,
+        chunked=shard,
+    )
+    loop = asyncio.new_event_loop()
+    broke: list[None] = []
+    reading.broke = lambda: (broke.append(None), loop.stop())
+    reading.attach(loop)
+    [wakes] = own - {reading._engines[0].fileno()}
+    os.close(wakes)
+    for half in (range(COUNT // 2), range(COUNT // 2, COUNT)):
+        broke.clear()
+        load = cache.advance(Fetch(base + np.array(half)), COUNT, 1 << 30)
+        assert load is not None
+        reading.submit(load)
+        if not broke:
+            loop.run_forever()
+        assert broke and reading.broken
+    reading.close()
+    loop.close()
+    os.close(fd)
