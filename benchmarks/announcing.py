@@ -143,7 +143,7 @@ def _round(
         Path(stop).touch()
         announced = jobs.finish().clients
         seen = [each.finish().clients[0] for each in observers]
-        wait_for(lambda: not daemon.status()["walks"], "the daemon has forgotten the jobs")
+        wait_for(lambda: not daemon.status()["progress"], "the daemon has forgotten the jobs")
         left = _memory(pid) - memory
     over = min(over, max(each["ended"] for each in announced))
     row: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """The command line: ``ffserve COMMAND``.
 
-This file knows which commands there are and what an error costs; each command is a file of its
-own, imported when it is called, so that ``ffserve --help`` imports nothing but click.
+This file has the list of commands and the exit code of each error. A command is a module that is
+imported when the command runs, so that ``ffserve --help`` imports nothing but click.
 
-Exit codes: 0 fine, 1 the data are bad or could not be read, 2 usage (also when a file is not there,
-or may not be read or written), 3 the daemon is not there, 130 interrupted.
+Exit codes: 0 success, 1 bad or unreadable data, 2 usage (also a missing path, or one without
+permission), 3 no daemon, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "Pack, serve, train, and show what was read: the whole in a minute."),
+    "demo": ("demo", "Pack files, serve them and train on them, in less than a minute."),
     "serve": ("serve", "Run the daemon."),
-    "status": ("status", "Show what the daemon holds and does."),
-    "resize": ("resize", "Give the daemon's arena another size."),
-    "bench": ("bench", "Measure this machine, ffserve, and what else is installed."),
-    "simulate": ("simulate", "Try a cache size without buying it."),
+    "status": ("status", "Show the daemon's memory, files and jobs."),
+    "resize": ("resize", "Change the size of the daemon's arena."),
+    "bench": ("bench", "Measure ffserve and other packages on this machine."),
+    "simulate": ("simulate", "Simulate the hit rates of a cache size."),
     "pack": ("pack", "Pack a directory or files into record files."),
-    "inspect": ("inspect", "Show what is in record files."),
-    "verify": ("verify", "Read everything and check every checksum."),
+    "inspect": ("inspect", "Show samples, sizes and checksums of record files."),
+    "verify": ("verify", "Read all samples and check their checksums."),
     "cat": ("cat", "Write samples to standard output."),
     "convert": ("convert", "Convert record files, tar files, arrays and directories."),
-    "index": ("index", "Keep what a walk over files without tables (TFRecord) finds."),
+    "index": ("index", "Write index files for TFRecord files."),
 }
-"""Command → its module here and its line in the list of commands."""
+"""Command → its module and its line in the list of commands."""
 
 
 class CommandLine(click.Group):
-    """The group of all commands; it imports one when that one is asked for."""
+    """The group of all commands, each imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order in which a newcomer meets them."""
+        """Return the names in the order in which a newcomer needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -75,13 +75,13 @@ class CommandLine(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and turn what it raises into an exit code."""
+        """Run the command and turn exceptions into exit codes."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            # The reader of our output (head, less) has seen enough. Python would complain once
-            # more while flushing at exit, so the descriptor is led elsewhere.
+            # The reader of the output (head, less) has ended. The descriptor is redirected, since
+            # Python flushes it once more at exit and would report the error again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise click.exceptions.Exit(EXIT_BROKEN_PIPE) from None
         except (FFServeError, OSError, MemoryError) as error:
@@ -93,7 +93,7 @@ class CommandLine(click.Group):
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code that an error stands for."""
+    """Return the exit code of an error."""
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
     if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied, CoreError)):
@@ -102,7 +102,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def exit_code_of_all(codes: Iterable[str]) -> int:
-    """Return the exit code of a command that went on behind errors with these codes."""
+    """Return the exit code of a command that continued after errors with these codes."""
     found = set(codes)
     if found <= {MissingFile.code, AccessDenied.code}:
         return EXIT_USAGE if found else 0
@@ -110,12 +110,12 @@ def exit_code_of_all(codes: Iterable[str]) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Write an error to standard error: what happened, and below it what can be done."""
+    """Write an error to standard error, and below it a hint if there is one."""
     from ffserve.cli.terminal import printable
 
     hint = error.hint if isinstance(error, FFServeError) else None
     if isinstance(error, MemoryError):
-        hint = "free some memory, or lift the limit on it (ulimit -v, the cgroup's)"
+        hint = "free some memory, or raise the memory limit (ulimit -v, the cgroup's)"
     text = str(error) or type(error).__name__
     if hint:
         text = text.removesuffix(f" ({hint})")
@@ -135,24 +135,24 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
 @click.group(
     cls=CommandLine,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 fine, 1 the data are bad, 2 usage, 3 the daemon is not there.",
+    epilog="Exit codes: 0 success, 1 bad data, 2 usage, 3 no daemon.",
 )
-@click.option("--debug", is_flag=True, help="Show where in the program an error arose.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
     help="Show the version.",
 )  # fmt: skip
 def cli(debug: bool) -> None:
-    """Serve record files to every training job of a machine.
+    """Serve record files to all training jobs of a machine.
 
-    One daemon owns the files, reads them with io_uring, checks them once and keeps samples in
-    memory that all jobs share.
+    One daemon reads the files with io_uring, checks each sample once, and keeps samples in memory
+    that all jobs share.
 
     \b
       ffserve demo                                see it work
       ffserve pack photos/ -o photos.ffr          make a record file
-      ffserve serve --root /data --arena 16GiB    serve all below /data
-      ffserve status                              what it does
+      ffserve serve --root /data --arena 16GiB    serve all files below /data
+      ffserve status                              show its memory and jobs
     """
 
 
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="surrogateescape")  # file names go out as they came in
     code = run(arguments)
     if code == EXIT_INTERRUPTED:
-        # All is cleaned up; threads that are left may hang on a disk.
+        # Everything is cleaned up, but threads may still wait for a disk.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Lead standard streams that are closed (``>&-``) nowhere, for no file to take its place."""
+    """Open closed standard streams (``>&-``) on /dev/null, so that no file takes their numbers."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

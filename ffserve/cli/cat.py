@@ -1,4 +1,4 @@
-"""``ffserve cat``: samples, byte for byte, without a daemon."""
+"""``ffserve cat``: write samples to standard output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli.recordfiles import batches_of, format_option
+from ffserve.cli.record_files import batches_of, format_option
 from ffserve.dataset import outside
 from ffserve.errors import UsageError
 
@@ -34,7 +34,7 @@ def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
     for sample in samples:
         if sys.stdout.isatty() and not force and not _is_text(sample):
             raise UsageError(
-                "this sample is binary and standard output is a terminal",
+                "the sample is binary and standard output is a terminal",
                 hint="redirect it to a file, or add --force",
             )
         out.write(sample.data)
@@ -42,10 +42,10 @@ def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
 
 
 def _as_indices(word: str, count: int | None) -> range | None:
-    """Return the samples that ``7`` or ``3:9`` means; None when it must be a name.
+    """Return the indices that ``7`` or ``3:9`` means; None if the word is not of that form.
 
-    Args: count: samples that there are; None: that is not known.
-    Raises: SampleIndexError for what lies behind them.
+    Args: count: number of samples; None: unknown.
+    Raises: SampleIndexError for indices from ``count`` on.
     """
     first, colon, stop = word.partition(":")
     if not colon:
@@ -64,10 +64,10 @@ def _as_indices(word: str, count: int | None) -> range | None:
 @click.command()
 @click.argument("file")
 @click.argument("which", nargs=-1, required=True, metavar="INDEX|NAME...")
-@click.option("--force", is_flag=True, help="Write binary to a terminal.")
+@click.option("--force", is_flag=True, help="Write binary samples to a terminal, too.")
 @click.option(
     "--server", default="off", show_default=True, metavar="off|auto|require|SOCKET",
-    help="Read through the daemon.",
+    help="Read through a daemon.",
 )  # fmt: skip
 @format_option
 def cat(
@@ -75,7 +75,8 @@ def cat(
 ) -> int:
     """Write samples to standard output, byte for byte, one after the other.
 
-    Each is an index, a run of them such as 3:9, or, in a file made by 'ffserve pack DIR', a name.
+    A sample is given by its index, by a range such as 3:9, or by its name in a file made by
+    'ffserve pack'.
 
     \b
       ffserve cat train.ffr 0 > first.jpg
@@ -90,7 +91,7 @@ def cat(
             return 0
         asked = [(word, _as_indices(word, len(reader))) for word in which]
         folders = _folders(reader) if any(indices is None for _, indices in asked) else []
-        # All of them, before anything is written.
+        # All words are checked before anything is written.
         wanted = [
             [_named(folders, word, file)] if indices is None else indices for word, indices in asked
         ]
@@ -104,18 +105,18 @@ def cat(
 
 
 def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
-    """Write samples of a compressed file, read from its beginning to the last that is wanted.
+    """Write samples of a compressed file, which is read from its beginning to the last index.
 
-    Kept are those only that are not to be written yet, or once more.
+    Samples are kept only until they have been written for the last time.
     """
     wanted: list[range] = []
     for word in which:
         indices = _as_indices(word, None)
         if indices is None:
             raise UsageError(
-                "a compressed file has neither names nor an end that is known: give indices, or "
-                "runs with both ends",
+                f"{word!r}: a compressed file has neither names nor a known end",
                 path=file,
+                hint="give indices, or ranges with both ends",
             )
         wanted.append(indices)
     end = max(indices.stop for indices in wanted)
@@ -143,14 +144,14 @@ def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, forc
 
 
 def _turns(wanted: list[range]) -> Iterator[tuple[int, bool]]:
-    """Yield each index, in order, and whether it is asked for the last time."""
+    """Yield each index in order, and whether it occurs for the last time."""
     for k, indices in enumerate(wanted):
         for index in indices:
             yield index, not any(index in later for later in wanted[k + 1 :])
 
 
 def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
-    """Return each shard's first sample and names, for the shards that have names."""
+    """Return the first index and the names of each shard that has names."""
     from ffserve.compat import folder_index
 
     folders = []
@@ -163,7 +164,7 @@ def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
 
 
 def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
-    """Return the sample that a name means."""
+    """Return the index of the sample with a name."""
     for first, folder in folders:
         node: Any = folder
         for part in PurePath(name).parts:
@@ -171,7 +172,9 @@ def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
         if isinstance(node, int):
             return first + node
     raise UsageError(
-        f"no file is called {name!r}" if folders else f"{name!r} is no index, and it has no names",
+        f"no sample has the name {name!r}"
+        if folders
+        else f"{name!r} is not an index, and the file has no names",
         path=file,
-        hint="'ffserve inspect' shows how many samples and names there are",
+        hint="'ffserve inspect' shows the number of samples and names",
     )

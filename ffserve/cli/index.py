@@ -1,4 +1,4 @@
-"""``index``: walk over files that have no tables, so that opening them need not."""
+"""``ffserve index``: index files for record files without tables, such as TFRecord."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ffserve.cli import exit_code_of_all, report
-from ffserve.cli.recordfiles import format_option, jobs_option, json_option
+from ffserve.cli.record_files import format_option, jobs_option, json_option, total_size
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.errors import FFServeError, UsageError
 
@@ -17,28 +17,27 @@ from ffserve.errors import FFServeError, UsageError
 @click.command()
 @click.argument("files", nargs=-1, required=True)
 @jobs_option
-@click.option("--renew", is_flag=True, help="Walk also over files whose index is sound.")
+@click.option("--renew", is_flag=True, help="Scan files again that have a valid index.")
 @format_option
 @json_option
 def index(
     files: tuple[str, ...], jobs: int, renew: bool, format_name: str | None, as_json: bool
 ) -> int:
-    """Find the records of files that have no tables of their own (TFRecord), and keep that.
+    """Scan files that have no tables of their own (TFRecord), and write index files.
 
-    FILES are files, directories or patterns. The index of a file lies beside it as .NAME.ffx, or
-    in the user's cache directory where nothing may be written beside it. It is checked before it
-    is used, and made again when the file has changed. Files are also indexed when they are first
-    opened; this does it in advance, for all users at once.
+    FILES are files, directories or patterns. The index of a file is written beside it as
+    .NAME.ffx, or in the user's cache directory if its directory is not writable. An index is
+    checked before it is used, and rewritten when its file has changed. Files are also indexed when
+    they are first opened; this command does it in advance, for all users.
 
     \b
       ffserve index /data/tfrecords
     """
-    from ffserve.cli.pack import total_size
     from ffserve.dataset import expand_paths
     from ffserve.formats import suffixes
     from ffserve.shardfile import write_index_file
 
-    def walk(path: str) -> dict[str, Any]:
+    def scan(path: str) -> dict[str, Any]:
         try:
             found = write_index_file(path, format_name, renew=renew)
         except UsageError:
@@ -58,7 +57,7 @@ def index(
         progress("indexing", total_size(paths), as_bytes=True) as shown,
         ThreadPoolExecutor(jobs) as pool,
     ):
-        facts = list(pool.map(walk, paths))
+        facts = list(pool.map(scan, paths))
     bad = [fact for fact in facts if "error" in fact]
     if as_json:
         print_json(facts)
@@ -67,7 +66,7 @@ def index(
         indexed = sum(fact.get("index") is not None for fact in facts)
         plain = len(facts) - indexed - len(bad)
         words = [f"{counted(indexed, 'file')} indexed, {counted(samples, 'sample')}"]
-        words += [f"{counted(plain, 'file')} without need of an index"] * bool(plain)
+        words += [f"{counted(plain, 'file')} with tables"] * bool(plain)
         words += [f"{counted(len(bad), 'unreadable file')}"] * bool(bad)
         click.echo("; ".join(words))
     return exit_code_of_all(fact["error"] for fact in bad)

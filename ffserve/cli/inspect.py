@@ -1,4 +1,4 @@
-"""``ffserve inspect``: what is in record files, without a daemon."""
+"""``ffserve inspect``: samples, sizes, checksums and names of record files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
-from ffserve.cli.recordfiles import files_of, format_option, json_option
+from ffserve.cli.record_files import files_of, format_option, json_option
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json, printable
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError
@@ -25,7 +25,7 @@ CHECKSUMS = {0: "none", 1: "CRC-32 of every sample", 2: "CRC-32C of every sample
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of one file, and how many names the index sample of a packed folder holds."""
+    """The tables of one file, and the number of names if it is a packed folder."""
 
     shard: Shard
     offsets: NDArray[np.uint64]
@@ -56,7 +56,7 @@ def _load(path: str, format_name: str | None) -> _Tables:
 
 
 def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
-    """Return how many files the last sample names; None when it is a sample like the others."""
+    """Return the number of names in the last sample; None if that sample is not an index."""
     from ffserve.compat import folder_index
 
     if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
@@ -72,7 +72,7 @@ def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
 
 
 def _describe(path: str, format_name: str | None) -> dict[str, Any]:
-    """Return what is in one file."""
+    """Return the facts about one file."""
     from ffserve.files import is_compressed
 
     if format_name in (None, "tfrecord") and is_compressed(path):
@@ -97,7 +97,7 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
 
 
 def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
-    """Return what the headers of a file of chunks say; the samples' sizes stand inside."""
+    """Return the facts in the headers of a file of chunks, which lack the samples' sizes."""
     about = shard.about()
     return {
         "path": path,
@@ -115,7 +115,7 @@ def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
 
 
 def _describe_stream(path: str) -> dict[str, Any]:
-    """Return what is in a compressed file, which has to be read for that."""
+    """Return the facts about a compressed file, which has to be read as a whole."""
     from ffserve.reader import StreamReader
 
     with StreamReader((path,), verify=False) as reader:
@@ -135,7 +135,7 @@ def _describe_stream(path: str) -> dict[str, Any]:
 
 
 def _size_facts(lengths: NDArray[Any]) -> dict[str, Any]:
-    """Return what there is to say about the samples' sizes."""
+    """Return the distribution of the samples' sizes."""
     if not len(lengths):
         return {"sample_size_bytes": None, "histogram": {}}
     # Sample sizes by powers of two: bin k holds sizes from 2^(k-1) up to 2^k - 1.
@@ -184,7 +184,7 @@ def _print_description(facts: dict[str, Any]) -> None:
     if cut:
         some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")
         lines.append(
-            ("damage", f"behind the end of the file: {counted(len(cut), 'sample')}, {some}")
+            ("damage", f"{counted(len(cut), 'sample')} beyond the end of the file: {some}")
         )
     print_facts(lines)
 
@@ -194,11 +194,10 @@ def _print_description(facts: dict[str, Any]) -> None:
 @format_option
 @json_option
 def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> int:
-    """Show what is in record files: samples, their sizes, checksums, names.
+    """Show samples, sizes, checksums and names of record files.
 
-    Only metadata are read, and checked. FILES are files, directories or patterns. The exit code
-    is 1 when a file is not a sound record file, 2 when no more is wrong than that one is not there
-    or may not be read.
+    Only metadata are read and checked. FILES are files, directories or patterns. The exit code is
+    1 if a file is not a valid record file, and 2 if files are missing or not readable.
 
     \b
       ffserve inspect train.ffr

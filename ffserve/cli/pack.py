@@ -1,41 +1,42 @@
-"""``ffserve pack``: many files into a few record files."""
+"""``ffserve pack``: pack many files into a few record files."""
 
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Sequence
 
 import click
 
+from ffserve.cli.record_files import total_size
 from ffserve.cli.terminal import counted, print_json, printable, progress
 from ffserve.config import format_size
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="DIR|FILES...")
-@click.option("-o", "--output", "out", required=True, metavar="OUT", help="What to write.")
+@click.option(
+    "-o", "--output", "out", required=True, metavar="OUT", help="Record file or directory to write."
+)
 @click.option(
     "--shards",
     type=click.IntRange(1, 100_000),
     default=1,
     show_default=True,
-    help="Record files to write; with more than one, OUT is a directory.",
+    help="Number of record files; if more than one, OUT is a directory.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1, 256),
     default=min(4, os.cpu_count() or 1),
     show_default=True,
-    help="Processes; each writes one shard at a time.",
+    help="Number of processes; each writes one shard at a time.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write what was done as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool) -> int:
     """Pack a directory or files into record files (FFRecord).
 
-    Names are kept in one more sample at the end of each file, as ffrecord's PackedFolder has
-    them. OUT takes its name when it is complete and on the disk; when anything fails, nothing is
-    left of it.
+    Names are stored in an additional sample at the end of each file, as in ffrecord's
+    PackedFolder. OUT takes its name when it is complete and on disk; after an error nothing of it
+    remains.
 
     \b
       ffserve pack photos/ -o photos.ffr
@@ -57,22 +58,3 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
         files, size = counted(written.files, "file"), format_size(written.bytes)
         click.echo(f"{files}, {size}: {printable(where)}")
     return 0
-
-
-def total_size(paths: Sequence[str]) -> int:
-    """Return about how many bytes files and directories have; what cannot be looked at has none."""
-    total = 0
-    seen: set[tuple[int, int]] = set()
-    waiting = list(paths)
-    while waiting:
-        path = waiting.pop()
-        try:
-            found = os.stat(path)
-            if stat.S_ISREG(found.st_mode):
-                total += found.st_size
-            elif stat.S_ISDIR(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
-                seen.add((found.st_dev, found.st_ino))
-                waiting.extend(os.path.join(path, name) for name in os.listdir(path))
-        except OSError:
-            continue
-    return total

@@ -1,4 +1,4 @@
-"""``ffserve resize``: another size for a running daemon's arena."""
+"""``ffserve resize``: change the size of a running daemon's arena."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ from ffserve.socket_path import find_socket
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0
-"""After which it says what it waits for."""
+"""After this time it reports what it waits for."""
 
 
 @click.command()
 @click.argument("size", metavar="SIZE")
-@click.option("--socket", metavar="PATH", help="The daemon's socket; found by itself if left out.")
-@click.option("--wait/--no-wait", default=True, help="Wait until it is done.  [default: --wait]")
-@click.option("--json", "as_json", is_flag=True, help="Write what became of it as JSON.")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    help="The daemon's socket.  [default: FFSERVE_SOCKET, else the usual place]",
+)
+@click.option(
+    "--wait/--no-wait",
+    default=True,
+    help="Wait until the arena has its new size.  [default: --wait]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the arena's figures as JSON.")
 def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
-    """Give the daemon's arena another size while it serves.
+    """Change the size of the daemon's arena while it serves.
 
-    Root may, and the user that the daemon runs as. Growing is done when the memory has been taken.
-    Shrinking evicts samples, and waits for those that a process holds by a lease; a later resize
-    takes the place of one that waits. Ending this command ends nothing.
+    Only root and the daemon's user may do this. Growing ends when the memory has been allocated.
+    Shrinking evicts samples and waits for leased ones; a later resize replaces one that waits.
+    Interrupting this command does not interrupt the resize.
 
     \b
       ffserve resize 32GiB
@@ -41,13 +49,15 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
         patience, told = time.monotonic() + _PATIENCE_S, False
         while wait and _under_way(facts):
             if facts["target"] != target:
-                click.echo(f"another resize took over: {format_size(facts['target'])}", err=True)
+                click.echo(
+                    f"replaced by another resize to {format_size(facts['target'])}", err=True
+                )
                 break
             if not told and facts["held"] and time.monotonic() > patience:
                 told = True
                 click.echo(
-                    f"waiting: {format_size(facts['held'])} of the arena hold samples in use, "
-                    f"{format_size(facts['leased'])} are leased",
+                    f"waiting for {format_size(facts['held'])} of samples in use, "
+                    f"{format_size(facts['leased'])} of them leased",
                     err=True,
                 )
             time.sleep(_POLL_S)
@@ -58,10 +68,10 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
         print_json(facts)
     elif _under_way(facts):
         click.echo(
-            f"the arena is on its way from {format_size(before)} to {format_size(facts['target'])}"
+            f"resizing the arena from {format_size(before)} to {format_size(facts['target'])}"
         )
     else:
-        click.echo(f"the arena has {format_size(facts['size'])} now")
+        click.echo(f"the arena has {format_size(facts['size'])}")
     return 0
 
 

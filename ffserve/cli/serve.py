@@ -1,4 +1,4 @@
-"""``ffserve serve``: the daemon. Its flags are made from the settings, so none can be missing."""
+"""``ffserve serve``: run the daemon. Its flags are generated from the settings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def _setting_flags(command: Command) -> Command:
     "--config",
     "config_path",
     metavar="FILE",
-    help=f"Settings in TOML, under the names of these flags; flags win.  [default: {CONFIG_PATH}]",
+    help=f"Settings in TOML, named like these flags, which override them.  [default: {CONFIG_PATH}]",
 )
 @_setting_flags
 def serve(config_path: str | None, **settings: Any) -> int:
     """Run the daemon until SIGTERM or Ctrl-C.
 
-    It serves files below its roots to the processes that may read them anyway, and keeps samples
-    in one arena of shared memory. SIGTERM lets requests in flight end and then exits with 0.
+    It serves files below its roots to processes that have permission to read them, and keeps
+    samples in an arena of shared memory. After SIGTERM it completes the requests in flight and
+    exits with 0.
 
     \b
       ffserve serve --root /data --arena 16GiB

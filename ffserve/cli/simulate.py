@@ -1,4 +1,4 @@
-"""``ffserve simulate``: what a bigger cache, another job or a shared seed would bring."""
+"""``ffserve simulate``: hit rates of other cache sizes, numbers of jobs and orders."""
 
 from __future__ import annotations
 
@@ -13,30 +13,37 @@ from ffserve.errors import UsageError
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 WARM_EPOCHS, EPOCHS = 3, 2
 SMALLEST = 300
-"""Samples that fit into the smallest arena there is."""
+"""Samples that fit into the smallest arena."""
 
 
 @click.command()
-@click.option("--jobs", "job_count", default=2, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--jobs", "job_count", default=2, show_default=True, type=click.IntRange(1, 64),
+    help="Number of jobs.",
+)  # fmt: skip
 @click.option(
     "--cache", "shares", multiple=True, type=click.FloatRange(0.01, 1.0), metavar="SHARE",
-    help="Memory as a part of the data set, such as 0.25; several for a comparison.",
+    help="Arena / data set, such as 0.25; may be repeated.  [default: 0.1 to 0.9]",
 )  # fmt: skip
 @click.option(
     "--samples", default=20_000, show_default=True, type=click.IntRange(1000, 5_000_000),
-    help="Of the data set; the result hardly depends on it.",
+    help="Samples of the data set; the result hardly depends on it.",
 )  # fmt: skip
 @click.option(
-    "--speeds", metavar="A,B,…", help="Of the jobs beside one another, such as 1,0.6; all equal."
+    "--speeds",
+    metavar="A,B,…",
+    help="Relative speeds of the jobs, such as 1,0.6.  [default: equal]",
 )
-@click.option("--same-seed", is_flag=True, help="All jobs follow one order.")
+@click.option("--same-seed", is_flag=True, help="All jobs use the same order.")
 @click.option("--silent", is_flag=True, help="The jobs do not announce their order.")
 @click.option(
     "--disk", type=click.FloatRange(0.01), metavar="SHARE",
-    help="What the disk can read, as a part of what all jobs ask for; unlimited.",
+    help="Rate of the disk / rate of all jobs.  [default: unlimited]",
 )  # fmt: skip
-@click.option("--plot", metavar="FILE", help="Draw hit rates over cache sizes (needs matplotlib).")
-@click.option("--json", "as_json", is_flag=True, help="Write everything as JSON.")
+@click.option(
+    "--plot", metavar="FILE", help="Draw hit rates by cache size to FILE (needs matplotlib)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 def simulate(
     job_count: int,
     shares: tuple[float, ...],
@@ -48,11 +55,11 @@ def simulate(
     plot: str | None,
     as_json: bool,
 ) -> int:
-    """Try a cache size without buying it.
+    """Simulate the hit rates of a cache size.
 
-    Runs the daemon's own cache and policy under a virtual clock: jobs that visit every sample of a
-    data set once an epoch, in random order. Shows the part of samples that need no disk, beside
-    the best that any cache of that size could do (Belady: the whole future known).
+    Runs the daemon's cache and policy under a virtual clock, with jobs that read every sample of a
+    data set once per epoch in random order. Shows the share of samples found in memory, beside
+    the best possible for a cache of that size (Belady's algorithm, which knows the future).
 
     \b
       ffserve simulate --jobs 4 --cache 0.25
@@ -76,7 +83,7 @@ def simulate(
     if as_json:
         print_json({"jobs": job_count, "samples": samples, "rows": rows})
         return 0
-    header = ["cache", "hits", "best possible", "disk reads an epoch and job"]
+    header = ["cache", "hits", "best possible", "disk reads per epoch and job"]
     print_table(
         header + (["speed"] if disk else []),
         [
@@ -99,9 +106,11 @@ def _paces(speeds: str | None, job_count: int) -> list[float]:
     try:
         paces = [float(speed) for speed in speeds.split(",")]
     except ValueError:
-        raise UsageError(f"--speeds takes numbers, not {speeds!r}", hint="such as 1,0.6") from None
+        raise UsageError(
+            f"--speeds: invalid numbers {speeds!r}", hint="give numbers such as 1,0.6"
+        ) from None
     if not all(0.001 <= pace <= 1000 for pace in paces):
-        raise UsageError("a speed is between 0.001 and 1000")
+        raise UsageError(f"--speeds {speeds}: a speed must be between 0.001 and 1000")
     return [paces[k % len(paces)] for k in range(job_count)]
 
 
@@ -138,7 +147,7 @@ def _row(
 
 
 def _check_plot(path: str) -> None:
-    """Refuse what could not be drawn, before minutes of simulating.
+    """Check that the picture can be drawn, before minutes of simulation.
 
     Raises: UsageError.
     """
@@ -149,11 +158,11 @@ def _check_plot(path: str) -> None:
     kinds = Figure().canvas.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in kinds:
         raise UsageError(
-            f"--plot cannot tell from {path!r} what kind of picture to write",
-            hint="a name such as hits.png, hits.svg or hits.pdf",
+            f"--plot {path!r}: unknown picture format",
+            hint="give a name such as hits.png, hits.svg or hits.pdf",
         )
     if not Path(path).parent.is_dir():
-        raise UsageError(f"--plot {path!r}: there is no directory {str(Path(path).parent)!r}")
+        raise UsageError(f"--plot {path!r}: missing directory {str(Path(path).parent)!r}")
 
 
 def _draw(path: str, rows: list[dict[str, Any]], title: str) -> None:

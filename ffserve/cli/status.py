@@ -1,4 +1,4 @@
-"""``ffserve status``: one screen about a running daemon."""
+"""``ffserve status``: the memory, files and jobs of a running daemon, on one screen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ AT_WORK_S = 10
 
 
 @click.command()
-@click.option("--socket", metavar="PATH", help="The daemon's socket; found by itself if left out.")
-@click.option("--json", "as_json", is_flag=True, help="Write everything as JSON.")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    help="The daemon's socket.  [default: FFSERVE_SOCKET, else the usual place]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write all figures as JSON.")
 def status(socket: str | None, as_json: bool) -> int:
-    """Show what the daemon holds and does.
+    """Show the daemon's memory, files and jobs.
 
-    Hits are samples that a job found in shared memory; the daemon is not asked for those, jobs
-    report them with their next request. The exit code is 3 when no daemon answers.
+    A hit is a sample that a job finds in shared memory without a request; jobs report hits with
+    their next request. The exit code is 3 when no daemon answers.
 
     \b
       ffserve status
@@ -45,9 +49,9 @@ def _print(facts: dict[str, Any]) -> None:
     )
     used = f"{format_size(arena['used'])} of {format_size(arena['size'])}"
     if arena["size"] != arena["target"]:
-        used += f", on its way to {format_size(arena['target'])}"
+        used += f", resizing to {format_size(arena['target'])}"
     if arena["held"]:
-        used += f" when {format_size(arena['held'])} are free"
+        used += f" when {format_size(arena['held'])} are released"
     print_facts(
         [
             ("engine", str(facts["engine"]["kind"])),
@@ -70,7 +74,7 @@ def _print(facts: dict[str, Any]) -> None:
                     shard["path"],
                     f"{shard['count']:,}",
                     format_size(shard["payload_size"]),
-                    # Small samples take more memory than their bytes.
+                    # Slots of small samples are larger than the samples.
                     percent(
                         min(shard["cached_size"], shard["payload_size"]), shard["payload_size"]
                     ),
@@ -81,11 +85,11 @@ def _print(facts: dict[str, Any]) -> None:
         )
         if len(shards) > SHARDS_SHOWN:
             click.echo(f"and {len(shards) - SHARDS_SHOWN:,} more (--json shows all)")
-    # What never opened a dataset (this command, for one) is no job to anybody.
+    # Clients that opened no data set, such as this command, are not shown.
     jobs = [job for job in jobs if job["paths"]]
     if jobs:
         click.echo()
-        # Those that are at work keep their rows from one look to the next.
+        # Active jobs keep their order from one call to the next.
         latest = sorted(jobs, key=lambda job: job["idle_s"] // AT_WORK_S)
         print_table(
             ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
@@ -110,14 +114,14 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _print_progress(facts: dict[str, Any]) -> None:
-    """Where the jobs are in their epochs, and who keeps what."""
+    """Print the positions of the jobs in their epochs, and the memory of each group."""
     names = {job["name"]: job for job in facts["jobs"]}
     rows = [row for row in facts.get("progress", ()) if row["count"] is not None]
     if rows:
         click.echo()
         print_table(
-            ["job", "order", "epoch", "position", "a second", "ends in", "ahead", "waited",
-             "from disk", "alone"],
+            ["job", "order", "epoch", "position", "per second", "ends in", "window",
+             "waited", "from disk", "if alone"],
             [
                 [
                     row["job"][:12],
@@ -138,10 +142,10 @@ def _print_progress(facts: dict[str, Any]) -> None:
     if groups:
         click.echo()
         print_table(
-            ["memory kept for", "size", "of the arena", "never below", "by"],
+            ["memory of jobs", "size", "of the arena", "guaranteed", "policy"],
             [
                 [
-                    " ".join(name[:12] for name in group["jobs"][:4]) or "nobody now",
+                    " ".join(name[:12] for name in group["jobs"][:4]) or "(ended)",
                     format_size(group["used"]),
                     percent(group["used"], facts["arena"]["size"]),
                     format_size(group["floor"]),
@@ -153,7 +157,7 @@ def _print_progress(facts: dict[str, Any]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for a reader: ``0.3 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    """Return seconds as text: ``0.3 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

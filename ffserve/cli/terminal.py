@@ -1,4 +1,4 @@
-"""What all commands write alike: progress, tables, JSON. rich is imported when it is needed."""
+"""Output of the commands: progress, tables, JSON. rich is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -16,31 +16,29 @@ import click
 from ffserve.config import format_size
 
 LINE_EVERY_S = 5.0
-"""How often progress says something where it cannot draw a bar."""
+"""Interval of progress lines where no bar can be drawn."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
-    """How far long work is; threads may call it."""
+    """The progress of long work; threads may call it."""
 
     def __init__(self, advance: Callable[[int], None], line: Callable[[str], None]) -> None:
         self.advance = advance
-        """Take how much more was done."""
+        """Add an amount to the work that is done."""
         self.line = line
         """Write a line of the command's output without disturbing the bar; see `printable`."""
 
 
 @contextmanager
 def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Progress]:
-    """Show how far long work is, on standard error.
-
-    On a terminal a bar, elsewhere a line every few seconds.
+    """Show the progress of long work on standard error: a bar on a terminal, lines elsewhere.
 
     Args:
-        label: what is being done.
-        total: how much there is.
-        as_bytes: the amounts are bytes.
+        label: the work, such as "packing".
+        total: the amount of work.
+        as_bytes: amounts are bytes.
     """
     if sys.stderr.isatty():
         from rich import progress as bars
@@ -66,16 +64,16 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
 
     lock = threading.Lock()
     done = 0
-    spoke = time.monotonic()
+    reported = time.monotonic()
 
     def advance(more: int) -> None:
-        nonlocal done, spoke
+        nonlocal done, reported
         with lock:
             done += more
             now = time.monotonic()
-            if now - spoke < LINE_EVERY_S:
+            if now - reported < LINE_EVERY_S:
                 return
-            spoke = now
+            reported = now
             shown = format_size if as_bytes else "{:,}".format
             click.echo(f"{label}: {shown(done)} of {shown(total)}", err=True)
 
@@ -90,10 +88,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """Return text in one line that a terminal shows and does not obey.
+    """Return text as one line without control characters.
 
-    Names of files, samples and jobs may hold anything: line breaks, escape sequences and what turns
-    the direction of writing become what Python writes for them, such as ``\\n`` and ``\\x1b``.
+    Names of files, samples and jobs may contain anything. Line breaks, escape sequences and
+    changes of the writing direction are replaced by Python's escapes, such as ``\\n``.
     """
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
@@ -101,7 +99,7 @@ def printable(text: str) -> str:
 def print_json(facts: Any) -> None:
     """Write facts as JSON, one document, keys in the order given."""
     text = json.dumps(facts, indent=2, ensure_ascii=False)
-    # Bytes of file names that are no UTF-8 are lone surrogates here: JSON writes them so, too.
+    # File names that are not UTF-8 have lone surrogates, which JSON writes as escapes.
     click.echo(text.encode("utf-8", "backslashreplace").decode())
 
 
@@ -119,14 +117,14 @@ def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> No
 
 
 def print_facts(facts: list[tuple[str, str]]) -> None:
-    """Write names and values, one pair a line."""
+    """Write names and values, one pair per line."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         click.echo(f"  {name.ljust(width)}  {printable(value)}")
 
 
 def histogram(counts: list[int]) -> str:
-    """Draw counts as a line of bars; a count that is not 0 is always seen."""
+    """Draw counts as a line of bars; every count above 0 is visible."""
     top = max(counts, default=0)
     if top == 0:
         return ""
@@ -139,5 +137,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def percent(part: int | float, whole: int | float) -> str:
-    """Return a share as text; a dash when there is no whole."""
+    """Return a share as text; a dash if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,4 +1,4 @@
-"""``ffserve verify``: every sample of record files held against its checksum, without a daemon."""
+"""``ffserve verify``: read all samples of record files and check their checksums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all
-from ffserve.cli.recordfiles import files_of, format_option, jobs_option, json_option
+from ffserve.cli.record_files import files_of, format_option, jobs_option, json_option
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Findings:
-    """What verify found so far, over all threads."""
+    """The results of all threads so far."""
 
     def __init__(self, shown: Progress, *, quiet: bool) -> None:
         self.samples = 0
@@ -64,7 +64,7 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
         if format_name in (None, "tfrecord") and is_compressed(path):
             _verify_stream(StreamReader((path,), tolerant=True), path, findings)
             return
-        # Tolerant, so that a file damaged between its samples is still read to its end.
+        # Tolerant: a file with damage between its samples is read to its end.
         with Reader((path,), format_name, "off", True, tolerant=True) as reader:
             for first, batch, failed in reader.scan():
                 for position, error in failed.items():
@@ -98,14 +98,14 @@ def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None
 @format_option
 @json_option
 def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: bool) -> int:
-    """Read everything and check every checksum.
+    """Read all samples and check their checksums.
 
-    FILES are files, directories or patterns. A line is written for each damaged sample and for
-    each file that cannot be opened; the others are still read. The exit code is 1 if there was
-    any, 2 if no more is wrong than that a file is not there or may not be read.
+    FILES are files, directories or patterns. A line is written for each damaged sample and each
+    unreadable file; the others are still read. The exit code is 1 if there is any damage, and 2 if
+    files are missing or not readable.
 
     \b
-      ffserve verify /data/shards && echo sound
+      ffserve verify /data/shards && echo intact
       ffserve verify --json train.ffr | jq '.damaged[].index'
     """
     paths = files_of(files, format_name)
@@ -118,7 +118,7 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
             for task in tasks:
                 task.result()
         finally:
-            # Nobody waits for a thread that looks for the next record in a terabyte of damage.
+            # A thread may be looking for the next record in a terabyte of damage.
             findings.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
     bad = bool(findings.damaged or findings.unreadable)
@@ -140,7 +140,7 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
                 f"{counted(len(findings.damaged), 'damaged sample')}, "
                 f"{counted(len(findings.unreadable), 'unreadable file')}"
                 if bad
-                else "all sound"
+                else "all intact"
             )
         )
     if findings.damaged:

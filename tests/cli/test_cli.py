@@ -27,7 +27,7 @@ from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
 from ffserve.cli import COMMANDS
-from ffserve.cli.recordfiles import BATCH_COUNT, BATCH_SIZE, batches_of
+from ffserve.cli.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
 from ffserve.engine.codec import crc32c
 
@@ -342,7 +342,7 @@ def test_files_that_are_not_there_are_usage(packed: Path, tmp_path: Path) -> Non
     run("convert", tmp_path / "missing.tar", tmp_path / "out.ffr", code=2)
     run("pack", tmp_path / "missing", "-o", tmp_path / "out.ffr", code=2)
     run("inspect", packed, tmp_path / "missing.ffr", code=2)
-    assert "all sound" not in text_of("verify", packed, tmp_path / "missing.ffr", code=2)
+    assert "all intact" not in text_of("verify", packed, tmp_path / "missing.ffr", code=2)
 
 
 def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_inspect_sees_a_file_that_was_cut(damaged: Path) -> None:
 
 
 def test_verify_is_silent_about_what_is_sound(packed: Path) -> None:
-    assert text_of("verify", packed).strip().endswith("all sound")
+    assert text_of("verify", packed).strip().endswith("all intact")
 
 
 def test_verify_names_every_damaged_sample_and_goes_on(

@@ -27,7 +27,7 @@ def test_inspect_verify_and_cat(path: str) -> None:
     [facts] = json.loads(text_of("inspect", "--json", path))
     assert facts["samples"] == 40 and facts["cut_samples"] == []
     assert facts["sample_size_bytes"]["max"] == 70_000
-    assert "all sound" in text_of("verify", path)
+    assert "all intact" in text_of("verify", path)
     assert run("cat", path, "3", "5:8").stdout == SAMPLES[3] + b"".join(SAMPLES[5:8])
 
 
@@ -48,7 +48,7 @@ def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
     write(tmp_path / "b.ffr", SAMPLES)
     done = run("index", tmp_path, code=1)
     assert done.stdout.decode() == (
-        "2 files indexed, 57 samples; 1 file without need of an index; 1 unreadable file\n"
+        "2 files indexed, 57 samples; 1 file with tables; 1 unreadable file\n"
     )
     assert b"trunc_30.tfrecord, byte 413" in done.stderr
     facts = json.loads(text_of("index", "--json", "--renew", tmp_path / "small.tfrecord"))
@@ -71,7 +71,7 @@ def test_compressed_files(name: str, tmp_path: Path) -> None:
     expected = run("cat", GOLDEN / "mixed.tfrecord", *which).stdout
     assert len(expected) > 70_000 and run("cat", path, *which).stdout == expected
     assert "outside the dataset of 49 samples" in error_of("cat", path, "49", code=2)
-    assert "neither names nor an end" in error_of("cat", path, "name", code=2)
+    assert "neither names nor a known end" in error_of("cat", path, "name", code=2)
     (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
     found = json.loads(text_of("verify", "--json", tmp_path / name, code=1))
     assert [entry["error"] for entry in found["damaged"]] == ["truncated"]

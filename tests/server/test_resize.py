@@ -102,7 +102,7 @@ class Load:
 def test_grows_under_load(daemon: Daemon, path: str, truth: list[bytes]) -> None:
     with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
         until(lambda: load.batches > 3, "reading goes on")
-        assert resize(daemon, "96MiB") == "the arena has 96.0 MiB now\n"
+        assert resize(daemon, "96MiB") == "the arena has 96.0 MiB\n"
         until(lambda: load.batches > 10, "reading goes on")
     arena = daemon.status()["arena"]
     assert arena["size"] == arena["target"] == arena["populated"] == 96 * MIB
@@ -120,7 +120,7 @@ def test_shrinks_under_load_and_gives_its_memory_back(path: str, truth: list[byt
         assert memory_size(daemon) >= 96 * MIB
         with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
             until(lambda: load.batches > 3, "reading goes on")
-            assert resize(daemon, "8MiB") == "the arena has 8.00 MiB now\n"
+            assert resize(daemon, "8MiB") == "the arena has 8.00 MiB\n"
             assert memory_size(daemon) <= 8 * MIB
             done = load.batches
             until(lambda: load.batches > done + 3, "reading goes on")
@@ -136,7 +136,7 @@ def test_changes_size_again_and_again_under_load(path: str, truth: list[bytes]) 
     ):
         for size in (8, 128, 16, 64, 4, 100, 32) * 3:
             resize(daemon, f"{size}MiB", *(["--no-wait"] if size % 3 else []))
-        assert resize(daemon, "32MiB") == "the arena has 32.0 MiB now\n"
+        assert resize(daemon, "32MiB") == "the arena has 32.0 MiB\n"
         done = load.batches
         until(lambda: load.batches > done + 3, "reading goes on")
         assert memory_size(daemon) <= 32 * MIB
@@ -147,7 +147,7 @@ def test_leases_are_waited_for(path: str, truth: list[bytes]) -> None:
         reader.read(range(COUNT))
         with reader.lease(range(0, COUNT, 10)) as views:
             said = resize(daemon, "8MiB", "--no-wait")
-            assert said == "the arena is on its way from 96.0 MiB to 8.00 MiB\n"
+            assert said == "resizing the arena from 96.0 MiB to 8.00 MiB\n"
             until(lambda: daemon.status()["arena"]["used"] < 90 * MIB, "what is free is emptied")
             arena = daemon.status()["arena"]
             assert arena["resizing"] and arena["held"] and arena["leased"] >= COUNT // 10 * SIZE
@@ -155,7 +155,7 @@ def test_leases_are_waited_for(path: str, truth: list[bytes]) -> None:
             assert [bytes(v) for v in views] == truth[::10], "what is leased stays"
             # Others go on in what is left, and a change of mind ends the waiting.
             assert [bytes(found) for found in reader.read(range(50))] == truth[:50]
-            assert resize(daemon, "96MiB") == "the arena has 96.0 MiB now\n"
+            assert resize(daemon, "96MiB") == "the arena has 96.0 MiB\n"
             resize(daemon, "8MiB", "--no-wait")
             assert [bytes(v) for v in views] == truth[::10]
         until(lambda: not daemon.status()["arena"]["resizing"], "the arena is small")

@@ -1,9 +1,10 @@
-"""What the commands share that look into record files."""
+"""Options and file lists of the commands that read record files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 
 import click
 import numpy as np
@@ -12,27 +13,27 @@ from numpy.typing import NDArray
 from ffserve.errors import ReadError
 
 BATCH_SIZE = 32 << 20
-"""Bytes that one read of cat asks for, unless a single sample is larger."""
+"""Bytes that one read of cat requests, unless a single sample is larger."""
 BATCH_COUNT = 4096
 
 format_option = click.option(
     "--format",
     "format_name",
     metavar="NAME",
-    help="ffrecord, recordio, …; by content, then suffix, when left out.",
+    help="ffrecord, recordio or tfrecord.  [default: by content, then suffix]",
 )
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
     default=min(4, os.cpu_count() or 1),
     show_default=True,
-    help="Files at once.",
+    help="Number of files to read at the same time.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 
 
 def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
-    """Expand directories and patterns; what cannot be found stays, to be reported in its turn."""
+    """Expand directories and patterns; missing paths stay in the list, to be reported in order."""
     from ffserve import formats
     from ffserve.dataset import expand_paths
 
@@ -50,7 +51,7 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
 
 
 def batches_of(sizes: NDArray[np.int64]) -> Iterator[range]:
-    """Cut a run of samples into ranges of bounded bytes."""
+    """Split a range of samples into ranges of bounded bytes."""
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
@@ -59,3 +60,22 @@ def batches_of(sizes: NDArray[np.int64]) -> Iterator[range]:
         stop = min(max(stop, first + 1), first + BATCH_COUNT)
         yield range(first, stop)
         first = stop
+
+
+def total_size(paths: Sequence[str]) -> int:
+    """Return the approximate bytes of files and directories, without those that cannot be read."""
+    total = 0
+    seen: set[tuple[int, int]] = set()
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop()
+        try:
+            found = os.stat(path)
+            if stat.S_ISREG(found.st_mode):
+                total += found.st_size
+            elif stat.S_ISDIR(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                waiting.extend(os.path.join(path, name) for name in os.listdir(path))
+        except OSError:
+            continue
+    return total
