@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import importlib.util
 import io
 import json
@@ -266,6 +267,18 @@ def test_files_that_are_named_exist(name: str) -> None:
         for path in FILE.findall(span):
             if path.startswith(("ffserve/", "tests/", "benchmarks/", "systemd/", "docs/")):
                 assert any(ROOT.glob(path)), f"{name}: {path}"
+
+
+def test_the_drawing_names_files_that_exist_and_is_drawn() -> None:
+    images = ROOT / "docs" / "images"
+    drawn = html.unescape((images / "architecture.svg").read_text())
+    labels = re.findall(r"<b>(.*?)</b>", (images / "architecture.dot").read_text())
+    for label in labels:
+        assert label in drawn, f"{label}: run make docs"
+        folder = ""
+        for path in re.findall(r"[\w/]+\.py|\w+/", label):
+            folder, _, name = path.rpartition("/") if "/" in path else (folder, "", path)
+            assert (ROOT / "ffserve" / folder / name).exists(), f"{label}: {path}"
 
 
 def test_documents_that_the_code_names_exist() -> None:
