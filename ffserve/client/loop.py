@@ -189,6 +189,7 @@ class LoopConnection:
         self._writing = False
         self._loop.remove_writer(self._fd)
         self.flush()
+        self.report()
 
     def _readable(self) -> None:
         channel = self.channel

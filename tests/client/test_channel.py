@@ -1,0 +1,184 @@
+"""The client's side of the protocol without a socket."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ffserve import protocol
+from ffserve.client.channel import Channel
+from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
+from ffserve.protocol import Message
+
+ONE = np.zeros(1, np.int64)
+
+
+def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
+    decoder = protocol.Decoder(protocol.FROM_SERVER)
+    return Channel("socket", decoder, takes_orders=takes_orders, inline=inline)
+
+
+def sent(client: Channel, most: int | None = None) -> list[Message]:
+    """Have a socket take everything, `most` bytes at a time; return the messages."""
+    decoder, messages = protocol.Decoder(protocol.FROM_CLIENT), list[Message]()
+    while output := client.output():
+        piece = output[:most]
+        messages += decoder.feed(piece)
+        client.sent(len(piece))
+    assert not client.urgent
+    return messages
+
+
+def answer(client: Channel, *messages: Message) -> list[int]:
+    return client.feed(b"".join(map(protocol.encode, messages)))
+
+
+@given(st.integers(1, 100))
+def test_what_a_socket_takes_in_pieces_arrives_whole(most: int) -> None:
+    client = channel()
+    opened = client.open(("/a",), None, True, False)
+    tag = client.get(3, np.arange(20))
+    first, second = sent(client, most)
+    assert isinstance(first, protocol.Open) and first.tag == opened
+    assert isinstance(second, protocol.Get) and second.tag == tag and second.dataset == 3
+
+
+def test_requests_beyond_the_limit_are_kept_back_until_answers_come() -> None:
+    client = channel()
+    tags = [client.get(1, ONE) for _ in range(protocol.MOST_REQUESTS + 3)]
+    assert len(sent(client)) == protocol.MOST_REQUESTS
+    assert answer(client, protocol.Ready(tags[5], 1, []), protocol.Ready(tags[0], 1, [])) == [
+        tags[5],
+        tags[0],
+    ]
+    assert client.urgent
+    assert [m.tag for m in sent(client)] == tags[-3:-1]  # type: ignore[union-attr]
+    client.give_up(tags[-1])
+    answer(client, *(protocol.Ready(tag, 1, []) for tag in tags[1:5]))
+    assert not sent(client)
+
+
+def test_a_closed_data_set_fails_its_requests_that_were_kept_back() -> None:
+    client = channel()
+    for _ in range(protocol.MOST_REQUESTS):
+        client.get(1, ONE)
+    kept, other = client.get(2, ONE), client.get(3, ONE)
+    client.close_dataset(2)
+    with pytest.raises(ServerUnavailable):
+        client.collect(kept)
+    assert not client.has_answer(other)
+
+
+def test_what_nobody_waits_for_is_given_back() -> None:
+    client = channel()
+    opening, reading = client.open(("/a",), None, True, False), client.get(1, ONE)
+    sent(client)
+    client.give_up(opening)
+    client.give_up(reading)
+    assert client.awaits and not client.report_due
+    assert answer(client, protocol.Opened(opening, 7, b"", [])) == []
+    assert answer(client, protocol.Ready(reading, 1, [])) == []
+    assert client.report_due and not client.awaits
+    client.queue_reports()
+    tell, close = sent(client)
+    assert isinstance(tell, protocol.Tell) and protocol.unpack_tags(tell.acknowledged) == [reading]
+    assert close == protocol.Close(7)
+
+
+def test_reports_are_state_until_the_socket_takes_them() -> None:
+    client = channel()
+    client.get(1, ONE)
+    for k in range(1000):
+        client.count_hits(10, 100)
+        client.reached(1, 0, k)
+        client.queue_reports()
+    assert len(sent(client)) == 1, "nothing was queued behind the request"
+    client.queue_reports()
+    output = bytes(client.output())
+    client.count_hits(1, 1)
+    client.reached(1, 0, 5000)
+    client.queue_reports()
+    assert bytes(client.output()) == output, "one report at a time"
+    assert sent(client) == [protocol.Tell(0, 10_000, 100_000, b""), protocol.Reached(1, 0, 999)]
+    client.queue_reports()
+    assert sent(client) == [protocol.Tell(0, 1, 1, b""), protocol.Reached(1, 0, 5000)]
+
+
+def test_acknowledgements_go_out_with_the_next_request() -> None:
+    client = channel()
+    client.acknowledge(4)
+    client.get(1, ONE)
+    [get] = sent(client)
+    assert isinstance(get, protocol.Get) and protocol.unpack_tags(get.acknowledged) == [4]
+    client.queue_reports()
+    assert not sent(client)
+
+
+class Sink:
+    """Takes two samples of three bytes."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.data = bytearray(6)
+        self.at = 0
+
+    def begin(self, lengths: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+        self.lengths = lengths.tolist()
+
+    def buffers(self, size: int) -> list[memoryview]:
+        middle = 3 if self.at < 3 else 6
+        first = memoryview(self.data)[self.at : min(middle, self.at + size)]
+        rest = memoryview(self.data)[middle : self.at + size]
+        return [view for view in (first, rest) if len(view)]
+
+    def filled(self, size: int) -> None:
+        self.at += size
+
+
+@given(st.lists(st.integers(1, 30), max_size=40))
+def test_payload_in_any_pieces(pieces: list[int]) -> None:
+    """Bytes come with frames or for themselves; they go where the sink says."""
+    client, sink, ignored = channel(inline=True), Sink(), 99
+    tag = client.get(1, np.arange(2), sink)
+    lengths = np.array([3, 3], "<u8").tobytes()
+    stream = b"".join(
+        (
+            protocol.encode(protocol.Sending(tag, lengths)),
+            protocol.encode(protocol.Payload(ignored, 5)) + b"-----",
+            protocol.encode(protocol.Payload(tag, 4)) + b"abcd",
+            protocol.encode(protocol.Payload(tag, 2)) + b"ef",
+            protocol.encode(protocol.Ready(tag, 2, [])),
+        )
+    )
+    answered = []
+    for size in [*pieces, len(stream)]:
+        while size and stream:
+            if views := client.payload_buffers():
+                taken = min(size, len(views[0]))
+                views[0][:taken] = stream[:taken]
+                client.payload_filled(taken)
+            else:
+                taken = min(size, len(stream))
+                answered += client.feed(stream[:taken])
+            stream, size = stream[taken:], size - taken
+    assert answered == [tag] and sink.lengths == [3, 3] and bytes(sink.data) == b"abcdef"
+    assert client.expect(client.collect(tag), protocol.Ready).count == 2
+
+
+def test_errors_of_requests_and_of_the_session() -> None:
+    client = channel()
+    first, second, third = (client.get(1, ONE) for _ in range(3))
+    denied = protocol.error_to_wire(AccessDenied("no"))
+    answer(client, protocol.Fail(first, denied), protocol.Opened(second, 1, b"", []))
+    with pytest.raises(AccessDenied):
+        client.collect(first)
+    with pytest.raises(AccessDenied):
+        answer(client, protocol.Fail(0, denied))
+    with pytest.raises(ProtocolError, match="OPENED where READY is due"):
+        client.expect(client.collect(second), protocol.Ready)
+    with pytest.raises(ProtocolError, match="OPENED"):
+        client.collect(third)
+    with pytest.raises(ProtocolError):
+        client.get(1, ONE)
