@@ -1,8 +1,12 @@
-"""Samples through an engine in this process, where no daemon serves them.
+"""Samples through an engine in this process, for reading without a daemon.
 
-The same C core reads past the page cache into buffers of its own, verifies, and copies each
-payload to its destination while the bytes are warm; nothing is kept. Neighbours that are asked
-for together are read together.
+The C core reads past the page cache into buffers of its own, verifies, and copies each payload to
+its destination while the bytes are warm; nothing is kept. Neighbours in one request are read
+together.
+
+Records in chunks: the chunks are read as a few batches (`ffserve/decoding.py`) and decoded by a few
+threads while the caller continues. Decoded chunks are kept for a while, so that a request for their
+neighbours does not decode them again; a scan in order decodes each chunk once.
 """
 
 from __future__ import annotations
@@ -10,19 +14,28 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
-from ffserve.client.chunks import MAX_CHUNK_SIZE, ChunkRequest, ChunkStore
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
+from ffserve.decoding import (
+    ChunkBatch,
+    ChunkRun,
+    DecodedChunk,
+    ReusableBuffers,
+    batches,
+    thread_pool,
+)
 from ffserve.engine import io
+from ffserve.engine.codec import scatter
 from ffserve.engine.io import MERGED_SIZE, Engine, merge_reads, open_direct
 from ffserve.engine.shm import NOWHERE, Lookup
 from ffserve.errors import FFServeError, ServerUnavailable, status_error
@@ -30,9 +43,19 @@ from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
 SIZES_AT_ONCE = 65_536
+"""Samples of unknown length that one request reads."""
+KEPT_SIZE = 64 << 20
+"""Bytes of decoded chunks that a source keeps; the last chunk is kept however large."""
+AHEAD_SIZE = 64 << 20
+"""Bytes of decoded chunks that a request has on their way at once, unless one is larger."""
+REUSED_SIZE = 8 << 20
+"""Bytes of memory for encoded chunks that a source keeps for later ones."""
+MAX_CHUNK_SIZE = 1 << 30
+"""Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
 
 _lock = threading.Lock()
 _engine: Engine | None = None
+_pool: ThreadPoolExecutor | None = None
 
 
 def process_engine() -> Engine:
@@ -44,9 +67,17 @@ def process_engine() -> Engine:
         return _engine
 
 
+def _decoding_threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = thread_pool()
+        return _pool
+
+
 def _in_child() -> None:
-    global _engine, _lock
-    _lock = threading.Lock()
+    global _engine, _lock, _pool
+    _lock, _pool = threading.Lock(), None
     if _engine is not None:
         _engine.forget()
         _engine = None
@@ -63,8 +94,8 @@ class _File:
 
 
 @dataclass(slots=True)
-class LocalPending:
-    """A batch that an engine has; None: there is nothing to read."""
+class LocalRequest:
+    """A request whose reads are a batch of an engine; None: there is nothing to read."""
 
     indices: Int64s
     target: Target
@@ -73,10 +104,10 @@ class LocalPending:
 
 
 @dataclass(slots=True)
-class ChunkedPending:
-    """A request of which records lie in chunks; `plain`: the others, at these positions.
+class ChunkedRequest:
+    """A request with records in chunks. plain: its other records, at these positions.
 
-    The target is made when all lengths are known.
+    The target is allocated when all lengths are known.
     """
 
     indices: Int64s
@@ -84,15 +115,15 @@ class ChunkedPending:
     engine: Engine
     apart: bool
     out: Bytes | None
-    chunks: ChunkRequest
-    plain: LocalPending | None
+    chunks: ChunkReads
+    plain: LocalRequest | None
     positions: Int64s
 
 
 class LocalSource:
     """Shards opened by this process.
 
-    Args: paths: absolute, of the shards. engine: returns the one to read by.
+    Args: paths: absolute, of the shards. engine: returns the engine to read with.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: the first shard
         that cannot be opened.
@@ -111,7 +142,7 @@ class LocalSource:
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
         self._pending = 0
-        """Requests begun and not finished; the last one after `close` closes the files."""
+        """Requests that are not finished; after `close` the last one closes the files."""
         self._served = self._size = 0
         self._closed = False
         try:
@@ -146,7 +177,7 @@ class LocalSource:
         ]
         self._chunked = {k: s for k, s in enumerate(parsed) if isinstance(s, ChunkedShard)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
-        self._store = ChunkStore(self._chunked, self._learned)
+        self._chunk_cache = ChunkCache(self._chunked, self._learned)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
@@ -171,7 +202,7 @@ class LocalSource:
             return self._engine
 
     def _attach_decoding(self, engine: Engine) -> None:
-        """Chunks are waited for by threads, which an engine that a loop watches does not allow."""
+        """Chunks are waited for by threads, which an engine in an event loop does not allow."""
         self._decoding, self._decoding_numbers = engine, self._numbers
         if self._chunked and engine is not process_engine():
             self._decoding = process_engine()
@@ -185,13 +216,13 @@ class LocalSource:
                 self._release()
 
     def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes; what lies in chunks that were not read yet is read."""
+        """Return lengths in bytes; chunks that were not read yet are read for it."""
         chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
         if self._chunked:
             unknown = chosen[self._lengths[chosen] == UNKNOWN_LENGTH]
             for start in range(0, len(unknown), SIZES_AT_ONCE):
-                pending = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
-                for _, error in sorted(self.finish(pending).items()):
+                request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
+                for _, error in sorted(self.finish(request).items()):
                     raise error
         return self._lengths[chosen].astype(np.int64)
 
@@ -201,7 +232,7 @@ class LocalSource:
         return not self._chunked
 
     def estimate(self, indices: Int64s) -> Int64s:
-        """Return lengths in bytes, a guess where they are not known; never reads."""
+        """Return lengths in bytes, a guess where one is not known; never reads."""
         sizes = self._lengths[indices].astype(np.int64)
         unknown = np.flatnonzero(sizes == UNKNOWN_LENGTH) if self._chunked else sizes[:0]
         if len(unknown):
@@ -230,7 +261,7 @@ class LocalSource:
         apart: bool,
         out: Bytes | None = None,
         found: Lookup | None = None,
-    ) -> LocalPending | ChunkedPending:
+    ) -> LocalRequest | ChunkedRequest:
         """Submit the reads."""
         engine = self._attach()
         try:
@@ -250,12 +281,12 @@ class LocalSource:
         indices: Int64s,
         apart: bool,
         out: Bytes | None,
-    ) -> LocalPending:
+    ) -> LocalRequest:
         count = len(indices)
         lengths = self._lengths[indices].astype(np.int64)
         starts = self._offsets[indices].astype(np.int64)
         shards = self.layout.shards(indices)
-        # Nothing is allocated for what a cut file does not hold.
+        # No memory for records beyond the end of a truncated file.
         held = np.where(starts + lengths > self._sizes[shards].astype(np.int64), 0, lengths)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(held, out=offsets[1:])
@@ -263,7 +294,7 @@ class LocalSource:
             out = check_out(out, int(offsets[-1]))
         target = Target(offsets, apart=apart, out=out)
         if not count:
-            return LocalPending(indices, target, None, engine)
+            return LocalRequest(indices, target, None, engine)
         firsts = merge_reads(starts, starts + held, shards, MERGED_SIZE)
         counts = np.diff(np.append(firsts, count))
         batch = engine.batch(len(firsts), count)
@@ -283,7 +314,7 @@ class LocalSource:
         records["checksum"] = self._checksums[indices]
         batch.keep = target
         engine.submit(batch)
-        return LocalPending(indices, target, batch, engine)
+        return LocalRequest(indices, target, batch, engine)
 
     def _submit_chunks(
         self,
@@ -292,66 +323,66 @@ class LocalSource:
         inside: NDArray[np.bool_],
         apart: bool,
         out: Bytes | None,
-    ) -> ChunkedPending:
+    ) -> ChunkedRequest:
         plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
         shards = self.layout.shards(indices[packed])
         records = indices[packed] - self.layout.firsts[shards]
-        wanted = deque(self._store.wanted(shards, records, packed))
-        request = ChunkRequest(self._store, self._decoding, self._decoding_numbers, wanted)
-        request.begin()
+        wanted = deque(self._chunk_cache.wanted(shards, records, packed))
+        chunks = ChunkReads(self._chunk_cache, self._decoding, self._decoding_numbers, wanted)
+        chunks.begin()
         others = None
         if len(plain):
             others = self._submit(
                 self._decoding, self._decoding_numbers, indices[plain], False, None
             )
         nothing = Target(np.zeros(1, np.int64), apart=False)
-        return ChunkedPending(indices, nothing, engine, apart, out, request, others, plain)
+        return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
-    def finish(self, pending: LocalPending | ChunkedPending) -> dict[int, FFServeError]:
+    def finish(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
         """Wait for the reads."""
-        if isinstance(pending, ChunkedPending):
-            return self._finish_chunked(pending)
-        if pending.batch is not None and pending.engine is self._engine:
+        if isinstance(request, ChunkedRequest):
+            return self._finish_chunked(request)
+        if request.batch is not None and request.engine is self._engine:
             try:
-                pending.engine.wait(pending.batch)
+                request.engine.wait(request.batch)
             except BaseException:
                 self._detach()
                 raise
-        return self.collect(pending)
+        return self.collect(request)
 
-    def collect(self, pending: LocalPending) -> dict[int, FFServeError]:
-        """What `finish` does once the reads have ended."""
-        if pending.engine is not self._engine:
+    def collect(self, request: LocalRequest) -> dict[int, FFServeError]:
+        """Finish a request whose reads have ended."""
+        if request.engine is not self._engine:
             raise ServerUnavailable("the process forked while a read was on its way")
         try:
-            return self._collect(pending)
+            return self._collect(request)
         finally:
             self._detach()
 
-    def _collect(self, pending: LocalPending) -> dict[int, FFServeError]:
-        if pending.batch is None:
+    def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
+        if request.batch is None:
             return {}
-        self._served += len(pending.indices)
-        self._size += int(pending.target.offsets[-1])
-        if pending.batch.failed and len(pending.batch.reads) < len(pending.batch.records):
-            self._read_singly(pending.engine, pending.batch)
-        errors = self._errors(pending, pending.batch)
-        pending.batch.free()
+        self._served += len(request.indices)
+        self._size += int(request.target.offsets[-1])
+        if request.batch.failed and len(request.batch.reads) < len(request.batch.records):
+            self._read_singly(request.engine, request.batch)
+        errors = self._errors(request, request.batch)
+        request.batch.free()
         return errors
 
-    def _finish_chunked(self, pending: ChunkedPending) -> dict[int, FFServeError]:
-        if pending.engine is not self._engine:
+    def _finish_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
+        if request.engine is not self._engine:
             raise ServerUnavailable("the process forked while a read was on its way")
         try:
-            return self._wait_chunked(pending)
+            return self._wait_chunked(request)
         finally:
             self._detach()
 
-    def _wait_chunked(self, pending: ChunkedPending) -> dict[int, FFServeError]:
-        request, plain, positions = pending.chunks, pending.plain, pending.positions
-        request.finish()
-        indices = pending.indices.tolist()
-        errors = {k: error.located(index=indices[k]) for k, error in request.failed.items()}
+    def _wait_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
+        chunks, plain, positions = request.chunks, request.plain, request.positions
+        chunks.finish()
+        indices = request.indices.tolist()
+        errors = {k: error.located(index=indices[k]) for k, error in chunks.failed.items()}
         size = 0
         if plain is not None:
             assert plain.batch is not None and plain.target.buffer is not None
@@ -360,20 +391,20 @@ class LocalSource:
             errors.update((int(positions[k]), error) for k, error in failed.items())
             edges = plain.target.offsets
             size = int(edges[-1])
-            request.found.append((positions, plain.target.buffer, edges[:-1], np.diff(edges)))
+            chunks.found.append((positions, plain.target.buffer, edges[:-1], np.diff(edges)))
         offsets = np.zeros(len(indices) + 1, np.int64)
-        np.cumsum(request.lengths(len(indices)), out=offsets[1:])
-        out = pending.out
+        np.cumsum(chunks.lengths(len(indices)), out=offsets[1:])
+        out = request.out
         if out is not None:
             out = check_out(out, int(offsets[-1]))
-        pending.target = Target(offsets, apart=pending.apart, out=out)
-        request.copy_to(pending.target)
+        request.target = Target(offsets, apart=request.apart, out=out)
+        chunks.copy_to(request.target)
         self._served += len(indices) - len(positions)
         self._size += int(offsets[-1]) - size
         return errors
 
     def _read_singly(self, engine: Engine, batch: io.Batch) -> None:
-        """Read again, each by itself, what the disk refused as a whole."""
+        """Read records singly whose merged read failed."""
         rows = np.flatnonzero(io.refused(batch.records["status"]))
         if not len(rows):
             return
@@ -392,8 +423,8 @@ class LocalSource:
         batch.records["found"][rows] = again.records["found"]
         again.free()
 
-    def _errors(self, pending: LocalPending, batch: io.Batch) -> dict[int, FFServeError]:
-        indices = pending.indices
+    def _errors(self, request: LocalRequest, batch: io.Batch) -> dict[int, FFServeError]:
+        indices = request.indices
         cut = self._cut(indices)
         errors: dict[int, FFServeError] = {}
         if not batch.failed and not len(cut):
@@ -422,15 +453,15 @@ class LocalSource:
 
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of one buffer."""
-        pending = self.start(indices, apart=False)
-        for _, error in sorted(self.finish(pending).items()):
+        request = self.start(indices, apart=False)
+        for _, error in sorted(self.finish(request).items()):
             raise error
-        buffer, offsets = pending.target.buffer, pending.target.offsets
+        buffer, offsets = request.target.buffer, request.target.offsets
         assert buffer is not None
         buffer.flags.writeable = False
         return Leased(buffer, offsets[:-1], np.diff(offsets), {})
 
-    # ---- what will be read: nobody here to whom it would be of use --------------------------
+    # ---- orders, which are of no use without a daemon ----------------------------------------
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Do nothing."""
@@ -463,14 +494,14 @@ class LocalSource:
         }
 
     def after_fork(self) -> None:
-        """The engine stayed in the parent; the tables and descriptors are ours as well."""
+        """The engine belongs to the parent; tables and descriptors are the child's as well."""
         self._engine = None
         self._pending = 0
         self._attaching = threading.Lock()
-        self._store = ChunkStore(self._chunked, self._learned)
+        self._chunk_cache = ChunkCache(self._chunked, self._learned)
 
     def close(self) -> None:
-        """Close the files, or let the last request that is on its way do it."""
+        """Close the files when no request needs them any more."""
         with self._attaching:
             if not self._closed and not self._pending:
                 self._release()
@@ -500,9 +531,9 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 def open_shard(
     path: str, format: str | None, verify: bool, tolerant: bool = False
 ) -> tuple[formats.Shard, tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]], _File]:
-    """Parse one file's tables (payload offsets, lengths, checksums) and open it for reading.
+    """Open a file for reading, and parse its tables (payload offsets, lengths, checksums).
 
-    Lengths are u32 where they fit, which is half of a reader's memory.
+    Lengths are u32 where they fit, which halves a reader's memory.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
     """
@@ -524,3 +555,194 @@ def open_shard(
     finally:
         os.close(plain)
     return shard, (offsets, kept, checksums), _File(fd, alignment)
+
+
+# ---- records in chunks ---------------------------------------------------------------------------
+
+
+Key: TypeAlias = tuple[int, int]
+"""A shard and its chunk."""
+
+Outcome: TypeAlias = "DecodedChunk | FFServeError"
+
+
+@dataclass(slots=True)
+class _Chunk(ChunkRun):
+    key: Key
+
+
+@dataclass(slots=True)
+class _Entry:
+    group: Future[list[Outcome]]
+    number: int
+    size: int
+
+    def result(self) -> Outcome:
+        return self.group.result()[self.number]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecords:
+    """Records wanted of one chunk: their numbers in it, and their positions in the request."""
+
+    key: Key
+    records: Int64s
+    positions: Int64s
+
+
+class ChunkCache:
+    """The decoded chunks of one source.
+
+    Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
+        chunk's records (shard, chunk, lengths), in any thread.
+    """
+
+    def __init__(
+        self, shards: dict[int, ChunkedShard], learned: Callable[[int, int, Int64s], None]
+    ) -> None:
+        self._shards = shards
+        self._learned = learned
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._kept_size = 0
+        self._buffers = ReusableBuffers(REUSED_SIZE)
+
+    def wanted(self, shards: Int64s, records: Int64s, positions: Int64s) -> list[ChunkRecords]:
+        """Sort records (numbers in their shards) by chunk."""
+        chunks = np.empty(len(records), np.int64)
+        for shard in np.unique(shards).tolist():
+            inside = shards == shard
+            chunks[inside] = self._shards[shard].chunks.holding(records[inside])
+        order = np.lexsort((chunks, shards))
+        changes = (np.diff(shards[order]) != 0) | (np.diff(chunks[order]) != 0)
+        found = []
+        for rows in np.split(order, np.flatnonzero(changes) + 1):
+            key = int(shards[rows[0]]), int(chunks[rows[0]])
+            first = self._shards[key[0]].chunks.firsts[key[1]]
+            found.append(ChunkRecords(key, records[rows] - first, positions[rows]))
+        return found
+
+    def size(self, key: Key) -> int:
+        """Return the bytes of a decoded chunk."""
+        return int(self._shards[key[0]].chunks.sizes[key[1]])
+
+    def fetch(self, engine: Engine, files: NDArray[np.int32], keys: list[Key]) -> list[_Entry]:
+        """Start to read and decode chunks that are not kept; return at once."""
+        with self._lock:
+            for _, runs in batches((engine, run) for run in self._missing(files, keys)):
+                self._read(engine, runs)
+            found = [self._entries[key] for key in keys]
+            while self._kept_size > KEPT_SIZE and len(self._entries) > 1:
+                _, entry = self._entries.popitem(last=False)
+                self._kept_size -= entry.size
+            return found
+
+    def _missing(self, files: NDArray[np.int32], keys: list[Key]) -> Iterator[_Chunk]:
+        for key in keys:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                continue
+            number, k = key
+            shard = self._shards[number]
+            begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
+            yield _Chunk(shard, k, k + 1, begin, end, int(files[number]), key)
+
+    def _read(self, engine: Engine, chunks: list[_Chunk]) -> None:
+        reading = ChunkBatch(chunks, self._buffers)
+        engine.submit(reading.batch)
+
+        def decode() -> list[Outcome]:
+            engine.wait(reading.batch)
+            return [
+                self._outcome(chunk, found)
+                for chunk, _, _, found in reading.decode(
+                    lambda chunk, offset, size: np.empty(size, np.uint8)
+                )
+            ]
+
+        future = _decoding_threads().submit(decode)
+        for number, chunk in enumerate(chunks):
+            size = self.size(chunk.key)
+            self._entries[chunk.key] = _Entry(future, number, size)
+            self._kept_size += size
+
+    def _outcome(self, chunk: _Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
+        if isinstance(found, DecodedChunk):
+            self._learned(*chunk.key, found.lengths)
+            return found
+        with self._lock:
+            entry = self._entries.pop(chunk.key, None)
+            if entry is not None:
+                self._kept_size -= entry.size
+        if isinstance(found, int):
+            return status_error(found, path=chunk.shard.path, index=None, offset=chunk.begin)
+        return found
+
+
+@dataclass(slots=True)
+class ChunkReads:
+    """The chunks of one request: `waiting` are not being read yet, `begun` are."""
+
+    cache: ChunkCache
+    engine: Engine
+    files: NDArray[np.int32]
+    waiting: deque[ChunkRecords]
+    begun: deque[tuple[ChunkRecords, _Entry]] = field(default_factory=deque)
+    found: list[tuple[Int64s, Bytes, Int64s, Int64s]] = field(default_factory=list)
+    """Positions, bytes, starts, lengths."""
+    failed: dict[int, FFServeError] = field(default_factory=dict)
+    _begun_size: int = 0
+
+    def begin(self) -> None:
+        """Start to read the next chunks, as many as may be on their way."""
+        chosen: list[ChunkRecords] = []
+        while self.waiting:
+            size = self.cache.size(self.waiting[0].key)
+            if self._begun_size and self._begun_size + size > AHEAD_SIZE:
+                break
+            self._begun_size += size
+            chosen.append(self.waiting.popleft())
+        entries = self.cache.fetch(self.engine, self.files, [wanted.key for wanted in chosen])
+        self.begun.extend(zip(chosen, entries, strict=True))
+
+    def finish(self) -> None:
+        """Wait for all chunks."""
+        whole = not self.waiting
+        while self.begun:
+            wanted, entry = self.begun.popleft()
+            outcome = entry.result()
+            self._begun_size -= self.cache.size(wanted.key)
+            if isinstance(outcome, FFServeError):
+                self.failed.update(dict.fromkeys(wanted.positions.tolist(), outcome))
+            else:
+                starts = outcome.starts[wanted.records]
+                lengths = outcome.lengths[wanted.records]
+                buffer = outcome.buffer
+                if not whole:
+                    # Else a large request would hold all its samples twice.
+                    buffer, starts = _packed(buffer, starts, lengths)
+                self.found.append((wanted.positions, buffer, starts, lengths))
+            if self.waiting and self._begun_size <= AHEAD_SIZE // 2:
+                self.begin()
+
+    def lengths(self, count: int) -> Int64s:
+        """Return the lengths by position, 0 for records that failed or are not in chunks."""
+        lengths = np.zeros(count, np.int64)
+        for positions, _, _, found in self.found:
+            lengths[positions] = found
+        return lengths
+
+    def copy_to(self, target: Target) -> None:
+        """Copy the records to their destinations."""
+        places = target.places()
+        for positions, buffer, starts, lengths in self.found:
+            scatter(buffer, starts, lengths, places[positions])
+
+
+def _packed(buffer: Bytes, starts: Int64s, lengths: Int64s) -> tuple[Bytes, Int64s]:
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    target = Target(edges, apart=False)
+    scatter(buffer, starts, lengths, target.places())
+    assert target.buffer is not None
+    return target.buffer, edges[:-1]

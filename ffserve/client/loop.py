@@ -20,7 +20,7 @@ from ffserve.client import connection as blocking
 from ffserve.client import handshake
 from ffserve.client.channel import Int64s, Request
 from ffserve.client.inline import InlineSource
-from ffserve.client.local import ChunkedPending, LocalPending, LocalSource
+from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import Batch, Engine
@@ -338,29 +338,29 @@ class LoopState:
     async def _read_local(
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
-        pending = source.start(numbers, apart=apart, out=out)
-        if isinstance(pending, ChunkedPending):
-            finishing = pool().submit(source.finish, pending)
+        request = source.start(numbers, apart=apart, out=out)
+        if isinstance(request, ChunkedRequest):
+            finishing = pool().submit(source.finish, request)
             failed = await undisturbed(asyncio.wrap_future(finishing))
         else:
-            failed = await self._collect(source, pending, keeps_out=out is not None)
-        return pending.target, failed
+            failed = await self._collect(source, request, keeps_out=out is not None)
+        return request.target, failed
 
     async def _collect(
-        self, source: LocalSource, pending: LocalPending, *, keeps_out: bool
+        self, source: LocalSource, request: LocalRequest, *, keeps_out: bool
     ) -> Failed:
-        if pending.batch is None:
-            return source.collect(pending)
-        ended = self.engine().watch(pending.batch)
+        if request.batch is None:
+            return source.collect(request)
+        ended = self.engine().watch(request.batch)
         try:
             await asyncio.shield(ended)
         except asyncio.CancelledError:
-            ended.add_done_callback(lambda _: source.collect(pending))
+            ended.add_done_callback(lambda _: source.collect(request))
             if keeps_out:
                 # The reads go straight to the caller's buffer, and cannot be called back.
                 await undisturbed(ended)
             raise
-        return source.collect(pending)
+        return source.collect(request)
 
     async def sizes(self, source: Source, numbers: Int64s | None) -> Int64s:
         """Return lengths in bytes; None: of all samples."""
