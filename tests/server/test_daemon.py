@@ -36,7 +36,7 @@ from daemon import (
 
 import ffserve
 from ffserve import protocol
-from ffserve.client import connection, handshake
+from ffserve.client import channel, handshake
 from ffserve.client.shared_memory import SharedMemorySource
 from ffserve.client.source import Batch, Bytes
 from ffserve.errors import (
@@ -257,7 +257,7 @@ def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path)
 def test_a_daemon_that_stands_still_holds_nobody_up_who_only_hits(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "TELL_INTERVAL_S", -1.0)
+    monkeypatch.setattr(channel, "REPORT_INTERVAL_S", -1.0)
     with serving() as daemon, daemon.open(path) as reader:
         reader.read(range(200))
         before = daemon.status()["jobs"][0]["hits"]
