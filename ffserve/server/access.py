@@ -1,14 +1,13 @@
-"""Who may read what.
+"""Access: which files the daemon reads for which user.
 
-The daemon serves files under its configured roots only, and to a peer only what that peer could
-open itself: its credentials come from the kernel (SO_PEERCRED and SO_PEERGROUPS, unix(7)) and are
-held against the permission bits of the file and of every directory above it. POSIX ACLs are not
-looked at, which can only refuse. What was admitted is what is read: the path is resolved and
-opened first, and the descriptor's own path is judged.
+The daemon serves files under its roots only, and to a peer only files that the peer could open
+itself. The peer's credentials come from the kernel (SO_PEERCRED and SO_PEERGROUPS, unix(7)) and are
+compared with the permission bits of the file and of every directory above it. POSIX ACLs are
+ignored, which can only refuse. The path is resolved and opened first, and the path of the open
+descriptor is checked, so the file that was checked is the file that is read.
 
-The arena itself is one mapping for all who may connect: whoever gets past the socket's mode and
-group can map every sample that is cached. Users who must not see each other's data need daemons
-of their own.
+The arena is one mapping for all users who may connect: every client can map all cached samples.
+Users who must not see each other's samples need daemons of their own, or inline payload.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The user behind a connection, as the kernel tells."""
+    """The user behind a connection, as the kernel reports it."""
 
     pid: int
     uid: int
@@ -50,17 +49,17 @@ class Peer:
 
 
 def real_path(fd: int) -> str:
-    """Return where an open file lies now, symbolic links resolved."""
+    """Return the path of an open file, with symbolic links resolved."""
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def check_place(path: str, asked: str, roots: tuple[str, ...]) -> None:
+def check_roots(path: str, asked: str, roots: tuple[str, ...]) -> None:
     """Refuse a real path outside the roots. Raises: AccessDenied."""
     if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
         raise AccessDenied(
-            "the daemon does not serve this file: it lies outside its roots",
+            "the daemon does not serve this file: it is outside its roots",
             path=asked,
-            hint=f"the daemon was started with --root {' --root '.join(roots)}",
+            hint=f"its roots are {' '.join(roots)}; add one with --root",
         )
 
 
@@ -75,7 +74,7 @@ def check(fd: int, asked: str, roots: tuple[str, ...], peer: Peer) -> None:
     Raises: AccessDenied.
     """
     path = real_path(fd)
-    check_place(path, asked, roots)
+    check_roots(path, asked, roots)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise AccessDenied("the daemon serves regular files only", path=asked)
     if peer.uid == 0 or peer.uid == os.geteuid():
@@ -86,7 +85,8 @@ def check(fd: int, asked: str, roots: tuple[str, ...], peer: Peer) -> None:
     while True:
         if not _permits(os.stat(parent), peer, stat.S_IXOTH):
             raise AccessDenied(
-                f"user {peer.uid} may not enter {parent}, so not read this file", path=asked
+                f"user {peer.uid} may not read this file: no search permission for {parent}",
+                path=asked,
             )
         if parent == "/":
             return

@@ -1,10 +1,10 @@
-"""The shards that the node has open: opened once, parsed once, shared by all data sets.
+"""Catalog: the open shards, each opened and parsed once, shared by all data sets.
 
-A shard is known by what it *is* (device, inode, size, times of change), not by its name: a file
+A shard is identified by its file (device, inode, size, times of change), not by its name: a file
 that was replaced or rewritten under its name is another shard, and sessions that opened the old
-one go on reading the old one. Of the times both count: mtime can be set back by anybody who writes
-(`cp -p`, `rsync --inplace`), ctime by nobody. A shard that no session has open any more stays,
-with its samples, for the next job, until its room is needed.
+one go on reading the old one. Both times count: mtime can be set back by anybody who writes
+(`cp -p`, `rsync --inplace`), ctime by nobody. A shard that no session has open stays open, with its
+samples, for the next job until its descriptor is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ffserve.shardfile import open_shard
 Key = tuple[Any, ...]
 
 _OPENERS = 4
-"""Threads that open shards: a hung network mount must not hold up every other user."""
+"""Threads that open shards, so that a hung network mount does not block other users."""
 
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
@@ -45,7 +45,7 @@ DROP_COUNT = 8192
 
 @dataclass(slots=True, eq=False)
 class OpenShard:
-    """A shard in the node-wide tables. `sessions` counts data sets of sessions that contain it."""
+    """A shard in the tables of the daemon; `sessions`: data sets of sessions that contain it."""
 
     key: Key
     path: str
@@ -66,7 +66,7 @@ class OpenShard:
 class Catalog:
     """Opens, shares and closes shards.
 
-    Args: roots: real paths; see access.check. max_chunk_size: see ServerConfig.
+    Args: roots: see access.check. max_chunk_size: see ServerConfig.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Catalog:
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
         self._pool = ThreadPoolExecutor(_OPENERS, thread_name_prefix="ffserve-open")
         self._reserving = threading.Lock()
-        # Each shard holds one descriptor; leave a quarter for sessions and everything else.
+        # Each shard has one descriptor; a quarter is left for sessions and everything else.
         self._most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
     async def open(
@@ -101,8 +101,8 @@ class Catalog:
     ) -> list[OpenShard]:
         """Open the shards of one data set for one session; `close` gives them back.
 
-        Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: the first
-            shard that cannot be served, none being held then.
+        Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: of the first
+            shard that cannot be served; then none is held.
         """
         loop = asyncio.get_running_loop()
         keys = await loop.run_in_executor(
@@ -113,10 +113,10 @@ class Catalog:
         if not self._room_for(keys):
             new = sum(key not in self._open for key in set(keys))
             raise ReadError(
-                f"the daemon may hold {self._most_open} files open and holds {len(self._open)} "
-                f"that are in use; this data set has {new} more",
+                f"the daemon may have {self._most_open} files open; {len(self._open)} are in use, "
+                f"and this data set has {new} more",
                 path=paths[0],
-                hint="raise its limit on open files (ulimit -n, LimitNOFILE= of its unit)",
+                hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )
         wanted = dict(zip(keys, paths, strict=True))
         while True:
@@ -131,7 +131,7 @@ class Catalog:
                 await asyncio.wait(others)
             elif all(key in self._open for key in wanted):
                 break
-            # A session that failed to open one may have done so for reasons of its own.
+            # Another session may have failed to open a shard for reasons of its own: try again.
         shards = [self._open[key].result() for key in keys]
         for shard in shards:
             self._hold(shard)
@@ -200,20 +200,20 @@ class Catalog:
         return keys
 
     def _open_plain(self, path: str, peer: Peer) -> int:
-        """Open a file that this peer may read; what it may not is not even touched."""
+        """Open a file for a peer; a file that the peer may not read is not touched."""
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError as error:
-            # Nor do we tell what there is outside the roots.
-            access.check_place(os.path.realpath(path), path, self._roots)
-            raise _daemons(error, path) from error
+            # An error must not tell which files exist outside the roots.
+            access.check_roots(os.path.realpath(path), path, self._roots)
+            raise _daemon_error(error, path) from error
         try:
             access.check(place, path, self._roots, peer)
             return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
-            raise _daemons(error, path) from error
+            raise _daemon_error(error, path) from error
         finally:
             os.close(place)
 
@@ -236,9 +236,9 @@ class Catalog:
     def _parse(self, key: Key, path: str, peer: Peer) -> OpenShard:
         plain = self._open_plain(path, peer)
         try:
-            # Where a file system makes ctime up, it may differ each time.
+            # ctime is left out: some file systems report another one each time.
             if _identity(plain)[:4] != key[:4]:
-                raise ReadError("the file is being changed while it is opened", path=path)
+                raise ReadError("the file changed while it was opened", path=path, hint="try again")
             size, name, verify, tolerant = key[2], *key[5:]
             parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
             chunked = parsed if isinstance(parsed, ChunkedShard) else None
@@ -300,10 +300,10 @@ class Catalog:
         return len(self._open.keys() | keys) <= self._most_open
 
     async def _drop_idle(self) -> bool:
-        """Forget the shard that has been idle for longest. False when none can be.
+        """Close the shard that has been idle for longest; return False when none can be closed.
 
-        The loop goes on between two pieces of it; when somebody opens or drops the shard meanwhile,
-        that is the end of it here: what there is room for has to be looked at anew.
+        The loop runs between two steps. If the shard is opened or closed in the meantime, nothing
+        more is done here, since the caller must count the open shards again.
         """
         for shard in list(self._idle.values()):
             end = shard.base + shard.count
@@ -340,20 +340,21 @@ class Catalog:
             os.close(shard.fd)
 
 
-def _daemons(error: OSError, path: str) -> FFServeError:
-    """Return ours for the operating system's; what it refuses it refuses to the daemon."""
+def _daemon_error(error: OSError, path: str) -> FFServeError:
+    """Translate an error of the operating system, which was refused to the daemon itself."""
     if not isinstance(error, PermissionError):
         return os_error(error, path)
     return AccessDenied(
         f"the daemon, user {os.geteuid()}, may not read this file",
         path=path,
-        hint="let it read the file, and pass the directories above it (`namei -l` shows who may)",
+        hint="give this user read permission for the file, and search permission for the "
+        "directories above it (`namei -l` shows them)",
     )
 
 
 def _format_of(fd: int, path: str, size: int) -> str | None:
-    """Tell a file's format, so that one that is named shares its shard with one that is found."""
-    with contextlib.suppress(OSError, FFServeError):  # parsing it says what is wrong
+    """Detect a format, so that naming it or not leads to the same shard."""
+    with contextlib.suppress(OSError, FFServeError):  # parsing reports what is wrong
         return formats.detect(os.pread(fd, HEAD_SIZE, 0), path, size).name
     return None
 

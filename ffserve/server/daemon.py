@@ -1,7 +1,7 @@
 """The daemon as a process: its socket, its signals, its memory, systemd.
 
-Reading order for a newcomer: `serve` takes the socket, `_run` wires state, server and signals;
-`state.py` is the picture of the parts, `session.py` one client's conversation.
+`serve` takes the socket; `_run` connects state, server and signals. `state.py` shows the parts of
+the daemon, `session.py` the life of one connection.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ffserve.socket_path import prepare_socket_directory
 log = logging.getLogger("ffserve")
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP is the end of the terminal; who wants to outlive it (nohup) has it ignored."""
+"""SIGHUP comes when the terminal is closed; nohup makes the process ignore it."""
 _BACKLOG = 1024
 _FIRST_PASSED_FD = 3
 LEAST_FILES = 64
-"""Descriptors: its own take two dozen, and a client some more while it is greeted."""
+"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
 OWN_SIZE = 32 * 1024 * 1024
-"""What a daemon takes beside its arena as it starts, and a little; samples and orders come on top
-of it (docs/CONFIGURATION.md)."""
+"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
+come on top (docs/CONFIGURATION.md)."""
 
 
 def serve(config: ServerConfig) -> int:
     """Run the daemon until SIGTERM, SIGINT or SIGHUP; return its exit code.
 
     Raises:
-        UsageError: another daemon serves this socket, or something that is no socket is there.
-        AccessDenied, ReadError: the socket or the shared memory cannot be made.
+        UsageError: another daemon serves this socket, or its path is not a socket.
+        AccessDenied, ReadError: the socket or the shared memory cannot be created.
     """
     logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
     raise_file_limit()
     _check_machine(config)
-    # Who can connect can also tell us to stop, before the loop is there to hear it.
+    # A signal may come before the loop handles signals.
     early: list[int] = []
     stopping = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     for number in stopping:
@@ -66,25 +66,24 @@ def serve(config: ServerConfig) -> int:
 
 
 def _check_machine(config: ServerConfig) -> None:
-    """Refuse what cannot be; say which roots are not there. Raises: UsageError."""
+    """Check limits and memory; warn of missing roots. Raises: UsageError."""
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most_files < LEAST_FILES:
         raise UsageError(
-            f"{most_files} open files are allowed, a daemon needs {LEAST_FILES} and one for each "
-            "file that it serves",
-            hint="raise the limit (ulimit -n, LimitNOFILE= of its unit)",
+            f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
+            "each file that it serves",
+            hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
         )
     memory = usable_memory()
     if config.arena_size > memory - OWN_SIZE:
         raise UsageError(
             f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the "
-            f"daemon itself are more than the {format_size(memory)} of memory that this process "
-            f"may use",
-            hint="give a smaller --arena; leave memory for the jobs themselves",
+            f"daemon itself exceed the {format_size(memory)} of memory that this process may use",
+            hint="choose a smaller --arena, and leave memory for the jobs",
         )
     for root in config.roots:
         if not os.path.isdir(root):
-            log.warning("there is no directory %s: nothing is served from there until it is", root)
+            log.warning("missing root %s: it is served as soon as the directory exists", root)
 
 
 async def _run(
@@ -116,12 +115,13 @@ async def _run(
     broken = state.engines.broken
     patience_s = 0.0 if broken else config.drain_timeout_s
     if not await server.drain(patience_s):
-        log.warning("stopped with requests unanswered after %g s", patience_s)
+        log.warning("stopped with unanswered requests after %g s", patience_s)
     state.close()
     if broken:
         raise ReadError(
-            "an engine broke while it read: nobody can say when the kernel is done with its memory",
-            hint="start the daemon again; systemd does so by itself",
+            "an I/O engine failed while it was reading: the kernel may still write to the arena, "
+            "so the daemon ends",
+            hint="start the daemon again (systemd does so); see dmesg for the cause",
         )
 
 
@@ -136,7 +136,7 @@ async def _watchdog() -> None:
 
 
 def _notify(state: str) -> None:
-    """Tell the service manager, if there is one, such as "READY=1"."""
+    """Send a state such as "READY=1" to the service manager, if there is one."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -151,7 +151,7 @@ def _notify(state: str) -> None:
 
 
 def _watchdog_interval_s() -> float | None:
-    """Return how often at least the manager wants a sign of life; None: never."""
+    """Return within how many seconds the service manager expects a sign of life; None: never."""
     wanted = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not wanted.isdecimal() or pid != str(os.getpid()):
@@ -160,7 +160,7 @@ def _watchdog_interval_s() -> float | None:
 
 
 def _passed_socket() -> socket.socket | None:
-    """Return the socket that socket activation passed, or None."""
+    """Return the socket that systemd passed (socket activation), or None."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     if int(os.environ.get("LISTEN_FDS", "0")) < 1:
@@ -173,7 +173,7 @@ def _passed_socket() -> socket.socket | None:
 
 
 def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
-    """Return the listening socket, and the lock that makes it ours (None: systemd's socket)."""
+    """Return the listening socket and the lock on it (None: systemd passed the socket)."""
     passed = _passed_socket()
     if passed is not None:
         return passed, None
@@ -186,7 +186,7 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         with contextlib.ExitStack() as undo:
             undo.callback(listener.close)
-            # Nobody may connect before mode and group are right.
+            # No client may connect before mode and group are set.
             previous = os.umask(0o177)
             try:
                 wrap_os_error(listener.bind, path)
@@ -205,13 +205,13 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
 
 
 def _lock(path: str) -> int:
-    """Become the one daemon of this socket; the kernel drops the lock however we end."""
+    """Lock the socket's path, so that one daemon serves it; the kernel frees the lock."""
     lock_path = path + ".lock"
     while True:
         try:
             fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise os_error(error, lock_path, hint="name another place with --socket") from error
+            raise os_error(error, lock_path, hint="choose another path with --socket") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -220,9 +220,9 @@ def _lock(path: str) -> int:
             raise UsageError(
                 f"another daemon{f' (pid {pid})' if pid else ''} serves this socket",
                 path=path,
-                hint="stop it, or give this one another --socket",
+                hint="stop that daemon, or choose another path with --socket",
             ) from None
-        # An ending daemon unlinks its lock file: make sure that ours is the one with the name.
+        # An ending daemon unlinks its lock file: check that the name is that of the locked file.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
                 os.ftruncate(fd, 0)
@@ -238,9 +238,9 @@ def _clear_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise UsageError(
-            "something that is no socket is in the socket's place",
+            "the path of the socket exists and is not a socket",
             path=path,
-            hint="remove it, or give another --socket",
+            hint="remove it, or choose another path with --socket",
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
         try:
@@ -249,9 +249,9 @@ def _clear_stale(path: str) -> None:
             os.unlink(path)
             return
     raise UsageError(
-        "another program answers on this socket",
+        "another program listens on this socket",
         path=path,
-        hint="stop it, or give this daemon another --socket",
+        hint="stop that program, or choose another path with --socket",
     )
 
 
@@ -259,7 +259,9 @@ def _group_number(group: str) -> int:
     try:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:
-        raise UsageError(f"no group is called {group!r}", hint="see socket_group") from None
+        raise UsageError(
+            f"unknown group {group!r}", hint="set socket_group to a group of this machine"
+        ) from None
 
 
 def _remove_socket(path: str, lock: int) -> None:

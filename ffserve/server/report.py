@@ -1,4 +1,4 @@
-"""What STATUS says about jobs and about who keeps what: plain numbers and texts."""
+"""Report: the content of REPORT (`ffserve status --json`), as plain numbers and texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ffserve.server.state import MOST_COUNTED, Job, ServerState
 
 
 def status(state: ServerState, now: float) -> dict[str, Any]:
-    """What STATUS answers: plain numbers and texts."""
+    """Return the answer to STATUS."""
     counters = state.cache.counters
     engine = state.engines.counters()
     usage = dict(zip(state.table.bases.tolist(), state.table.used.tolist(), strict=True))
@@ -57,7 +57,7 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
 
 
 def arena_facts(state: ServerState) -> dict[str, Any]:
-    """What STATUS and RESIZE answer about the arena: bytes."""
+    """Return the state of the arena, for STATUS and RESIZE; sizes in bytes."""
     return {
         "size": state.resizing.size,
         "target": state.resizing.target,
@@ -71,7 +71,7 @@ def arena_facts(state: ServerState) -> dict[str, Any]:
 
 
 def progress_facts(state: ServerState, progress: JobProgress, now: float) -> dict[str, Any]:
-    """One job's way through one data set."""
+    """Return the progress of one job in one data set."""
     order, rate = progress.order, progress.pace.rate(now)
     position = progress.position if order else progress.seen_count
     count = order.count if order else progress.sample_count
@@ -94,8 +94,8 @@ def progress_facts(state: ServerState, progress: JobProgress, now: float) -> dic
 
 
 def kind_of(progress: JobProgress) -> str:
-    """Return how a job is known: announced, silent, departed (from its order), random (draws
-    with replacement)."""
+    """Return what is known of the order of a job: announced, silent (nothing), departed (it does
+    not follow its order), random (it draws with replacement)."""
     if progress.order is not None:
         return "announced"
     if progress.departed:
@@ -104,7 +104,7 @@ def kind_of(progress: JobProgress) -> str:
 
 
 def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
-    """Who keeps what: data sets that share shards, the most memory first."""
+    """Return the memory of each group of data sets that share shards, the largest first."""
     floors, used = state.cache.policy.floors(), state.cache.policy.used
     groups = state.next_use.groups
     facts = [
@@ -121,7 +121,7 @@ def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
 
 
 def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
-    """One training run."""
+    """Return the counters of one job."""
     read_size = state.scheduler.read_sizes.get(job.name, 0)
     return {
         "name": job.name,
@@ -142,8 +142,8 @@ def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
 
 
 def _alone(state: ServerState, job: Job) -> int:
-    """Return the bytes that the job would have read with the whole arena to itself: all in its
-    first epoch, then what does not fit."""
+    """Return the bytes that the job would have read with the whole arena for itself: everything in
+    its first epoch, later what does not fit."""
     jobs = [progress for progress in state.next_use.jobs if progress.job == job.name]
     count = sum(progress.sample_count for progress in jobs)
     if not count:

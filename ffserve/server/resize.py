@@ -1,12 +1,15 @@
-"""The arena grows and shrinks while it is in use (`ffserve resize`).
+"""Resize: the arena grows and shrinks while it is in use (`ffserve resize`).
 
-The memory file and everybody's mapping of it are as large as the arena may ever become; what is not
-in use is a hole. So nobody has to map anything anew, and nobody can run past the end of the file.
-Growing hands out more slabs at once. Shrinking takes three steps: slabs beyond the new size are
-not handed out any more; they are emptied as their samples are unpinned, which a lease can delay for
-as long as it likes; when all are empty their pages go back to the kernel.
+The memory file and all mappings of it are as large as the arena may ever become; the unused part is
+a hole. So no process maps anything again, and none can run past the end of the file. Growing hands
+out more slabs at once. Shrinking takes three steps: slabs beyond the new size are not handed out
+any more; they are emptied as their samples are unpinned, which a lease can delay for as long as it
+lasts; when all are empty, their pages go back to the kernel.
 
-No clock, no loop: `step` is called until it is done.
+`Resizing` has no clock and no loop: `step` is called until it is done. `Pages` takes pages from the
+kernel and gives them back in a thread of its own. Taking pages ahead keeps page faults out of the
+reads; a read that overtakes this thread takes its own pages. Before pages go, the engines are told,
+so that no registered buffer keeps them.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ class Memory(Protocol):
     """The owner of the arena's pages: `Pages`, or a simulation's."""
 
     def follow(self, size: int) -> None:
-        """So much is in use now."""
+        """So many bytes are in use from now on."""
 
     @property
     def settled(self) -> bool:
-        """Whether what is not in use was given back."""
+        """Whether all unused pages were given back."""
 
 
 class Resizing:
-    """The size that is wanted, and the way there.
+    """The target size of the arena, and the steps towards it.
 
-    Args: memory: follows the size.
+    Args: memory: is told of every size.
     """
 
     def __init__(self, cache: Cache, scheduler: Scheduler, memory: Memory) -> None:
@@ -62,39 +65,39 @@ class Resizing:
 
     @property
     def size(self) -> int:
-        """Bytes in use, those included that are being given up."""
+        """Bytes in use, including those that are being given up."""
         return self._arena.slab_count * self._arena.slab_size
 
     @property
     def held_size(self) -> int:
-        """Bytes of slabs that are to be given up and are not empty yet."""
+        """Bytes of slabs to be given up that are not empty yet."""
         return len(self._arena.retiring()) * self._arena.slab_size
 
     def rounded(self, size: int) -> int:
-        """Return the size that the arena would get.
+        """Return the size in whole slabs.
 
-        Raises: UsageError: it cannot have that size.
+        Raises: UsageError: the arena cannot have that size.
         """
         arena = self._arena
         if size < arena.smallest_size:
             raise UsageError(
                 f"an arena of {format_size(size)} is too small",
-                hint=f"this one can shrink to {format_size(arena.smallest_size)}",
+                hint=f"the arena of this daemon can shrink to {format_size(arena.smallest_size)}",
             )
         if size > arena.limit:
             raise UsageError(
                 f"the arena cannot grow to {format_size(size)}: this daemon was started for at "
                 f"most {format_size(arena.limit)}",
-                hint="start it with a larger --max-arena",
+                hint="start the daemon with a larger --max-arena",
             )
         return size // arena.slab_size * arena.slab_size
 
     def begin(self, size: int) -> None:
-        """Let the arena have another size, in bytes, as `rounded` gave it."""
+        """Set the target, in bytes, as `rounded` returned it."""
         self.target = size
 
     def step(self, now: float) -> None:
-        """Do what can be done at once."""
+        """Advance towards the target without waiting."""
         arena, count = self._arena, self.target // self._arena.slab_size
         if not self._memory.settled:
             return
@@ -131,8 +134,8 @@ class Pages:
         self._thread.start()
 
     def follow(self, size: int) -> None:
-        """So much of the arena is in use now. What lies beyond is given back: nothing may be there
-        from here on, and nothing may come there before `settled`."""
+        """So much of the arena is in use from now on. The pages beyond it are given back: they hold
+        nothing any more, and nothing may be put there before `settled`."""
         with self._changed:
             self._wanted = size
             self._touched = max(self._touched, size)
@@ -140,7 +143,7 @@ class Pages:
 
     @property
     def settled(self) -> bool:
-        """Whether all that is to be given back has been."""
+        """Whether all unused pages were given back."""
         with self._changed:
             return self._touched == self._wanted
 
@@ -155,7 +158,7 @@ class Pages:
     def _run(self) -> None:
         while True:
             with self._changed:
-                # Beside the work: others get the memory's lock between two steps.
+                # Let other threads take the lock of the address space between two steps.
                 self._changed.wait_for(lambda: self._stopping, 0.0005)
                 self._changed.wait_for(self._something)
                 if self._stopping:

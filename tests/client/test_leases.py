@@ -192,7 +192,7 @@ def test_leased_bytes_changed_when_the_daemon_was_told_to_stop(tmp_path: Path) -
     """One session after the other is closed; the others' requests waited for this one's room."""
     truth = [sample(k, SIZES) for k in range(5)] + [sample(k, [900_000]) for k in range(5, 10)]
     path = write(tmp_path / "a.ffr", truth)
-    options, expect = ["--drain-timeout", "0.2"], ["stopped with requests unanswered after .*"]
+    options, expect = ["--drain-timeout", "0.2"], ["stopped with unanswered requests after .*"]
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(serving(arena="1MiB", options=options, expect=expect))
         reader = stack.enter_context(daemon.open(path))

@@ -160,7 +160,7 @@ def test_a_daemon_whose_engine_broke_gave_its_slots_to_others(
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     path = write(tmp_path / "a.ffr", [sample(i, [30_000]) for i in range(20)])
-    expect = ["error: an engine broke while it read.*", "  .*", "stopped with requests un.*"]
+    expect = ["error: an I/O engine failed while.*", "  .*", "stopped with unanswered.*"]
     patch, options = FORBID.format(fifo=str(fifo)), ["--engine", "uring"]
     with (
         serving(expect=expect, patch=patch, options=options) as daemon,

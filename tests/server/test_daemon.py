@@ -105,7 +105,7 @@ def test_something_else_in_the_sockets_place_is_left_alone() -> None:
         daemon.start(wait=False)
         assert daemon.process is not None
         assert daemon.process.wait(30) == 2
-        assert "something that is no socket is in the socket's place" in daemon.text()
+        assert "the path of the socket exists and is not a socket" in daemon.text()
         assert Path(daemon.socket).read_text() == "precious"
     finally:
         daemon.close()
@@ -120,7 +120,7 @@ def test_another_programs_socket_is_left_alone() -> None:
             daemon.start(wait=False)
             assert daemon.process is not None
             assert daemon.process.wait(30) == 2
-            assert "another program answers on this socket" in daemon.text()
+            assert "another program listens on this socket" in daemon.text()
             assert os.path.exists(daemon.socket)
     finally:
         daemon.close()
@@ -137,7 +137,7 @@ def test_socket_has_the_mode_and_the_group_that_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
-        ("RLIMIT_NOFILE, (40, 40)", "40 open files are allowed"),
+        ("RLIMIT_NOFILE, (40, 40)", "the limit on open files is 40"),
         ("RLIMIT_FSIZE, (1 << 20, 1 << 20)", "ulimit -f"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
     try:
         process = daemon.start(wait=False).process
         assert process is not None and process.wait(DEADLINE_S) == 2
-        assert "no group is called" in daemon.text()
+        assert "unknown group" in daemon.text()
         assert os.listdir(daemon.directory) == ["log"]
     finally:
         daemon.close()
@@ -917,7 +917,7 @@ def test_a_socket_that_may_not_be_used_is_said() -> None:
 
 def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "nodata"
-    line = f"there is no directory {missing}: nothing is served from there until it is"
+    line = f"missing root {missing}: it is served as soon as the directory exists"
     with serving(roots=[missing], expect=[line]) as daemon:
         assert line in daemon.text()
         missing.mkdir()

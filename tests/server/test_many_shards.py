@@ -78,7 +78,7 @@ FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))"
 def test_more_shards_than_the_daemon_may_open(shards: Path) -> None:
     """The error says what is short and what to do, and the daemon goes on for others."""
     with serving(arena="64MiB", patch=FEW) as daemon:
-        with pytest.raises(ReadError, match=r"may hold 375 files.*10000 more.*ulimit -n"):
+        with pytest.raises(ReadError, match=r"may have 375 files open.*10000 more.*ulimit -n"):
             ffserve.open(shards, server=daemon.socket)
         some = sorted(shards.iterdir())[:100]
         with ffserve.open(some, server=daemon.socket) as reader:
