@@ -105,23 +105,23 @@ class _Scan:
         self._size = size
         self._path = path
         self._tolerant = tolerant
-        self._walk = codec.FrameScanner(size, verify=verify or tolerant)
+        self._scanner = codec.FrameScanner(size, verify=verify or tolerant)
         self._window = bytearray(0)
         self._listing = verify
         self._budget = 8 * size + SEARCH_SIZE
         self.sound = True
 
     def run(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
-        walk, window = self._walk, FIRST_WINDOW
+        scanner, window = self._scanner, FIRST_WINDOW
         while True:
-            want = FRAME_SIZE if walk.last_length >= LARGE_SIZE else window
+            want = FRAME_SIZE if scanner.last_length >= LARGE_SIZE else window
             window = min(2 * window, PIECE_SIZE)
-            base = walk.wanted
-            why = walk.feed(self._bytes(base, want), base)
-            if why == codec.FrameScanner.END:
-                return walk.tables()
-            if why != codec.FrameScanner.MORE and not self._go_on(why):
-                return walk.tables()
+            base = scanner.wanted
+            stop = scanner.feed(self._bytes(base, want), base)
+            if stop == codec.FrameScanner.END:
+                return scanner.tables()
+            if stop != codec.FrameScanner.MORE and not self._go_on(stop):
+                return scanner.tables()
 
     def _bytes(self, base: int, want: int) -> memoryview:
         """Return ``want`` bytes of the file from ``base`` on, or all up to its end."""
@@ -132,15 +132,15 @@ class _Scan:
         read_exactly(self._read_at, base, view, self._path)
         return view
 
-    def _go_on(self, why: int) -> bool:
+    def _go_on(self, stop: int) -> bool:
         """Raise the error of a fault, or skip to the next frame if tolerant; False at the end."""
-        at, record = self._walk.at, self._walk.count
+        at, record = self._scanner.at, self._scanner.count
         kind: type[FFServeError] = TruncatedError
-        if why == codec.FrameScanner.CUT_HEADER:
+        if stop == codec.FrameScanner.CUT_HEADER:
             text = f"{self._size - at} bytes follow record {record - 1}, too few for a record"
             if not record:
                 text = f"the file has {self._size} bytes, an empty record has {FRAME_SIZE}"
-        elif why == codec.FrameScanner.CUT_RECORD:
+        elif stop == codec.FrameScanner.CUT_RECORD:
             length, _ = _HEADER.unpack(self._bytes(at, FRAME_HEADER_SIZE))
             text = (
                 f"the file ends inside record {record}: it has {length} bytes, of which only "
@@ -156,13 +156,13 @@ class _Scan:
             hint = "restore the file, or read its intact samples with on_error='skip'"
             raise kind(text, path=self._path, offset=at, hint=hint)
         self.sound = False
-        if why == codec.FrameScanner.BAD_HEADER:
+        if stop == codec.FrameScanner.BAD_HEADER:
             if self._listing:
-                self._walk.add(at, 0, GAP_CHECKSUM)
-            self._walk.skip_to(self._find(at))
+                self._scanner.add(at, 0, GAP_CHECKSUM)
+            self._scanner.skip_to(self._find(at))
             return True
         # Longer than the rest of the file: reading it reports a truncated file.
-        self._walk.add(at, self._size - at + 1, 0)
+        self._scanner.add(at, self._size - at + 1, 0)
         return False
 
     def _find(self, lost: int) -> int:

@@ -235,11 +235,11 @@ class FrameStream:
         if len(self._held) < self._wanted:
             return None
         block = bytes(self._held)
-        walk = codec.FrameScanner(len(block), verify=self._verify)
-        why = walk.feed(memoryview(block), 0)
-        if why == codec.FrameScanner.CUT_RECORD:
-            self._wanted = self._needed(block, walk.at, walk.count)
-        elif why == codec.FrameScanner.BAD_HEADER and not walk.count:
+        scanner = codec.FrameScanner(len(block), verify=self._verify)
+        stop = scanner.feed(memoryview(block), 0)
+        if stop == codec.FrameScanner.CUT_RECORD:
+            self._wanted = self._needed(block, scanner.at, scanner.count)
+        elif stop == codec.FrameScanner.BAD_HEADER and not scanner.count:
             raise ChecksumError(
                 f"checksum mismatch in the length of record {self.count}, at byte {self._at} of "
                 "the uncompressed stream; the position of the next record is unknown",
@@ -249,16 +249,16 @@ class FrameStream:
             )
         else:
             self._wanted = FRAME_HEADER_SIZE
-        self._held = bytearray(block[walk.at :])
-        self._at += walk.at
-        if not walk.count:
+        self._held = bytearray(block[scanner.at :])
+        self._at += scanner.at
+        if not scanner.count:
             return None
-        offsets, lengths, expected = walk.tables()
-        damaged = np.zeros(walk.count, np.bool_)
+        offsets, lengths, expected = scanner.tables()
+        damaged = np.zeros(scanner.count, np.bool_)
         if self._verify:
             damaged = checksums(CHECKSUM_CRC32C, block, offsets, lengths) != expected
         first = self.count
-        self.count += walk.count
+        self.count += scanner.count
         return Records(block, offsets.astype(np.int64), lengths.astype(np.int64), first, damaged)
 
     def _needed(self, block: bytes, at: int, before: int) -> int:

@@ -28,7 +28,8 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.formats import by_name, by_suffix, detect
-from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, ReadAt, Shard
+from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, Shard
+from ffserve.testing import reader_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -37,18 +38,8 @@ WHOLE = sorted(name for name in MANIFEST["files"] if name != "unfinished.ffr")
 FFRECORD = by_name("ffrecord")
 
 
-def read_at(content: bytes) -> ReadAt:
-    def read(offset: int, into: memoryview) -> int:
-        assert 0 < len(into) <= PIECE_SIZE
-        part = content[offset : offset + len(into)]
-        into[: len(part)] = part
-        return len(part)
-
-    return read
-
-
 def opened(content: bytes, verify: bool = True) -> Shard:
-    return FFRECORD.open(read_at(content), len(content), "some.ffr", verify=verify)
+    return FFRECORD.open(reader_of(content), len(content), "some.ffr", verify=verify)
 
 
 def tables(shard: Shard) -> tuple[list[int], list[int], list[int]]:
@@ -270,7 +261,7 @@ def test_fingerprint_tells_files_apart_and_copies_not() -> None:
 def test_load_refuses_tables_that_changed() -> None:
     content = bytearray((GOLDEN / "plain.ffr").read_bytes())
     shard = FFRECORD.open(
-        lambda offset, into: read_at(bytes(content))(offset, into), len(content), "some.ffr"
+        lambda offset, into: reader_of(bytes(content))(offset, into), len(content), "some.ffr"
     )
     content[13] ^= 1
     with pytest.raises(ReadError, match="changed"):

@@ -22,7 +22,7 @@ from recordio_files import (
     intact,
     opened,
     promised,
-    read_at,
+    reader_of,
     records,
     sums,
     written,
@@ -114,7 +114,7 @@ def test_cut_tail_is_refused_and_left_out(dialect: str) -> None:
     assert sums(intact(found)) == promised(name)
     [error] = found[len(promised(name)) :]
     assert isinstance(error, TruncatedError) and error.offset == FILES[name]["tail_offset"]
-    shard, end = RECORDIO.complete(read_at(golden(name)), len(golden(name)), "x")  # type: ignore[attr-defined]
+    shard, end = RECORDIO.complete(reader_of(golden(name)), len(golden(name)), "x")  # type: ignore[attr-defined]
     assert (shard.count, end) == (len(promised(name)), FILES[name]["tail_offset"])
 
 
@@ -195,7 +195,7 @@ def test_every_truncation_is_noticed(way: tuple[str, str]) -> None:
         found = records(cut, tolerant=True)
         assert found[:-1] == whole
         assert isinstance(found[-1], TruncatedError) and found[-1].offset == ends[kept]
-        shard_, end = RECORDIO.complete(read_at(cut), size, "x")  # type: ignore[attr-defined]
+        shard_, end = RECORDIO.complete(reader_of(cut), size, "x")  # type: ignore[attr-defined]
         assert (shard_.count, end) == (len(whole), ends[kept])
 
 

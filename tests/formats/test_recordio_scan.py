@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recordio_files import WAYS, read_at, written
+from recordio_files import WAYS, written
 
 from ffserve.engine.codec import ChunkScanner
 from ffserve.errors import FFServeError
 from ffserve.formats.recordio_scan import Scan
+from ffserve.testing import reader_of
 
 NAMES = ("begins", "ends", "firsts", "sizes", "checksums", "compressors")
 
@@ -32,7 +33,7 @@ def tables(scan: ChunkScanner) -> dict[str, list[int]]:
 
 def outcome(body: bytes, *, in_c: bool) -> Any:
     """Return the tables, up to the end or to the fault, and the fault."""
-    scan = Scan(read_at(body), len(body), "some.recordio")
+    scan = Scan(reader_of(body), len(body), "some.recordio")
     problem: Any = None
     try:
         if in_c:

@@ -20,9 +20,10 @@ from tfrecord_files import SMALL, TFRECORD, starts, written
 from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats import detect, tfrecord
-from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, ReadAt
+from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
 from ffserve.formats.tfrecord import LARGE_SIZE, TFRecordShard, frame_header
 from ffserve.formats.tfstream import compression_of
+from ffserve.testing import reader_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tfrecord"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -33,18 +34,8 @@ PLAIN = [
 ]
 
 
-def read_at(content: bytes) -> ReadAt:
-    def read(offset: int, into: memoryview) -> int:
-        assert 0 < len(into) <= PIECE_SIZE
-        part = content[offset : offset + len(into)]
-        into[: len(part)] = part
-        return len(part)
-
-    return read
-
-
 def opened(content: bytes, **options: Any) -> TFRecordShard:
-    shard = TFRECORD.open(read_at(content), len(content), "some.tfrecord", **options)
+    shard = TFRECORD.open(reader_of(content), len(content), "some.tfrecord", **options)
     assert isinstance(shard, TFRecordShard)
     return shard
 
@@ -218,7 +209,7 @@ def test_file_made_to_be_searched_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     def counting(offset: int, into: memoryview) -> int:
         nonlocal read
         read += len(into)
-        return read_at(content)(offset, into)
+        return reader_of(content)(offset, into)
 
     shard = TFRECORD.open(counting, len(content), "some.tfrecord", tolerant=True)
     assert not shard.sound and shard.offsets[0] == 12
@@ -249,7 +240,7 @@ def test_file_that_shrinks_during_the_walk() -> None:
     content = written(SMALL)
     for size in range(len(content)):
         with pytest.raises(TruncatedError, match="unexpected end of file"):
-            TFRECORD.open(read_at(content[:size]), len(content), "some.tfrecord")
+            TFRECORD.open(reader_of(content[:size]), len(content), "some.tfrecord")
 
 
 # ---- the walk ---------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ def test_large_and_small_records_in_turn_are_walked_over_without_reading_the_lar
 
     def counting(offset: int, into: memoryview) -> int:
         read.append((offset, len(into)))
-        return read_at(content)(offset, into)
+        return reader_of(content)(offset, into)
 
     shard = TFRECORD.open(counting, len(content), "some.tfrecord")
     assert shard.count == len(payloads) and samples(content) == payloads
@@ -281,7 +272,7 @@ def test_many_small_records_need_few_reads_and_no_more_memory_than_the_file() ->
 
     def counting(offset: int, into: memoryview) -> int:
         read.append(len(into))
-        return read_at(content)(offset, into)
+        return reader_of(content)(offset, into)
 
     shard = TFRECORD.open(counting, len(content), "some.tfrecord")
     assert shard.count == 300_000 and len(read) < 12

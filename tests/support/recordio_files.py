@@ -17,24 +17,14 @@ import ffserve
 from ffserve.engine.codec import CRC_32C, checksum
 from ffserve.errors import FFServeError
 from ffserve.formats import by_name
-from ffserve.formats.base import PIECE_SIZE, ReadAt
+from ffserve.testing import reader_of
 
 RECORDIO = by_name("recordio")
 WAYS = [(d, c) for d in ("py", "go") for c in ("none", "snappy", "gzip")]
 
 
-def read_at(content: bytes) -> ReadAt:
-    def read(offset: int, into: memoryview) -> int:
-        assert 0 < len(into) <= PIECE_SIZE
-        part = content[offset : offset + len(into)]
-        into[: len(part)] = part
-        return len(part)
-
-    return read
-
-
 def opened(content: bytes, **options: Any) -> Any:
-    return RECORDIO.open(read_at(content), len(content), "some.recordio", **options)
+    return RECORDIO.open(reader_of(content), len(content), "some.recordio", **options)
 
 
 def written(payloads: Iterable[bytes], **options: Any) -> bytes:
