@@ -269,6 +269,14 @@ def test_files_that_are_named_exist(name: str) -> None:
                 assert any(ROOT.glob(path)), f"{name}: {path}"
 
 
+def test_folders_hold_the_files_that_the_architecture_lists() -> None:
+    section = document("docs/ARCHITECTURE.md").partition("\n## Folders")[2].partition("\n**")[0]
+    for folder, files in re.findall(r"^\| `([\w/]+/)` \|.*?\| (.+) \|$", section, re.M):
+        path = ROOT if folder == "ffserve/" else ROOT / "ffserve"
+        for name in re.findall(r"`(\w+\.[ch]|\w+\.py)`", files):
+            assert (path / folder / name).exists(), f"{folder}{name}"
+
+
 def test_the_drawing_names_files_that_exist_and_is_drawn() -> None:
     images = ROOT / "docs" / "images"
     drawn = html.unescape((images / "architecture.svg").read_text())
