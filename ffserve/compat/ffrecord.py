@@ -200,12 +200,12 @@ class FileReader:
         arrays: list[NDArray[np.uint8]] = reader.read(numbers)
         return arrays
 
-    def read_batch(self, indices: NDArray[np.int64], out: NDArray[np.uint8] | None = None) -> Batch:
+    def read_batch(self, indices: Any, out: NDArray[np.uint8] | None = None) -> Batch:
         """Read a batch into one buffer; see ``ffserve.Reader.read_batch``."""
         batch: Batch = self._open().read_batch(indices, out=out)
         return batch
 
-    def sizes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, indices: Any = None) -> NDArray[np.int64]:
         """Return the sizes of samples in bytes; see ``ffserve.Reader.sizes``."""
         sizes: NDArray[np.int64] = self._open().sizes(indices)
         return sizes

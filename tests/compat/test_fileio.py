@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from daemon import Daemon
 from ffrecord_files import split
 
 from ffserve.compat.ffrecord import FileReader, FileWriter
@@ -342,6 +343,36 @@ def test_written_by_threads_and_read_back(tmp_path: Path) -> None:
             setattr(writer, name, 1)
     with FileReader(tmp_path / "a.ffr") as reader:
         assert as_bytes(reader.read(range(300))) == payloads
+
+
+@pytest.mark.parametrize(("sizes", "count", "shared"), [
+    ([4000], 64, True), ([0], 64, True), ([0, 70, 4000], 64, True), ([4000], 400, False),
+    ([20_000], 16, False),
+])  # fmt: skip
+def test_small_cached_samples_share_an_allocation_and_no_bytes(
+    tmp_path: Path,
+    daemon: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    count: int,
+    shared: bool,
+) -> None:
+    monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+    payloads = [os.urandom(sizes[k % len(sizes)]) for k in range(400)]
+    with FileWriter(tmp_path / "a.ffr", len(payloads)) as writer:
+        for payload in payloads:
+            writer.write_one(payload)
+    with FileReader(tmp_path / "a.ffr") as reader:
+        reader.read(range(len(payloads)))
+        indices = np.random.default_rng(1).integers(0, len(payloads), count).tolist()
+        arrays = reader.read(indices)
+        assert as_bytes(arrays) == [payloads[k] for k in indices]
+        assert all(array.flags.writeable and array.ndim == 1 for array in arrays)
+        assert all((array.base is not None) == shared for array in arrays)
+        for array in arrays[1:]:
+            array[:] = 0
+        assert bytes(arrays[0]) == payloads[indices[0]]
+        assert reader.read([]) == []
 
 
 def test_errors_of_a_worker_reach_the_caller_whole() -> None:

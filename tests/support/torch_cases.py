@@ -1,4 +1,4 @@
-"""Datasets for the tests of ffserve.torch, in a module that spawned workers can import."""
+"""Datasets for tests of ffserve.torch, in a module that spawned workers can import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAMAGED_INDEX = 9
 
 
 class Recorder:
-    """A reader that takes announcements and keeps them."""
+    """A reader that records announcements."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -74,7 +74,7 @@ class Damaged(Numbers):
 
 
 class StubbornError(FFServeError):
-    """An error of a user's own that cannot be made again from what it pickles."""
+    """An error class of a user that cannot be unpickled."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} is not {b}")
@@ -101,7 +101,7 @@ class Suicidal(Numbers):
 
 
 class ListOnly:
-    """Indexed by a list and by nothing else; knows neither torch nor ffserve."""
+    """Indexed by a list only; inherits nothing of torch or ffserve."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -133,7 +133,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class EvensThenOdds(torch.utils.data.Sampler):
-    """A batch sampler of its own kind: batches of three, the even indices first."""
+    """A user's batch sampler: batches of three, the even indices first."""
 
     def __init__(self, n: int) -> None:
         self.batches = [
@@ -159,7 +159,7 @@ def keep_list(samples: list[Any]) -> list[Any]:
 
 
 def shift_by_hundred(worker_id: int) -> None:
-    """A worker_init_fn that reaches for the dataset, as torch's documentation shows."""
+    """A worker_init_fn that changes the dataset, as torch's documentation shows."""
     info = torch.utils.data.get_worker_info()
     assert info is not None
     assert info.dataset.n == len(info.dataset)

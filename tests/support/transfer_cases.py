@@ -1,4 +1,4 @@
-"""Datasets whose batches are hard to hand over, in a module that spawned workers can import."""
+"""Datasets for tests of the transfer, in a module that spawned workers can import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_only(samples: list[Any]) -> Any:
 
 
 def no_more_memory(worker: int) -> None:
-    """From here on this process cannot make a file, nor shared memory, of any size."""
+    """Forbid this process to create files or shared memory of any size."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
@@ -94,8 +94,8 @@ class Related(Made):
         return whole, whole[:, 0], whole, large[1000:1100]
 
 
-class TorchsWay(Made):
-    """What only torch hands over."""
+class NeedsTorch(Made):
+    """Tensors that only torch can hand over."""
 
     def make(self, index: int) -> Any:
         grown = torch.full((20_000,), float(index), requires_grad=True)
@@ -135,7 +135,7 @@ class Caching(Dataset):
 
 
 class Failing(Made):
-    """Two batches fail: one as users' code does, one by the worker's death."""
+    """One batch raises an error, one kills its worker."""
 
     def make(self, index: int) -> Any:
         if index == self.options.get("raises"):
@@ -146,7 +146,7 @@ class Failing(Made):
 
 
 class Raising(Made):
-    """Sample 20 cannot be had."""
+    """Sample 20 raises an error."""
 
     def make(self, index: int) -> Any:
         if index == 20:
@@ -198,7 +198,7 @@ class Placed(Dataset):
 
 
 class Various(Dataset):
-    """What default collation can meet, made of small samples."""
+    """Samples of all kinds that default collation accepts."""
 
     def process(self, indices: Any, data: list[Any]) -> Any:
         made = []
@@ -229,7 +229,7 @@ class Uneven(Dataset):
 
 
 class Indexed(Dataset):
-    """What `process` was given."""
+    """The index and the first byte of each sample that `process` gets."""
 
     def process(self, indices: Any, data: list[Any]) -> Any:
         return [torch.tensor([i, int(d[0])]) for i, d in zip(indices, data, strict=True)]
@@ -247,7 +247,7 @@ def collate_more(samples: list[Any]) -> Any:
 
 
 def shared_files() -> int:
-    """How many files of torch's this process maps."""
+    """Return the number of torch's shared files that this process maps."""
     with open("/proc/self/maps") as maps:
         return sum("/dev/shm/torch_" in line for line in maps)
 
@@ -261,7 +261,7 @@ def collate_by_sums(worker: int) -> None:
 
 
 class Calls(Dataset):
-    """A sample's index, and how many samples its reader has read by now."""
+    """A sample's index, and the number of samples that its reader has read."""
 
     def process(self, indices: Any, data: list[Any]) -> Any:
         samples = self.reader._open().stats()["samples"]

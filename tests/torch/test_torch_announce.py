@@ -1,4 +1,4 @@
-"""What loaders announce: the orders, how far the loop has come, and never at the loop's cost."""
+"""Announcements of loaders: orders and positions; the loop never waits for them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ UNKNOWN = {
 def test_the_loop_sees_what_torch_hands_out(
     kind: str, own_generator: bool, drop_last: bool
 ) -> None:
-    """Batches, and what is left in the generators, at every step and after epochs left early."""
+    """The same batches, and the same state of the generators, also after epochs left early."""
 
     def trace(loader_class: Any, batch_size: int) -> list[Any]:
         torch.manual_seed(11)
@@ -219,9 +219,9 @@ def test_what_is_announced_is_what_is_handed_out(kind: str, num_workers: int) ->
     repeats = {len(set(order)) < len(order) for order in used}
     assert dataset.reader.options == [(None, True in repeats)] * 4
     for epoch in range(3):
-        told = [position for e, position in positions if e == epoch]
-        # The thread that tells may begin when the loop is some batches on.
-        assert told[-1] == len(used[epoch]) and told == sorted(told)
+        reported = [position for e, position in positions if e == epoch]
+        # The thread may report its first position when the loop is some batches on.
+        assert reported[-1] == len(used[epoch]) and reported == sorted(reported)
 
 
 def test_without_a_generator_only_the_present_order_is_known() -> None:
@@ -296,7 +296,7 @@ def test_without_set_epoch_the_next_order_is_the_same() -> None:
         used = flat(drained(loader))
         for _ in range(2):
             assert flat(drained(loader)) == used
-        # The first time nobody could know.
+        # At first set_epoch was expected.
         assert dataset.reader.orders[1][0] == 1 and dataset.reader.orders[1][1] != used
         assert dataset.reader.orders[2:] == [(1, used), (2, used), (3, used)]
         sampler.set_epoch(1)
@@ -304,7 +304,7 @@ def test_without_set_epoch_the_next_order_is_the_same() -> None:
         assert dataset.reader.orders[5] == (1, again)
 
 
-def test_an_epoch_that_is_left_and_begun_again() -> None:
+def test_an_epoch_that_is_left_is_announced_again() -> None:
     dataset = cases.Numbers(N)
     sampler = EpochSampler(N, seed=0)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=1)
@@ -364,11 +364,11 @@ def test_batches_out_of_order_are_counted() -> None:
     loader = DataLoader(
         dataset, batch_size=4, sampler=EpochSampler(N, seed=0), num_workers=2, in_order=False
     )
-    told = []
+    reported = []
     for number, _ in enumerate(loader, 1):
         until(lambda: not loader._plan._newest().announced.busy, "the announcement")
-        told.append((number * 4, loader._plan._newest().announced.position))
-    assert all(at == expected for expected, at in told)
+        reported.append((number * 4, loader._plan._newest().announced.position))
+    assert all(at == expected for expected, at in reported)
 
 
 # Subsets and concatenations
@@ -399,7 +399,7 @@ def test_announcements_reach_the_datasets_below() -> None:
             loader._plan._announcer._clock = lambda position=position: 1e9 + position
         assert first.reader.orders == [(0, [0, 2]), (1, [0, 2])]
         assert second.reader.orders == [(0, [4, 8]), (1, [4, 8])]
-        # 5 | 0 | 3 | 2: a position is told when the batch behind it is asked for.
+        # 5 | 0 | 3 | 2: a position is reported when the next batch is asked for.
         assert dedup(first.reader.positions) == [(0, 0), (0, 1), (0, 2)]
         assert dedup(second.reader.positions)[-1] == (0, 2)
 
@@ -449,7 +449,7 @@ def concatenations(dataset: Any) -> dict[str, tuple[Any, list[int]]]:
 
 @pytest.mark.parametrize("kind", list(concatenations(Either(10))))
 def test_parts_of_one_reader_are_one_order(kind: str) -> None:
-    """Announced one after the other, the second would have taken the first one's place."""
+    """Announced one after the other, the second order would replace the first."""
     dataset = Either(10)
     both, samples = concatenations(dataset)[kind]
     sampler = EpochSampler(len(samples), seed=0)
@@ -464,7 +464,7 @@ def test_parts_of_one_reader_are_one_order(kind: str) -> None:
     assert ends[-1] == len(samples) and ends == sorted(ends)
 
 
-def test_who_changes_indices_is_told_his_own() -> None:
+def test_a_dataset_that_changes_indices_announces_its_own() -> None:
     class Backwards(Either):
         def announce(self, order: Any, epoch: int = 0, **options: Any) -> None:
             super().announce(9 - order, epoch, **options)
@@ -475,7 +475,7 @@ def test_who_changes_indices_is_told_his_own() -> None:
     assert straight.reader.orders[:2] == [(0, [1, 2]), (0, [7, 8])]
 
 
-def test_a_subset_that_repeats_itself_says_so() -> None:
+def test_a_subset_with_repeats_is_announced_with_replacement() -> None:
     dataset = cases.Numbers(N)
     drained(DataLoader(Subset(dataset, [3, 3, 4]), sampler=EpochSampler(3, seed=0)))
     assert dataset.reader.options == [(None, True)] * 2
@@ -500,7 +500,7 @@ def test_datasets_find_their_readers(tmp_path: Path) -> None:
     dataset.reached(0, 2)
 
 
-# Who does not listen, and what fails
+# Datasets without readers, and failures
 
 
 class Failing(cases.Recorder):
@@ -524,9 +524,9 @@ def test_a_failing_announcement_is_logged_once_and_training_goes_on(
     assert dataset.reader.positions == []
 
 
-def test_listeners_of_other_kinds(caplog: pytest.LogCaptureFixture) -> None:
+def test_datasets_of_the_users_that_announce_or_do_not(caplog: pytest.LogCaptureFixture) -> None:
     class Plain(cases.Single):
-        """A user's dataset that wants to know orders and nothing else."""
+        """A user's dataset that takes orders and no positions."""
 
         def announce(self, order: Any, epoch: int = 0) -> None:
             self.announced = [*getattr(self, "announced", ()), (epoch, order.tolist())]
@@ -546,7 +546,7 @@ def test_listeners_of_other_kinds(caplog: pytest.LogCaptureFixture) -> None:
     assert "unexpected keyword argument 'name'" in caplog.text
 
 
-def test_odd_lists_are_left_alone() -> None:
+def test_lists_that_are_not_indices_have_no_order() -> None:
     for sampler in (["a", "b"], [(0, 1), (2, 3)], [[0, 1], [2]], [], [0.5]):
         assert order_of(sampler).compute() is None or sampler == []
 
@@ -590,8 +590,8 @@ def test_the_loop_does_not_wait_for_the_announcement() -> None:
 # Two loaders
 
 
-def test_loaders_over_the_same_files_speak_in_turn() -> None:
-    """Validation in mid-epoch: the daemon knows one order at a time, training says its again."""
+def test_loaders_over_the_same_files_announce_in_turn() -> None:
+    """Validation in mid-epoch replaces the order of training, which announces it again."""
     dataset = cases.Numbers(N)
     sampler = EpochSampler(12, seed=0)
     training = DataLoader(Subset(dataset, range(12)), batch_size=2, sampler=sampler)
@@ -614,7 +614,7 @@ def test_loaders_over_the_same_files_speak_in_turn() -> None:
     assert epochs == [1, 2], "the present one too, though it was announced before"
 
 
-def test_two_loaders_at_once_do_not_shout_each_other_down() -> None:
+def test_two_loaders_at_once_do_not_announce_again_and_again() -> None:
     dataset = cases.Numbers(N)
     loaders = [
         DataLoader(dataset, batch_size=2, sampler=EpochSampler(N, seed=seed)) for seed in (1, 2)
@@ -664,25 +664,25 @@ def test_iterations_that_replaced_an_announcement_are_remembered_while_they_run(
 # The parts
 
 
-def test_positions_are_told_now_and_then() -> None:
+def test_positions_are_reported_now_and_then() -> None:
     now = 0.0
     dataset = cases.Numbers(100_000)
     announcer = Announcer(dataset, lambda: now)
     current = Announcement(0, np.arange(100_000))
     announced = announcer.begin(current, 0, lambda: None)
     announcer.settle()
-    told = dataset.reader.positions
+    reported = dataset.reader.positions
     for position in range(1, 2001):
         now += 2e-5
         announcer.reached(announced, position)
-    assert told == [(0, 0), (0, 1000), (0, 2000)], "each hundredth"
+    assert reported == [(0, 0), (0, 1000), (0, 2000)], "each hundredth"
     now += 0.051
     announcer.reached(announced, 2001)
     announcer.reached(announced, 50_000)
-    assert told[3:] == [(0, 2001)], "after 50 ms, and not within ten"
+    assert reported[3:] == [(0, 2001)], "after 50 ms, and not within ten"
     announcer.reached(announced, 49_000)
     announcer.reached(announced, 100_000, end=True)
-    assert told[4:] == [(0, 100_000)]
+    assert reported[4:] == [(0, 100_000)]
 
 
 def test_a_loader_can_be_copied_and_pickled() -> None:
@@ -730,10 +730,10 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     until(lambda: not daemon.status()["progress"], "the end")
 
 
-def test_a_daemon_killed_in_mid_epoch_is_told_again(
+def test_a_daemon_killed_in_mid_epoch_gets_the_orders_again(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training process asks for no samples, so it learns of the death by reporting."""
+    """The training process reads no samples; it notices the loss when it reports."""
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
@@ -743,7 +743,7 @@ def test_a_daemon_killed_in_mid_epoch_is_told_again(
         loader._plan._announcer.settle()
         daemon.end(signal.SIGKILL)
         daemon.start()
-        # Each position is told at once.
+        # Each position is reported at once.
         loader._plan._announcer._clock = iter(range(10**9, 2 * 10**9)).__next__
         for batch in batches:
             got += [int(sample) for sample in batch]
@@ -751,21 +751,21 @@ def test_a_daemon_killed_in_mid_epoch_is_told_again(
                 continue
             far = len(got) - 20
 
-            def told(far: int = far) -> bool:
+            def reported(far: int = far) -> bool:
                 return any(
                     (progress["announced"], progress["epoch"]) == ([0, 1], 0)
                     and far <= progress["position"] <= 200
-                    for progress in told_again(dataset, daemon)
+                    for progress in reported_again(dataset, daemon)
                 )
 
-            until(told, "both epochs, and how far it is, are told to the next daemon")
+            until(reported, "the next daemon gets both epochs and the position")
             break
         got += [int(sample) for batch in batches for sample in batch]
         assert got == sampler.order().tolist()
         dataset.reader.close()
 
 
-def told_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
+def reported_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
     dataset.reached(*dataset.reader._reader._announced.position)
     return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
@@ -791,15 +791,15 @@ def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
     dataset.reader.close()
 
 
-def train(dataset: Any, rank: int, told: Any, go_on: Any, read_first: bool) -> None:
-    """A rank that its parent gave the dataset."""
+def train(dataset: Any, rank: int, reported: Any, go_on: Any, read_first: bool) -> None:
+    """One rank; its dataset comes from the parent."""
     if read_first:
         assert dataset[rank] == b"%d" % rank
     loader = loader_over(dataset, EpochSampler(200, seed=0, rank=rank, world_size=2))
     batches = iter(loader)
     got = [int(sample) for sample in next(batches)]
     loader._plan._announcer.settle()
-    told.set()
+    reported.set()
     go_on.wait()
     got += [int(sample) for batch in batches for sample in batch]
     assert got == loader.sampler.order().tolist()
@@ -807,21 +807,21 @@ def train(dataset: Any, rank: int, told: Any, go_on: Any, read_first: bool) -> N
 
 @pytest.mark.parametrize("read_first", [False, True])
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_ranks_of_one_parent_are_told_apart(
+def test_ranks_of_one_parent_are_separate_jobs(
     file: str, daemon: Daemon, start_method: str, read_first: bool
 ) -> None:
     context = multiprocessing.get_context(start_method)
     dataset = cases.Raw(file)
     assert dataset[0] == b"0"
-    told, go_on = [context.Event(), context.Event()], context.Event()
+    reported, go_on = [context.Event(), context.Event()], context.Event()
     ranks = [
-        context.Process(target=train, args=(dataset, rank, told[rank], go_on, read_first))
+        context.Process(target=train, args=(dataset, rank, reported[rank], go_on, read_first))
         for rank in range(2)
     ]
     for process in ranks:
         process.start()
     try:
-        assert all(event.wait(60) for event in told)
+        assert all(event.wait(60) for event in reported)
         jobs = [progress for progress in daemon.status()["progress"] if progress["announced"]]
         assert [progress["count"] for progress in jobs] == [100, 100]
         assert jobs[0]["job"] != jobs[1]["job"]

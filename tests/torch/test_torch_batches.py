@@ -35,7 +35,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, serv
 
 
 def written(path: Path, size: int, odd: int = 0) -> str:
-    """A file of samples full of their index, all of one size but for one."""
+    """Write a file whose samples repeat their index; all have one size, except one if odd."""
     with ffserve.create(path, n=COUNT) as writer:
         for k in range(COUNT):
             writer.write(np.full(size + odd * (k == 25), k, np.uint8))
@@ -53,7 +53,7 @@ def rows_of(loader: Any) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(("size", "odd"), [(4096, 0), (48, 0), (100, 0), (4096, 16), (4096, 5)])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_small_samples_come_right_and_stay_as_they_were(
+def test_small_samples_arrive_and_stay_as_they_were(
     source: str, tmp_path: Path, size: int, odd: int, keeps: bool
 ) -> None:
     dataset = cases.Placed(written(tmp_path / "a.ffr", size, odd), keeps=keeps)
@@ -166,13 +166,13 @@ def test_an_index_that_a_subset_lacks_fails_its_batch_only(source: str, tmp_path
 
 
 class Other(Subset):
-    """Its samples are others than its indices say."""
+    """A subset that reads other samples than its indices."""
 
     def __getitem__(self, indices: Any) -> Any:
         return self.dataset[[COUNT - 1 - i for i in indices]]
 
 
-def test_a_subset_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
+def test_a_users_subset_class_is_asked(source: str, tmp_path: Path) -> None:
     other = Other(cases.Indexed(written(tmp_path / "a.ffr", 4096)), range(COUNT))
     batches = DataLoader(other, batch_size=6, num_workers=1, bundle=4)
     rows = [row for batch in rows_of(batches) for row in batch]
@@ -183,7 +183,7 @@ def test_a_subset_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
 
 
 class Odd(cases.Indexed):
-    """Asked for sample 17, it says no; it hands out a tensor more with sample 33."""
+    """Fails for sample 17; returns one tensor too many with sample 33."""
 
     def process(self, indices: Any, data: list[Any]) -> Any:
         if 17 in indices:
@@ -223,7 +223,7 @@ def test_concatenations_arrive_as_they_were_asked_for(
         assert [row for batch in rows_of(batches) for row in batch] == expected
 
 
-def test_what_fails_in_a_part_fails_its_batch_only(source: str, tmp_path: Path) -> None:
+def test_an_error_in_a_part_fails_its_batch_only(source: str, tmp_path: Path) -> None:
     first = Odd(written(tmp_path / "a.ffr", 4096))
     second = cases.Indexed(written(tmp_path / "b.ffr", 4096))
     whole = ConcatDataset([first, second])
@@ -251,7 +251,7 @@ def test_an_index_that_a_concatenation_lacks_fails_its_batch_only(
     assert next(batches).tolist() == [[59, 59]]
 
 
-def test_a_part_of_ones_own_is_asked(source: str, tmp_path: Path) -> None:
+def test_a_part_of_a_users_class_is_asked(source: str, tmp_path: Path) -> None:
     dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
     whole = ConcatDataset([dataset, Other(dataset, range(COUNT))])
     rows = [

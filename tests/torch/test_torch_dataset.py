@@ -98,12 +98,12 @@ def test_a_dataset_of_another_format(
 
 
 @pytest.mark.parametrize("name", ["nowhere.ffr", "nowhere.tfrecord", "*.ffr", "x.recordio", "."])
-def test_a_dataset_of_nothing_says_what_is_missing(tmp_path: Path, name: str) -> None:
+def test_a_dataset_of_missing_files_names_them(tmp_path: Path, name: str) -> None:
     with pytest.raises(ffserve.FFServeError, match=r"no such file|no file|contains no"):
         cases.Raw(tmp_path / name)
 
 
-def test_a_dataset_refuses_what_is_no_index(file: str) -> None:
+def test_a_dataset_refuses_invalid_indices(file: str) -> None:
     dataset = cases.Raw(file)
     for wrong in (slice(2), "3", 1.5, {1, 2}, np.arange(3)):
         with pytest.raises(TypeError, match="list or tuple"):
@@ -232,7 +232,7 @@ class Counting(cases.Numbers):
 
 
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5), choices=st.data())
-def test_concatenation_answers_as_one_list_would(sizes: list[int], choices: Any) -> None:
+def test_a_concatenation_is_indexed_like_one_list(sizes: list[int], choices: Any) -> None:
     parts = [Counting(size, 100 * k) for k, size in enumerate(sizes)]
     plain = [100 * k + i for k, size in enumerate(sizes) for i in range(size)]
     both = ConcatDataset(iter(parts))
@@ -247,7 +247,7 @@ def test_concatenation_answers_as_one_list_would(sizes: list[int], choices: Any)
     assert [part.calls for part in parts] == [int(k in touched) for k in range(len(parts))]
 
 
-def test_concatenation_refuses_what_it_cannot_answer() -> None:
+def test_a_concatenation_refuses_invalid_indices_and_parts() -> None:
     both = ConcatDataset([cases.Numbers(2), cases.Numbers(3)])
     assert both[4][0] == 2
     assert both[-5][0] == 0

@@ -1,4 +1,4 @@
-"""The loader with real workers: what it hands out, how errors arrive, where it goes on."""
+"""The loader with real workers: batches, errors, and positions to resume from."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_dataset_for_single_indices_is_asked_as_torch_asks() -> None:
     assert [batch[1].tolist() for batch in loader] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
 
 
-def test_a_refusal_of_both_ways_shows_the_first() -> None:
+def test_a_dataset_that_refuses_index_and_list_raises_the_first_error() -> None:
     class Broken:
         def __len__(self) -> int:
             return 4
@@ -134,7 +134,7 @@ def test_torch_loader_asks_our_dataset_once_a_batch() -> None:
     assert (batch[0].tolist(), batch[2].tolist()) == ([9, 1, 5], [3] * 3)
 
 
-def test_samplers_and_batch_samplers_of_ones_own() -> None:
+def test_samplers_and_batch_samplers_of_the_users() -> None:
     dataset = cases.Numbers(12)
     assert drained(DataLoader(dataset, sampler=[3, 1, 3], batch_size=2)) == [[3, 1], [3]]
     assert drained(DataLoader(dataset, sampler=[3, 1, 3], batch_size=2, drop_last=True)) == [[3, 1]]
@@ -237,7 +237,7 @@ def test_a_loader_that_is_not_skippable_says_so() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_arrives_whole(num_workers: int) -> None:
+def test_an_error_arrives_with_all_its_attributes(num_workers: int) -> None:
     loader = DataLoader(cases.Damaged(20), batch_size=4, num_workers=num_workers)
     got: list[int] = []
     batches = iter(loader)
@@ -385,7 +385,7 @@ def test_a_failed_batch_is_not_used_up() -> None:
     assert len(list(batches)) == 1
 
 
-def test_a_loader_goes_on_in_mid_epoch_with_another_world_size() -> None:
+def test_a_loader_resumes_in_mid_epoch_with_another_world_size() -> None:
     def loader_of(rank: int, world_size: int, num_workers: int = 0) -> DataLoader:
         sampler = EpochSampler(N, seed=3, rank=rank, world_size=world_size)
         sampler.set_epoch(2)
@@ -432,7 +432,7 @@ def test_the_sampler_knows_its_position_with_any_loader() -> None:
     assert len(sampler) == 20
 
 
-def test_sets_of_steps_and_restores_do_not_add_up() -> None:
+def test_a_restored_position_replaces_set_step() -> None:
     def fresh() -> DataLoader:
         return DataLoader(cases.Numbers(20), batch_size=4, sampler=EpochSampler(20, seed=0))
 
@@ -500,7 +500,7 @@ def batches_in_a_list(num_workers: int) -> DataLoader:
         batches_in_a_list,
     ],
 )
-def test_orders_of_torch_that_can_be_drawn_again(build: Any) -> None:
+def test_orders_of_torch_that_can_be_computed_again(build: Any) -> None:
     before = build(0)
     list(before)  # a whole epoch first: the generator has moved on
     batches = iter(before)
@@ -521,7 +521,7 @@ def test_orders_of_torch_that_can_be_drawn_again(build: Any) -> None:
         {"batch_sampler": cases.EvensThenOdds(20)},
     ],
 )
-def test_orders_that_cannot_be_drawn_again_are_refused(options: dict[str, Any]) -> None:
+def test_orders_that_cannot_be_computed_again_are_refused(options: dict[str, Any]) -> None:
     loader = DataLoader(cases.Numbers(20), **options)
     with pytest.raises(UsageError, match="EpochSampler"):
         loader.state_dict()

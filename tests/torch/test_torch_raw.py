@@ -140,7 +140,7 @@ def test_a_damaged_sample_fails_its_batch_only(
 
 
 class Own(Dataset):
-    """Reads for itself."""
+    """A dataset with its own __getitem__."""
 
     def __getitem__(self, indices: Any) -> Any:
         return self.reader.read(indices)
@@ -164,7 +164,7 @@ def test_only_a_dataset_that_inherits_process_is_raw(file: str) -> None:
 
 @pytest.mark.parametrize("kind", [Dataset, cases.Raw, Own])
 @pytest.mark.parametrize("collate", [list, cases.keep_list])
-def test_raw_samples_are_the_same_on_either_way(
+def test_raw_samples_are_the_same_on_both_paths(
     file: str, samples: list[np.ndarray], kind: Any, collate: Any
 ) -> None:
     iterator = iter(DataLoader(kind(file), batch_size=7, num_workers=1, collate_fn=collate))
@@ -175,7 +175,7 @@ def test_raw_samples_are_the_same_on_either_way(
     assert all(map(np.array_equal, arrays, samples)) and len(arrays) == COUNT
 
 
-def test_what_process_leaves_out_stays_out(file: str, samples: list[np.ndarray]) -> None:
+def test_process_may_return_fewer_samples(file: str, samples: list[np.ndarray]) -> None:
     batches = DataLoader(
         Halved(file), batch_size=6, num_workers=1, collate_fn=cases.keep_list, bundle=4
     )
@@ -183,7 +183,7 @@ def test_what_process_leaves_out_stays_out(file: str, samples: list[np.ndarray])
     assert all(map(np.array_equal, arrays, samples[::2])) and len(arrays) == COUNT // 2
 
 
-def test_a_raw_batch_that_is_kept_holds_its_message_and_no_more(even: str) -> None:
+def test_a_raw_batch_that_is_kept_holds_only_its_message(even: str) -> None:
     batches = raw_loader(even, bundle=2)
     kept = list(batches)
     assert [int(array[0]) for batch in kept for array in batch] == list(range(COUNT))
@@ -215,7 +215,7 @@ def test_tensors_that_lie_side_by_side_are_collated_where_they_were_read(even: s
     assert max(segment.size for segment in segments.values()) < message * 9 // 8 + SMALLEST_SIZE
 
 
-def test_what_a_dataset_keeps_and_changes_is_not_in_the_batch(even: str) -> None:
+def test_a_batch_does_not_change_with_samples_that_a_dataset_keeps(even: str) -> None:
     for bundle in (1, 3):
         batches = DataLoader(cases.Keeping(even), batch_size=10, num_workers=1, bundle=bundle)
         firsts = [column.tolist() for batch in batches for column in (batch[:, 0], batch[:, -1])]
@@ -225,7 +225,7 @@ def test_what_a_dataset_keeps_and_changes_is_not_in_the_batch(even: str) -> None
 # torch's options
 
 
-def test_without_order_the_batches_of_a_quick_worker_come_first(tmp_path: Path, even: str) -> None:
+def test_with_in_order_false_a_quick_workers_batches_come_first(tmp_path: Path, even: str) -> None:
     path = str(tmp_path / "go")
     iterator = iter(
         raw_loader(
@@ -240,7 +240,7 @@ def test_without_order_the_batches_of_a_quick_worker_come_first(tmp_path: Path, 
     assert sorted(got) == list(range(COUNT))
 
 
-def test_a_worker_that_takes_too_long_is_told_of(tmp_path: Path, even: str) -> None:
+def test_a_worker_that_takes_too_long_is_an_error(tmp_path: Path, even: str) -> None:
     path = str(tmp_path / "go")
     iterator = iter(raw_loader(even, bundle=2, timeout=0.2, worker_init_fn=cases.Waiting(path, 0)))
     try:

@@ -1,4 +1,4 @@
-"""The sampler by itself: shared orders, windows, and positions that other world sizes take up."""
+"""EpochSampler by itself: shared orders, windows, and positions restored with other world sizes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_order_is_that_of_the_arguments() -> None:
     stays=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40)), max_size=4),
     last=st.integers(1, 7),
 )
-def test_world_sizes_take_over_from_one_another(
+def test_positions_are_restored_with_any_world_size(
     n: int, stays: list[tuple[int, int]], last: int
 ) -> None:
     state = None
@@ -82,7 +82,7 @@ def test_world_sizes_take_over_from_one_another(
         assert list(sampler) == sampler.order(5).tolist(), "later iterations are whole again"
 
 
-def test_a_restored_iteration_that_never_began_is_still_to_come() -> None:
+def test_a_restored_position_stays_until_an_iteration_begins() -> None:
     sampler = EpochSampler(10, seed=0)
     sampler.load_state_dict({**sampler.state_dict(), "position": 7})
     sampler.follow()
@@ -104,7 +104,7 @@ def test_a_restored_iteration_that_never_began_is_still_to_come() -> None:
         ({"epoch": "0"}, "epoch is '0'"),
     ],
 )
-def test_states_that_cannot_be_are_refused(change: dict[str, Any], named: str) -> None:
+def test_invalid_states_are_refused(change: dict[str, Any], named: str) -> None:
     sampler = EpochSampler(20, seed=0)
     state = sampler.state_dict()
     with pytest.raises(UsageError, match=named):
@@ -117,6 +117,6 @@ def test_states_that_cannot_be_are_refused(change: dict[str, Any], named: str) -
 @pytest.mark.parametrize(
     "arguments", [{"n": -1}, {"window": 0}, {"shared": ""}, {"shared": 3}, {"rank": 1}]
 )
-def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         EpochSampler(**{"n": 4, "seed": 0, **arguments})

@@ -31,7 +31,7 @@ def loader_threads() -> list[str]:
 
 
 class Gated(cases.Made):
-    """Batches that are begun are counted; all but the first wait."""
+    """Records the batches that are begun; all but the first wait."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -47,7 +47,7 @@ class Gated(cases.Made):
 
 @pytest.mark.parametrize("with_daemon", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_batches_come_in_order_and_are_ones_own(
+def test_batches_arrive_in_order_and_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_daemon: bool, threads: int
 ) -> None:
     path = tmp_path / "a.ffr"
@@ -79,7 +79,7 @@ def test_batches_come_in_order_and_are_ones_own(
         check()
 
 
-def test_threads_work_ahead_of_the_loop_and_not_without_end() -> None:
+def test_threads_work_a_bounded_number_of_batches_ahead() -> None:
     dataset = Gated(40)
     batches = iter(DataLoader(dataset, collate_fn=cases.first_only, threads=2))
     assert next(batches).tolist() == [0]
@@ -91,7 +91,7 @@ def test_threads_work_ahead_of_the_loop_and_not_without_end() -> None:
     assert [int(batch[0]) for batch in batches] == list(range(2, 40))
 
 
-def test_an_error_comes_in_its_place_whole_and_the_loop_goes_on() -> None:
+def test_an_error_is_raised_for_its_batch_and_the_loop_can_continue() -> None:
     batches = iter(DataLoader(torch_cases.Damaged(20), batch_size=4, threads=3))
     assert [next(batches)[0].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ChecksumError) as caught:
@@ -113,7 +113,7 @@ def test_a_loop_that_is_left_ends_the_threads() -> None:
     assert len(dataset.begun) <= 6, "what had not begun was called off"
 
 
-def test_the_position_is_what_the_loop_got() -> None:
+def test_the_position_counts_batches_of_the_loop() -> None:
     def fresh() -> tuple[EpochSampler, DataLoader]:
         sampler = EpochSampler(30, seed=5)
         return sampler, DataLoader(
@@ -132,6 +132,6 @@ def test_the_position_is_what_the_loop_got() -> None:
 
 
 @pytest.mark.parametrize("options", [{"threads": -1}, {"threads": 2, "num_workers": 1}])
-def test_threads_are_counted_and_stand_alone(options: dict[str, Any]) -> None:
+def test_threads_exclude_workers_and_are_not_negative(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="threads"):
         DataLoader(cases.Made(3), **options)

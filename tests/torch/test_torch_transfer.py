@@ -1,4 +1,4 @@
-"""From the worker to the training process: all arrives as with torch, and nothing is left."""
+"""Transfer from workers to the training process: batches as from torch, and nothing left over."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def mapped() -> int:
-    """How many segments this process maps."""
+    """Return the number of segments that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:ffserve-batch")
 
 
 def held(batches: DataLoader) -> int:
-    """How many segments a loader's training process knows."""
+    """Return the number of segments that a loader knows."""
     receiver = batches._receiver
     assert receiver is not None
     return sum(map(len, receiver._segments))
@@ -83,7 +83,7 @@ def source(
 @pytest.mark.parametrize(
     ("start_method", "dataset"),
     [(method, cases.Everything(6)) for method in START_METHODS]
-    + [("fork", cases.TorchsWay(3)), ("fork", cases.Related(3))],
+    + [("fork", cases.NeedsTorch(3)), ("fork", cases.Related(3))],
 )
 def test_batches_arrive_as_torch_hands_them_over(start_method: str, dataset: Any) -> None:
     options: dict[str, Any] = {"batch_size": 3, "collate_fn": cases.keep_list, "num_workers": 1}
@@ -108,7 +108,7 @@ def test_tensors_over_one_memory_share_it_again_and_a_part_crosses_alone() -> No
 @pytest.mark.parametrize(
     ("start_method", "bundle"), [("fork", 1), ("fork", 3), ("spawn", 3), ("forkserver", 3)]
 )
-def test_raw_samples_are_ones_own_and_writable(
+def test_raw_samples_are_writable_and_share_nothing(
     source: tuple[str, list[np.ndarray]], start_method: str, bundle: int
 ) -> None:
     path, samples = source
@@ -161,7 +161,7 @@ def test_collation_is_torchs(tmp_path: Path) -> None:
     del ours
 
 
-def test_ones_own_collation_that_calls_torchs_makes_no_files() -> None:
+def test_a_collate_fn_that_calls_torchs_makes_no_files() -> None:
     def batches(kind: Any) -> list[Any]:
         return list(
             kind(cases.Pairs(48), batch_size=6, num_workers=1, collate_fn=cases.collate_more)
@@ -174,7 +174,7 @@ def test_ones_own_collation_that_calls_torchs_makes_no_files() -> None:
     assert not any(batch["x"].is_shared() for batch in ours)
 
 
-def test_what_a_user_made_of_torchs_collation_stays() -> None:
+def test_a_users_change_of_torchs_collation_stays() -> None:
     batches = DataLoader(
         cases.Pairs(8), batch_size=4, num_workers=1, worker_init_fn=cases.collate_by_sums
     )
@@ -183,7 +183,7 @@ def test_what_a_user_made_of_torchs_collation_stays() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: int) -> None:
-    """In a process of its own, where torch's names are gone before ffserve looks for them."""
+    """In a process of its own, which deletes the names before it imports ffserve."""
     program = textwrap.dedent(f"""
         from torch.utils.data._utils import collate
         del collate.collate_tensor_fn
@@ -245,7 +245,7 @@ def test_without_shared_memory_everything_arrives_through_the_queue(
     assert all(array.flags.writeable for array in arrays)
 
 
-# How long it is whose
+# Lifetime of batches
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
@@ -302,7 +302,7 @@ def look_again(batch: np.ndarray, channel: Any) -> None:
     gc.collect()
 
 
-def test_a_child_that_drops_a_batch_takes_it_from_nobody() -> None:
+def test_a_child_that_drops_a_batch_does_not_return_its_segment() -> None:
     batches = iter(DataLoader(cases.Made(40), num_workers=1, collate_fn=cases.first_only))
     batch = next(batches)
     pid = os.fork()
@@ -317,7 +317,7 @@ def test_a_child_that_drops_a_batch_takes_it_from_nobody() -> None:
     del batch, batches
 
 
-# How it ends
+# Ends
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -333,7 +333,7 @@ def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_end_by_themselves_though_their_iterator_dies_in_a_circle(
+def test_workers_of_an_iterator_in_a_reference_cycle_end_by_themselves(
     monkeypatch: pytest.MonkeyPatch, persistent: bool
 ) -> None:
     killed = []
@@ -428,7 +428,7 @@ def is_running(pid: str) -> bool:
 # Several batches in one message
 
 
-def test_an_error_within_a_bundle_comes_in_its_place() -> None:
+def test_an_error_within_a_message_is_raised_for_its_batch() -> None:
     batches = iter(
         DataLoader(
             cases.Failing(10, raises=2), num_workers=1, collate_fn=cases.first_only, bundle=4
@@ -446,7 +446,7 @@ def test_an_error_within_a_bundle_comes_in_its_place() -> None:
     assert got == [0, 1, "error", 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_a_position_within_a_bundle_is_exact() -> None:
+def test_a_position_within_a_message_is_exact() -> None:
     def fresh() -> tuple[EpochSampler, DataLoader]:
         sampler = EpochSampler(20, seed=3)
         options: dict[str, Any] = {"num_workers": 1, "collate_fn": cases.keep_list}
