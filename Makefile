@@ -1,6 +1,7 @@
 # make demo    set up everything on this machine and run the main job, in about a minute
-# make test    set up everything, then lint, types and all tests
-# make check   lint and types        make bench   measure this machine
+# make test    set up everything, then lint, types and all tests (5 min)
+# make lint    lint and types        make bench   measure this machine
+# make check   lint and types, then the tests with coverage by line and branch (10 min)
 # make soak    long tests (9 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
@@ -11,7 +12,7 @@
 python := .venv/bin/python
 pytest := $(python) -m pytest
 
-.PHONY: demo test check interop bench docs soak fuzz asan tsan setup clean distclean
+.PHONY: demo test lint check interop bench docs soak fuzz asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -20,13 +21,19 @@ setup:
 demo: setup
 	@$(python) -m ffserve demo
 
-check: setup
+lint: setup
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@.venv/bin/clang-format --dry-run --Werror ffserve/engine/*.[ch]
 	@$(python) -m mypy
 
-test: check
+check: lint
+	@mkdir -p .coverage && rm -f .coverage/*
+	@$(python) -m coverage run -m pytest -q --timeout 600
+	@$(python) -m coverage combine -q
+	@$(python) -m coverage report
+
+test: lint
 	@if $(pytest) -q; then \
 	    echo "make test: passed (lint, types and tests)"; \
 	else \
@@ -58,7 +65,7 @@ docs: setup
 
 clean:
 	rm -rf build dist ffserve/engine/*.so ffserve/engine/*.o ./*.egg-info
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .bench
+	rm -rf .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .bench
 	rm -f .venv/.stamp-*
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 

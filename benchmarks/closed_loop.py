@@ -196,7 +196,7 @@ def watch(
         board[-1, 0] = RUN
         running.begin()
         time.sleep(warm_s)
-        wait_for(lambda: (board[:-1, USED] >= warm_used).all(), "the jobs have warmed up")
+        wait_for(lambda: bool((board[:-1, USED] >= warm_used).all()), "the jobs have warmed up")
         board[-1, 0] = MEASURE
         before = look()
         time.sleep(seconds)

@@ -277,9 +277,11 @@ class Reader(BaseReader):
         async for some, sizes in self._estimated(self._all_numbers()):
             for part, _ in cut(some, sizes, READ_AHEAD_COUNT, READ_AHEAD_SIZE):
                 got = await self.read(part, errors="return")
-                for number, sample in zip(part.tolist(), got, strict=True):
-                    if isinstance(sample, FFServeError):
-                        bad[number] = sample
+                bad |= {
+                    number: sample
+                    for number, sample in zip(part.tolist(), got, strict=True)
+                    if isinstance(sample, FFServeError)
+                }
         self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:

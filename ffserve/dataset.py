@@ -232,42 +232,10 @@ def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
     if isinstance(indices, np.ndarray):
         array = indices
     elif isinstance(indices, range):
-        # Checked before the array is allocated, since a range may have any length.
-        for end in (min, max) if indices else ():
-            worst = end(indices[0], indices[-1])
-            if not 0 <= worst < count:
-                raise outside(worst, count)
-        array = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
+        array = _range_as_array(indices, count)
     else:
-        try:
-            if isinstance(indices, (str, bytes, bytearray)):
-                raise TypeError
-            values = indices if isinstance(indices, (list, tuple)) else list(indices)
-        except TypeError:
-            raise UsageError(
-                f"invalid sample indices: {type(indices).__name__} is not a sequence of integers",
-                hint="give a list, tuple, range, set, generator or integer array",
-            ) from None
-        if not values:
-            return np.zeros(0, np.int64)
-        try:
-            array = np.array(values)
-            if array.dtype.kind == "f":  # numpy's result for mixed signed and unsigned integers
-                with contextlib.suppress(TypeError):
-                    values = [operator.index(value) for value in values]
-                    array = np.array(values, object)
-        except (ValueError, OverflowError, TypeError):
-            raise UsageError(
-                "sample indices must be integers", hint="give a list or array of integers"
-            ) from None
-        if array.dtype == object and all(isinstance(value, int) for value in values):
-            for value in values:
-                if not 0 <= value < count:
-                    raise outside(value, count)
-            array = array.astype(np.int64)
+        array = _values_as_array(indices, count)
     if array.ndim != 1:
-        if array.size == 0 and array.ndim <= 1:
-            return np.zeros(0, np.int64)
         raise UsageError(
             f"sample indices must be one-dimensional, not of shape {array.shape}",
             hint="flatten the array first",
@@ -281,6 +249,45 @@ def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
     if array.dtype == np.uint64 and int(array.max()) >= count:
         raise outside(int(array.max()), count)
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _range_as_array(indices: range, count: int) -> NDArray[np.int64]:
+    # Checked before the array is allocated, since a range may have any length.
+    for end in (min, max) if indices else ():
+        worst = end(indices[0], indices[-1])
+        if not 0 <= worst < count:
+            raise outside(worst, count)
+    return np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
+
+
+def _values_as_array(indices: Any, count: int) -> NDArray[Any]:
+    try:
+        if isinstance(indices, (str, bytes, bytearray)):
+            raise TypeError
+        values = indices if isinstance(indices, (list, tuple)) else list(indices)
+    except TypeError:
+        raise UsageError(
+            f"invalid sample indices: {type(indices).__name__} is not a sequence of integers",
+            hint="give a list, tuple, range, set, generator or integer array",
+        ) from None
+    if not values:
+        return np.zeros(0, np.int64)
+    try:
+        array = np.array(values)
+        if array.dtype.kind == "f":  # numpy's result for mixed signed and unsigned integers
+            with contextlib.suppress(TypeError):
+                values = [operator.index(value) for value in values]
+                array = np.array(values, object)
+    except (ValueError, OverflowError, TypeError):
+        raise UsageError(
+            "sample indices must be integers", hint="give a list or array of integers"
+        ) from None
+    if array.dtype == object and all(isinstance(value, int) for value in values):
+        for value in values:
+            if not 0 <= value < count:
+                raise outside(value, count)
+        array = array.astype(np.int64)
+    return array
 
 
 def check_range(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -263,7 +263,7 @@ def running(
         stdout=stdout,
         stderr=stderr,
         env={**os.environ, **(environment or {})},
-        preexec_fn=before_exec,
+        preexec_fn=before_exec,  # noqa: PLW1509 (joins a cgroup: one write)
         # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
         start_new_session=True,
     )

@@ -33,7 +33,7 @@ def _setting_flags(command: Command) -> Command:
     "--config",
     "config_path",
     metavar="FILE",
-    help=f"Settings in TOML, named like these flags, which override them.  [default: {CONFIG_PATH}]",
+    help=f"Settings in TOML, named as these flags; flags override them. [default: {CONFIG_PATH}]",
 )
 @_setting_flags
 def serve(config_path: str | None, **settings: Any) -> int:

@@ -184,6 +184,7 @@ def build(target: Path, sanitize: str = "") -> Path:
 
 
 def main() -> None:
+    """Compile the C core from the command line."""
     parser = argparse.ArgumentParser(description="Compile ffserve's C core.")
     parser.add_argument("-o", "--output", type=Path, default=ROOT, help="directory of the build")
     parser.add_argument("--sanitize", default="", help="address, thread, undefined")
