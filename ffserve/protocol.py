@@ -1,10 +1,10 @@
-"""Frames and messages between client and daemon, for both sides, without a socket in sight.
+"""Protocol: frames and messages between client and daemon, for both sides, without I/O.
 
-A frame is a little-endian u32 (the body's size in bytes) and a body: one msgpack array whose
-first element is the message's type and whose others are its fields in order. Arrays of numbers
-travel as packed little-endian bytes, never as lists. A decoder is fed bytes as they come and
-returns whole messages; whatever breaks the rules raises ProtocolError, after which the
-connection is of no more use. `docs/PROTOCOL.md` is the normative text.
+A frame is a little-endian u32 (the size of the body in bytes) and a body: one msgpack array whose
+first element is the type of the message and whose others are its fields in order. Arrays of numbers
+travel as packed little-endian bytes, never as lists. A decoder is fed bytes as they arrive and
+returns whole messages. A peer that breaks the rules raises ProtocolError, after which the
+connection must be closed. `docs/PROTOCOL.md` is the normative text.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 
 VERSION = 1
 MAX_FRAME_SIZE = 16 * 1024 * 1024
-"""Bytes of a body. Room for an OPEN of 100,000 paths; a lie in a length costs no more."""
+"""Bytes of a body: enough for an OPEN of 100,000 paths, and a bound for a false size."""
 MAX_CONTAINERS = 16_384
-"""Lists and maps in one frame, so that a frame cannot take many times its size of memory."""
+"""Lists and maps in a frame; decoded, each takes much more memory than its bytes."""
 MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
 MOST_REQUESTS = 64
-"""GETs and LEASEs of one session without an answer; a client holds back what is more."""
+"""GETs and LEASEs of one session without an answer; the client delays further ones."""
 
 _HEADER = struct.Struct("<I")
 _FILE_NAMES = "surrogateescape"
-"""File names are bytes; those that are no UTF-8 travel as Python carries them, os.fsencode()."""
+"""File names are bytes; names that are not UTF-8 travel as those bytes (os.fsencode)."""
 
 
 @dataclass(slots=True)
 class Hello:
-    """Client, first of all. `about`: versions (list of int), client, job, pid."""
+    """The client's first message. `about`: versions (list of int), client, job, pid, payload."""
 
     TYPE: ClassVar[int] = 1
     about: dict[str, Any]
@@ -46,9 +46,9 @@ class Hello:
 
 @dataclass(slots=True)
 class Welcome:
-    """Daemon's answer, with three descriptors: arena, directory, index.
+    """The daemon's answer to HELLO, with three descriptors: arena, directory, index.
 
-    `about`: version, server, epoch (of the arena), arena_size, max_get.
+    `about`: version, server, epoch (of the arena), arena_size, capacity, max_get, payload.
     """
 
     TYPE: ClassVar[int] = 2
@@ -57,7 +57,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class Open:
-    """Client asks for a dataset. `what`: paths (absolute), format or nil, verify, tolerant."""
+    """Open a data set. `what`: paths (absolute), format or nil, verify, tolerant."""
 
     TYPE: ClassVar[int] = 3
     tag: int
@@ -66,7 +66,7 @@ class Open:
 
 @dataclass(slots=True)
 class Opened:
-    """`shards`: packed SHARD_DTYPE, in the order of the paths; `formats`: a name each shard."""
+    """The data set is open. `shards`: packed SHARD_DTYPE, one per path; `formats`: their names."""
 
     TYPE: ClassVar[int] = 4
     tag: int
@@ -77,10 +77,10 @@ class Opened:
 
 @dataclass(slots=True)
 class Get:
-    """Client asks for samples to be readable. `indices`: packed i64 in the dataset.
+    """Make samples readable. `indices`: packed i64 in the data set.
 
     `acknowledged`: packed u32 tags of earlier GETs whose samples were copied. `hits`, `hit_size`:
-    samples and bytes copied without asking since the last report.
+    samples and bytes copied without a request since the last report.
     """
 
     TYPE: ClassVar[int] = 5
@@ -94,7 +94,7 @@ class Get:
 
 @dataclass(slots=True)
 class Ready:
-    """The first `count` of the indices were dealt with. `errors`: [position, *wire error] each."""
+    """The first `count` samples are readable or failed. `errors`: [position, *error] each."""
 
     TYPE: ClassVar[int] = 6
     tag: int
@@ -104,7 +104,7 @@ class Ready:
 
 @dataclass(slots=True)
 class Lease:
-    """As GET, but the samples stay pinned until RELEASE or the session's end."""
+    """As GET, but the samples stay pinned until RELEASE or the end of the session."""
 
     TYPE: ClassVar[int] = 7
     tag: int
@@ -114,7 +114,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Release:
-    """`tags`: packed u32 tags of leases that are over."""
+    """End leases. `tags`: packed u32."""
 
     TYPE: ClassVar[int] = 8
     tags: bytes
@@ -122,7 +122,7 @@ class Release:
 
 @dataclass(slots=True)
 class Status:
-    """Client asks how the daemon is."""
+    """Ask for the state of the daemon."""
 
     TYPE: ClassVar[int] = 9
     tag: int
@@ -130,7 +130,7 @@ class Status:
 
 @dataclass(slots=True)
 class Report:
-    """`facts`: what `ffserve status --json` prints."""
+    """The answer to STATUS and RESIZE. `facts`: what `ffserve status --json` prints."""
 
     TYPE: ClassVar[int] = 10
     tag: int
@@ -139,7 +139,7 @@ class Report:
 
 @dataclass(slots=True)
 class Fail:
-    """A whole request failed; tag 0: the session itself, and the daemon closes it."""
+    """A request failed; tag 0: the session failed, and the daemon closes it."""
 
     TYPE: ClassVar[int] = 11
     tag: int
@@ -148,7 +148,7 @@ class Fail:
 
 @dataclass(slots=True)
 class Close:
-    """Client needs a dataset no more."""
+    """Close a data set."""
 
     TYPE: ClassVar[int] = 12
     dataset: int
@@ -156,7 +156,7 @@ class Close:
 
 @dataclass(slots=True)
 class Tell:
-    """Client's counters since its last message that carried them; asks nothing."""
+    """Counters and acknowledgements as in GET, without a request."""
 
     TYPE: ClassVar[int] = 13
     dataset: int
@@ -167,14 +167,14 @@ class Tell:
 
 @dataclass(slots=True)
 class Bye:
-    """Client leaves of its own will."""
+    """End the session."""
 
     TYPE: ClassVar[int] = 14
 
 
 @dataclass(slots=True)
 class Order:
-    """Client announces what its job will ask for in an epoch, in pieces of one tag.
+    """Announce the order of a job's epoch, in pieces with one tag.
 
     `count`: positions of the whole order; `start`: position of this piece's first;
     `indices`: packed u32 in the dataset; `what`: name (or nil), replacement.
@@ -192,7 +192,7 @@ class Order:
 
 @dataclass(slots=True)
 class Reached:
-    """Client's job has used the first `position` samples of the order it announced."""
+    """The job has used the first `position` samples of its announced order."""
 
     TYPE: ClassVar[int] = 16
     dataset: int
@@ -202,7 +202,7 @@ class Reached:
 
 @dataclass(slots=True)
 class Seen:
-    """Client found these samples in memory since its last message. `indices`: packed u32."""
+    """The client found these samples in memory. `indices`: packed u32."""
 
     TYPE: ClassVar[int] = 17
     dataset: int
@@ -211,9 +211,9 @@ class Seen:
 
 @dataclass(slots=True)
 class Sending:
-    """Daemon will send the samples of a GET, where they cannot be read in the arena.
+    """The samples of a GET follow, in an inline session.
 
-    `lengths`: packed u64, of the first samples that were asked for; 0 for what failed.
+    `lengths`: packed u64, of the first samples of the request; 0 for a failed sample.
     """
 
     TYPE: ClassVar[int] = 20
@@ -223,7 +223,7 @@ class Sending:
 
 @dataclass(slots=True)
 class Payload:
-    """The next `size` bytes of what SENDING promised follow this frame."""
+    """The next `size` bytes of the samples follow this frame."""
 
     TYPE: ClassVar[int] = 21
     tag: int
@@ -232,7 +232,7 @@ class Payload:
 
 @dataclass(slots=True)
 class Lookup:
-    """Client asks for what the index says of samples. `indices`: packed i64 in the dataset."""
+    """Ask for rows of the index. `indices`: packed i64 in the data set."""
 
     TYPE: ClassVar[int] = 22
     tag: int
@@ -242,7 +242,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Found:
-    """`offsets`, `lengths`: packed u64; `checksums`: packed u32; one a sample asked for."""
+    """Rows of the index. `offsets`, `lengths`: packed u64; `checksums`: packed u32."""
 
     TYPE: ClassVar[int] = 23
     tag: int
@@ -253,7 +253,7 @@ class Found:
 
 @dataclass(slots=True)
 class Resize:
-    """Client wants the arena to have another size, in bytes; REPORT says what it is about to be."""
+    """Resize the arena to `size` bytes; REPORT has its state."""
 
     TYPE: ClassVar[int] = 24
     tag: int
@@ -329,8 +329,8 @@ SHARD_DTYPE = np.dtype(
         ("reserved", "<u4"),
     ]
 )
-"""One shard in OPENED: its run [base, base + count) of the node-wide tables, its file's size in
-bytes, the fingerprint of its content."""
+"""One shard in OPENED: its samples [base, base + count) in the tables of the daemon, the size of
+its file in bytes, the fingerprint of its content, its kind of checksum."""
 
 
 def encode(message: Message) -> bytes:
@@ -344,11 +344,12 @@ def encode(message: Message) -> bytes:
             [message.TYPE, *_shallow(message)], use_bin_type=True, unicode_errors=_FILE_NAMES
         )
     except (ValueError, OverflowError, TypeError) as error:
-        raise ProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
+        raise ProtocolError(f"cannot encode a {type(message).__name__} message: {error}") from error
     if len(body) > MAX_FRAME_SIZE:
         raise ProtocolError(
-            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit",
-            hint=f"the limit is {MAX_FRAME_SIZE} bytes; ask for fewer paths or samples at once",
+            f"a {type(message).__name__} message of {len(body)} bytes exceeds the limit of "
+            f"{MAX_FRAME_SIZE} bytes",
+            hint="name fewer paths or samples at once",
         )
     return _HEADER.pack(len(body)) + body
 
@@ -359,9 +360,9 @@ def _shallow(message: Message) -> tuple[Any, ...]:
 
 
 class Decoder:
-    """Turn a byte stream into messages.
+    """Turns a byte stream into messages.
 
-    Args: accept: the classes that the other side may send.
+    Args: accept: the classes of messages that the peer may send.
     """
 
     def __init__(self, accept: tuple[type[Any], ...]) -> None:
@@ -369,13 +370,13 @@ class Decoder:
         self._pending = bytearray()
         self._containers = 0
         self.payload_size = 0
-        """Bytes behind the last PAYLOAD that were not taken yet; nothing else is decoded before."""
+        """Bytes of the last PAYLOAD that are not taken yet; nothing is decoded before."""
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> list[Message]:
-        """Take bytes as they came; return the messages that are complete now, in order.
+        """Take bytes as they arrive; return the messages that are complete now, in order.
 
-        Raises: ProtocolError on a size over the limit, a body that is no message, a message that
-            this side must not get, or a field of the wrong type.
+        Raises: ProtocolError: a size over the limit, an invalid body, a message that the peer must
+            not send, or a field of the wrong type.
         """
         pending = self._pending
         whole: bytes | bytearray | memoryview = chunk
@@ -387,7 +388,9 @@ class Decoder:
         while end - start >= 4 and not self.payload_size:
             (size,) = _HEADER.unpack_from(whole, start)
             if size > MAX_FRAME_SIZE:
-                raise ProtocolError(f"the peer announced a frame of {size} bytes")
+                raise ProtocolError(
+                    f"a frame of {size} bytes exceeds the limit of {MAX_FRAME_SIZE}"
+                )
             if end - start - 4 < size:
                 break
             messages.append(self._message(memoryview(whole)[start + 4 : start + 4 + size]))
@@ -395,7 +398,7 @@ class Decoder:
             if type(messages[-1]) is Payload:
                 self.payload_size = messages[-1].size
                 if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
-                    raise ProtocolError(f"the peer announced {self.payload_size} bytes of payload")
+                    raise ProtocolError(f"invalid PAYLOAD message: {self.payload_size} bytes")
         if whole is pending:
             del pending[:start]
         elif start < end:
@@ -403,14 +406,14 @@ class Decoder:
         return messages
 
     def take_payload(self) -> bytes:
-        """Return what was fed beyond a PAYLOAD and belongs to it."""
+        """Return the fed bytes that belong to the last PAYLOAD."""
         taken = bytes(self._pending[: self.payload_size])
         del self._pending[: len(taken)]
         self.payload_size -= len(taken)
         return taken
 
     def skip_payload(self, size: int) -> None:
-        """So many bytes of payload were received past the decoder."""
+        """So many bytes of payload were received without the decoder."""
         assert size <= self.payload_size and not self._pending
         self.payload_size -= size
 
@@ -435,29 +438,31 @@ class Decoder:
                 ext_hook=_no_extension,
             )
         except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"the peer sent a frame that is not msgpack: {error}") from None
+            raise ProtocolError(f"invalid frame, not msgpack: {error}") from None
         finally:
             body.release()
         if type(values) is not list or not values or type(values[0]) is not int:
-            raise ProtocolError("the peer sent a frame that is not a message")
+            raise ProtocolError("invalid frame: not an array with a message type")
         known = _TABLE.get(values[0])
         if known is None or known[0] not in self._accept:
-            raise ProtocolError(f"the peer sent a message of type {values[0]}: no place here")
+            raise ProtocolError(f"unexpected message of type {values[0]}")
         cls, kinds = known
         if len(values) != len(kinds) + 1:
-            raise ProtocolError(f"the peer sent a {cls.__name__} of {len(values) - 1} fields")
+            raise ProtocolError(
+                f"invalid {cls.__name__} message: {len(values) - 1} fields instead of {len(kinds)}"
+            )
         for value, kind in zip(values[1:], kinds, strict=True):
             if type(value) is not kind:
                 raise ProtocolError(
-                    f"the peer sent a {cls.__name__} with a {type(value).__name__} "
-                    f"for a {kind.__name__}"
+                    f"invalid {cls.__name__} message: {type(value).__name__} instead of "
+                    f"{kind.__name__}"
                 )
         message: Message = cls(*values[1:])
         return message
 
 
 def _no_extension(code: int, content: bytes) -> Any:
-    raise ValueError(f"an extension of type {code}")
+    raise ValueError(f"extension of type {code}")
 
 
 def pack_indices(indices: NDArray[np.int64]) -> bytes:
@@ -471,7 +476,7 @@ def unpack_indices(packed: bytes) -> NDArray[np.int64]:
     Raises: ProtocolError when the size is no multiple of 8 or there are more than MAX_GET_COUNT.
     """
     if len(packed) % 8 or len(packed) > 8 * MAX_GET_COUNT:
-        raise ProtocolError(f"the peer sent {len(packed)} bytes of indices")
+        raise ProtocolError(f"invalid indices: {len(packed)} bytes")
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
@@ -486,7 +491,7 @@ def unpack_order(packed: bytes) -> NDArray[np.int64]:
     Raises: ProtocolError when the size is no multiple of 4 or there are more than MAX_GET_COUNT.
     """
     if len(packed) % 4 or len(packed) > 4 * MAX_GET_COUNT:
-        raise ProtocolError(f"the peer sent {len(packed)} bytes of an order")
+        raise ProtocolError(f"invalid piece of an order: {len(packed)} bytes")
     return np.frombuffer(packed, "<u4").astype(np.int64)
 
 
@@ -496,7 +501,7 @@ def unpack_numbers(packed: bytes, count: int, kind: str) -> NDArray[Any]:
     Raises: ProtocolError when there is another number of them.
     """
     if len(packed) != count * np.dtype(kind).itemsize:
-        raise ProtocolError(f"the peer sent {len(packed)} bytes for {count} numbers")
+        raise ProtocolError(f"{len(packed)} bytes for {count} numbers of type {kind}")
     return np.frombuffer(packed, kind)
 
 
@@ -508,7 +513,7 @@ def pack_tags(tags: list[int]) -> bytes:
 def unpack_tags(packed: bytes) -> list[int]:
     """Unpack request tags. Raises: ProtocolError when the size is no multiple of 4."""
     if len(packed) % 4:
-        raise ProtocolError(f"the peer sent {len(packed)} bytes of tags")
+        raise ProtocolError(f"invalid tags: {len(packed)} bytes")
     return np.frombuffer(packed, "<u4").tolist() if packed else []
 
 
@@ -523,11 +528,11 @@ def error_from_wire(wire: Any) -> FFServeError:
     Raises: ProtocolError when the shape or a type is wrong.
     """
     if type(wire) is not list or len(wire) != 6:
-        raise ProtocolError("the peer sent an error that is none")
+        raise ProtocolError("malformed error: not an array of six fields")
     code, message, path, index, offset, hint = wire
     texts = all(value is None or type(value) is str for value in (path, hint))
     numbers = all(value is None or type(value) is int for value in (index, offset))
     if type(code) is not str or type(message) is not str or not texts or not numbers:
-        raise ProtocolError("the peer sent an error with fields of the wrong type")
+        raise ProtocolError("malformed error: a field has the wrong type")
     cls = BY_CODE.get(code, FFServeError)
     return cls(message, path=path, index=index, offset=offset, hint=hint)
