@@ -81,8 +81,8 @@ def open(
             socket's path, which is required to answer.
         verify: check every sample against its checksum, and the files' tables at opening.
         on_error: "raise", or "skip" to leave out damaged samples: everything is read once to find
-            them, and the reader then holds only the intact ones, in order. What was left out
-            stands in `reader.damaged`. A file that is damaged between its samples, or was cut, is
+            them, and the reader then holds only the intact ones, in order. `reader.damaged` has
+            the errors of the others. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
 
     A TFRecord file that is compressed (GZIP, ZLIB) can only be iterated: its reader has no length
@@ -292,8 +292,8 @@ class Reader(BaseReader, Sequence[Bytes]):
             ChecksumError, TruncatedError, ReadError: of the first sample that failed.
             ServerUnavailable: the daemon is required and stayed away.
 
-        Cost: at most one round trip for each 8 MiB of the batch, none when all is in memory; one
-            copy.
+        Cost: at most one round trip for each 8 MiB of the batch, none if all samples are cached;
+            one copy.
         """
         numbers = self._numbers(indices)
 
@@ -408,11 +408,15 @@ class Reader(BaseReader, Sequence[Bytes]):
     def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[Batch]:
-        """Read in order with read-ahead, in batches of at most `count` samples and about `size`
-        bytes, of which the next few (`batches_ahead`) are on their way. Small ones are asked for
-        together (`together`), and are parts of one buffer then.
+        """Read in order with read-ahead.
 
-        Args: indices: as for `read`; None for all.
+        The next few requests (`requests_ahead`) are on their way. Small batches share a request
+        (`read_ahead`), and are parts of one buffer then.
+
+        Args:
+            indices: as for `read`; None for all.
+            count, size: a batch has at most `count` samples and about `size` bytes.
+
         Raises: as `read`, when the batch concerned is due.
         """
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
@@ -427,7 +431,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         """Read everything in order as `batches` does, and go on behind damage.
 
         Yields: the index of the batch's first sample, the batch, and the errors of those samples
-            in it that failed, by position; their bytes in the batch mean nothing.
+            in it that failed, by position; their bytes in the batch are undefined.
         Raises: ServerUnavailable, as `read`.
         """
         first = 0
@@ -449,7 +453,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             while ahead:
                 yield from self._split(*ahead.popleft())
         finally:
-            # What nobody waits for any more still has its buffers and its pins.
+            # Requests that were not finished have buffers and pins.
             for _, (_, source, pending) in ahead:
                 self._discard(source, pending)
 
@@ -505,10 +509,10 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> None:
         """Tell the daemon which samples this job will ask for, in order.
 
-        The daemon then reads ahead exactly and keeps what will be needed soonest by any job. It
-        needs this epoch and the next: announce both at the beginning, and each further one when
-        the one before it begins. Without a daemon nothing happens. A process that was made by
-        another one (a rank) is a job of its own from its first announcement on.
+        The daemon then prefetches exactly these samples, and keeps those with the nearest next use
+        by any job. It needs this epoch and the next: announce both at the beginning, and each
+        further one when the one before it begins. Without a daemon this does nothing. A process
+        that another one started (a rank) is a job of its own from its first announcement on.
 
         Args:
             order: all indices of the epoch, as for `read`; none twice, unless `replacement`. Not
@@ -520,8 +524,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises:
             SampleIndexError: an index outside the data set, or one that comes twice.
-            UsageError: no order, or one that the daemon has no room for. The job is served
-                as before.
+            UsageError: an empty order, or one that the daemon has no memory for. The job is
+                served as before.
 
         Cost: 4 bytes a sample through the socket; one round trip.
         """
@@ -533,14 +537,14 @@ class Reader(BaseReader, Sequence[Bytes]):
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon that the first `position` samples of an announced order were used.
 
-        Who reads in the announced order with this very reader need not call it: the reader counts
-        until this is called for the first time. A loader whose workers read calls it, a few times
-        a second.
+        A program that reads in the announced order with this reader need not call it: the reader
+        counts until this is called for the first time. A loader whose workers read calls it, a few
+        times a second.
 
         Args: epoch, position: integers from 0.
         Raises: UsageError for anything else.
         Cost: one small message, no answer, no waiting: a daemon that started anew is looked for in
-            a thread, and told what was announced.
+            a thread, which announces the orders to it.
         """
         epoch, position = check_count("epoch", epoch), check_count("position", position)
         if self._request.closed:
@@ -579,8 +583,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: as `read`, for a sample whose length cannot be known.
 
-        Cost: no sample is read, but where they lie in chunks (RecordIO): those that nobody read
-            before are.
+        Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
         if indices is None:
             return self._sizes_of(self._intact)

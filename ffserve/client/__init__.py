@@ -1,1 +1,1 @@
-"""What runs in the training processes: the reader, the writers, the drop-in."""
+"""The client: sources of samples, and the connections of a training process to the daemon."""

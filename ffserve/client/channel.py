@@ -3,7 +3,7 @@
 A driver owns the socket: `connection` with blocking calls, for threads; `loop` in an event loop. It
 sends `output`, hands what it receives to `feed` or into `payload_buffers`, and wakes the waiters of
 the tags that were answered. Everything else is decided here: tags, acknowledgements, counters,
-which messages are kept back, and what an answer means that nobody waits for any more.
+which messages are kept back, and how answers are given back that no thread or task waits for.
 
 Two kinds of messages leave a client. *Requests* are queued at once, except that a GET or LEASE is
 kept back while the daemon has as many as it takes. *Reports* (counters, acknowledgements, closed
@@ -47,9 +47,9 @@ MOST_BUFFERS = 512
 """Buffers that one call of the kernel fills."""
 
 Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
-"""What a request does, step by step, without doing it. Yields an int, the tag of an answer, to be
-sent that message; a float, a pause in seconds; positions (None: all of the request) to be copied,
-to be sent those that could not be."""
+"""The steps of a request, for a driver. Yields an int, the tag of an answer, and is sent that
+message; a float, a pause in seconds; positions (None: all of the request) to be copied, and is sent
+those that could not be."""
 
 
 class Request(Protocol):
@@ -64,7 +64,7 @@ class Request(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Nobody waits for this request any more."""
+        """The request is not run any further."""
         ...
 
 
@@ -144,14 +144,14 @@ class Channel:
         self.urgent = False
         """A request waits to be sent."""
         self.report_due = False
-        """An answer that nobody waited for was given back: `queue_reports` has something to say."""
+        """An answer was given back; `queue_reports` tells the daemon."""
         self.receive_size = INLINE_RECEIVE_SIZE if inline else RECEIVE_SIZE
         self._takes_orders = takes_orders
         self._decoder = decoder
         self._next_tag = 1
         self._queue: list[bytes] = []
         self._front = memoryview(b"")
-        """What is being sent."""
+        """The bytes that are being sent."""
         self._waiting: dict[int, _Waiting] = {}
         self.unanswered: set[int] = set()
         """Tags of GETs and LEASEs that were sent."""
@@ -174,7 +174,7 @@ class Channel:
         return self._request(protocol.Open(self._tag(), what))
 
     def get(self, dataset: int, indices: Int64s, sink: PayloadSink | None = None) -> int:
-        """Queue a GET, with what is to be reported; return its tag.
+        """Queue a GET, with acknowledgements and counters; return its tag.
 
         Args: sink: takes the samples where they come through the socket.
         """
@@ -307,7 +307,7 @@ class Channel:
                     self._waiting[tag].answer = protocol.Fail(tag, closed)
 
     def queue_reports(self) -> None:
-        """Queue what is to be reported, if all that was queued before has been sent."""
+        """Queue the reports that are due, if everything queued before has been sent."""
         with self.lock:
             if self._queue or self._front or self.broken is not None:
                 return
@@ -333,7 +333,7 @@ class Channel:
     # ---- output ---------------------------------------------------------------------------
 
     def output(self) -> memoryview:
-        """Return what is to be sent next; empty: nothing. For one sender at a time."""
+        """Return the bytes to send next; empty: none. For one sender at a time."""
         with self.lock:
             if not self._front and self._queue:
                 queued, self._queue = self._queue, []
@@ -430,7 +430,7 @@ class Channel:
                 rest = rest[len(view) :]
 
     def _give_back(self, kind: type[Message], answer: Message) -> None:
-        """Return to the daemon what an answer brought that nobody waits for."""
+        """Give back the pins or the data set of an answer that is not collected."""
         self.report_due = True
         if kind is protocol.Get and isinstance(answer, protocol.Ready):
             self._acknowledged.append(answer.tag)
@@ -445,7 +445,7 @@ class Channel:
         return any(waiting.answer is None for waiting in self._waiting.values())
 
     def has_answer(self, tag: int) -> bool:
-        """Whether `collect` has something to say about this tag."""
+        """Whether `collect` returns or raises at once."""
         waiting = self._waiting.get(tag)
         return waiting is None or waiting.answer is not None
 
@@ -476,7 +476,7 @@ class Channel:
         raise error
 
     def give_up(self, tag: int) -> None:
-        """Nobody waits for this request any more. What its answer brings is given back."""
+        """Forget a request. The pins or the data set that its answer brings are given back."""
         with self.lock:
             sink = self._sinks.pop(tag, None)
             if sink is not None and self._sink is sink:

@@ -77,7 +77,7 @@ Steps: TypeAlias = Generator["Open | Announce | float", Any, T]
 
 
 class AnnouncedOrders(Protocol):
-    """What a reader announced, for the next source."""
+    """The orders that a reader announced, for the next source."""
 
     def orders(self) -> list[Order]:
         """Return the orders, first epoch first."""
@@ -91,7 +91,7 @@ class AnnouncedOrders(Protocol):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """The arguments of `ffserve.open`, and what is known of the data set whatever its source.
+    """The arguments of `ffserve.open`, and facts about the data set that outlive a source.
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
@@ -451,7 +451,7 @@ class SourceSelector:
     # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back; idempotent. It waits for nobody: a thread that looks for a source
+        """Give everything back; idempotent. It does not wait: a thread that looks for a source
         finds the reader closed."""
         sources = self.selection.close(), self._former
         self._closing.set()

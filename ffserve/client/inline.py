@@ -167,7 +167,7 @@ class ReadRequest:
         raise AssertionError(positions)
 
     def give_up(self) -> None:
-        """Nobody waits for this request any more."""
+        """The request is not run any further."""
         for tag, _, _ in self._asked:
             self._channel.give_up(tag)
         self._asked.clear()
@@ -224,7 +224,7 @@ class LookupRequest:
         raise AssertionError(positions)
 
     def give_up(self) -> None:
-        """Nobody waits for this request any more."""
+        """The request is not run any further."""
         for tag, _ in self._asked:
             self.source.connection.channel.give_up(tag)
         if self._read is not None:

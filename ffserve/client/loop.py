@@ -2,8 +2,8 @@
 
 Each event loop has its own connections and engine, used from its thread alone. Sockets do not
 block; what a socket does not take is sent when it is writable. Large copies are made by threads
-beside the loop. A request that nobody awaits any more is answered all the same, and what the answer
-brings is given back when it comes.
+beside the loop. A request that was cancelled is answered all the same; the pins that the answer
+brings are given back when it comes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class LoopConnection:
             raise
 
     def give_up(self, request: Request) -> None:
-        """Nobody awaits this request any more."""
+        """The request was cancelled, or failed."""
         request.give_up()
         self.report()
 
@@ -162,7 +162,7 @@ class LoopConnection:
     # ---- the socket -----------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it; the rest follows."""
+        """Send the requests that are queued. Bytes that the socket does not take follow later."""
         if self._writing:
             return
         while output := self.channel.output():

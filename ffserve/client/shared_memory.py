@@ -212,34 +212,45 @@ class SharedMemorySource(DaemonSource):
         of the arena) are copied.
         """
         offsets, missing, _ = self.view.locate(indices)
-        sizes = np.diff(offsets)
-        starts = np.full(len(indices), -1, np.int64)
         held = _Held(self.blocking)
         try:
-            first, refused = 0, False
-            while first < len(indices) and not refused:
-                part = indices[first : first + protocol.MAX_GET_COUNT]
-                ready = held.ask(self.dataset, part)
-                for _, error in sorted(ready_errors(ready, len(part)).items()):
-                    raise error
-                offsets_in_arena = self.view.places(part[: ready.count])
-                starts[first : first + ready.count] = offsets_in_arena.view(np.int64)
-                first, refused = first + ready.count, ready.count == 0
+            starts = self._pinned(indices, held)
             if len(missing):
-                sizes = np.diff(self.view.locate(indices).offsets)
-            copied = np.flatnonzero(starts < 0)  # not pinned, or NOWHERE
+                offsets = self.view.locate(indices).offsets
+            sizes, size = offsets[1:] - offsets[:-1], int(offsets[-1])
             copies: dict[int, Bytes] = {}
-            if len(copied):
+            if len(starts) and int(starts.min()) < 0:
+                copied = np.flatnonzero(starts < 0)
+                size -= int(sizes[copied].sum())
                 copies = dict(zip(copied.tolist(), self.copies(indices[copied]), strict=True))
                 sizes[copied] = [copy.nbytes for copy in copies.values()]
-            pinned = len(indices) - len(copied)
+            pinned = len(indices) - len(copies)
             misses = min(len(missing), pinned)
-            size = int(sizes.sum() - sizes[copied].sum())
             self.statistics.count_asked(pinned - misses, misses, size)
             return Leased(self._arena, starts, sizes, copies, held)
         except BaseException:
             held.release()
             raise
+
+    def _pinned(self, indices: Int64s, held: _Held) -> Int64s:
+        """Have the daemon pin samples; return their offsets in the arena, -1 for those that it did
+        not pin. Raises: the error of the first sample that failed."""
+        parts: list[Int64s] = []
+        first = 0
+        while first < len(indices):
+            part = indices[first : first + protocol.MAX_GET_COUNT]
+            ready = held.ask(self.dataset, part)
+            for _, error in sorted(ready_errors(ready, len(part)).items()):
+                raise error
+            if not ready.count:
+                break
+            parts.append(self.view.places(part[: ready.count]).view(np.int64))  # NOWHERE: -1
+            first += ready.count
+        if first < len(indices):
+            parts.append(np.full(len(indices) - first, -1, np.int64))
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     # ---- tables ---------------------------------------------------------------------------
 
@@ -258,7 +269,7 @@ class SharedMemorySource(DaemonSource):
 
 
 class ReadRequest:
-    """One request for samples: what is missing, what was asked for, where it all goes.
+    """One request for samples: the missing ones, the GETs, the destination.
 
     Args: found: of the directory. apart, out: as of `Source.start`.
 
@@ -410,7 +421,7 @@ class ReadRequest:
         return left
 
     def give_up(self) -> None:
-        """Nobody waits for this request any more."""
+        """The request is not run any further."""
         for tag, _ in self._asked:
             self._channel.give_up(tag)
         self._asked.clear()
@@ -449,7 +460,7 @@ class SizeRequest:
         raise AssertionError(positions)
 
     def give_up(self) -> None:
-        """Nobody waits for this request any more."""
+        """The request is not run any further."""
         if self._read is not None:
             self._read.give_up()
 
