@@ -527,7 +527,7 @@ def test_lengths_above_4_gib_are_too_large_and_nothing_worse() -> None:
     node.directory.close()
 
 
-def test_a_shard_is_dropped_only_when_nobody_uses_it() -> None:
+def test_a_shard_is_dropped_only_when_it_is_unused() -> None:
     node = Node([[5000] * 10, [5000] * 10])
     fetch, loads = node.fetch([1])
     for nobody in (False, False, True):
@@ -543,7 +543,7 @@ def test_a_shard_is_dropped_only_when_nobody_uses_it() -> None:
     node.directory.close()
 
 
-def test_what_nobody_has_open_goes_first() -> None:
+def test_samples_of_idle_shards_go_first() -> None:
     node = Node([[60_000] * 8, [60_000] * 40], arena_size=MIB)
     node.read([8, 9, 10])
     node.read([0, 1, 2, 3])

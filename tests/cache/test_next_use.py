@@ -50,7 +50,7 @@ class Tables:
     st.sampled_from((0, 1, LARGE)),
     st.booleans(),
 )
-def test_what_still_belongs_on_a_stack_is_taken_once(
+def test_entries_that_still_belong_in_a_bucket_are_taken_once(
     entries: list[int], key: int, group: int, size_class: int, stays: bool
 ) -> None:
     tables = Tables()
@@ -104,7 +104,7 @@ def test_slots_leave(slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("outside", [-1, SLOTS, 1 << 40])
-def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
+def test_slots_outside_the_tables_are_refused(outside: int) -> None:
     tables = Tables()
     keys, prefetched = tables.keys.copy(), tables.prefetched.copy()
     slots = np.array([1, outside])
@@ -122,7 +122,7 @@ def test_nothing_is_done_for_slots_that_there_are_not(outside: int) -> None:
     assert (tables.keys == keys).all() and (tables.prefetched == prefetched).all()
 
 
-def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
+def test_arrays_that_are_not_contiguous_are_refused() -> None:
     tables = Tables()
     with pytest.raises(ValueError, match="contiguous"):
         tables.c.put(np.arange(8)[::2], 5)
@@ -130,7 +130,7 @@ def test_arrays_that_do_not_lie_in_one_piece_are_refused() -> None:
 
 
 @given(st.lists(st.integers(-1, 40) | st.integers(10, 3000) | st.sampled_from((FAR, STALE))))
-def test_slots_are_sorted_by_key_and_equals_stay_as_they_stand(keys: list[int]) -> None:
+def test_slots_are_sorted_by_key_stably(keys: list[int]) -> None:
     slots, found = by_key(np.arange(len(keys)), np.array(keys, np.int64), FAR)
     expected = sorted(range(len(keys)), key=keys.__getitem__)
     assert slots.tolist() == expected
@@ -189,7 +189,7 @@ def test_the_parts_of_samples_and_the_last_in_the_highest(numbers: list[int]) ->
     assert place == max(k for k, part in enumerate(expected) if part == highest)
 
 
-def test_a_time_or_a_slot_that_there_is_not_is_refused() -> None:
+def test_a_missing_time_or_slot_is_refused() -> None:
     table, times = OrderParts(np.array([3], np.uint8), 0), np.zeros(256)
     firsts, counts, slots = np.zeros(2, np.int64), np.ones(2, np.int32), np.array([0, 1])
     assert Future([(table, times)], None, 0.0).keys(firsts, counts, slots, 1.0, 9).tolist() == [

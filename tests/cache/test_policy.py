@@ -82,7 +82,7 @@ def everything(slots: Int64s) -> NDArray[np.bool_]:
 # ---- a sole job ----------------------------------------------------------------------------------
 
 
-def test_passing_go_before_kept_and_the_newest_kept_first() -> None:
+def test_expendable_residents_go_first_and_then_the_newest() -> None:
     slots = Slots()
     slots.fill([1, 2, 3])
     slots.fill([4, 5], "admit_expendable")
@@ -92,7 +92,7 @@ def test_passing_go_before_kept_and_the_newest_kept_first() -> None:
     assert not slots.policy.used
 
 
-def test_what_is_pinned_is_passed_over_and_keeps_its_place() -> None:
+def test_pinned_residents_stay_in_their_buckets() -> None:
     slots = Slots()
     slots.fill([1, 2, 3, 4])
     assert sorted(slots.out(2, lambda s: slots.first[s] < 3)) == [1, 2]
@@ -172,7 +172,7 @@ def two_jobs(slots: Slots) -> tuple[JobProgress, JobProgress]:
     return jobs
 
 
-def test_what_is_wanted_last_goes_first() -> None:
+def test_the_farthest_next_use_goes_first() -> None:
     slots = Slots()
     two_jobs(slots)
     slots.fill([120, 500, 880, 300, 700, 50])
@@ -196,7 +196,7 @@ def test_a_slot_that_left_and_came_back_is_not_offered_twice_in_one_search() -> 
     assert slots.out(2, lambda s: slots.first[s] != 2) == [1]
 
 
-def test_what_is_read_ahead_evicts_nothing_that_is_wanted_sooner() -> None:
+def test_a_prefetch_evicts_no_sample_that_is_wanted_sooner() -> None:
     slots = Slots()
     two_jobs(slots)
     slots.fill([120, 500])
@@ -213,7 +213,7 @@ def test_among_equals_the_newest_goes() -> None:
     assert slots.out(1) == [500 + 39 % 10]
 
 
-def test_what_was_used_is_wanted_an_epoch_later() -> None:
+def test_a_used_sample_is_wanted_an_epoch_later() -> None:
     slots = Slots()
     up, _ = two_jobs(slots)
     taken = slots.fill([101, 600])
@@ -246,7 +246,7 @@ def test_no_slot_is_given_to_two(seed: int) -> None:
         held.update(dict.fromkeys(slots.fill(chance.choice(1000, len(gone), replace=False))))
 
 
-def test_a_job_that_stops_stands_in_nobodys_way() -> None:
+def test_a_job_that_stops_holds_no_memory() -> None:
     slots = Slots()
     up, down = two_jobs(slots)
     for step in range(2, 41):

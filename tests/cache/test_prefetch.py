@@ -109,7 +109,7 @@ def test_samples_of_one_block_are_one_read(node: Node) -> None:
     assert covered[: int(covered.sum())].all(), "what comes first in the order"
 
 
-def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
+def test_used_samples_are_not_wasted_and_all_others_are(node: Node) -> None:
     firsts = node.prefetched()
     assert node.cache.counters.wasted == 0
     node.use(17)
@@ -118,7 +118,7 @@ def test_what_was_used_is_not_wasted_and_all_else_is(node: Node) -> None:
     assert node.cache.counters.wasted == len(np.setdiff1d(firsts, used)) > 0
 
 
-def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
+def test_a_sample_unpinned_and_used_later_is_not_wasted(node: Node) -> None:
     firsts = node.prefetched()
     node.prefetcher.make_room()
     assert node.cache.counters.wasted == 0, "it is still there"
@@ -128,14 +128,14 @@ def test_what_was_given_up_and_used_later_is_not_wasted(node: Node) -> None:
     assert node.cache.counters.wasted == 0
 
 
-def test_what_another_asks_for_is_used(node: Node) -> None:
+def test_a_request_of_another_job_is_a_use(node: Node) -> None:
     firsts = node.prefetched()
     node.ask(firsts[:2])
     node.evict_all()
     assert node.cache.counters.wasted == len(firsts) - 2
 
 
-def test_what_was_asked_for_is_neither_read_ahead_nor_wasted(node: Node) -> None:
+def test_a_requested_sample_is_neither_prefetched_nor_wasted(node: Node) -> None:
     node.ask(node.order[:64])
     assert node.cache.counters.prefetched == 0
     node.evict_all()
