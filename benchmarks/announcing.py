@@ -58,7 +58,7 @@ def announcer(case: Case) -> Delivered:
 
 
 def observer(case: Case) -> Delivered:
-    """Read batches until told to stop, and report when each began and how long it took."""
+    """Read batches until the stop file exists, and report the begin and the time of each."""
     with ffserve.open(case["path"], server=case["server"]) as reader:
         random = np.random.default_rng(1)
         if case["hot"]:

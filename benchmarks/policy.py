@@ -1,13 +1,13 @@
 """The caching policy with real jobs, daemon and disk: `python -m benchmarks.policy [PART…]`.
 
-Each row stands beside the simulated hit rate, which is the same policy under a virtual clock, and
+Each row is beside the simulated hit rate, which is the same policy under a virtual clock, and
 Belady's, which knows the whole future. The parts:
 
     cells     one, two and four jobs, announced and silent, on a disk that is fast enough; bytes
               read as the daemon counts them, as the kernel counts the processes', and by the device
     disk      a disk with half the rate that two jobs need: announced, silent, simulated, ideal
     memory    daemon and jobs in a cgroup whose limit leaves no memory for a page cache
-    rivals    two data sets that compete: the job on one is four times as fast as that on the other
+    competing two data sets that compete: the job on one is four times as fast as that on the other
     pages     the same jobs through the page cache, with everything and with a quarter fitting
     announce  four jobs announce 10 million samples each, and the effect on other clients
     cost      the policy's time per used sample, by itself
@@ -47,7 +47,7 @@ OVERHEAD = 40 << 20
 """Memory of the daemon besides its arena, and of each job, that a limit allows for."""
 AGREE = 0.01
 """The daemon's and the kernel's count of the bytes read for it differ by at most this share."""
-PARTS = ("cells", "disk", "memory", "rivals", "pages", "announce", "cost")
+PARTS = ("cells", "disk", "memory", "competing", "pages", "announce", "cost")
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ def little_memory(path: str) -> list[dict[str, Any]]:
     return rows
 
 
-# --------------------------------------------------------------------------- rivals
+# --------------------------------------------------------------------------- competing data sets
 
 
-def rivals(paths: tuple[str, str]) -> list[dict[str, Any]]:
+def competing(paths: tuple[str, str]) -> list[dict[str, Any]]:
     """Run a fast job and a slow one, each on its own data; a quarter of both fits together."""
     found = watch(
         [
@@ -397,8 +397,8 @@ def _run_part(part: str, options: argparse.Namespace) -> Any:
             ways = options.way or [way for way in WAYS if way != "ffrecord" or _original()]
             return against_pages(folder, ways, options.jobs or [1, 2], options.cell)
         path = write_data(folder, SAMPLES, SIZE)
-        if part == "rivals":
-            return rivals((path, write_data(folder, SAMPLES, SIZE, "-other")))
+        if part == "competing":
+            return competing((path, write_data(folder, SAMPLES, SIZE, "-other")))
         print(HEAD)
         if part == "disk":
             return slow_disk(path)

@@ -59,7 +59,7 @@ def section(rows: list[dict[str, Any]]) -> str:
 
 
 def measured(readme: str) -> str:
-    """Return what stands between the markers of a README."""
+    """Return the text between the markers of a README."""
     return readme.partition(BEGIN)[2].partition(END)[0]
 
 

@@ -46,15 +46,15 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
     try:
         facts = connection.resize(parse_size(size))
         before, target = facts["size"], facts["target"]
-        patience, told = time.monotonic() + _PATIENCE_S, False
+        patience, reported = time.monotonic() + _PATIENCE_S, False
         while wait and _under_way(facts):
             if facts["target"] != target:
                 click.echo(
                     f"replaced by another resize to {format_size(facts['target'])}", err=True
                 )
                 break
-            if not told and facts["held"] and time.monotonic() > patience:
-                told = True
+            if not reported and facts["held"] and time.monotonic() > patience:
+                reported = True
                 click.echo(
                     f"waiting for {format_size(facts['held'])} of samples in use, "
                     f"{format_size(facts['leased'])} of them leased",
