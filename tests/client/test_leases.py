@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import (
+    Daemon,
     Raw,
     client,
     everything_is_given_back,
@@ -31,8 +32,8 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
 
 
-def test_a_lease_is_over_when_it_is_left(path: str) -> None:
-    with serving() as daemon, daemon.open(path) as reader:
+def test_a_lease_is_over_when_it_is_left(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
         for _ in range(10):
             with reader.lease([5, 6, 5]) as views:
                 assert [v.tobytes() for v in views] == [sample(i, SIZES) for i in (5, 6, 5)]
@@ -44,8 +45,8 @@ def test_a_lease_is_over_when_it_is_left(path: str) -> None:
         assert daemon.status()["arena"]["leased"] == 0
 
 
-def test_an_array_of_indices_is_leased_like_a_list(path: str) -> None:
-    with serving() as daemon, daemon.open(path) as reader:
+def test_an_array_of_indices_is_leased_like_a_list(daemon: Daemon, path: str) -> None:
+    with daemon.open(path) as reader:
         reader.read(range(100))
         before = reader.stats()
         for chosen in (np.array([5, 6, 5]), np.arange(10)[::2], np.array([7], np.uint8)):

@@ -852,38 +852,39 @@ while True: r.read(range(100))
 # ---- opening at the same time ------------------------------------------------------------------
 
 
-def test_one_users_bad_shard_does_not_fail_the_opening_of_another(tmp_path: Path) -> None:
+def test_one_users_bad_shard_does_not_fail_the_opening_of_another(
+    daemon: Daemon, tmp_path: Path
+) -> None:
     paths = [write(tmp_path / f"{k}.ffr", [sample(k)]) for k in range(20)]
     bad = tmp_path / "bad.ffr"
     bad.write_bytes(b"nothing of the kind" * 100)
-    with serving() as daemon:
-        problems: list[BaseException] = []
+    problems: list[BaseException] = []
 
-        def open_all(names: list[str], good: bool) -> None:
-            try:
-                for _ in range(10):
-                    try:
-                        with daemon.open(names, format="ffrecord") as reader:
-                            assert good and len(reader) == 20
-                    except FFServeError as error:
-                        assert not good and error.path == str(bad), error
-            except BaseException as error:
-                problems.append(error)
+    def open_all(names: list[str], good: bool) -> None:
+        try:
+            for _ in range(10):
+                try:
+                    with daemon.open(names, format="ffrecord") as reader:
+                        assert good and len(reader) == 20
+                except FFServeError as error:
+                    assert not good and error.path == str(bad), error
+        except BaseException as error:
+            problems.append(error)
 
-        threads = [
-            threading.Thread(target=open_all, args=(names, good))
-            for names, good in (
-                (paths, True),
-                ([str(bad), *paths], False),
-                (paths[::-1], True),
-                ([*paths, str(bad)], False),
-            )
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not problems, problems
+    threads = [
+        threading.Thread(target=open_all, args=(names, good))
+        for names, good in (
+            (paths, True),
+            ([str(bad), *paths], False),
+            (paths[::-1], True),
+            ([*paths, str(bad)], False),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
 
 
 def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
