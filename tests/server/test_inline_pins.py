@@ -68,12 +68,12 @@ def fds_without_sessions(daemon: Daemon) -> int:
         counts.append(daemon.fd_count())
         return counts[-10:].count(counts[-1]) == 10
 
-    until(settled, "who asked for the status is gone as well")
+    until(settled, "the session that asked for the status has ended")
     return counts[-1]
 
 
 def read_all(daemon: Daemon, path: str, times: int = 2) -> None:
-    """Have every slot written to that can be."""
+    """Read everything, so that every slot that may be reused is."""
     with daemon.open(path) as reader:
         for _ in range(times):
             for start in range(0, COUNT, 50):
@@ -82,7 +82,7 @@ def read_all(daemon: Daemon, path: str, times: int = 2) -> None:
 
 
 def received(raw: Raw) -> tuple[list[bytes], int]:
-    """Take in what answers one GET: the samples, and how many of them count."""
+    """Receive the answer to one GET: the samples, and how many of them are valid."""
     lengths: list[int] = []
     content = b""
     while True:
@@ -98,7 +98,7 @@ def received(raw: Raw) -> tuple[list[bytes], int]:
                 raise AssertionError(message)
 
 
-def test_what_is_not_read_yet_stays_as_it_is(path: str) -> None:
+def test_unread_samples_stay_unchanged(path: str) -> None:
     with serving(arena=ARENA, options=INLINE) as daemon, idle(daemon, path) as raw:
         read_all(daemon, path)
         samples, count = received(raw)
@@ -108,7 +108,7 @@ def test_what_is_not_read_yet_stays_as_it_is(path: str) -> None:
 
 
 @pytest.mark.parametrize("leaves", ["says goodbye", "is cut off"])
-def test_of_a_session_that_ended_too(path: str, leaves: str) -> None:
+def test_unread_samples_of_an_ended_session_stay_unchanged(path: str, leaves: str) -> None:
     expect = [r"closed a session \(pid \d+\): GET for data set 77, which is not open.*"]
     with serving(arena=ARENA, options=INLINE, expect=expect) as daemon:
         read_all(daemon, path, 1)
@@ -126,7 +126,7 @@ def test_of_a_session_that_ended_too(path: str, leaves: str) -> None:
             until(lambda: daemon.fd_count() <= fds, "the socket is closed when all was read")
 
 
-def test_of_a_session_that_ended_and_is_never_read(path: str) -> None:
+def test_an_ended_session_that_is_never_read_leaves_nothing_behind(path: str) -> None:
     with serving(arena=ARENA, options=INLINE) as daemon:
         read_all(daemon, path, 1)
         fds = fds_without_sessions(daemon)
@@ -136,7 +136,7 @@ def test_of_a_session_that_ended_and_is_never_read(path: str) -> None:
         until(lambda: daemon.fd_count() <= fds, "the socket goes with its peer")
 
 
-def test_clients_that_never_read_hold_nobody_up(path: str) -> None:
+def test_clients_that_never_read_do_not_block_others(path: str) -> None:
     with serving(arena=ARENA, options=INLINE) as daemon, contextlib.ExitStack() as stack:
         raws = [stack.enter_context(idle(daemon, path, MANY)) for _ in range(8)]
         read_all(daemon, path)
@@ -154,7 +154,7 @@ def test_an_acknowledgement_that_comes_early_frees_nothing(path: str) -> None:
         assert count
 
 
-def test_a_slow_client_gets_on_while_others_need_the_room(path: str) -> None:
+def test_a_slow_client_advances_while_others_need_memory(path: str) -> None:
     with (
         serving(arena=ARENA, options=INLINE) as daemon,
         Raw(daemon.socket, payload=["inline"]) as raw,
