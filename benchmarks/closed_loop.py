@@ -203,13 +203,21 @@ def watch(
         after = look()
         board[-1, 0] = STOP
         result = running.finish()
+    latency_s = max(client["p99_s"] for client in result.clients)
+    return {**_difference(before, after, running.pids), "p99_s": latency_s}
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any], pids: list[int]) -> dict[str, Any]:
+    """Return the figures between two looks.
+
+    Args: pids: of the jobs, in their order.
+    """
     facts = after["facts"]
-    numbers = {pid: k for k, pid in enumerate(running.pids)}
-    read = np.zeros(len(jobs))
+    read = np.zeros(len(pids))
     for snapshot, sign in ((before, -1), (after, 1)):
         for known in snapshot["facts"].get("jobs", ()):
-            if known["pid"] in numbers:
-                read[numbers[known["pid"]]] += sign * known["read_size"]
+            if known["pid"] in pids:
+                read[pids.index(known["pid"])] += sign * known["read_size"]
     change = (after["board"] - before["board"])[:-1]
     counted = {key: after["cache"][key] - before["cache"][key] for key in after["cache"]}
     return {
@@ -217,7 +225,6 @@ def watch(
         "used": float(change[:, USED].sum()),
         "asked": float(change[:, ASKED].sum()),
         "stalled_s": float(change[:, STALLED_S].mean()),
-        "p99_s": max(client["p99_s"] for client in result.clients),
         "jobs": [
             {"used": float(row[USED]), "stalled_s": float(row[STALLED_S]), "read": size}
             for row, size in zip(change, read.tolist(), strict=True)
