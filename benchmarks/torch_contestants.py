@@ -82,11 +82,9 @@ def _raw_loading(paths: list[str]) -> tuple[ffserve.torch.Dataset, Any]:
 
     Older checkouts recognize a `process` and a collation that return their argument.
     """
-    try:
-        ffserve.torch.Dataset.process(None, [], [])  # type: ignore[arg-type]
-    except NotImplementedError:
-        return Raw(paths), same
-    return ffserve.torch.Dataset(paths), list
+    if hasattr(ffserve.torch, "RawDataset"):
+        return ffserve.torch.RawDataset(paths), list
+    return Raw(paths), same
 
 
 def raw(case: Case) -> Delivered:

@@ -6,7 +6,7 @@ call per batch, errors that cross whole from the workers, and a position that ca
 restored in mid-epoch.
 """
 
-from ffserve.torch.dataset import ConcatDataset, Dataset, ReaderRegistry, Subset
+from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
 from ffserve.torch.loader import DataLoader
 from ffserve.torch.samplers import EpochSampler
 
@@ -15,6 +15,7 @@ __all__ = [
     "DataLoader",
     "Dataset",
     "EpochSampler",
+    "RawDataset",
     "ReaderRegistry",
     "Subset",
 ]

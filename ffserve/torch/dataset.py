@@ -63,7 +63,7 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
 
     Override ``process`` to make samples of bytes, or ``__getitem__`` (and ``__init__`` and
     ``__len__`` if the samples come from elsewhere). ``dataset[[3, 1]]`` is a list of two samples,
-    ``dataset[3]`` is one. A Dataset that overrides neither gives raw samples, uint8 arrays.
+    ``dataset[3]`` is one. ``RawDataset`` is the one whose samples are the bytes themselves.
 
     Args:
         fnames: a file, a directory of ``*.ffr`` files, or a list or tuple of files; one global
@@ -102,14 +102,17 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         return self[indices if isinstance(indices, list) else list(indices)]
 
     def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
-        """Turn the bytes of a batch into samples; override it for samples that are not raw.
+        """Turn the bytes of a batch into samples. A subclass overrides it.
 
         Args:
             indices: the indices asked for.
             data: one 1-D writable uint8 array per sample, in the same order.
-        Returns: a list of samples, which the loader hands to ``collate_fn``; here ``data``.
+        Returns: a list of samples, which the loader hands to ``collate_fn``.
         """
-        return data
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides neither process(indices, data) nor __getitem__; "
+            "ffserve.torch.RawDataset gives the bytes as they are"
+        )
 
     def announce(
         self,
@@ -147,6 +150,18 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             if not any(reader is known for known in readers) and reader.n == len(self):
                 readers.append(reader)
         return readers
+
+
+class RawDataset(Dataset):
+    """A Dataset whose samples are the payloads as they are: 1-D writable uint8 arrays.
+
+    With ``DataLoader(..., collate_fn=list)`` a batch is read directly into the shared memory in
+    which it reaches the training process.
+    """
+
+    def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
+        """Return ``data``."""
+        return data
 
 
 class Subset(Dataset):
@@ -334,13 +349,13 @@ def fetch_batch(dataset: Any, indices: list[int]) -> Any:
 def is_raw(dataset: Any) -> bool:
     """Return whether a dataset's samples are the bytes that ``dataset.reader`` reads.
 
-    The mark of such a dataset is that it inherits ``process`` and the methods that call it.
+    Such a dataset is a ``RawDataset`` that overrides none of the methods that make its samples.
     """
     return (
-        isinstance(dataset, Dataset)
+        isinstance(dataset, RawDataset)
         and type(vars(dataset).get("reader")) in (FileReader, RecordReader)
         and all(
-            getattr(getattr(dataset, name), "__func__", None) is getattr(Dataset, name)
+            getattr(getattr(dataset, name), "__func__", None) is getattr(RawDataset, name)
             for name in ("process", "__getitem__", "__getitems__")
         )
     )

@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 import ffserve
 from ffserve.compat.ffrecord import FileReader, FileWriter
 from ffserve.errors import ChecksumError, SampleIndexError, UsageError
-from ffserve.torch import ConcatDataset, DataLoader, Dataset, EpochSampler, ReaderRegistry, Subset
+from ffserve.torch import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    EpochSampler,
+    RawDataset,
+    ReaderRegistry,
+    Subset,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"
 
@@ -114,8 +122,13 @@ def test_a_dataset_refuses_invalid_indices(file: str) -> None:
         assert isinstance(caught.value, SampleIndexError)
 
 
-def test_a_dataset_without_process_gives_raw_samples(file: str, samples: list[bytes]) -> None:
-    dataset = Dataset(file)
+def test_a_dataset_without_process_is_refused(file: str) -> None:
+    with pytest.raises(NotImplementedError, match="process"):
+        Dataset(file)[0]
+
+
+def test_a_raw_dataset_gives_the_payloads(file: str, samples: list[bytes]) -> None:
+    dataset = RawDataset(file)
     assert [bytes(sample) for sample in dataset[[3, 0, 3]]] == [samples[i] for i in (3, 0, 3)]
     assert bytes(dataset[7]) == samples[7]
 

@@ -14,7 +14,7 @@ import transfer_cases as cases
 from daemon import damage, serving
 
 import ffserve
-from ffserve.torch import DataLoader, Dataset, EpochSampler, Subset
+from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, Subset
 from ffserve.torch.dataset import is_raw
 from ffserve.torch.segments import SMALLEST_SIZE
 from ffserve.torch.transfer import RawBatches
@@ -62,7 +62,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def raw_loader(file: str, **options: Any) -> DataLoader:
     given: dict[str, Any] = {"batch_size": 7, "num_workers": 1, "collate_fn": list}
-    return DataLoader(Dataset(file), **{**given, **options})
+    return DataLoader(RawDataset(file), **{**given, **options})
 
 
 def went_raw(iterator: Any) -> bool:
@@ -139,22 +139,30 @@ def test_a_damaged_sample_fails_its_batch_only(
     assert all(map(np.array_equal, got, samples[:14] + samples[21:]))
 
 
-class Own(Dataset):
+class Own(RawDataset):
     """A dataset with its own __getitem__."""
 
     def __getitem__(self, indices: Any) -> Any:
         return self.reader.read(indices)
 
 
-class Halved(Dataset):
+class Halved(RawDataset):
     def process(self, indices: Any, data: list[Any]) -> Any:
         return data[::2]
 
 
-def test_only_a_dataset_that_inherits_process_is_raw(file: str) -> None:
-    plain = Dataset(file)
+def test_only_a_raw_dataset_that_overrides_nothing_is_raw(file: str) -> None:
+    plain = RawDataset(file)
     assert is_raw(plain)
-    for other in (cases.Raw(file), Own(file), Halved(file), Subset(plain, [1]), cases.Made(3), [1]):
+    for other in (
+        cases.Raw(file),
+        Dataset(file),
+        Own(file),
+        Halved(file),
+        Subset(plain, [1]),
+        cases.Made(3),
+        [1],
+    ):
         assert not is_raw(other)
     plain.process = lambda indices, data: data[1:]  # type: ignore[method-assign]
     assert not is_raw(plain)
@@ -162,7 +170,7 @@ def test_only_a_dataset_that_inherits_process_is_raw(file: str) -> None:
     assert len(batch) == 89
 
 
-@pytest.mark.parametrize("kind", [Dataset, cases.Raw, Own])
+@pytest.mark.parametrize("kind", [RawDataset, cases.Raw, Own])
 @pytest.mark.parametrize("collate", [list, cases.keep_list])
 def test_raw_samples_are_the_same_on_both_paths(
     file: str, samples: list[np.ndarray], kind: Any, collate: Any
@@ -170,7 +178,7 @@ def test_raw_samples_are_the_same_on_both_paths(
     iterator = iter(DataLoader(kind(file), batch_size=7, num_workers=1, collate_fn=collate))
     arrays = []
     for batch in iterator:
-        assert went_raw(iterator) == (kind is Dataset and collate is list)
+        assert went_raw(iterator) == (kind is RawDataset and collate is list)
         arrays += batch
     assert all(map(np.array_equal, arrays, samples)) and len(arrays) == COUNT
 
@@ -261,7 +269,7 @@ def test_pinned_batches(even: str, raw: bool) -> None:
     cuda = torch.cuda.is_available()
     options: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "bundle": 2, "pin_memory": True}
     if raw:
-        batches = DataLoader(Dataset(even), collate_fn=list, **options)
+        batches = DataLoader(RawDataset(even), collate_fn=list, **options)
     else:
         batches = DataLoader(cases.Tensors(even), **options)
     if cuda:
