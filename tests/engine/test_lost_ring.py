@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arena import MIB, Arena
+from arena import MIB, Arena, descriptors
 from daemon import DEADLINE_S, sample, serving, until, write
 
 from ffserve.client.failover import RECONNECT_S
@@ -17,18 +17,6 @@ from ffserve.errors import ReadError, ServerUnavailable
 
 RINGS = [kind for kind in io.probe() if kind in ("registered", "uring")]
 COUNT, SIZE = 400, MIB // 4
-
-
-def descriptors(what: str) -> set[int]:
-    """Return this process's descriptors of a kind: "[io_uring]", "[eventfd]"."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == f"anon_inode:{what}":
-                found.add(int(name))
-        except OSError:
-            continue
-    return found
 
 
 def lose(fd: int, how: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_lost_ring import descriptors
+from arena import descriptors
 
 import ffserve
 from ffserve.cache.arena import Arena

@@ -1,8 +1,9 @@
-"""An arena and its directory for tests of the engine."""
+"""For tests of the engine: an arena and its directory, and the descriptors of this process."""
 
 from __future__ import annotations
 
 import mmap
+import os
 
 import numpy as np
 
@@ -41,3 +42,15 @@ class Arena:
             np.array([slot], np.uint64),
             np.array([size], np.uint64),
         )
+
+
+def descriptors(what: str) -> set[int]:
+    """Return this process's descriptors of a kind: "[io_uring]", "[eventfd]"."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == f"anon_inode:{what}":
+                found.add(int(name))
+        except OSError:
+            continue
+    return found
