@@ -97,7 +97,7 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
 
 @pytest.mark.skipif("uring" not in io.probe(), reason="no io_uring")
 def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: Path) -> None:
-    """Other reads report a broken engine by `broke`, so that the daemon ends."""
+    """Other reads report a broken engine by `on_broken`, so that the daemon ends."""
     path = str(tmp_path / "x.recordio")
     with ffserve.create(path, max_chunk_size=SIZE) as writer:
         for k in range(COUNT):
@@ -110,7 +110,7 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     table = ShardTable(directory)
     cache = Cache(arena, directory, table, lambda *_: None)
     before = descriptors("[eventfd]")
-    reading = Engines("uring", 16, memory, arena, directory, table)
+    reading = Engines("uring", 16, memory, arena, directory, table, lambda *_: None)
     own = descriptors("[eventfd]") - before
     engine, file = reading.add_file(0, fd, 1)
     base = directory.reserve(COUNT)
@@ -131,7 +131,7 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     )
     loop = asyncio.new_event_loop()
     broke: list[None] = []
-    reading.broke = lambda: (broke.append(None), loop.stop())
+    reading.on_broken = lambda: (broke.append(None), loop.stop())
     reading.attach(loop)
     [wakes] = own - {reading._engines[0].fileno()}
     os.close(wakes)
