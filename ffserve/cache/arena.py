@@ -121,6 +121,16 @@ class Arena:
         """Bytes of the slabs in use."""
         return self.open_count * self.slab_size
 
+    def slabs_of(self, slots: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the slabs, each once, that these slots lie in."""
+        if not slots:
+            return np.zeros(0, np.int64)
+        heads = np.unique(np.concatenate(slots) // self.slots_per_slab)
+        lengths = np.maximum(self._run_length[heads], 1)
+        if int(lengths.max(initial=1)) == 1:
+            return heads
+        return np.concatenate([np.arange(h, h + n) for h, n in zip(heads, lengths, strict=True)])
+
     @property
     def slot_count(self) -> int:
         """Slots in use have numbers below this."""

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.errors import STATUS_ARENA_BUSY
 from ffserve.server.prefetch import Piece, Prefetcher
@@ -40,6 +42,9 @@ ARENA_SHARE = 8
 """A request that has pinned 1 part in ARENA_SHARE of the arena is answered in part."""
 LEASED_SHARE = 2
 """All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
+LEASED_SLABS = 3 / 4
+"""The part of the slabs in which leases may pin slots. Without this bound a few small leases in
+every slab would leave none that can be emptied for another size class."""
 MOST_COUNTED = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
@@ -81,6 +86,7 @@ class Request(Fetch):
         "lease",
         "owner",
         "reply",
+        "slabs",
         "tag",
     )
 
@@ -109,6 +115,8 @@ class Request(Fetch):
         """Whether the request has pinned its share of the arena and is answered in part."""
         self.count = 0
         """Samples that the answer covers, once the request is finished."""
+        self.slabs = numbers[:0]
+        """Slabs with pins of this lease, once it is granted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -159,6 +167,9 @@ class Scheduler:
         """Requests of all sessions that are not finished."""
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
+        self._leases_in_slab = np.zeros(len(cache.arena.slab_class), np.int64)
+        self._leased_slabs = 0
+        """Slabs in which a lease pins slots."""
         self._pumped = 0.0
         self._stopped = False
         self.read_sizes: dict[str, int] = {}
@@ -173,6 +184,10 @@ class Scheduler:
         return self._cache.arena.size // LEASED_SHARE
 
     @property
+    def _most_leased_slabs(self) -> int:
+        return int(self._cache.arena.open_count * LEASED_SLABS)
+
+    @property
     def idle(self) -> bool:
         """Whether no request and no read is under way."""
         return self.request_count == 0 and self._reads == 0
@@ -184,7 +199,9 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Accept a request and give turns."""
-        if request.lease and self.leased_size >= self._most_leased:
+        if request.lease and (
+            self.leased_size >= self._most_leased or self._leased_slabs >= self._most_leased_slabs
+        ):
             request.owner.finished(request)
             return
         self.request_count += 1
@@ -208,6 +225,8 @@ class Scheduler:
             lease = owner.leases.pop(tag, None)
             if lease is not None:
                 self.leased_size -= lease.pinned_size
+                self._leases_in_slab[lease.slabs] -= 1
+                self._leased_slabs -= int(np.sum(self._leases_in_slab[lease.slabs] == 0))
                 self._cache.release(lease.pins)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
@@ -354,13 +373,26 @@ class Scheduler:
             owner.unacknowledged[request.tag] = request.pins
             self._pins.append((now, owner, request.tag))
             self._sweep()
-        elif self.leased_size + request.pinned_size <= self._most_leased:
+        elif self._grant(request):
             owner.leases[request.tag] = request
-            self.leased_size += request.pinned_size
         else:
             self._cache.release(request.pins)
             request.count = 0
         owner.finished(request)
+
+    def _grant(self, request: Request) -> bool:
+        """Count a lease; return False if leases would hold too much."""
+        if self.leased_size + request.pinned_size > self._most_leased:
+            return False
+        slabs = self._cache.arena.slabs_of(request.pins)
+        fresh = int(np.sum(self._leases_in_slab[slabs] == 0))
+        if self._leased_slabs + fresh > self._most_leased_slabs:
+            return False
+        self.leased_size += request.pinned_size
+        self._leases_in_slab[slabs] += 1
+        self._leased_slabs += fresh
+        request.slabs = slabs
+        return True
 
     def _sweep(self) -> None:
         """Drop acknowledged GETs from the list of pins."""

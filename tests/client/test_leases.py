@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +205,19 @@ def test_leased_bytes_changed_when_the_daemon_was_told_to_stop(tmp_path: Path) -
         until(lambda: daemon.cache()["blocked"] == 5, "the others wait for room")
         daemon.end(signal.SIGTERM)
         assert views[0].tobytes() == truth[0]
+
+
+def test_leases_in_every_slab_blocked_all_other_reads(tmp_path: Path) -> None:
+    with serving(arena="4MiB") as daemon:  # 16 slabs
+        count = 1100
+        small = write(tmp_path / "small.ffr", [sample(k, [4000]) for k in range(count)])
+        large = write(tmp_path / "large.ffr", [sample(k, [100_000]) for k in range(4)])
+        with daemon.open(small) as reader, daemon.open(large) as other:
+            reader.read(range(count))
+            with reader.lease(range(0, count, 20)) as leased, reader.lease([1, 2]) as more:
+                began = time.monotonic()
+                assert [len(each) for each in other.read(range(4))] == [100_000] * 4
+                assert time.monotonic() - began < 15, "it waited until the scheduler gave up"
+                for k, view in zip(range(0, count, 20), leased, strict=True):
+                    assert bytes(view) == sample(k, [4000])
+                assert bytes(more[1]) == sample(2, [4000])
