@@ -134,7 +134,10 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     reading.on_broken = lambda: (broke.append(None), loop.stop())
     reading.attach(loop)
     [wakes] = own - {reading._engines[0].fileno()}
-    os.close(wakes)
+    # Writing to it fails from now on. Only closed, its number could be given to another file.
+    unwritable = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(unwritable, wakes)
+    os.close(unwritable)
     for half in (range(COUNT // 2), range(COUNT // 2, COUNT)):
         broke.clear()
         load = cache.advance(Fetch(base + np.array(half)), COUNT, 1 << 30)

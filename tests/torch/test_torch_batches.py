@@ -14,7 +14,7 @@ from daemon import damage, serving
 from transfer_cases import alike
 
 import ffserve
-from ffserve.torch import ConcatDataset, DataLoader, Dataset, Subset
+from ffserve.torch import ConcatDataset, DataLoader, RawDataset, Subset
 from ffserve.torch.dataset import has_batch_method
 
 COUNT = 60
@@ -131,7 +131,7 @@ def test_subsets_arrive_as_they_were_asked_for(source: str, tmp_path: Path, kind
 
 
 def test_raw_samples_of_a_subset(source: str, tmp_path: Path) -> None:
-    subset, expected = subsets(Dataset(written(tmp_path / "a.ffr", 4096)))["torch's"]
+    subset, expected = subsets(RawDataset(written(tmp_path / "a.ffr", 4096)))["torch's"]
     batches = DataLoader(subset, batch_size=4, num_workers=1, bundle=2, collate_fn=list)
     assert [int(array[0]) for batch in batches for array in batch] == expected
 
