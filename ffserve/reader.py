@@ -285,7 +285,8 @@ class Reader(BaseReader, Sequence[Bytes]):
             errors: "raise" the first damaged sample's error, or "return" errors in the places of
                 their samples, the others being there.
 
-        Returns: one array a sample: uint8[size], writable, owning its memory.
+        Returns: one array a sample: uint8[size], writable. No two share bytes; small ones of one
+            call may share an allocation.
 
         Raises:
             SampleIndexError: an index outside the data set; nothing is read.
@@ -295,11 +296,21 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: at most one round trip for each 8 MiB of the batch, none if all samples are cached;
             one copy.
         """
-        numbers = self._numbers(indices)
+        numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        source, lookup = self._selector.selection.source, None
+        if source is not None and self._intact is None:
+            cached = source.cached_arrays(numbers)
+            if isinstance(cached, list):
+                if self._announced:
+                    self._used(numbers)
+                return cached
+            lookup = cached
+        numbers = self._numbers(numbers)
 
-        def attempt(source: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
-            request = source.start(numbers, apart=True)
-            failed = source.finish(request)
+        def attempt(current: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
+            known = lookup if current is source else None
+            request = current.start(numbers, apart=True, found=known)
+            failed = current.finish(request)
             assert request.target.arrays is not None
             return request.target.arrays, failed
 
@@ -324,7 +335,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
         source, lookup = self._selector.selection.source, None
         if source is not None and self._intact is None:
-            found = source.copied(numbers, out)
+            found = source.cached_batch(numbers, out)
             if isinstance(found, Batch):
                 if self._announced:
                     self._used(numbers)
@@ -343,25 +354,6 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._used(numbers)
         self._raise_first(failed, numbers)
         return batch
-
-    def copied(self, indices: NDArray[Any], out: Bytes | None = None) -> Batch | None:
-        """Read as `read_batch` does, but only a batch of cached samples.
-
-        Args: indices: an int64 array. out: as for `read_batch`.
-
-        Returns: None if a sample has to be waited for, or anything else is not as it should be.
-
-        Raises: UsageError for an `out` that cannot be used.
-        """
-        source = self._selector.selection.source
-        if source is None or self._intact is not None:
-            return None
-        found = source.copied(indices, out)
-        if type(found) is not Batch:
-            return None
-        if self._announced:
-            self._used(indices)
-        return found
 
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.

@@ -52,7 +52,11 @@ class InlineSource(DaemonSource):
         offsets, lengths, checksums = self.blocking.run(request)
         return offsets, lengths.astype(np.uint64), checksums
 
-    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+        """Return None: every sample has to be sent."""
+        return None
+
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
         """Return None: every sample has to be sent."""
         return None
 

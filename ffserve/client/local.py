@@ -250,7 +250,11 @@ class LocalSource:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+        """Return None: every sample has to be read."""
+        return None
+
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
         """Return None: every sample has to be read."""
         return None
 

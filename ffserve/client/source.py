@@ -2,70 +2,26 @@
 
 Reading is in two steps, so that the next batch can be on its way while the last one is used:
 `start` sends requests and returns at once, `finish` waits for the answers.
-
-Fresh memory costs up to three times as much as copying into it, since the kernel zeroes every page.
-So memory of batches is kept when it is freed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dataset import ShardInfo
-from ffserve.engine.shm import Lookup, addresses
+from ffserve.engine.shm import Batch as Batch
+from ffserve.engine.shm import Lookup, addresses, empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
 _BYTE = np.dtype(np.uint8)
 Bytes = NDArray[np.uint8]
-
-
-class Batch(Sequence[Bytes]):
-    """Samples of one `read_batch`: a sequence of views of one buffer.
-
-    Args:
-        buffer: uint8[total], owned by the batch; the samples lie back to back.
-        offsets: int64[n + 1]; sample i is buffer[offsets[i]:offsets[i + 1]].
-    """
-
-    __slots__ = ("buffer", "offsets")
-
-    def __init__(self, buffer: Bytes, offsets: Int64s) -> None:
-        self.buffer = buffer
-        self.offsets = offsets
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Bytes]: ...
-    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
-        if isinstance(index, slice):
-            return [self[k] for k in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise SampleIndexError(f"position {index} is outside a batch of {len(self)} samples")
-        return self.buffer[self.offsets[position] : self.offsets[position + 1]]
-
-    def __iter__(self) -> Iterator[Bytes]:
-        edges = self.offsets.tolist()
-        for start, end in pairwise(edges):
-            yield self.buffer[start:end]
-
-    def __repr__(self) -> str:
-        return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
 class Held(Protocol):
@@ -237,13 +193,20 @@ class Source(Protocol):
         """Return lengths in bytes, a guess where one is not known; does no I/O."""
         ...
 
-    def copied(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
         """Copy a batch of cached samples.
 
         Args: indices: any array.
         Returns: the batch if every sample is cached; else what was found, for `start`; None if
             nothing is known, for instance because an index is outside of the data set.
         Raises: UsageError for an `out` that cannot be used.
+        """
+        ...
+
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
+        """Copy cached samples, each to an array of its own; small ones may share an allocation.
+
+        Args, Returns: as of `cached_batch`.
         """
         ...
 
@@ -257,7 +220,7 @@ class Source(Protocol):
     ) -> Request:
         """Begin to read; return at once.
 
-        Args: indices: in range. found: what `copied` has found of them.
+        Args: indices: in range. found: what `cached_batch` or `cached_arrays` has found of them.
         """
         ...
 
@@ -313,66 +276,3 @@ def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple
         upto = min(max(upto, at + 1), at + count, len(numbers))
         yield numbers[at:upto], int(ends[upto - 1]) - before
         at = upto
-
-
-# ---- memory that is kept -------------------------------------------------------------------------
-
-SMALL_SIZE = (32 << 20) - (64 << 10)
-"""Bytes up to which malloc keeps freed memory."""
-MOST_KEPT = 512 << 20
-"""Bytes of the largest buffer that is kept for the next batch."""
-
-_asked = False
-_spare: list[mmap.mmap] = []
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep the memory of freed batches; once per process.
-
-    glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
-    kernel beyond as much. Freeing one large block raises both limits, to its size and to twice its
-    size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block is never
-    touched, so it costs nothing.
-    """
-    global _asked
-    if not _asked:
-        _asked = True
-        np.empty(SMALL_SIZE, np.uint8)
-
-
-def empty(size: int) -> Bytes:
-    """Return uint8[size], not initialized.
-
-    A large one takes the memory of the last large one that was freed with all its views, so a loop
-    over large batches works in two.
-    """
-    if size <= SMALL_SIZE:
-        if not _asked:
-            keep_freed_memory()
-        return np.empty(size, _BYTE)
-    memory = _take(size)
-    if memory is None:
-        return np.empty(size, np.uint8)
-    buffer = np.frombuffer(memory, np.uint8, size)
-    weakref.finalize(buffer, _give, memory).atexit = False
-    return buffer
-
-
-def _take(size: int) -> mmap.mmap | None:
-    # A finalizer may run at any moment in any thread: no lock, each step by itself is atomic.
-    with contextlib.suppress(IndexError):
-        memory = _spare.pop()
-        if size <= len(memory) <= 2 * size:
-            return memory
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _give(memory: mmap.mmap) -> None:
-    if len(memory) <= MOST_KEPT:
-        _spare[:] = [memory]

@@ -76,7 +76,7 @@ class ClientStatistics:
         """Hits and their bytes that have not entered the counters."""
         self._count_at = time.monotonic() + COUNT_INTERVAL_S
 
-    def copied(self, indices: Int64s, size: int) -> None:
+    def add_hits(self, indices: Int64s, size: int) -> None:
         """Note a batch of which every sample was cached; it enters the counters later."""
         with self._lock:
             self._recent.note(indices)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import glob
 import operator
 import os
@@ -35,10 +34,6 @@ from ffserve.writer import create
 _PROCESSES_MAX = 16
 _REPORT_EVERY = 256
 _REPORT_SECONDS = 2.0
-
-
-SMALL_SIZE, SHARED_SIZE = 8 << 10, 1 << 20
-"""Samples of this mean size share an allocation in batches of this size, in bytes."""
 
 
 class FileNameError(UsageError, AssertionError):
@@ -164,10 +159,6 @@ class FileReader:
         """Total size of the files in bytes."""
         return sum(shard.size for shard in self._open().shards)
 
-    @functools.cached_property
-    def _mean_size(self) -> int:
-        return self.size // max(1, self._n)
-
     @property
     def fnames(self) -> list[str]:
         """The files, in order."""
@@ -192,11 +183,6 @@ class FileReader:
         Cost:    one request to the daemon, or one batch of reads.
         """
         reader, numbers = self._open(), self._checked(indices)
-        if self._mean_size <= SMALL_SIZE and len(numbers) * self._mean_size <= SHARED_SIZE:
-            # One buffer for all, if all are cached: half the cost of 64 samples of 4 KiB.
-            batch = reader.copied(numbers)
-            if batch is not None:
-                return _views(batch)
         arrays: list[NDArray[np.uint8]] = reader.read(numbers)
         return arrays
 
@@ -362,14 +348,6 @@ def reader_of(fnames: Any, check_data: bool) -> FileReader:
             for name in paths
         )
     return (FileReader if original else RecordReader)(fnames, check_data)
-
-
-def _views(batch: Batch) -> list[NDArray[np.uint8]]:
-    """Return the samples of a batch as arrays; those of one size as rows, which is cheaper."""
-    sizes = batch.offsets[1:] - batch.offsets[:-1]
-    if len(sizes) and (sizes == sizes[0]).all():
-        return [*batch.buffer.reshape(len(sizes), -1)]
-    return list(batch)
 
 
 def _copy(

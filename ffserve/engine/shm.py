@@ -1,13 +1,20 @@
-"""Shared memory: looking samples up in the directory, copying them out of the arena, publishing.
+"""Shared memory: looking samples up in the directory, copying them into batches, publishing.
 
 The Python face of shm.h. Arrays go in as numpy buffers, there is one C call per batch, and the GIL
 is released during it. engine/shm.c explains why a torn copy is never accepted.
+
+Fresh memory costs up to three times as much as copying into it, since the kernel zeroes every page.
+So memory of batches is kept when it is freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +24,7 @@ from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
 
 NOWHERE = 2**64 - 1
 """No offset: a sample that is not readable, a read without a slot, a record without an entry."""
@@ -36,8 +44,42 @@ _from_buffer = ffi.from_buffer
 _NULL = ffi.NULL
 
 
-def _empty(size: int) -> NDArray[np.uint8]:
-    return np.empty(size, _UINT8)
+class Batch(Sequence[Bytes]):
+    """Samples of one `read_batch`: a sequence of views of one buffer.
+
+    Args:
+        buffer: uint8[total], owned by the batch; the samples lie back to back.
+        offsets: int64[n + 1]; sample i is buffer[offsets[i]:offsets[i + 1]].
+    """
+
+    __slots__ = ("buffer", "offsets")
+
+    def __init__(self, buffer: Bytes, offsets: Int64s) -> None:
+        self.buffer = buffer
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise SampleIndexError(f"position {index} is outside a batch of {len(self)} samples")
+        return self.buffer[self.offsets[position] : self.offsets[position + 1]]
+
+    def __iter__(self) -> Iterator[Bytes]:
+        edges = self.offsets.tolist()
+        for start, end in pairwise(edges):
+            yield self.buffer[start:end]
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
 class Lookup(NamedTuple):
@@ -171,18 +213,16 @@ class View:
     def copy_batch(
         self,
         indices: NDArray[Any],
-        out: NDArray[np.uint8] | None = None,
-        empty: Callable[[int], NDArray[np.uint8]] = _empty,
-    ) -> tuple[NDArray[np.uint8], Int64s] | Lookup | None:
+        out: Bytes | None = None,
+    ) -> Batch | Lookup | None:
         """Copy a batch whose samples are all readable now: ``locate`` and ``gather`` in one.
 
         Args:
             indices: any array.
             out: uint8, contiguous, writable; used instead of a new buffer.
-            empty: allocates a buffer of so many bytes.
-        Returns: (buffer, offsets), each sample directly after the one before. If a sample is not
-            readable, or the batch is larger than ``out``: the result of ``locate``. None if the
-            array is not as ``locate`` needs it, or an index or the directory is out of range.
+        Returns: the batch. If a sample is not readable, or the batch is larger than ``out``: the
+            result of ``locate``. None if the array is not as ``locate`` needs it, or an index or
+            the directory is out of range.
         Cost: one call if the batch has the size of the one before, else two. If the last two had
             one size, samples are looked up while others are copied.
         """
@@ -207,7 +247,7 @@ class View:
             to = empty(room)
             rc = copy(c, which, n, edges, _from_buffer(_U8S, to), room, room, False)
         if rc == 0:
-            return to if out is None else to[: edges[n]], found[: n + 1]
+            return Batch(to if out is None else to[: edges[n]], found[: n + 1])
         if rc == lib.FFS_ERANGE:
             return None
         missing = edges[2 * n + 1]
@@ -275,6 +315,72 @@ def publish_run(
         _from_buffer(_I64S, starts),
         _from_buffer(_I64S, lengths),
     )
+
+
+# ---- memory that is kept -------------------------------------------------------------------------
+
+SMALL_SIZE = (32 << 20) - (64 << 10)
+"""Bytes up to which malloc keeps freed memory."""
+MOST_KEPT = 512 << 20
+"""Bytes of the largest buffer that is kept for the next batch."""
+
+_asked = False
+_spare: list[mmap.mmap] = []
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep the memory of freed batches; once per process.
+
+    glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
+    kernel beyond as much. Freeing one large block raises both limits, to its size and to twice its
+    size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block is never
+    touched, so it costs nothing.
+    """
+    global _asked
+    if not _asked:
+        _asked = True
+        np.empty(SMALL_SIZE, np.uint8)
+
+
+def empty(size: int) -> Bytes:
+    """Return uint8[size], not initialized.
+
+    A large one takes the memory of the last large one that was freed with all its views, so a loop
+    over large batches works in two.
+    """
+    if size <= SMALL_SIZE:
+        if not _asked:
+            keep_freed_memory()
+        return np.empty(size, _UINT8)
+    memory = _take(size)
+    if memory is None:
+        return np.empty(size, _UINT8)
+    buffer = np.frombuffer(memory, np.uint8, size)
+    weakref.finalize(buffer, _give, memory).atexit = False
+    return buffer
+
+
+def _take(size: int) -> mmap.mmap | None:
+    # A finalizer may run at any moment in any thread: no lock, each step by itself is atomic.
+    with contextlib.suppress(IndexError):
+        memory = _spare.pop()
+        if size <= len(memory) <= 2 * size:
+            return memory
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _give(memory: mmap.mmap) -> None:
+    if len(memory) <= MOST_KEPT:
+        _spare[:] = [memory]
+
+
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 class Flag:

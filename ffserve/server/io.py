@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,7 @@ from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, Batch, DirectReply, Engine, refused
-from ffserve.errors import ReadError
+from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.server.chunks import ChunkLoader
 
 MERGED_MOST = 32 * 1024
@@ -26,7 +27,6 @@ class Engines:
 
     Args:
         kind, depth: of every engine.
-        loaded: called in the loop's thread when a load has ended, with its failures.
     """
 
     def __init__(
@@ -37,14 +37,12 @@ class Engines:
         arena: Arena,
         directory: Directory,
         table: ShardTable,
-        loaded: Callable[[Load, dict[int, Failure]], None],
     ) -> None:
         self._kind = kind
         self._depth = depth
         self._memory = memory
         self._directory = directory
         self._table = table
-        self._loaded = loaded
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
         self._batches: dict[Batch, tuple[Load, Int64s | None]] = {}
@@ -52,9 +50,14 @@ class Engines:
         self._arena_ready = (0, arena.size)
         self._chunks = ChunkLoader(self._submit, memory, directory, table, self._ended)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
+        """Called in the loop's thread when a load has ended, with its failures and the time:
+        `Scheduler.loaded`."""
         self.on_broken: Callable[[], object] = _unexpected
         """Called when an engine has broken. Its loads are never reported, since the kernel may
         still write to their slots."""
+        self.checksum_failures = 0
+        """Samples whose checksum did not match, since the start."""
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
         self._start_engine()
@@ -227,7 +230,11 @@ class Engines:
         """One batch of a load has ended."""
         load.batches -= 1
         if load.batches == 0:
-            self._loaded(load, load.failures)
+            self.checksum_failures += sum(
+                f.status == STATUS_CHECKSUM or isinstance(f.error, ChecksumError)
+                for f in load.failures.values()
+            )
+            self.loaded(load, load.failures, time.monotonic())
 
     def counters(self) -> dict[str, int]:
         """Return the engines' counters, summed."""
@@ -253,5 +260,5 @@ def _samples(blocks: Blocks) -> Int64s:
     return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()))
 
 
-def _unexpected() -> None:
-    raise AssertionError("an engine broke, and no owner is set")
+def _unexpected(*_: object) -> None:
+    raise AssertionError("a load has ended or an engine broke, and no owner is set")

@@ -33,7 +33,7 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
             "evicted": counters.evicted,
             "failed": counters.failed,
             "read_size": state.engines.read_size,
-            "checksum_failures": state.checksum_failures,
+            "checksum_failures": state.engines.checksum_failures,
             "blocked": state.scheduler.blocked_count,
             "prefetched": counters.prefetched,
             "wasted": counters.wasted,

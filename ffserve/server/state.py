@@ -18,13 +18,13 @@ import numpy as np
 
 from ffserve import __version__, protocol
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Failure, Int64s, Load
+from ffserve.cache.cache import Cache, Int64s
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
-from ffserve.errors import STATUS_CHECKSUM, AccessDenied, ChecksumError, ReadError
+from ffserve.errors import AccessDenied, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
@@ -80,9 +80,9 @@ class ServerState:
             self.arena,
             self.directory,
             self.table,
-            self._loaded,
         )
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
+        self.engines.loaded = self.scheduler.loaded
         self.catalog = Catalog(
             self.directory,
             self.table,
@@ -93,7 +93,6 @@ class ServerState:
         )
         self.pages = Pages(self.memory, self.engines, self.arena.size)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
-        self.checksum_failures = 0
         self.jobs: OrderedDict[str, Job] = OrderedDict()
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
@@ -104,13 +103,6 @@ class ServerState:
             slots.view(np.uint64),
             sizes.view(np.uint64),
         )
-
-    def _loaded(self, load: Load, failures: dict[int, Failure]) -> None:
-        self.checksum_failures += sum(
-            f.status == STATUS_CHECKSUM or isinstance(f.error, ChecksumError)
-            for f in failures.values()
-        )
-        self.scheduler.loaded(load, failures, time.monotonic())
 
     def job(self, name: str, now: float) -> Job:
         """Return the job of this name; create it if it is new."""

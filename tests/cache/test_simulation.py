@@ -170,9 +170,8 @@ class World:
 
     payload = "shared"
     started = began = 0.0
-    checksum_failures = 0
     config = ServerConfig()
-    engines = SimpleNamespace(kind="simulated", read_size=0, counters=dict)
+    engines = SimpleNamespace(kind="simulated", read_size=0, checksum_failures=0, counters=dict)
 
     def about(self) -> dict[str, Any]:
         return {"version": protocol.VERSION}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from daemon import sample, serving, until, write
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ffserve
 from ffserve.client.statistics import RecentHits
 from ffserve.errors import UsageError
 
@@ -84,6 +87,66 @@ def test_batches_are_the_callers_to_keep(path: str) -> None:
             assert batch.buffer.flags.writeable
         kept[-1].buffer[:] = 0
         assert bytes(kept[3][1]) == bytes(sample(1))
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_cached_arrays(size: int, tmp_path: Path) -> None:
+    """Small samples share an allocation, large ones have one each; no two share bytes."""
+    samples = [bytes([k]) * (size + k % 2) for k in range(40)]
+    path = write(tmp_path / "a.ffr", samples)
+    with serving() as daemon, daemon.open(path) as reader:
+        wanted = [*range(39), 3, 3]
+        reader.read(wanted)
+        asked = daemon.status()["jobs"][0]["missed"]
+        hits = reader.stats()["hits"]
+        for errors in ("raise", "return"):
+            got = reader.read(np.array(wanted), errors=errors)  # type: ignore[call-overload]
+            assert [one.tobytes() for one in got] == [samples[k] for k in wanted]
+        assert all(one.flags.writeable and one.ndim == 1 for one in got)
+        assert not any(np.shares_memory(got[k], got[k + 1]) for k in range(40))
+        got[-1][:] = 255
+        assert got[-2].tobytes() == reader[3].tobytes() == samples[3]
+        assert reader.stats()["hits"] == hits + 2 * len(wanted) + 1
+        assert daemon.status()["jobs"][0]["missed"] == asked
+        assert reader.read([]) == []
+        # One is missing: what the look-up found goes with the request.
+        assert [one.tobytes() for one in reader.read([5, 39, 5])] == [
+            samples[k] for k in (5, 39, 5)
+        ]
+        bad: Any
+        for bad in (np.array([0, 40]), [40], np.array([-41])):
+            with pytest.raises(IndexError):
+                reader.read(bad)
+        for bad in (np.array(1), np.array([[1]]), np.array([1.0])):
+            with pytest.raises(UsageError):
+                reader.read(bad)
+        assert reader.read(np.arange(40)[::2].astype(np.int32))[3].tobytes() == samples[6]
+
+
+def test_the_files_of_a_hit(tmp_path: Path) -> None:
+    """docs/ARCHITECTURE.md counts the files that a hit passes."""
+    path = write(tmp_path / "a.ffr", [bytes(100)] * 10)
+    folder = Path(ffserve.__file__).parent
+    files = set[str]()
+
+    def note(frame: FrameType, *_: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(folder):
+            files.add(str(file.relative_to(folder)))
+
+    with serving() as daemon, daemon.open(path) as reader:
+        indices = np.arange(10)
+        for read in (reader.read_batch, reader.read):
+            read(indices)
+            files.clear()
+            sys.setprofile(note)
+            try:
+                read(indices)
+            finally:
+                sys.setprofile(None)
+            assert files == {
+                "reader.py", "client/shared_memory.py", "engine/shm.py", "client/statistics.py"
+            }  # fmt: skip
 
 
 @given(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ffserve
-from ffserve.client import source as buffers
-from ffserve.client.source import MOST_KEPT, SMALL_SIZE, empty
+from ffserve.engine import shm as buffers
+from ffserve.engine.shm import MOST_KEPT, SMALL_SIZE, empty
 
 LARGE = SMALL_SIZE + 1
 

@@ -43,7 +43,7 @@ def whole(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None:
     """Copy a batch if every sample can be read."""
     found = view.copy_batch(indices, out)
-    return None if found is None or isinstance(found, Lookup) else found
+    return None if found is None or isinstance(found, Lookup) else (found.buffer, found.offsets)
 
 
 def take_back(entries: npt.NDArray[np.void], first: int, count: int, slot: int, size: int) -> None:
@@ -194,12 +194,12 @@ def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
             continue
         assert apart is not None and not isinstance(apart, Lookup)
         assert into is not None and not isinstance(into, Lookup)
-        for buffer, offsets in (apart, into):
-            assert buffer.tobytes() == b"".join(map(shelf.sample, indices))
-            assert np.diff(offsets).tolist() == [100 + k for k in indices]
-            assert offsets[0] == 0
-        assert apart[0].flags.owndata
-        assert np.shares_memory(into[0], out)
+        for batch in (apart, into):
+            assert batch.buffer.tobytes() == b"".join(map(shelf.sample, indices))
+            assert np.diff(batch.offsets).tolist() == [100 + k for k in indices]
+            assert batch.offsets[0] == 0
+        assert apart.buffer.flags.owndata
+        assert np.shares_memory(into.buffer, out)
         assert (out[total:] == 0xAA).all()
 
 

@@ -47,11 +47,12 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     loop = asyncio.new_event_loop()
     ended: list[dict[int, Failure]] = []
 
-    def loaded(load: Load, failures: dict[int, Failure]) -> None:
+    def loaded(load: Load, failures: dict[int, Failure], now: float) -> None:
         ended.append(failures)
         loop.stop()
 
-    engines = Engines(kind, 16, memory, arena, directory, table, loaded)
+    engines = Engines(kind, 16, memory, arena, directory, table)
+    engines.loaded = loaded
     fd = os.open("/proc/self/mem", os.O_RDONLY)
     engine, file = engines.add_file(0, fd, 1)
     base = directory.reserve(COUNT)
@@ -110,7 +111,8 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     table = ShardTable(directory)
     cache = Cache(arena, directory, table, lambda *_: None)
     before = descriptors("[eventfd]")
-    reading = Engines("uring", 16, memory, arena, directory, table, lambda *_: None)
+    reading = Engines("uring", 16, memory, arena, directory, table)
+    reading.loaded = lambda *_: None
     own = descriptors("[eventfd]") - before
     engine, file = reading.add_file(0, fd, 1)
     base = directory.reserve(COUNT)
