@@ -82,7 +82,7 @@ def reads(case: Case) -> Delivered:
     notified = engine.fileno()  # before the first batch, of whose end it would not tell
     random = np.random.default_rng(case["seed"])
 
-    def submit(batch: io.Batch) -> None:
+    def submit(batch: io.EngineBatch) -> None:
         indices = random.integers(0, len(offsets), BATCH)
         batch.reads["offset"] = batch.records["offset"] = offsets[indices]
         batch.records["checksum"] = checksums[indices]

@@ -21,7 +21,7 @@ from typing import Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.io import Batch
+from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ChunkedShard
@@ -123,7 +123,7 @@ class ChunkBatch(Generic[Run]):
         self.size = int(sizes.sum())
         self._buffers = buffers
         self._raw = buffers.take(self.size)
-        self.batch = batch = Batch(len(runs), len(runs))
+        self.batch = batch = EngineBatch(len(runs), len(runs))
         reads, records = batch.reads, batch.records
         reads["offset"] = records["offset"] = begins
         reads["length"] = records["length"] = sizes

@@ -17,7 +17,7 @@ from ffserve.client.source import Bytes
 
 
 class Source:
-    """Samples by index, each a uint8 array with its own memory.
+    """Samples by index, each a uint8 array that shares no byte with another.
 
     Args:
         paths: as for ``ffserve.open``.

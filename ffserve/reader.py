@@ -149,7 +149,7 @@ class BaseReader:
     def _set_up(self) -> None:
         """Make what belongs to this process only; also called for a copy in another process."""
         self._announced = AnnouncedOrders()
-        connections.after_fork(self)
+        connections.call_after_fork(self)
 
     def __len__(self) -> int:
         return self._request.count if self._intact is None else len(self._intact)

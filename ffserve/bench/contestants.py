@@ -26,19 +26,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
 from ffserve.errors import FFServeError
-
-if TYPE_CHECKING:
-    from ffserve.bench.harness import BenchmarkData
 
 Case = dict[str, Any]
 Delivered = Generator[tuple[int, int] | dict[str, Any], None, None]
@@ -265,21 +262,27 @@ have completed. ``stream``: from the first byte to the last."""
 
 
 def fio(
-    data: BenchmarkData, depth: int, seconds: float, pattern: Pattern = "blocks"
+    paths: Sequence[str],
+    mean: int,
+    extent: Callable[[], tuple[int, int]],
+    depth: int,
+    seconds: float,
+    pattern: Pattern = "blocks",
 ) -> dict[str, Any]:
     """Read a data set's files with fio: io_uring, O_DIRECT.
 
     Args:
-        data: reads have the size of its mean sample; those in order STREAM_BLOCK.
+        mean: bytes of a sample, of which the reads are; those in order have STREAM_BLOCK.
+        extent: returns the bytes of a direct read of such a sample, and their alignment.
         depth: reads in flight.
     Returns: the figures of a client.
     Raises:  FFServeError when fio fails.
     """
-    step = STREAM_BLOCK if pattern == "stream" else _whole_blocks(data.mean)
+    step = STREAM_BLOCK if pattern == "stream" else _whole_blocks(mean)
     counted, aligned = step, step
     if pattern in ("extents", "batches"):
-        counted, (step, aligned) = data.mean, data.extent()
-    names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in data.paths)
+        counted, (step, aligned) = mean, extent()
+    names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in paths)
     command = [
         "fio", "--name=bench", f"--filename={names}", f"--bs={step}", f"--iodepth={depth}",
         f"--blockalign={aligned}",

@@ -647,6 +647,9 @@ class Bench:
     def fio(self, data: BenchmarkData, depth: int, pattern: contestants.Pattern) -> Result:
         """Run fio, or its stand-in where it is not installed."""
         if contestants.has_fio():
-            return Result((contestants.fio(data, depth, self.seconds, pattern),))
+            figures = contestants.fio(
+                data.paths, data.mean, data.extent, depth, self.seconds, pattern
+            )
+            return Result((figures,))
         function = "ffserve.bench.contestants:raw_reads"
         return self.run(function, data, batch=contestants.RAW_THREADS)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import Arena, first_run, joined
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import ShardTable
-from ffserve.engine.plan import FAILED, LOADING, RESIDENT, Slots
+from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
 """Slabs examined together when one has to be emptied."""

@@ -27,7 +27,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import Blocks, Directory, ShardTable
-from ffserve.engine.plan import FAILED, FREE, LOADING, RESIDENT, Slots
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import STATUS_TOO_LARGE, FFServeError
 
 Int64s: TypeAlias = NDArray[np.int64]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.orders import PARTS, Order
-from ffserve.engine.plan import mark
+from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
 """Announced epochs that are held for one job."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving, Order
-from ffserve.engine.plan import Future, SilentJobs
+from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
 
 SMALLEST_LIMIT = 1 << 30

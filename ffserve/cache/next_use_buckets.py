@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import Group, NextUse
-from ffserve.engine.plan import MIXED, NO_KEY, Residents, by_key
+from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
 
 NONE = NO_KEY
 FAR, READY, STALE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.plan import OrderParts
+from ffserve.engine.slots import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
 
 PARTS = 250

@@ -40,7 +40,7 @@ from ffserve.cache.next_use_buckets import (
     NextUseBuckets,
     Usable,
 )
-from ffserve.engine.plan import MIXED
+from ffserve.engine.slots import MIXED
 
 MOST_LOOKED_AT = 65_536
 """Residents that one search examines at most, before it takes what it has found."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.shm import SharedMemory, private_zeros
-from ffserve.engine.plan import Shards
+from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 

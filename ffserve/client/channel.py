@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,6 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-
-if TYPE_CHECKING:
-    from ffserve.client.handshake import Handshake
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -52,7 +49,7 @@ message; a float, a pause in seconds; positions (None: all of the request) to be
 those that could not be."""
 
 
-class Request(Protocol):
+class ChannelRequest(Protocol):
     """A request that a driver can run."""
 
     def steps(self) -> Steps[Any]:
@@ -65,32 +62,6 @@ class Request(Protocol):
 
     def give_up(self) -> None:
         """The request is not run any further."""
-        ...
-
-
-class Driver(Protocol):
-    """A connection, as sources use it: `connection.Connection` or `loop.LoopConnection`."""
-
-    path: str
-    job: str
-    handshake: Handshake
-    channel: Channel
-
-    @property
-    def alive(self) -> bool:
-        """False once it broke or was closed."""
-        ...
-
-    def flush(self) -> None:
-        """Send the requests that are queued."""
-        ...
-
-    def report(self) -> None:
-        """Send the reports that are due, without waiting."""
-        ...
-
-    def leave(self) -> None:
-        """A reader does not need the connection any more."""
         ...
 
 

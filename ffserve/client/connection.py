@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from ffserve import protocol
 from ffserve.client import handshake
-from ffserve.client.channel import Int64s, Request
+from ffserve.client.channel import ChannelRequest, Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.socket_path import find_socket
@@ -107,7 +107,7 @@ class Connection:
             raise ProtocolError("the daemon's REPORT has no arena", path=self.path)
         return facts
 
-    def run(self, request: Request) -> Any:
+    def run(self, request: ChannelRequest) -> Any:
         """Take a request's steps; return its result."""
         steps = request.steps()
         try:
@@ -387,12 +387,12 @@ def connect(path: str) -> Connection:
         return made
 
 
-def after_fork(listener: Any) -> None:
+def call_after_fork(listener: Any) -> None:
     """Have `listener.after_fork()` called in every child, after the connections were dropped."""
     _fork_listeners.add(listener)
 
 
-def _in_child() -> None:
+def _drop_connections() -> None:
     global _lock, _at_end, _job_inherited
     _at_end = None
     _job_inherited = _job is not None
@@ -408,7 +408,7 @@ def _in_child() -> None:
         listener.after_fork()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_drop_connections)
 
 
 def _close_all() -> None:

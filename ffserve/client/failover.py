@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as connections
-from ffserve.client.channel import Driver
+from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LoopConnection, LoopState, in_thread
@@ -57,7 +57,7 @@ Order: TypeAlias = tuple[Int64s, int, str | None, bool]
 """The arguments of `Source.announce`: order, epoch, name, replacement."""
 
 
-class Open(enum.Enum):
+class OpenSource(enum.Enum):
     """A step: open a source."""
 
     REMOTE = "the daemon"
@@ -72,7 +72,7 @@ class Announce:
     order: Order
 
 
-Steps: TypeAlias = Generator["Open | Announce | float", Any, T]
+SelectionSteps: TypeAlias = Generator["OpenSource | Announce | float", Any, T]
 """A float is a step as well: wait so many seconds."""
 
 
@@ -144,26 +144,26 @@ class SourceSelection:
         self._swapping = threading.Lock()
         """Held while `source` and `request.closed` change together."""
 
-    def opening(self, patience_s: float) -> Steps[None]:
+    def opening(self, patience_s: float) -> SelectionSteps[None]:
         """Have a first source; a required daemon that is away is waited for."""
         yield from self.taking((yield from self._first(patience_s)))
 
-    def replacing(self, lost: Source) -> Steps[None]:
+    def replacing(self, lost: Source) -> SelectionSteps[None]:
         """The daemon is gone: wait for the next one, or read without it."""
         if self.source is lost:
             self._retire(lost)
             self.source = None
             yield from self.taking((yield from self._after_loss()))
 
-    def returning(self) -> Steps[None]:
+    def returning(self) -> SelectionSteps[None]:
         """Look for the daemon that went away, and return to it if it is back."""
         try:
-            source = yield Open.REMOTE
+            source = yield OpenSource.REMOTE
         except NOT_SERVED:
             return
         yield from self.moving(source)
 
-    def moving(self, source: Source) -> Steps[None]:
+    def moving(self, source: Source) -> SelectionSteps[None]:
         """Have this source, of the daemon that went away, instead of the present one."""
         old = self.source
         yield from self.taking(source)
@@ -172,7 +172,7 @@ class SourceSelection:
         if old is not None:
             self._retire(old)
 
-    def taking(self, source: Source) -> Steps[None]:
+    def taking(self, source: Source) -> SelectionSteps[None]:
         """Have a source that was opened just now. Raises, and closes it, if its content is not
         that of the last one, or the reader was closed meanwhile."""
         try:
@@ -219,12 +219,12 @@ class SourceSelection:
         self.request.add_totals(source)
         source.close()
 
-    def _first(self, patience_s: float) -> Steps[Source]:
+    def _first(self, patience_s: float) -> SelectionSteps[Source]:
         server = self.request.server
         deadline = time.monotonic() + patience_s
         while server != "off":
             try:
-                source: Source = yield Open.REMOTE
+                source: Source = yield OpenSource.REMOTE
                 self.request.unserved = ""
                 return source
             except NOT_SERVED as error:
@@ -240,16 +240,16 @@ class SourceSelection:
                 if not away or time.monotonic() >= deadline:
                     raise
             yield 0.05
-        source = yield Open.LOCAL
+        source = yield OpenSource.LOCAL
         return source
 
-    def _after_loss(self) -> Steps[Source]:
+    def _after_loss(self) -> SelectionSteps[Source]:
         server = self.request.server
         deadline = time.monotonic() + RECONNECT_S["auto" if server == "auto" else "require"]
         pause = 0.01
         while True:
             try:
-                source: Source = yield Open.REMOTE
+                source: Source = yield OpenSource.REMOTE
                 self.request.unserved = ""
                 return source
             except NOT_SERVED as error:
@@ -262,7 +262,7 @@ class SourceSelection:
                     break
             yield pause
             pause = min(2 * pause, 0.25)
-        source = yield Open.LOCAL
+        source = yield OpenSource.LOCAL
         self.away_since = time.monotonic()
         return source
 
@@ -322,7 +322,7 @@ class SourceSelector:
 
     # ---- steps ----------------------------------------------------------------------------
 
-    def _run(self, steps: Steps[T]) -> T:
+    def _run(self, steps: SelectionSteps[T]) -> T:
         try:
             step = next(steps)
             while True:
@@ -338,12 +338,12 @@ class SourceSelector:
         finally:
             steps.close()
 
-    def _take(self, step: Open | Announce | float) -> Source | None:
+    def _take(self, step: OpenSource | Announce | float) -> Source | None:
         if self._request.closed:
             raise closed_error()
-        if step is Open.REMOTE:
+        if step is OpenSource.REMOTE:
             return self._open_remote()
-        if step is Open.LOCAL:
+        if step is OpenSource.LOCAL:
             request = self._request
             return LocalSource(request.paths, request.format, request.verify, request.tolerant)
         if isinstance(step, Announce):
@@ -493,7 +493,7 @@ class LoopSelector:
 
     # ---- steps ----------------------------------------------------------------------------
 
-    async def _run(self, steps: Steps[T]) -> T:
+    async def _run(self, steps: SelectionSteps[T]) -> T:
         try:
             step = next(steps)
             while True:
@@ -509,10 +509,10 @@ class LoopSelector:
         finally:
             steps.close()
 
-    async def _take(self, step: Open | Announce | float) -> Source | None:
-        if step is Open.REMOTE:
+    async def _take(self, step: OpenSource | Announce | float) -> Source | None:
+        if step is OpenSource.REMOTE:
             return await self._open_remote()
-        if step is Open.LOCAL:
+        if step is OpenSource.LOCAL:
             return await self._open_local()
         if isinstance(step, Announce):
             await announce(step.source, step.order)

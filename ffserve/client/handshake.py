@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,6 +177,32 @@ def connect(path: str, job: str) -> Handshake:
         return Handshake(path, job, ["shared", "inline"])
     except _NoMemory:
         return Handshake(path, job, ["inline"])
+
+
+class Driver(Protocol):
+    """A connection, as sources use it: `connection.Connection` or `loop.LoopConnection`."""
+
+    path: str
+    job: str
+    handshake: Handshake
+    channel: Channel
+
+    @property
+    def alive(self) -> bool:
+        """False once it broke or was closed."""
+        ...
+
+    def flush(self) -> None:
+        """Send the requests that are queued."""
+        ...
+
+    def report(self) -> None:
+        """Send the reports that are due, without waiting."""
+        ...
+
+    def leave(self) -> None:
+        """A reader does not need the connection any more."""
+        ...
 
 
 def _connect(path: str) -> socket.socket:

@@ -18,7 +18,7 @@ from ffserve import protocol
 from ffserve.client.channel import MOST_BUFFERS, Steps
 from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource, ready_errors
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
-from ffserve.engine.shm import Lookup
+from ffserve.engine.shm import Located
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable, UsageError
 
 _UNKNOWN = (1 << 48) - 1
@@ -35,9 +35,9 @@ class InlineSource(DaemonSource):
         sizes: Int64s = self.blocking.run(self.size_request(indices))
         return sizes
 
-    def size_request(self, indices: Int64s | None) -> SizeRequest:
+    def size_request(self, indices: Int64s | None) -> InlineSizeRequest:
         """Return a request whose result is the lengths."""
-        return SizeRequest(self, self.all_indices() if indices is None else indices)
+        return InlineSizeRequest(self, self.all_indices() if indices is None else indices)
 
     def estimate(self, indices: Int64s) -> Int64s:
         """Return a guess at the lengths in bytes; never asks."""
@@ -52,11 +52,11 @@ class InlineSource(DaemonSource):
         offsets, lengths, checksums = self.blocking.run(request)
         return offsets, lengths.astype(np.uint64), checksums
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Return None: every sample has to be sent."""
         return None
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
         """Return None: every sample has to be sent."""
         return None
 
@@ -66,12 +66,12 @@ class InlineSource(DaemonSource):
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Lookup | None = None,
-    ) -> ReadRequest:
+        found: Located | None = None,
+    ) -> InlineReadRequest:
         """Ask for all samples."""
         if out is not None:
             check_out(out, 0)
-        request = ReadRequest(self, indices, apart, out)
+        request = InlineReadRequest(self, indices, apart, out)
         request.ask()
         self.connection.flush()
         return request
@@ -84,7 +84,7 @@ class InlineSource(DaemonSource):
         return Leased(np.zeros(0, np.uint8), nowhere, sizes, copies)
 
 
-class ReadRequest:
+class InlineReadRequest:
     """One request for samples. `target` exists when it is finished.
 
     Args: apart, out: as of `Source.start`.
@@ -185,7 +185,7 @@ class LookupRequest:
         self.source = source
         self.indices = indices
         self._asked: deque[tuple[int, slice]] = deque()
-        self._read: ReadRequest | None = None
+        self._read: InlineReadRequest | None = None
 
     def steps(self) -> Steps[Any]:
         """Return the tables. Lengths that the index does not have are read.
@@ -235,7 +235,7 @@ class LookupRequest:
             self._read.give_up()
 
 
-class SizeRequest(LookupRequest):
+class InlineSizeRequest(LookupRequest):
     """A request for lengths."""
 
     def steps(self) -> Steps[Any]:

@@ -37,7 +37,7 @@ from ffserve.decoding import (
 from ffserve.engine import io
 from ffserve.engine.codec import scatter
 from ffserve.engine.io import MERGED_SIZE, Engine, merge_reads, open_direct
-from ffserve.engine.shm import NOWHERE, Lookup
+from ffserve.engine.shm import NOWHERE, Located
 from ffserve.errors import FFServeError, ServerUnavailable, status_error
 from ffserve.files import open_regular, raise_file_limit, wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
@@ -75,7 +75,7 @@ def _decoding_threads() -> ThreadPoolExecutor:
         return _pool
 
 
-def _in_child() -> None:
+def _drop_engine() -> None:
     global _engine, _lock, _pool
     _lock, _pool = threading.Lock(), None
     if _engine is not None:
@@ -83,7 +83,7 @@ def _in_child() -> None:
         _engine = None
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_drop_engine)
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class LocalRequest:
 
     indices: Int64s
     target: Target
-    batch: io.Batch | None
+    batch: io.EngineBatch | None
     engine: Engine
 
 
@@ -250,11 +250,11 @@ class LocalSource:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Return None: every sample has to be read."""
         return None
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
         """Return None: every sample has to be read."""
         return None
 
@@ -264,7 +264,7 @@ class LocalSource:
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Lookup | None = None,
+        found: Located | None = None,
     ) -> LocalRequest | ChunkedRequest:
         """Submit the reads."""
         engine = self._attach()
@@ -407,7 +407,7 @@ class LocalSource:
         self._size += int(offsets[-1]) - size
         return errors
 
-    def _read_singly(self, engine: Engine, batch: io.Batch) -> None:
+    def _read_singly(self, engine: Engine, batch: io.EngineBatch) -> None:
         """Read records singly whose merged read failed."""
         rows = np.flatnonzero(io.refused(batch.records["status"]))
         if not len(rows):
@@ -427,7 +427,7 @@ class LocalSource:
         batch.records["found"][rows] = again.records["found"]
         again.free()
 
-    def _errors(self, request: LocalRequest, batch: io.Batch) -> dict[int, FFServeError]:
+    def _errors(self, request: LocalRequest, batch: io.EngineBatch) -> dict[int, FFServeError]:
         indices = request.indices
         cut = self._cut(indices)
         errors: dict[int, FFServeError] = {}

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias, TypeVar
 from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client import handshake
-from ffserve.client.channel import Int64s, Request
+from ffserve.client.channel import ChannelRequest, Int64s
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Bytes, Source, Target
-from ffserve.engine.io import Batch, Engine
+from ffserve.engine.io import Engine, EngineBatch
 from ffserve.errors import FFServeError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -95,7 +95,7 @@ class LoopConnection:
                     self.flush()
                 await self._ask(tag, protocol.Ready)
 
-    async def run(self, request: Request) -> Any:
+    async def run(self, request: ChannelRequest) -> Any:
         """Take a request's steps; return its result. If cancelled, the request is given up."""
         steps = request.steps()
         try:
@@ -114,7 +114,7 @@ class LoopConnection:
             self.give_up(request)
             raise
 
-    def give_up(self, request: Request) -> None:
+    def give_up(self, request: ChannelRequest) -> None:
         """The request was cancelled, or failed."""
         request.give_up()
         self.report()
@@ -277,7 +277,7 @@ class LoopEngine:
         self._ended: dict[int, asyncio.Future[None]] = {}
         loop.add_reader(self.engine.fileno(), self._reap)
 
-    def watch(self, batch: Batch) -> asyncio.Future[None]:
+    def watch(self, batch: EngineBatch) -> asyncio.Future[None]:
         """Return a future that is done when the batch has ended. Called once, after it was
         submitted; a task that awaits it shields it."""
         future = self._ended[batch.address] = self._loop.create_future()
@@ -446,7 +446,7 @@ async def undisturbed(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
-def _in_child() -> None:
+def _drop_loops() -> None:
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None
@@ -455,4 +455,4 @@ def _in_child() -> None:
     _states.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_drop_loops)

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.channel import Driver, Request, Steps
+from ffserve.client.channel import ChannelRequest, Steps
 from ffserve.client.connection import Connection
+from ffserve.client.handshake import Driver
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out, cut
 from ffserve.client.statistics import ClientStatistics
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.shm import Lookup, View
+from ffserve.engine.shm import Located, View
 from ffserve.errors import (
     FFServeError,
     ProtocolError,
@@ -103,7 +104,7 @@ class DaemonSource:
         means = np.array([shard.size // max(1, shard.count) for shard in self.shards], np.int64)
         return means[self.layout.shards(indices)]
 
-    def finish(self, request: Request) -> dict[int, FFServeError]:
+    def finish(self, request: ChannelRequest) -> dict[int, FFServeError]:
         """Wait for a request; return the errors by position."""
         failed: dict[int, FFServeError] = self.blocking.run(request)
         return failed
@@ -185,7 +186,7 @@ class SharedMemorySource(DaemonSource):
 
     # ---- reading --------------------------------------------------------------------------
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Copy a batch of cached samples. The most frequent call: it does no more than it must."""
         if out is not None:
             check_out(out, 0)
@@ -194,7 +195,7 @@ class SharedMemorySource(DaemonSource):
             self.statistics.add_hits(indices, len(found.buffer))
         return found
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
         """Copy cached samples, each to an array of its own; small ones share an allocation."""
         if indices.dtype != np.int64 or indices.strides != (8,):
             return None
@@ -220,7 +221,7 @@ class SharedMemorySource(DaemonSource):
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Lookup | None = None,
+        found: Located | None = None,
     ) -> ReadRequest:
         """Ask for missing samples."""
         found = self.view.locate(indices) if found is None else found
@@ -308,7 +309,7 @@ class ReadRequest:
         self,
         source: SharedMemorySource,
         indices: Int64s,
-        found: Lookup,
+        found: Located,
         apart: bool,
         out: Bytes | None,
     ) -> None:

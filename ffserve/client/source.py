@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ffserve.dataset import ShardInfo
 from ffserve.engine.shm import Batch as Batch
-from ffserve.engine.shm import Lookup, addresses, empty, keep_freed_memory
+from ffserve.engine.shm import Located, addresses, empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
@@ -166,8 +166,8 @@ def check_out(out: Bytes, total: int) -> Bytes:
     return out[:total]
 
 
-class Request(Protocol):
-    """A request that was started."""
+class PendingRead(Protocol):
+    """A read that was started."""
 
     @property
     def target(self) -> Target:
@@ -193,7 +193,7 @@ class Source(Protocol):
         """Return lengths in bytes, a guess where one is not known; does no I/O."""
         ...
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Lookup | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Copy a batch of cached samples.
 
         Args: indices: any array.
@@ -203,7 +203,7 @@ class Source(Protocol):
         """
         ...
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Lookup | None:
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
         """Copy cached samples, each to an array of its own; small ones may share an allocation.
 
         Args, Returns: as of `cached_batch`.
@@ -216,8 +216,8 @@ class Source(Protocol):
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Lookup | None = None,
-    ) -> Request:
+        found: Located | None = None,
+    ) -> PendingRead:
         """Begin to read; return at once.
 
         Args: indices: in range. found: what `cached_batch` or `cached_arrays` has found of them.

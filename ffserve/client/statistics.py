@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.channel import Driver
+from ffserve.client.handshake import Driver
 
 Int64s = NDArray[np.int64]
 

@@ -35,7 +35,7 @@ from setuptools.errors import BaseError, CCompilerError  # type: ignore[import-u
 MODULE = "ffserve.engine._core"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-HEADERS = ("codec.h", "shm.h", "io.h", "plan.h")
+HEADERS = ("codec.h", "shm.h", "io.h", "slots.h")
 """Headers whose declarations Python sees, each after those that it includes."""
 COMPILER_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-pthread")
 

@@ -144,7 +144,8 @@ static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t ba
     return NULL;
 }
 
-/* Whether the words may be a header of the file's dialect. */
+/* Whether the words may be a header of the file's dialect. The numbers of the compressions here, in
+ * stated_size and in plausible are those of ffserve/formats/recordio_codec.py: change both. */
 static int parse_header(ffs_chunk_scan *w, header *h)
 {
     const uint32_t *words = w->words;
@@ -237,7 +238,7 @@ static int stated_size(ffs_chunk_scan *w, const header *h, const uint8_t *window
 /* Whether the sizes that a chunk states are possible for its encoded size. */
 static int plausible(const ffs_chunk_scan *w, const header *h)
 {
-    static const uint64_t times[] = {1, 22, 1032}; /* see most_decoded in formats */
+    static const uint64_t times[] = {1, 22, 1032}; /* as most_decoded in recordio_codec.py */
     uint64_t end = w->at + CHUNK_HEADER + h->size;
 
     return w->decoded <= UINT32_MAX && w->decoded <= h->size * times[h->compression] &&

@@ -3,10 +3,10 @@
 The Python face of io.h. Everything here is thin: arrays go in as numpy buffers, there is one C call
 per batch, and the GIL is released during it. The untyped cffi module is confined to this folder.
 
-A ``Batch`` is one block of C memory that its numpy views keep alive. From submit until it has ended
-the kernel may write to it. So the engine holds it in a dictionary, which the engine's finalizer
-holds in turn: in whatever order Python destroys objects, the engine's threads have stopped before a
-batch in flight is freed.
+An ``EngineBatch`` is one block of C memory that its numpy views keep alive. From submit until it
+has ended the kernel may write to it. So the engine holds it in a dictionary, which the engine's
+finalizer holds in turn: in whatever order Python destroys objects, the engine's threads have
+stopped before a batch in flight is freed.
 
 After a fork the engine's threads are in the parent only. The engine in the child refuses to work;
 dropping it, or ``forget()``, frees its memory and descriptors without touching the parent's ring.
@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from ffserve.engine import codec
 from ffserve.engine.core import ffi, lib
-from ffserve.engine.plan import Shards
 from ffserve.engine.shm import NOWHERE
+from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
 
 Int64s = NDArray[np.int64]
@@ -102,7 +102,7 @@ def _error(rc: int, failure: str) -> UsageError | ReadError:
     return ReadError(f"{failure}: {os.strerror(-rc)}")
 
 
-class Batch:
+class EngineBatch:
     """Reads and records of one submit: fill both arrays, submit, look at ``status``.
 
     `reads` and `records` are structured arrays of READ_DTYPE and RECORD_DTYPE: views of C memory,
@@ -122,7 +122,7 @@ class Batch:
         if c == _NULL:
             raise MemoryError("no memory for a batch")
         self._c: Any = ffi.gc(c, lib.ffs_batch_free)
-        self._held: dict[int, Batch] | None = None
+        self._held: dict[int, EngineBatch] | None = None
         self._reads: NDArray[Any] | None = None
         self._records: NDArray[Any] | None = None
         self.keep: object = None
@@ -137,11 +137,11 @@ class Batch:
         rooms: NDArray[np.int64],
         arena_address: int,
         merge: tuple[int, int, int],
-    ) -> Batch:
+    ) -> EngineBatch:
         """Return a batch that reads blocks into slots; one C call fills it.
 
         Args:
-            shards, blocks: see `ffserve.engine.plan`; n blocks, with a record per sample.
+            shards, blocks: see `ffserve.engine.slots`; n blocks, with a record per sample.
             places, rooms: int64[n], offset in the arena and size of each slot.
             merge: most, gap and size of `merge_reads`. Blocks that are merged are read through a
                 buffer.
@@ -235,7 +235,7 @@ class Batch:
         self._reads, self._records = _NO_READS, _NO_RECORDS
 
 
-def _shut(core: Any, in_flight: dict[int, Batch]) -> None:
+def _shut(core: Any, in_flight: dict[int, EngineBatch]) -> None:
     lib.ffs_engine_stop(core)
     in_flight.clear()
 
@@ -275,7 +275,7 @@ class Engine:
             )
         self.depth = depth if self.kind != "threads" else threads
         self._pid = os.getpid()
-        self._in_flight: dict[int, Batch] = {}
+        self._in_flight: dict[int, EngineBatch] = {}
         self._notifying = False
         self._arena_size = 0
         # Freed with the last reference, which may be that of a call in another thread.
@@ -330,11 +330,11 @@ class Engine:
         """Remove a file; no read of it may be queued or in flight."""
         lib.ffs_file_remove(self._core(), file)
 
-    def batch(self, read_count: int, record_count: int) -> Batch:
+    def batch(self, read_count: int, record_count: int) -> EngineBatch:
         """Return a zeroed batch. It may be submitted again after it has ended."""
-        return Batch(read_count, record_count)
+        return EngineBatch(read_count, record_count)
 
-    def submit(self, batch: Batch) -> None:
+    def submit(self, batch: EngineBatch) -> None:
         """Submit the batch; the caller must not touch it until it has ended.
 
         Raises: UsageError for an unknown file, a record outside its extent, a slot that is too
@@ -358,7 +358,7 @@ class Engine:
             if batch.done:
                 self._in_flight.pop(address, None)
 
-    def wait(self, batch: Batch, timeout_s: float | None = None) -> bool:
+    def wait(self, batch: EngineBatch, timeout_s: float | None = None) -> bool:
         """Block until the batch has ended; ``completed()`` does not return it then.
 
         Args: timeout_s: None: no limit.
@@ -389,10 +389,10 @@ class Engine:
         self._notifying = True
         return int(lib.ffs_engine_notify(self._core(), 1))
 
-    def completed(self) -> list[Batch]:
+    def completed(self) -> list[EngineBatch]:
         """Return the batches that have ended since the last call, oldest first; see ``fileno``."""
         core = self._core()
-        ended: list[Batch] = []
+        ended: list[EngineBatch] = []
         while True:
             c = lib.ffs_engine_pop(core)
             if c == _NULL:
@@ -486,7 +486,7 @@ class DirectReply:
         c.socket, c.left, c.size = socket.c, 1, len(frame)
         c.frame = frame
 
-    def wait_for(self, batch: Batch) -> None:
+    def wait_for(self, batch: EngineBatch) -> None:
         """Wait for this batch too; call it before the batch is submitted."""
         batch.keep = self
         lib.ffs_reply_wait_for(self._c, batch._c)

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "plan.h"
+#include "slots.h"
 
 #define AHEAD 16       /* slots whose rows are prefetched while others are examined */
 #define MOST_KEYS 2048 /* consecutive keys that are sorted by counting */

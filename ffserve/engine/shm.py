@@ -82,7 +82,7 @@ class Batch(Sequence[Bytes]):
         return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
-class Lookup(NamedTuple):
+class Located(NamedTuple):
     """What the directory says of n samples.
 
     offsets: int64[n + 1], running sum of the lengths, an unknown one counted as 0. missing:
@@ -126,7 +126,7 @@ class View:
         self._c.segments = self._segments
         self._c.segment_count = len(segments)
 
-    def locate(self, indices: Int64s) -> Lookup:
+    def locate(self, indices: Int64s) -> Located:
         """Look samples up.
 
         Args: indices: shape (n,), int64, contiguous; repeats are allowed.
@@ -150,7 +150,7 @@ class View:
         if missing < 0:
             index = int(indices[out[2 * n + 2]])
             raise SampleIndexError(f"the dataset has {self.sample_count} samples", index=index)
-        return Lookup(out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1])
+        return Located(out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1])
 
     def gather(
         self,
@@ -214,7 +214,7 @@ class View:
         self,
         indices: NDArray[Any],
         out: Bytes | None = None,
-    ) -> Batch | Lookup | None:
+    ) -> Batch | Located | None:
         """Copy a batch whose samples are all readable now: ``locate`` and ``gather`` in one.
 
         Args:
@@ -251,7 +251,7 @@ class View:
         if rc == lib.FFS_ERANGE:
             return None
         missing = edges[2 * n + 1]
-        return Lookup(found[: n + 1], found[n + 1 : n + 1 + missing], edges[2 * n + 2])
+        return Located(found[: n + 1], found[n + 1 : n + 1 + missing], edges[2 * n + 2])
 
     def places(self, indices: Int64s) -> UInt64s:
         """Return the byte offset of each sample in the arena, NOWHERE if it is not readable now.

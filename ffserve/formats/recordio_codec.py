@@ -32,6 +32,8 @@ U32_MAX = (1 << 32) - 1
 
 NONE, SNAPPY, GZIP = "none", "snappy", "gzip"
 COMPRESSIONS = (NONE, SNAPPY, GZIP)
+"""By number. `parse_header`, `stated_size` and `plausible` in engine/codec.c repeat these numbers,
+the rule of `dialect_of` and the ratios of `most_decoded`: change both."""
 
 _MOST_BY_SNAPPY = 22
 """A snappy element of 3 bytes decodes to at most 64 bytes."""

@@ -28,7 +28,7 @@ from ffserve.decoding import (
     batches,
     thread_pool,
 )
-from ffserve.engine.io import Batch
+from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT
 
@@ -58,7 +58,7 @@ class ChunkLoader:
 
     def __init__(
         self,
-        submit: Callable[[int, Batch], None],
+        submit: Callable[[int, EngineBatch], None],
         memory: SharedMemory,
         directory: Directory,
         table: ShardTable,
@@ -71,7 +71,7 @@ class ChunkLoader:
         self._ended = ended
         self._waiting: deque[tuple[Load, int, list[_Block], int]] = deque()
         """Batches to be read: load, engine, blocks, size in bytes."""
-        self._reading: dict[Batch, tuple[Load, ChunkBatch[_Block]]] = {}
+        self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
         self._raw_size = 0
         self._buffers = ReusableBuffers(REUSED_SIZE)
         self._pool: ThreadPoolExecutor | None = None
@@ -119,7 +119,7 @@ class ChunkLoader:
             self._reading[chunks.batch] = load, chunks
             self._submit(engine, chunks.batch)
 
-    def take(self, batch: Batch) -> bool:
+    def take(self, batch: EngineBatch) -> bool:
         """Decode a batch that has ended; return False if it is not one of these."""
         found = self._reading.pop(batch, None)
         if found is None:

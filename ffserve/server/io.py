@@ -13,7 +13,7 @@ from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
-from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, Batch, DirectReply, Engine, refused
+from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch, refused
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.server.chunks import ChunkLoader
 
@@ -45,7 +45,7 @@ class Engines:
         self._table = table
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
-        self._batches: dict[Batch, tuple[Load, Int64s | None]] = {}
+        self._batches: dict[EngineBatch, tuple[Load, Int64s | None]] = {}
         """Batches in flight: the load, and which of its blocks (None: all)."""
         self._arena_ready = (0, arena.size)
         self._chunks = ChunkLoader(self._submit, memory, directory, table, self._ended)
@@ -168,7 +168,7 @@ class Engines:
         blocks, offsets, sizes = load.blocks, load.offsets, load.sizes
         if rows is not None:
             blocks, offsets, sizes = blocks.take(rows), offsets[rows], sizes[rows]
-        batch = Batch.of_blocks(
+        batch = EngineBatch.of_blocks(
             self._table.c,
             blocks.table,
             offsets,
@@ -184,7 +184,7 @@ class Engines:
         self._submit(number, batch)
         return reads
 
-    def _submit(self, number: int, batch: Batch) -> None:
+    def _submit(self, number: int, batch: EngineBatch) -> None:
         try:
             self._engines[number].submit(batch)
         except ReadError:
@@ -210,7 +210,7 @@ class Engines:
             batch.free()
             self._ended(load)
 
-    def _fail(self, number: int, batch: Batch, load: Load, rows: Int64s | None) -> None:
+    def _fail(self, number: int, batch: EngineBatch, load: Load, rows: Int64s | None) -> None:
         """Enter the failures of a batch. If the disk refused a merged read, read each of its blocks
         again by itself."""
         blocks = load.blocks if rows is None else load.blocks.take(rows)

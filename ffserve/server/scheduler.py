@@ -66,7 +66,7 @@ class Reply(Protocol):
         ...
 
 
-class Request(Fetch):
+class SampleRequest(Fetch):
     """One GET or LEASE, on its way through scheduler and cache.
 
     Args:
@@ -123,18 +123,18 @@ class Request(Fetch):
 class Owner:
     """One session as the scheduler sees it: its requests, pins and leases."""
 
-    finished: Callable[[Request], None]
+    finished: Callable[[SampleRequest], None]
     """Called when a request is finished."""
     job: str = ""
     """Sessions of one job share its turns."""
     taken_back: Callable[[int], None] | None = None
     """Called with its tag before the pins of a finished GET are taken back."""
-    runnable: deque[Request] = field(default_factory=deque)
-    waiting: dict[int, Request] = field(default_factory=dict)
+    runnable: deque[SampleRequest] = field(default_factory=deque)
+    waiting: dict[int, SampleRequest] = field(default_factory=dict)
     """Requests that are not finished, by tag."""
     unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
     """Pins of finished GETs, by tag."""
-    leases: dict[int, Request] = field(default_factory=dict)
+    leases: dict[int, SampleRequest] = field(default_factory=dict)
     queued: bool = False
     gone: bool = False
 
@@ -160,7 +160,7 @@ class Scheduler:
         """Jobs with a runnable request."""
         self._sessions: dict[str, deque[Owner]] = {}
         """The sessions of these jobs that have a runnable request."""
-        self._blocked: deque[Request] = deque()
+        self._blocked: deque[SampleRequest] = deque()
         self._pins: deque[tuple[float, Owner, int]] = deque()
         self._most_pins = _FEW_PINS
         self.request_count = 0
@@ -197,7 +197,7 @@ class Scheduler:
         """Requests that wait for memory."""
         return len(self._blocked)
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: SampleRequest, now: float) -> None:
         """Accept a request and give turns."""
         if request.lease and (
             self.leased_size >= self._most_leased or self._leased_slabs >= self._most_leased_slabs
@@ -236,7 +236,7 @@ class Scheduler:
             if isinstance(fetch, Piece):
                 self.prefetcher.loaded(fetch, now)
                 continue
-            assert isinstance(fetch, Request)
+            assert isinstance(fetch, SampleRequest)
             if fetch.owner.gone:
                 self._cache.release(fetch.pins)
                 fetch.pins = []
@@ -333,7 +333,7 @@ class Scheduler:
                 self._turns.append(owner.job)
             sessions.append(owner)
 
-    def _turn(self, request: Request, now: float) -> bool:
+    def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
         before, waiting = request.cursor, request.waiting
         size = min(QUANTUM_SIZE, max(self._share - request.pinned_size, 1))
@@ -361,7 +361,7 @@ class Scheduler:
             self._blocked.append(request)
         return True
 
-    def _finish(self, request: Request, now: float) -> None:
+    def _finish(self, request: SampleRequest, now: float) -> None:
         owner = request.owner
         request.count = request.cursor
         self.request_count -= 1
@@ -380,7 +380,7 @@ class Scheduler:
             request.count = 0
         owner.finished(request)
 
-    def _grant(self, request: Request) -> bool:
+    def _grant(self, request: SampleRequest) -> bool:
         """Count a lease; return False if leases would hold too much."""
         if self.leased_size + request.pinned_size > self._most_leased:
             return False
@@ -430,16 +430,16 @@ class Scheduler:
                 if now >= since + GIVE_UP_S and request.waiting == 0:
                     self._give_up(request, now)
 
-    def _give_up(self, request: Request, now: float) -> None:
+    def _give_up(self, request: SampleRequest, now: float) -> None:
         request.failures[int(request.numbers[request.cursor])] = Failure(STATUS_ARENA_BUSY)
         request.cursor += 1
         self._finish(request, now)
 
-    def _favours(self, oldest: Request, now: float) -> bool:
+    def _favours(self, oldest: SampleRequest, now: float) -> bool:
         since = self._since(oldest)
         return since + FAVOUR_S[0] <= now < since + FAVOUR_S[1]
 
     @staticmethod
-    def _since(request: Request) -> float:
+    def _since(request: SampleRequest) -> float:
         assert request.blocked_since is not None
         return request.blocked_since

@@ -39,7 +39,7 @@ _CHUNK = 80 * 1024
 """Bytes received at once: a piece of an order, or hundreds of requests."""
 
 
-class Connection:
+class ClientConnection:
     """One client's socket."""
 
     def __init__(self, server: Server, sock: socket.socket) -> None:
@@ -201,13 +201,13 @@ class Server:
         self.state = state
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._connections: set[Connection] = set()
+        self._connections: set[ClientConnection] = set()
         self._openings: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
-        self._later: deque[Connection] = deque()
+        self._later: deque[ClientConnection] = deque()
         """Connections to be read again, in this order."""
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -229,7 +229,7 @@ class Server:
                 self._refuse(sock)
                 continue
             try:
-                self._connections.add(Connection(self, sock))
+                self._connections.add(ClientConnection(self, sock))
             except OSError:
                 sock.close()
 
@@ -246,11 +246,11 @@ class Server:
             sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(error))))
         sock.close()
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         """A connection has closed itself."""
         self._connections.discard(connection)
 
-    def read_later(self, connection: Connection) -> None:
+    def read_later(self, connection: ClientConnection) -> None:
         """Read a connection again after those that wait for the same.
 
         Sessions that announce an order do: each piece keeps the loop for most of a millisecond, and

@@ -32,7 +32,7 @@ from ffserve.server.access import Peer
 from ffserve.server.catalog import OpenShard
 from ffserve.server.inline import InlineReply, Outbox
 from ffserve.server.report import arena_facts, status
-from ffserve.server.scheduler import Owner, Reply, Request
+from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.state import MOST_COUNTED, Job, ServerState
 
 NEW, READY, OVER = "new", "ready", "over"
@@ -419,7 +419,7 @@ class Session:
         if numbers is None:
             return
         self._count_samples(numbers, lease=lease)
-        request = Request(
+        request = SampleRequest(
             owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
         )
         crowded = owner.waiting or self._state.scheduler.request_count >= MOST_DIRECT_REPLIES
@@ -477,7 +477,7 @@ class Session:
             checksums = directory.checksums[numbers].astype("<u4").tobytes()
             self._send(protocol.Found(message.tag, offsets, lengths, checksums))
 
-    def _send_inline(self, request: Request, errors: list[Any]) -> None:
+    def _send_inline(self, request: SampleRequest, errors: list[Any]) -> None:
         """Send the samples, which stay pinned, then READY."""
         tag, directory = request.tag, self._state.directory
         numbers = request.numbers[: request.count]
@@ -511,7 +511,7 @@ class Session:
         """GETs whose samples are on their way through the socket."""
         return len(self._sending)
 
-    def _finished(self, request: Request) -> None:
+    def _finished(self, request: SampleRequest) -> None:
         errors: list[Any] = []
         if request.failures:
             errors = self._errors(request)
@@ -527,7 +527,7 @@ class Session:
             self._closing.discard(dataset)
             self._state.catalog.close(dataset.shards)
 
-    def _errors(self, request: Request) -> list[Any]:
+    def _errors(self, request: SampleRequest) -> list[Any]:
         """Return the failed samples of an answer as READY lists them."""
         dataset: Dataset = request.dataset
         state, indices, failures = self._state, request.indices, request.failures

@@ -296,7 +296,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return inner, receiver
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """Consecutive batches that are made together and cross in one message.
 
     batches, samples: how many of the epoch come before.
@@ -359,7 +359,7 @@ class BatchDataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, request: Any) -> Any:
         if isinstance(request, Future):  # a thread makes it
             return request.result()
-        if not isinstance(request, Request):
+        if not isinstance(request, BatchRequest):
             return self._dataset[request]
         worker = torch.utils.data.get_worker_info()
         if worker is None:
@@ -381,7 +381,9 @@ class BatchDataset(torch.utils.data.Dataset[Any]):
             answers = self._answers(request, worker.id, self._writer.batch_made)
         return self._writer.finish(answers)
 
-    def _answers(self, request: Request, worker: int, batch_made: Callable[[], None]) -> list[Any]:
+    def _answers(
+        self, request: BatchRequest, worker: int, batch_made: Callable[[], None]
+    ) -> list[Any]:
         """Make the batches of a request; one that fails is answered by its error."""
         answers: list[Any] = []
         for batches, samples, wanted in request.each():
@@ -491,7 +493,7 @@ class Iteration:
         self.announced: AnnouncedIteration | None = None
 
 
-class BatchPlan(torch.utils.data.Sampler[Request]):
+class BatchPlan(torch.utils.data.Sampler[BatchRequest]):
     """The requests of an iteration, and the position of the training loop in the epoch.
 
     The position counts from the epoch's start: ``batches``, and with an EpochSampler the
@@ -594,7 +596,7 @@ class BatchPlan(torch.utils.data.Sampler[Request]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         # All of it runs at the first next(): torch's multi-process iterator calls iter() twice.
         order = indices = None
         if self._order is not None:
@@ -610,7 +612,7 @@ class BatchPlan(torch.utils.data.Sampler[Request]):
 
     def _requests_of_order(
         self, sampler_order: SamplerOrder, indices: Int64s | range, order: Int64s | None
-    ) -> Iterator[Request]:
+    ) -> Iterator[BatchRequest]:
         """Yield parts of the indices, in the batches that torch's BatchSampler would make."""
         assert self._slicing is not None
         size = self._slicing.batch_size
@@ -625,11 +627,13 @@ class BatchPlan(torch.utils.data.Sampler[Request]):
                 # BatchSampler also exhausts the sampler before it yields an incomplete batch.
                 sampler_order.exhausted()
             part = array_of(indices[start : min(start + step, end)])
-            yield Request(start // size, self._start_sample + start, part, size)
+            yield BatchRequest(start // size, self._start_sample + start, part, size)
         if (end - first) % step == 0:
             sampler_order.exhausted()
 
-    def _requests_of_items(self, items: Iterator[Any], order: Int64s | None) -> Iterator[Request]:
+    def _requests_of_items(
+        self, items: Iterator[Any], order: Int64s | None
+    ) -> Iterator[BatchRequest]:
         """Yield what the sampler hands out."""
         batches, samples = self._skipped_batches, self._start_sample
         for item in islice(items, batches):
@@ -641,7 +645,7 @@ class BatchPlan(torch.utils.data.Sampler[Request]):
             for item in some:
                 samples += self._sample_count(item)
                 ends.append((samples, item))
-            yield Request(batches, before, ends)
+            yield BatchRequest(batches, before, ends)
             batches += len(some)
 
     def _sample_count(self, item: Any) -> int:

@@ -20,7 +20,7 @@ from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
 from ffserve.dataset import bound_lengths
-from ffserve.engine.plan import FREE, RESIDENT
+from ffserve.engine.slots import FREE, RESIDENT
 from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, ReadError, UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.server.scheduler import (
@@ -28,7 +28,7 @@ from ffserve.server.scheduler import (
     PIN_GRACE_S,
     QUANTUM_SIZE,
     Owner,
-    Request,
+    SampleRequest,
     Scheduler,
 )
 
@@ -623,15 +623,15 @@ def test_stealing_in_a_large_arena_takes_little_time() -> None:
 # ---- the scheduler -----------------------------------------------------------------------------
 
 
-def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[Request], Owner]:
+def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[SampleRequest], Owner]:
     loads: list[Load] = []
-    finished: list[Request] = []
+    finished: list[SampleRequest] = []
     scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
     return scheduler, loads, finished, Owner(finished.append)
 
 
-def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> Request:
-    return Request(owner, tag, np.array(numbers, np.int64), lease=lease)
+def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> SampleRequest:
+    return SampleRequest(owner, tag, np.array(numbers, np.int64), lease=lease)
 
 
 @pytest.mark.parametrize(("size", "counts"), [(4000, [256, 256, 88]), (400_000, [31] * 3)])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.plan import MIXED, NO_KEY, Future, OrderParts, Residents, SilentJobs, by_key
+from ffserve.engine.slots import MIXED, NO_KEY, Future, OrderParts, Residents, SilentJobs, by_key
 
 SLOTS, PER_SLAB, LARGE = 32, 8, 9
 SLOT = st.integers(0, SLOTS - 1)

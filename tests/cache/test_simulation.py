@@ -28,7 +28,7 @@ from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
-from ffserve.engine.plan import FAILED, FREE, LOADING, RESIDENT
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer

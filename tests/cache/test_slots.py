@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.io import Batch, merge_reads
-from ffserve.engine.plan import FAILED, FREE, LOADING, RESIDENT, ROWS, Shards, Slots, mark
+from ffserve.engine.io import EngineBatch, merge_reads
+from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, ROWS, Shards, Slots, mark
 from ffserve.errors import UsageError
 
 SAMPLES, SLOTS = 40, 12
@@ -238,7 +238,7 @@ def test_a_batch_of_blocks() -> None:
     files = Files()
     table = files.c.blocks(np.array([5, 30, 31]), 1 << 20)
     arena, places, rooms = 1 << 20, np.array([4096, 0, 512]), np.array([1024, 512, 512])
-    batch = Batch.of_blocks(files.c, table, places, rooms, arena, (100, 4096, 1 << 20))
+    batch = EngineBatch.of_blocks(files.c, table, places, rooms, arena, (100, 4096, 1 << 20))
     nowhere = 2**64 - 1
     assert batch.reads["offset"].tolist() == [1250, 2500]
     assert batch.reads["length"].tolist() == [158, 81]
@@ -261,12 +261,12 @@ def test_a_record_outside_of_its_block_is_refused() -> None:
     files.offsets[6] = 10
     table = files.c.blocks(np.array([5]), 1 << 20)
     with pytest.raises(UsageError, match="outside its block"):
-        Batch.of_blocks(files.c, table, *places, 0, (0, 0, 1))
+        EngineBatch.of_blocks(files.c, table, *places, 0, (0, 0, 1))
     for row, value in ((0, -1), (0, SAMPLES), (1, 0), (1, SAMPLES), (5, 2), (5, -1)):
         table = files.c.blocks(np.array([9]), 1 << 20)
         table[row] = value
         with pytest.raises(UsageError):
-            Batch.of_blocks(files.c, table, *places, 0, (0, 0, 1))
+            EngineBatch.of_blocks(files.c, table, *places, 0, (0, 0, 1))
 
 
 @given(

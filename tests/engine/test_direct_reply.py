@@ -14,7 +14,7 @@ from daemon import Raw, get, sample, serving, stopped, write
 
 from ffserve import protocol
 from ffserve.engine import io
-from ffserve.engine.io import NOWHERE, Batch, DirectReply, Engine, ReplySocket
+from ffserve.engine.io import NOWHERE, DirectReply, Engine, EngineBatch, ReplySocket
 
 CONTENT = np.random.default_rng(4).bytes(64 * 1024)
 FRAME = b"all of it has come"
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def reading(engine: Engine, file: int, offset: int, size: int = 1000) -> Batch:
+def reading(engine: Engine, file: int, offset: int, size: int = 1000) -> EngineBatch:
     """A batch of one read; beyond the file's end it will fail."""
     batch = engine.batch(1, 1)
     into = np.zeros(size, np.uint8)
@@ -72,7 +72,7 @@ def sent(theirs: socket.socket) -> bytes:
 class Replying:
     """Batches with one reply."""
 
-    def __init__(self, engine: Engine, reply_socket: ReplySocket, *batches: Batch) -> None:
+    def __init__(self, engine: Engine, reply_socket: ReplySocket, *batches: EngineBatch) -> None:
         self.reply = DirectReply(reply_socket, FRAME)
         self._kept = [batch.keep for batch in batches]
         for batch in batches:

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from ffserve.cache.shm import SharedMemory
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
-from ffserve.engine.io import Batch, Engine, open_direct
+from ffserve.engine.io import Engine, EngineBatch, open_direct
 from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE
 from ffserve.errors import UsageError
 
@@ -51,7 +51,7 @@ class Opened:
 
 def pieces(
     engine: Engine, file: Opened, extents: Sequence[tuple[int, int]], crc: int = CRC_32
-) -> tuple[Batch, list[npt.NDArray[np.uint8]]]:
+) -> tuple[EngineBatch, list[npt.NDArray[np.uint8]]]:
     """A batch that bounces every extent, as one record, into an array of its own."""
     batch = engine.batch(len(extents), len(extents))
     dests = [np.full(length + 16, 0xA5, np.uint8) for _, length in extents]
@@ -62,7 +62,7 @@ def pieces(
     return batch, dests
 
 
-def check(file: Opened, batch: Batch, dests: list[npt.NDArray[np.uint8]]) -> None:
+def check(file: Opened, batch: EngineBatch, dests: list[npt.NDArray[np.uint8]]) -> None:
     assert batch.done
     assert batch.records["status"].tolist() == [0] * len(dests)
     assert batch.failed == 0
@@ -72,7 +72,7 @@ def check(file: Opened, batch: Batch, dests: list[npt.NDArray[np.uint8]]) -> Non
         assert (dest[length:] == 0xA5).all()
 
 
-def place(batch: Batch, file: Opened, offset: int, length: int, slot: int, size: int) -> None:
+def place(batch: EngineBatch, file: Opened, offset: int, length: int, slot: int, size: int) -> None:
     """One read into a slot, one record published as entry 0."""
     batch.reads[0] = (offset, length, slot, size, file.id, CRC_32, 0, 1)
     batch.records[0] = (
@@ -477,7 +477,7 @@ class TestEngine:
         for batch in batches:
             engine.submit(batch)
         assert engine.wait(batches[3])
-        told: list[Batch] = []
+        told: list[EngineBatch] = []
         until = time.monotonic() + DEADLINE_S
         while len(told) < 4 and time.monotonic() < until:
             told += engine.completed()

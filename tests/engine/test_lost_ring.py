@@ -58,7 +58,7 @@ def test_reads_in_flight_were_reported_failed_and_written_later(kind: io.Kind, h
     os.close(writable)
 
 
-def engine_turn(engine: Engine) -> io.Batch:
+def engine_turn(engine: Engine) -> io.EngineBatch:
     """Submit a batch of one read."""
     fd = os.open(__file__, os.O_RDONLY)
     batch = engine.batch(1, 1)

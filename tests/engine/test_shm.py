@@ -20,7 +20,7 @@ from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, checksum
 from ffserve.engine.core import lib
 from ffserve.engine.io import Engine, open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, Lookup, View, publish, retract
+from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, Located, View, publish, retract
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFF << 48)
@@ -43,7 +43,7 @@ def whole(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None:
     """Copy a batch if every sample can be read."""
     found = view.copy_batch(indices, out)
-    return None if found is None or isinstance(found, Lookup) else (found.buffer, found.offsets)
+    return None if found is None or isinstance(found, Located) else (found.buffer, found.offsets)
 
 
 def take_back(entries: npt.NDArray[np.void], first: int, count: int, slot: int, size: int) -> None:
@@ -184,7 +184,7 @@ def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
         out = np.full(total + more, 0xAA, np.uint8)
         apart, into = shelf.view.copy_batch(wanted), shelf.view.copy_batch(wanted, out)
         if turn == 0 and 3 in indices:
-            assert isinstance(apart, Lookup) and isinstance(into, Lookup)
+            assert isinstance(apart, Located) and isinstance(into, Located)
             for found in (apart, into):
                 assert found.unknown == indices.count(3)
                 assert found.missing.tolist() == [k for k, i in enumerate(indices) if i == 3]
@@ -192,8 +192,8 @@ def test_whole_batches_in_one_call(indices: list[int], more: int) -> None:
                 assert np.diff(found.offsets).tolist() == lengths
             publish(shelf.entries.ctypes.data, 3, 3007, 103)
             continue
-        assert apart is not None and not isinstance(apart, Lookup)
-        assert into is not None and not isinstance(into, Lookup)
+        assert apart is not None and not isinstance(apart, Located)
+        assert into is not None and not isinstance(into, Located)
         for batch in (apart, into):
             assert batch.buffer.tobytes() == b"".join(map(shelf.sample, indices))
             assert np.diff(batch.offsets).tolist() == [100 + k for k in indices]

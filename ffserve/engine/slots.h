@@ -1,15 +1,15 @@
-/* Planning: the daemon's tables of shards, slots, residents and orders, and what is computed over them
+/* The daemon's tables of shards, slots, residents and orders, and what is computed over them
  * once per batch. All functions are pure functions over the caller's arrays; their results go to arrays
  * of the caller as well. They decide nothing: see ffserve/cache.
  *
  * Everything below the cdef mark is also what Python sees (cffi).
  */
-#ifndef FFSERVE_PLAN_H
-#define FFSERVE_PLAN_H
+#ifndef FFSERVE_SLOTS_H
+#define FFSERVE_SLOTS_H
 #include "io.h"
 
 /* cdef */
-/* ---- blocks (plan.c) --------------------------------------------------------------------- */
+/* ---- blocks (slots.c) -------------------------------------------------------------------- */
 typedef struct {
     const ffs_entry *entries; /* by sample, sample_count of each */
     const uint64_t *offsets;
@@ -49,7 +49,7 @@ ffs_batch *ffs_batch_blocks(const ffs_shards *shards, const int64_t *blocks, int
                             const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
                             int64_t most, int64_t gap, int64_t size);
 
-/* ---- slots (plan.c) ---------------------------------------------------------------------- */
+/* ---- slots (slots.c) --------------------------------------------------------------------- */
 typedef struct {
     int32_t *slot_of; /* by sample, sample_count: its slot + 1, 0 for none */
     int64_t sample_count;

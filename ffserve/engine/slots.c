@@ -1,4 +1,4 @@
-/* Planning of reads: from samples to blocks (what is read, verified and evicted together), from blocks
+/* Slots: from samples to blocks (what is read, verified and evicted together), from blocks
  * to the batch that reads them, and the cache's tables of slots. The decisions are made in
  * ffserve/cache; see tables.py there for what a block is.
  *
@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "plan.h"
+#include "slots.h"
 
 #define SEEN 0x80
 #define MARK -1

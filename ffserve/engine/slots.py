@@ -1,6 +1,7 @@
-"""The Python face of plan.c and next_use.c: what is computed per sample or slot, once per batch.
+"""Slots: what is computed of the cache's tables per sample or slot, once per batch.
 
-Pure functions over the caller's arrays; nothing is decided or read here.
+The Python face of slots.c and next_use.c. Pure functions over the caller's arrays; nothing is
+decided or read here.
 """
 
 from __future__ import annotations
