@@ -19,7 +19,7 @@ TEXT = """\
 
 The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in its own processes, in batches of 256 (32 at 1 MiB). Bars go from the lowest turn to the highest. ffserve checks every sample once and returns copies; `mmap` and `preadv` check nothing and use the page cache.
 
-The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn.
+The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn. The row through the socket is from another such machine (AMD EPYC): it was measured again after zero-copy sends were removed.
 
 | in memory / memcpy | 4 KiB | 100 KiB |
 |---|---|---|
