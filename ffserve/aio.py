@@ -36,6 +36,7 @@ from ffserve.errors import FFServeError, UsageError
 from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
+    REQUESTS_AHEAD,
     SIZES_AT_ONCE,
     BaseReader,
     check_count,
@@ -198,9 +199,9 @@ class Reader(BaseReader):
         try:
             async with contextlib.aclosing(self._estimated(numbers)) as estimated:
                 async for some, sizes in estimated:
-                    for parts, whole, most in read_ahead(cut(some, sizes, count, size), count):
+                    for parts, whole in read_ahead(cut(some, sizes, count, size)):
                         ahead.append((parts, asyncio.ensure_future(self._batch(whole))))
-                        if len(ahead) >= most:
+                        if len(ahead) >= REQUESTS_AHEAD:
                             for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
                                 yield batch
                             ahead.popleft()

@@ -42,14 +42,8 @@ MOST_NAME = 200
 
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
-READ_AHEAD_BATCHES = 3
-"""Iteration keeps this many batches of about this size on their way..."""
-READ_AHEAD_SAMPLES = 512
-READ_AHEAD_MOST = 8
-"""... of smaller ones up to that many, if they are for fewer samples than this together: four times
-the engine's depth, since half of the samples are on their way between the processes..."""
-READ_AHEAD_MEMORY = 64 * 1024 * 1024
-"""... and take less memory than this together."""
+REQUESTS_AHEAD = 3
+"""Requests that iteration keeps on their way."""
 GROUP_COUNT, GROUP_SIZE = 512, 2 << 20
 """Small batches are asked for together, up to so many samples and bytes: a request costs the daemon
 as much as fifty samples do..."""
@@ -402,8 +396,8 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> Iterator[Batch]:
         """Read in order with read-ahead.
 
-        The next few requests (`requests_ahead`) are on their way. Small batches share a request
-        (`read_ahead`), and are parts of one buffer then.
+        The next few requests are on their way. Small batches share a request (`read_ahead`), and
+        are parts of one buffer then.
 
         Args:
             indices: as for `read`; None for all.
@@ -438,9 +432,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
         ahead: deque[tuple[list[Int64s], tuple[Int64s, Source, Any]]] = deque()
         try:
-            for parts, whole, most in read_ahead(self._parts(numbers, count, size), count):
+            for parts, whole in read_ahead(self._parts(numbers, count, size)):
                 ahead.append((parts, self._start(whole)))
-                if len(ahead) >= most:
+                if len(ahead) >= REQUESTS_AHEAD:
                     yield from self._split(*ahead.popleft())
             while ahead:
                 yield from self._split(*ahead.popleft())
@@ -832,40 +826,28 @@ def check_count(name: str, value: object) -> int:
 # ---- reading in order ----------------------------------------------------------------------------
 
 
-def read_ahead(
-    parts: Iterable[tuple[Int64s, int]], count: int
-) -> Iterator[tuple[list[Int64s], Int64s, int]]:
-    """Group batches of up to `count` samples into requests. `parts`: see `cut`.
+def read_ahead(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], Int64s]]:
+    """Group small batches that follow each other into requests. `parts`: see `cut`.
 
-    Yields: the batches of a request, all their samples, and how many such requests are kept on
-    their way.
+    Yields: the batches of a request, and all their samples.
     """
-    for some, total in _grouped(parts):
-        whole = some[0] if len(some) == 1 else np.concatenate(some)
-        yield some, whole, requests_ahead(max(count, GROUP_COUNT), total)
+    for some in _grouped(parts):
+        yield some, some[0] if len(some) == 1 else np.concatenate(some)
 
 
-def requests_ahead(count: int, size: int) -> int:
-    """Return how many requests of up to `count` samples and about `size` bytes iteration keeps on
-    their way."""
-    wanted = min(-(-READ_AHEAD_SAMPLES // max(count, 1)), READ_AHEAD_MEMORY // max(size, 1))
-    return min(max(wanted, READ_AHEAD_BATCHES), READ_AHEAD_MOST)
-
-
-def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], int]]:
-    """Group small batches that follow each other. Yields: a group and its bytes."""
+def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[list[Int64s]]:
     some: list[Int64s] = []
     count = total = 0
     most = GROUP_FIRST
     for part, size in parts:
         if some and (count + len(part) > most or total + size > GROUP_SIZE):
-            yield some, total
+            yield some
             some, count, total = [], 0, 0
             most = min(2 * most, GROUP_COUNT)
         some.append(part)
         count, total = count + len(part), total + size
     if some:
-        yield some, total
+        yield some
 
 
 def split(

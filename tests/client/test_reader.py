@@ -28,7 +28,7 @@ from ffserve.errors import (
     TruncatedError,
     UsageError,
 )
-from ffserve.reader import _grouped, requests_ahead
+from ffserve.reader import read_ahead
 
 COUNTS = (120, 0, 80)
 COUNT = sum(COUNTS)
@@ -245,21 +245,6 @@ class TestReader:
         assert [next(it).tobytes() for it in two * 3] == [TRUTH[i // 2] for i in range(6)]
 
     @pytest.mark.parametrize(
-        ("count", "size", "most"),
-        [
-            (512, 1 << 20, 3),
-            (64, 1 << 18, 8),
-            (1, 1 << 20, 8),
-            (64, 15 << 20, 4),
-            (64, 32 << 20, 3),
-        ],
-    )
-    def test_iteration_keeps_a_bounded_size_on_its_way(
-        self, count: int, size: int, most: int
-    ) -> None:
-        assert requests_ahead(count, size) == most
-
-    @pytest.mark.parametrize(
         ("count", "size", "counts"),
         [
             (64, 4096, [2, 4, 8, 8, 8]),
@@ -272,11 +257,11 @@ class TestReader:
         self, count: int, size: int, counts: list[int]
     ) -> None:
         parts = [(np.arange(k * count, (k + 1) * count), count * size) for k in range(30)]
-        groups = list(_grouped(parts))
-        assert [len(some) for some, _ in groups[:5]] == counts
-        assert all(total == len(some) * count * size for some, total in groups)
-        order = np.concatenate([part for some, _ in groups for part in some])
+        requests = list(read_ahead(parts))
+        assert [len(some) for some, _ in requests[:5]] == counts
+        order = np.concatenate([part for some, _ in requests for part in some])
         assert np.array_equal(order, np.arange(30 * count))
+        assert np.array_equal(order, np.concatenate([whole for _, whole in requests]))
 
     def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
         before = resident_size()
