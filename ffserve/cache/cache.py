@@ -1,8 +1,8 @@
 """The cache as a state machine: samples in memory, samples being read, samples to be read.
 
 It uses no socket, no thread and no clock. The server calls `advance` for a fetch, submits the
-`Load` that it returns, and reports the outcome with `loaded`; `allocator` chooses the slots. Sample
-numbers are node-wide throughout.
+`Load` that it returns, and reports the outcome with `loaded`; `allocator` chooses the slots. All
+numbers of samples are sample numbers, not indices in a data set.
 
 The life of a slot:
 

@@ -187,7 +187,7 @@ class Arriving:
         Raises:
             UsageError: it is shorter than announced.
             SampleIndexError: it visits a sample twice without `replacement`; `.index` is the
-                sample's node-wide number.
+                sample number.
         """
         if self.arrived < self.count:
             raise UsageError(

@@ -1,17 +1,17 @@
-"""The node-wide tables: the directory of samples, and the open shards.
+"""The tables that all sessions share: the directory of samples, and the open shards.
 
-*Directory*: one entry per sample of every open shard. Three arrays run in parallel, addressed by a
-sample's node-wide number: the *directory* (seqlock, offset in the arena, length: 16 bytes,
-`ffs_entry` of the C core), the *index* (payload offset in the file, 8 bytes; expected checksum, 4
-bytes), and the daemon's own `slot_of` (4 bytes). Clients map the first two, memfds, read-only. They
-are sized for the whole node at once and take memory only for open shards, so they never move or
-grow under a client's mapping. A shard owns one run of numbers; runs of shards that are opened
-together are adjacent, so a dataset of 10,000 shards is usually one run to its clients.
+*Directory*: one entry per sample of every open shard. Three arrays run in parallel, addressed by
+the sample number: the *directory* (seqlock, offset in the arena, length: 16 bytes, `ffs_entry` of
+the C core), the *index* (payload offset in the file, 8 bytes; expected checksum, 4 bytes), and the
+daemon's own `slot_of` (4 bytes). Clients map the first two, memfds, read-only. They are sized once
+for all shards and take memory only for open ones, so they never move or grow under a client's
+mapping. A shard owns one run of numbers; runs of shards that are opened together are adjacent, so a
+dataset of 10,000 shards is usually one run to its clients.
 
-*Shard table*: from node-wide sample numbers to extents of files. Records are read in *blocks*: one
-record, or, where records are far smaller than a disk's block, a run of neighbours that is read,
-verified and evicted together, since the device delivers them anyway. Where records are in chunks, a
-block is a chunk, or a run of small neighbouring chunks, and its slot holds the decoded bytes.
+*Shard table*: from sample numbers to extents of files. Records are read in *blocks*: one record,
+or, where records are far smaller than a disk's block, a run of neighbours that is read, verified
+and evicted together, since the device delivers them anyway. Where records are in chunks, a block is
+a chunk, or a run of small neighbouring chunks, and its slot holds the decoded bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Directory:
                     del self._free[k]
                 return start
         raise ReadError(
-            f"the node-wide tables cannot hold another {count} samples",
+            f"the daemon's tables cannot hold another {count} samples",
             hint="restart the daemon, or open fewer datasets at once",
         )
 
@@ -156,7 +156,7 @@ class Directory:
 class Blocks:
     """Blocks to be read, one column of `table` each; the attributes are its rows.
 
-    firsts, counts: node-wide numbers of the samples. begins, ends: the extent in the file. sizes:
+    firsts, counts: sample numbers. begins, ends: the extent in the file. sizes:
     bytes of the extent, widened to the file's alignment; of chunks, the decoded bytes. shards: rows
     of the shard table.
     """
