@@ -118,12 +118,11 @@ def _expand_one(
 
 
 class Layout:
-    """Maps dataset indices to shards, and to the entries of the machine-wide sample tables.
+    """Maps dataset indices to shards, and to the daemon's sample numbers.
 
     Args:
         counts: samples of each shard, int64[shards].
-        bases: machine-wide number of each shard's first sample, int64[shards]; None without
-            machine-wide tables.
+        bases: sample number of each shard's first sample, int64[shards]; None without a daemon.
     """
 
     def __init__(self, counts: NDArray[np.int64], bases: NDArray[np.int64] | None = None) -> None:
@@ -145,14 +144,14 @@ class Layout:
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the machine-wide number of each index; indices must be in range."""
+        """Return the sample number of each index; indices must be in range."""
         if self._offset is not None:
             return indices + self._offset
         assert self._shift is not None
         return indices + self._shift[self.shards(indices)]
 
     def index(self, number: int) -> int:
-        """Return the dataset index of a machine-wide number."""
+        """Return the dataset index of a sample number."""
         assert self._shift is not None and self._bases is not None
         inside = (self._bases <= number) & (number < self._bases + self.counts)
         return number - int(self._shift[int(np.argmax(inside))])
