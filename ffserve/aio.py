@@ -124,11 +124,9 @@ class Reader(BaseReader):
     def _drop_closed_loops(self) -> None:
         """Close the sources of loops that were closed without `aclose`; `loop_state` has closed
         their connections."""
-        for loop in [loop for loop in self._selectors if loop.is_closed()]:
-            source = self._selectors.pop(loop).source
-            if source is not None:
-                source.after_fork()
-                source.close()
+        for loop in list(self._selectors):
+            if loop.is_closed() and (selector := self._selectors.pop(loop, None)) is not None:
+                selector.abandon()
 
     @property
     def source(self) -> str:
@@ -320,7 +318,7 @@ class Reader(BaseReader):
         selectors, self._selectors = self._selectors, {}
         self._announced.forget()
         for selector in selectors.values():
-            selector.after_fork()
+            selector.abandon()
 
 
 def estimating(numbers: Int64s) -> Callable[[Source], Awaitable[Int64s]]:

@@ -649,6 +649,7 @@ class StreamReader(Reader):
 
         Raises:
             InOrderOnlyError: `indices` were given.
+            UsageError: the reader is closed.
             FormatError, ChecksumError, TruncatedError: damage, after all batches before it.
             ReadError: the operating system failed.
 
@@ -665,7 +666,10 @@ class StreamReader(Reader):
             limit=self._limit,
             damaged=self._damaged,
         )
-        yield from self._stream.batches(count, size)
+        for batch in self._stream.batches(count, size):
+            if request.closed:
+                raise closed_error()
+            yield batch
 
     def _refuse(self) -> NoReturn:
         raise InOrderOnlyError.of(self._request.paths[0])

@@ -443,10 +443,13 @@ class SourceSelector:
             source = self.source
             if not isinstance(source, DaemonSource) or source.job == connections.job_name():
                 return
-            with contextlib.suppress(*NOT_SERVED):
+            self._former = source
+            try:
                 self._run(self.selection.taking(self._open_remote()))
+            except NOT_SERVED:
+                self._former = None
+            else:
                 self._request.add_totals(source)
-                self._former = source
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -510,6 +513,8 @@ class LoopSelector:
             steps.close()
 
     async def _take(self, step: OpenSource | Announce | float) -> Source | None:
+        if self._request.closed:
+            raise closed_error()
         if step is OpenSource.REMOTE:
             return await self._open_remote()
         if step is OpenSource.LOCAL:
@@ -599,10 +604,11 @@ class LoopSelector:
         """Have no source any more; return it, to be closed in the thread of this loop."""
         return self.selection.close()
 
-    def after_fork(self) -> None:
-        """This process is a child, which has no use for a loop of its parent."""
+    def abandon(self) -> None:
+        """The loop was closed, or is that of the parent process: close the source without it."""
         if self.source is not None:
             self.source.after_fork()
+            self.source.close()
 
 
 async def announce(source: Source, order: Order) -> None:

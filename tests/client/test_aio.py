@@ -514,6 +514,26 @@ def test_fork_with_requests_on_their_way(path: str, server: str) -> None:
     assert set(lines) == {str(sum(len(TRUTH[i]) + len(TRUTH[i + 1]) for i in range(100)))}
 
 
+def test_a_child_kept_the_files_of_its_parents_loop_open(path: str) -> None:
+    program = """
+import asyncio, os, sys, ffserve
+def held():
+    return sum(link.is_symlink() and os.readlink(link) == sys.argv[1]
+               for link in os.scandir("/proc/self/fd"))
+async def main():
+    async with ffserve.aio.open(sys.argv[1], server="off") as reader:
+        await reader.read([0])
+        assert held() == 1
+        pid = os.fork()
+        if pid == 0:
+            os._exit(held())
+        assert os.waitpid(pid, 0)[1] == 0
+        await reader.read([1])
+asyncio.run(main())
+"""
+    run_python(program, os.path.realpath(path))
+
+
 def test_a_loop_that_ended_without_closing(path: str, server: str) -> None:
     program = """
 import asyncio, contextlib, sys, os, threading, time, ffserve

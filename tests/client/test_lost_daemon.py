@@ -102,6 +102,22 @@ def test_close_by_another_thread_ended_a_read_with_a_bare_error(path: str) -> No
             assert isinstance(reading.error, UsageError) and "closed" in str(reading.error)
 
 
+async def test_aclose_left_a_task_looking_for_the_daemon(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RECONNECT_S, "require", DEADLINE_S)
+    with serving() as daemon:
+        reader = await ffserve.aio.open(path, server=daemon.socket)
+        daemon.end()
+        task = asyncio.create_task(reader.read_batch(range(COUNT)))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await reader.aclose()
+        with pytest.raises(UsageError, match="closed"):
+            await asyncio.wait_for(task, SOON_S)
+        daemon.start()
+
+
 async def test_reports_of_a_loop_piled_up_in_front_of_a_stopped_daemon(path: str) -> None:
     with serving() as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:

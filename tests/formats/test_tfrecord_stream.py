@@ -263,6 +263,16 @@ def test_what_only_an_index_could_answer_says_convert(tmp_path: Path) -> None:
         )
 
 
+def test_a_closed_reader_went_on_reading_in_order(tmp_path: Path) -> None:
+    reader = ffserve.open(packed(tmp_path / "a.tfrecord.gz", MANY))
+    batches = reader.batches(count=10)
+    next(batches)
+    reader.close()
+    for left in (batches, reader.batches()):
+        with pytest.raises(UsageError, match="closed"):
+            next(left)
+
+
 def test_several_files_some_plain(tmp_path: Path) -> None:
     paths = [
         packed(tmp_path / "a.tfrecord.gz", MANY[:100]),
