@@ -29,7 +29,6 @@ from ffserve import protocol
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
-M = TypeVar("M")
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
 
@@ -42,6 +41,16 @@ INLINE_RECEIVE_SIZE = 4096
 """Bytes received at once where payload follows frames: payload behind a frame is copied twice."""
 MOST_BUFFERS = 512
 """Buffers that one call of the kernel fills."""
+_ANSWERS: dict[type[Message], type[Message]] = {
+    protocol.Open: protocol.Opened,
+    protocol.Get: protocol.Ready,
+    protocol.Lease: protocol.Ready,
+    protocol.Lookup: protocol.Found,
+    protocol.Order: protocol.Ready,
+    protocol.Status: protocol.Report,
+    protocol.Resize: protocol.Report,
+}
+"""The answer to each request, unless that is FAIL."""
 
 Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
 """The steps of a request, for a driver. Yields an int, the tag of an answer, and is sent that
@@ -86,10 +95,12 @@ class PayloadSink(Protocol):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request without a collected answer. given_up: nobody will collect it."""
+    """A request without a collected answer. since: when it was made, on the monotonic clock.
+    given_up: nobody will collect it."""
 
     kind: type[Message]
-    dataset: int
+    dataset: int | None
+    since: float
     answer: Message | None = None
     given_up: bool = False
 
@@ -115,7 +126,7 @@ class Channel:
         self.urgent = False
         """A request waits to be sent."""
         self.report_due = False
-        """An answer was given back; `queue_reports` tells the daemon."""
+        """A report that does not wait for the next request: `queue_reports` queues it."""
         self.receive_size = INLINE_RECEIVE_SIZE if inline else RECEIVE_SIZE
         self._takes_orders = takes_orders
         self._decoder = decoder
@@ -131,6 +142,8 @@ class Channel:
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
         self._reported = time.monotonic()
+        self._datasets: set[int] = set()
+        """Data sets that are open."""
         self._closed_datasets: list[int] = []
         self._positions: dict[int, tuple[int, int]] = {}
         self._sinks: dict[int, PayloadSink] = {}
@@ -195,10 +208,10 @@ class Channel:
             packed = protocol.pack_order(order[start : start + ORDER_PIECE])
             piece = protocol.Order(tag, dataset, epoch, len(order), start, packed, what)
             if start == 0:
-                self._request(piece)
+                self._request(piece, dataset)
             else:
                 with self.lock:
-                    self.check()
+                    self._check(dataset)
                     self._push(protocol.encode(piece))
             yield tag
 
@@ -220,7 +233,7 @@ class Channel:
         if self._takes_orders:
             frame = protocol.encode(protocol.Seen(dataset, protocol.pack_order(indices)))
             with self.lock:
-                self.check()
+                self._check(dataset)
                 self._push(frame)
 
     def _tag(self) -> int:
@@ -229,12 +242,12 @@ class Channel:
             self._next_tag = tag % 0xFFFFFFFF + 1
             return tag
 
-    def _request(self, message: Any, dataset: int = 0) -> int:
+    def _request(self, message: Any, dataset: int | None = None) -> int:
         tag: int = message.tag
         frame = protocol.encode(message)
         with self.lock:
-            self.check()
-            self._waiting[tag] = _Waiting(type(message), dataset)
+            self._check(dataset)
+            self._waiting[tag] = _Waiting(type(message), dataset, time.monotonic())
             if isinstance(message, (protocol.Get, protocol.Lease)):
                 if len(self.unanswered) >= protocol.MOST_REQUESTS:
                     self._kept_back.append((tag, frame))
@@ -242,6 +255,14 @@ class Channel:
                 self.unanswered.add(tag)
             self._push(frame)
         return tag
+
+    def _check(self, dataset: int | None) -> None:
+        """Raise if the connection is broken, or the data set closed: a message that names it behind
+        its CLOSE would end the session."""
+        if self.broken is not None:
+            raise self.gone()
+        if dataset is not None and dataset not in self._datasets:
+            raise _closed_error(self.path)
 
     def _push(self, frame: bytes) -> None:
         self._queue.append(frame)
@@ -263,19 +284,25 @@ class Channel:
 
     def reached(self, dataset: int, epoch: int, position: int) -> None:
         """Note the job's position in an order that it announced. Only the latest is reported."""
-        if self._takes_orders:
-            with self.lock:
-                self._positions[dataset] = epoch, position
-
-    def close_dataset(self, dataset: int) -> None:
-        """A data set is not needed any more; its requests that were kept back fail."""
         with self.lock:
+            if self._takes_orders and dataset in self._datasets:
+                self._positions[dataset] = epoch, position
+                self.report_due = True
+
+    def close_dataset(self, dataset: int) -> list[int]:
+        """A data set is not needed any more. Its requests that were kept back fail; return their
+        tags."""
+        with self.lock:
+            self._datasets.discard(dataset)
             self._closed_datasets.append(dataset)
-            closed = protocol.error_to_wire(ServerUnavailable("the data set was closed"))
-            for tag, frame in list(self._kept_back):
-                if self._waiting[tag].dataset == dataset:
-                    self._kept_back.remove((tag, frame))
-                    self._waiting[tag].answer = protocol.Fail(tag, closed)
+            self.report_due = True
+            closed = protocol.error_to_wire(_closed_error(self.path))
+            failed = [tag for tag, _ in self._kept_back if self._waiting[tag].dataset == dataset]
+            for tag in failed:
+                self._waiting[tag].answer = protocol.Fail(tag, closed)
+            kept = (each for each in self._kept_back if self._waiting[each[0]].answer is None)
+            self._kept_back = deque(kept)
+            return failed
 
     def queue_reports(self) -> None:
         """Queue the reports that are due, if everything queued before has been sent."""
@@ -384,6 +411,13 @@ class Channel:
         waiting = self._waiting.get(tag)
         if waiting is None:
             return
+        due = _ANSWERS[waiting.kind]
+        if not isinstance(message, (due, protocol.Fail)):
+            raise ProtocolError(
+                f"the daemon answered with {type(message).__name__.upper()} where "
+                f"{due.__name__.upper()} is due",
+                path=self.path,
+            )
         if waiting.given_up:
             del self._waiting[tag]
             self._give_back(waiting.kind, message)
@@ -411,16 +445,17 @@ class Channel:
     # ---- answers --------------------------------------------------------------------------
 
     @property
-    def awaits(self) -> bool:
-        """Whether the daemon owes an answer."""
-        return any(waiting.answer is None for waiting in self._waiting.values())
+    def owes_since(self) -> float | None:
+        """Since when the daemon owes its oldest answer, on the monotonic clock; None: none."""
+        owed = (waiting.since for waiting in self._waiting.values() if waiting.answer is None)
+        return min(owed, default=None)
 
     def has_answer(self, tag: int) -> bool:
         """Whether `collect` returns or raises at once."""
         waiting = self._waiting.get(tag)
         return waiting is None or waiting.answer is not None
 
-    def collect(self, tag: int) -> Message:
+    def collect(self, tag: int) -> Any:
         """Return the answer to a request, once.
 
         Raises: what the daemon answered; why the connection broke before that.
@@ -429,22 +464,11 @@ class Channel:
             waiting = self._waiting.pop(tag, None)
             if waiting is None or waiting.answer is None:
                 raise self.gone()
+            if isinstance(waiting.answer, protocol.Opened):
+                self._datasets.add(waiting.answer.dataset)
         if isinstance(waiting.answer, protocol.Fail):
             raise protocol.error_from_wire(waiting.answer.error)
         return waiting.answer
-
-    def expect(self, answer: Message, kind: type[M]) -> M:
-        """Return an answer if it is of this kind. Raises: ProtocolError, and the connection is
-        broken."""
-        if isinstance(answer, kind):
-            return answer
-        error = ProtocolError(
-            f"the daemon answered with {type(answer).__name__.upper()} where "
-            f"{kind.__name__.upper()} is due",
-            path=self.path,
-        )
-        self.fail(error)
-        raise error
 
     def give_up(self, tag: int) -> None:
         """Forget a request. The pins or the data set that its answer brings are given back."""
@@ -468,11 +492,6 @@ class Channel:
 
     # ---- the end --------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise if the connection is broken."""
-        if self.broken is not None:
-            raise self.gone()
-
     def fail(self, error: FFServeError) -> None:
         """The connection is broken; the first reason stays."""
         with self.lock:
@@ -486,3 +505,8 @@ class Channel:
         if self.broken is None:
             return ServerUnavailable("this request was given up", path=self.path)
         return self.broken.located()
+
+
+def _closed_error(path: str) -> ServerUnavailable:
+    """Return the error for a request after its data set was closed."""
+    return ServerUnavailable("the data set was closed", path=path)

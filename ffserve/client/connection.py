@@ -24,16 +24,13 @@ import threading
 import time
 import uuid
 import weakref
-from typing import Any, TypeVar
+from typing import Any
 
 from ffserve import protocol
 from ffserve.client import handshake
 from ffserve.client.channel import ChannelRequest, Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.protocol import Message
 from ffserve.socket_path import find_socket
-
-M = TypeVar("M")
 
 ANSWER_TIMEOUT_S = 120
 """A daemon that answers nothing for so long (stopped, or waiting for a dead disk) counts as gone.
@@ -79,7 +76,8 @@ class Connection:
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        return self._ask(self.channel.open(paths, format, verify, tolerant), protocol.Opened)
+        opened: protocol.Opened = self.wait(self.channel.open(paths, format, verify, tolerant))
+        return opened
 
     def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
@@ -91,18 +89,20 @@ class Connection:
                 tag = 0
                 for tag in self.channel.order_pieces(dataset, epoch, order, name, replacement):  # noqa: B007
                     self.flush()
-                self._ask(tag, protocol.Ready)
+                self.wait(tag)
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's report."""
-        return self._ask(self.channel.status(), protocol.Report).facts
+        report: protocol.Report = self.wait(self.channel.status())
+        return report.facts
 
     def resize(self, size: int) -> dict[str, Any]:
         """Give the daemon's arena another size, in bytes; return its facts about the arena.
 
         Raises: AccessDenied, UsageError, ReadError: not allowed, impossible, more than is free.
         """
-        facts = self._ask(self.channel.resize(size), protocol.Report).facts.get("arena")
+        report: protocol.Report = self.wait(self.channel.resize(size))
+        facts = report.facts.get("arena")
         if not isinstance(facts, dict):
             raise ProtocolError("the daemon's REPORT has no arena", path=self.path)
         return facts
@@ -126,6 +126,13 @@ class Connection:
             request.give_up()
             raise
 
+    def close_dataset(self, dataset: int) -> None:
+        """A data set is not needed any more."""
+        with self._state:
+            self.channel.close_dataset(dataset)
+            self._state.notify_all()
+        self.report()
+
     def release(self, tags: list[int]) -> None:
         """Give leases back. Over a broken connection the socket is closed with the last of them."""
         try:
@@ -135,9 +142,6 @@ class Connection:
         finally:
             if not self.alive:
                 self._end()
-
-    def _ask(self, tag: int, kind: type[M]) -> M:
-        return self.channel.expect(self.wait(tag), kind)
 
     # ---- sending --------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class Connection:
 
     # ---- receiving ------------------------------------------------------------------------
 
-    def wait(self, tag: int) -> Message:
+    def wait(self, tag: int) -> Any:
         """Return the answer to a request.
 
         Raises: what the daemon answered; ServerUnavailable when it is gone.
@@ -233,8 +237,8 @@ class Connection:
         elif isinstance(error, OSError):
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
         else:
-            # A signal's handler raised: how much was sent or received is not known.
-            self._break(ServerUnavailable("a signal interrupted a request", path=self.path))
+            # A signal's handler, or lack of memory: how much was sent or received is not known.
+            self._break(ServerUnavailable(f"interrupted by {error!r}", path=self.path))
             raise error
         raise self.channel.gone() from error
 

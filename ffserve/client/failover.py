@@ -287,9 +287,14 @@ def closed_error() -> UsageError:
 def source_over(
     connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]
 ) -> SharedMemorySource | InlineSource:
-    """Return the source that suits the connection. Raises: ProtocolError."""
+    """Return the source that suits the connection. Raises, and closes the data set:
+    ProtocolError, ReadError."""
     kind = InlineSource if connection.handshake.inline else SharedMemorySource
-    return kind(connection, opened, paths)
+    try:
+        return kind(connection, opened, paths)
+    except BaseException:
+        connection.close_dataset(opened.dataset)
+        raise
 
 
 class SourceSelector:

@@ -200,6 +200,10 @@ class Driver(Protocol):
         """Send the reports that are due, without waiting."""
         ...
 
+    def close_dataset(self, dataset: int) -> None:
+        """A data set is not needed any more; requests for it fail from now on."""
+        ...
+
     def leave(self) -> None:
         """A reader does not need the connection any more."""
         ...

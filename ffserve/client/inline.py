@@ -19,7 +19,7 @@ from ffserve.client.channel import MOST_BUFFERS, Steps
 from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource, ready_errors
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.engine.shm import Located
-from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable, UsageError
+from ffserve.errors import FFServeError, ProtocolError, UsageError
 
 _UNKNOWN = (1 << 48) - 1
 
@@ -30,13 +30,9 @@ Tables: TypeAlias = tuple[NDArray[np.uint64], Int64s, NDArray[np.uint32]]
 class InlineSource(DaemonSource):
     """A data set of the daemon whose samples come through the socket."""
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes: one round trip for 65,536 samples. Unknown ones are read."""
-        sizes: Int64s = self.blocking.run(self.size_request(indices))
-        return sizes
-
     def size_request(self, indices: Int64s | None) -> InlineSizeRequest:
-        """Return a request whose result is the lengths."""
+        """Return a request for lengths: one round trip for 65,536 samples. Unknown ones are
+        read."""
         return InlineSizeRequest(self, self.all_indices() if indices is None else indices)
 
     def estimate(self, indices: Int64s) -> Int64s:
@@ -110,8 +106,6 @@ class InlineReadRequest:
         """Queue GETs, as many as may be on their way."""
         source = self._source
         while self._todo and len(self._asked) < GETS_IN_FLIGHT:
-            if source.closed:
-                raise ServerUnavailable("the data set was closed", path=self._channel.path)
             positions = self._todo.popleft()
             sink = SampleSink(
                 len(positions),
@@ -128,7 +122,7 @@ class InlineReadRequest:
         while self._todo or self._asked:
             self.ask()
             tag, positions, sink = self._asked[0]
-            ready = self._channel.expect((yield tag), protocol.Ready)
+            ready: protocol.Ready = yield tag
             self._asked.popleft()
             for k, error in ready_errors(ready, len(positions)).items():
                 errors[int(positions[k])] = error
@@ -215,7 +209,7 @@ class LookupRequest:
                 tag = channel.look_up(self.source.dataset, self.indices[part])
                 self._asked.append((tag, part))
             tag, part = self._asked[0]
-            found = channel.expect((yield tag), protocol.Found)
+            found: protocol.Found = yield tag
             self._asked.popleft()
             size = part.stop - part.start
             offsets[part] = protocol.unpack_numbers(found.offsets, size, "<u8")

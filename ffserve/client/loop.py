@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -24,11 +25,9 @@ from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import Engine, EngineBatch
-from ffserve.errors import FFServeError, ServerUnavailable
-from ffserve.protocol import Message
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 
 T = TypeVar("T")
-M = TypeVar("M")
 
 Failed: TypeAlias = dict[int, FFServeError]
 """Errors by position."""
@@ -66,7 +65,7 @@ class LoopConnection:
         self._copied = 0
         """Bytes copied since others last had their turn in the loop."""
         self._writing = False
-        self._heard = self._loop.time()
+        self._heard = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._fd, self._readable)
 
@@ -81,7 +80,9 @@ class LoopConnection:
         self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
     ) -> protocol.Opened:
         """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        return await self._ask(self.channel.open(paths, format, verify, tolerant), protocol.Opened)
+        tag = self.channel.open(paths, format, verify, tolerant)
+        opened: protocol.Opened = await self._ask(tag)
+        return opened
 
     async def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
@@ -93,7 +94,7 @@ class LoopConnection:
                 tag = 0
                 for tag in self.channel.order_pieces(dataset, epoch, order, name, replacement):  # noqa: B007
                     self.flush()
-                await self._ask(tag, protocol.Ready)
+                await self._ask(tag)
 
     async def run(self, request: ChannelRequest) -> Any:
         """Take a request's steps; return its result. If cancelled, the request is given up."""
@@ -137,20 +138,25 @@ class LoopConnection:
         left = request.copy(positions)
         return left
 
-    async def _ask(self, tag: int, kind: type[M]) -> M:
+    def close_dataset(self, dataset: int) -> None:
+        """A data set is not needed any more."""
+        for tag in self.channel.close_dataset(dataset):
+            self._wake(tag)
+        self.report()
+
+    async def _ask(self, tag: int) -> Any:
         try:
-            return self.channel.expect(await self._wait(tag), kind)
+            return await self._wait(tag)
         except asyncio.CancelledError:
             self.channel.give_up(tag)
             self.report()
             raise
 
-    async def _wait(self, tag: int) -> Message:
+    async def _wait(self, tag: int) -> Any:
         """Return the answer to a request."""
         self.flush()
         if self.alive and not self.channel.has_answer(tag):
             if self._timer is None:
-                self._heard = self._loop.time()
                 self._timer = self._loop.call_later(blocking.ANSWER_TIMEOUT_S, self._check)
             future = self._awaited[tag] = self._loop.create_future()
             try:
@@ -212,7 +218,11 @@ class LoopConnection:
         except OSError as error:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             return
-        self._heard = self._loop.time()
+        except Exception as error:
+            # No memory for the samples, for instance: what follows has no destination.
+            self._break(ProtocolError(f"cannot take an answer: {error!r}", path=self.path))
+            return
+        self._heard = time.monotonic()
         for tag in answered:
             self._wake(tag)
         if channel.urgent:
@@ -228,9 +238,10 @@ class LoopConnection:
     def _check(self) -> None:
         """See that the daemon still answers."""
         self._timer = None
-        if not self.alive or not self.channel.awaits:
+        since = self.channel.owes_since
+        if not self.alive or since is None:
             return
-        left_s = self._heard + blocking.ANSWER_TIMEOUT_S - self._loop.time()
+        left_s = max(since, self._heard) + blocking.ANSWER_TIMEOUT_S - time.monotonic()
         if left_s <= 0:
             self._break(blocking.silent_error(self.path))
         else:

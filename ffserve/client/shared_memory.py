@@ -31,7 +31,6 @@ from ffserve.errors import (
     ProtocolError,
     ReadError,
     SampleIndexError,
-    ServerUnavailable,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 
@@ -104,6 +103,11 @@ class DaemonSource:
         means = np.array([shard.size // max(1, shard.count) for shard in self.shards], np.int64)
         return means[self.layout.shards(indices)]
 
+    def sizes(self, indices: Int64s | None) -> Int64s:
+        """Return lengths in bytes; reads what must be read to know them."""
+        sizes: Int64s = self.blocking.run(self.size_request(indices))  # type: ignore[attr-defined]
+        return sizes
+
     def finish(self, request: ChannelRequest) -> dict[int, FFServeError]:
         """Wait for a request; return the errors by position."""
         failed: dict[int, FFServeError] = self.blocking.run(request)
@@ -144,8 +148,7 @@ class DaemonSource:
         self.closed = True
         if self.connection.alive:
             self.statistics.enter_hits()
-            self.connection.channel.close_dataset(self.dataset)
-            self.connection.report()
+            self.connection.close_dataset(self.dataset)
         self.connection.leave()
 
 
@@ -166,13 +169,8 @@ class SharedMemorySource(DaemonSource):
 
     # ---- lengths --------------------------------------------------------------------------
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
-        """Return lengths in bytes; what lies in chunks that were never decoded is read."""
-        sizes: Int64s = self.blocking.run(self.size_request(indices))
-        return sizes
-
     def size_request(self, indices: Int64s | None) -> SizeRequest:
-        """Return a request whose result is the lengths."""
+        """Return a request for lengths; what lies in chunks that were never decoded is read."""
         return SizeRequest(self, self.all_indices() if indices is None else indices)
 
     def estimate(self, indices: Int64s) -> Int64s:
@@ -354,8 +352,6 @@ class ReadRequest:
         """Queue GETs, as many as may be on their way."""
         source = self._source
         while self._todo and len(self._asked) < GETS_IN_FLIGHT:
-            if source.closed:
-                raise ServerUnavailable("the data set was closed", path=self._channel.path)
             positions = self._todo.popleft()
             tag = self._channel.get(source.dataset, self.indices[positions])
             self._asked.append((tag, positions))
@@ -385,7 +381,7 @@ class ReadRequest:
         while self._todo or self._asked:
             self.ask()
             tag, _ = self._asked[0]
-            ready = self._channel.expect((yield tag), protocol.Ready)
+            ready: protocol.Ready = yield tag
             done, rest = self._take(ready)
             if empty_rounds > 10:
                 yield 0.001
@@ -421,7 +417,7 @@ class ReadRequest:
         while self._todo or self._asked:
             self.ask()
             tag, _ = self._asked[0]
-            _, rest = self._take(self._channel.expect((yield tag), protocol.Ready))
+            _, rest = self._take((yield tag))
             self._held.append(tag)
             while len(self._held) > (0 if len(rest) else GETS_IN_FLIGHT):
                 self._channel.acknowledge(self._held.popleft())
@@ -505,9 +501,9 @@ class _Held:
 
     def ask(self, dataset: int, indices: Int64s) -> protocol.Ready:
         """Ask for a lease; return the answer."""
-        channel = self._connection.channel
-        tag = channel.lease(dataset, indices, self._tags)
-        return channel.expect(self._connection.wait(tag), protocol.Ready)
+        tag = self._connection.channel.lease(dataset, indices, self._tags)
+        ready: protocol.Ready = self._connection.wait(tag)
+        return ready
 
     def release(self) -> None:
         """Give all of them back. A second call does nothing."""

@@ -233,6 +233,21 @@ def test_threads_that_ask_for_more_than_a_session_may_have(path: str) -> None:
         assert got == {i: TRUTH[i] for i in range(150)}
 
 
+async def test_closing_a_reader_left_tasks_waiting_whose_requests_were_kept_back(path: str) -> None:
+    """Another reader keeps the connection open, so nothing broke it."""
+    with serving() as daemon:
+        async with ffserve.aio.open(path, server=daemon.socket) as other:
+            reader = await ffserve.aio.open(path, server=daemon.socket)
+            with stopped(daemon.pid):
+                tasks = [asyncio.create_task(reader.read([i])) for i in range(COUNT)]
+                await asyncio.sleep(0.05)
+                await reader.aclose()
+            _, waiting = await asyncio.wait(tasks, timeout=10)
+            assert not waiting
+            assert all(task.exception() or task.result() for task in tasks)
+            assert [bytes(s) for s in await other.read(range(COUNT))] == TRUTH
+
+
 async def test_the_loop_goes_on_while_the_daemon_does_not(path: str) -> None:
     with serving() as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
@@ -304,7 +319,7 @@ async def test_cancelled_requests_give_their_pins_back(tmp_path: Path) -> None:
                 got = await reader.read(range(start, start + 10))
                 assert [bytes(s) for s in got] == truth[start : start + 10]
             assert not connection._awaited
-            assert not connection.channel.awaits
+            assert connection.channel.owes_since is None
             assert not connection.channel.unanswered
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve import protocol
-from ffserve.client.channel import Channel
+from ffserve.client.channel import ORDER_PIECE, Channel
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -16,8 +18,15 @@ ONE = np.zeros(1, np.int64)
 
 
 def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
+    """A channel over which data sets 1, 2 and 3 are open."""
     decoder = protocol.Decoder(protocol.FROM_SERVER)
-    return Channel("socket", decoder, takes_orders=takes_orders, inline=inline)
+    client = Channel("socket", decoder, takes_orders=takes_orders, inline=inline)
+    for dataset in (1, 2, 3):
+        tag = client.open(("/a",), None, True, False)
+        sent(client)
+        answer(client, protocol.Opened(tag, dataset, b"", []))
+        client.collect(tag)
+    return client
 
 
 def sent(client: Channel, most: int | None = None) -> list[Message]:
@@ -77,10 +86,10 @@ def test_what_nobody_waits_for_is_given_back() -> None:
     sent(client)
     client.give_up(opening)
     client.give_up(reading)
-    assert client.awaits and not client.report_due
+    assert client.owes_since is not None and not client.report_due
     assert answer(client, protocol.Opened(opening, 7, b"", [])) == []
     assert answer(client, protocol.Ready(reading, 1, [])) == []
-    assert client.report_due and not client.awaits
+    assert client.report_due and client.owes_since is None
     client.queue_reports()
     tell, close = sent(client)
     assert isinstance(tell, protocol.Tell) and protocol.unpack_tags(tell.acknowledged) == [reading]
@@ -164,21 +173,45 @@ def test_payload_in_any_pieces(pieces: list[int]) -> None:
                 answered += client.feed(stream[:taken])
             stream, size = stream[taken:], size - taken
     assert answered == [tag] and sink.lengths == [3, 3] and bytes(sink.data) == b"abcdef"
-    assert client.expect(client.collect(tag), protocol.Ready).count == 2
+    assert client.collect(tag).count == 2
 
 
 def test_errors_of_requests_and_of_the_session() -> None:
     client = channel()
     first, second, third = (client.get(1, ONE) for _ in range(3))
     denied = protocol.error_to_wire(AccessDenied("no"))
-    answer(client, protocol.Fail(first, denied), protocol.Opened(second, 1, b"", []))
+    answer(client, protocol.Fail(first, denied))
     with pytest.raises(AccessDenied):
         client.collect(first)
     with pytest.raises(AccessDenied):
         answer(client, protocol.Fail(0, denied))
-    with pytest.raises(ProtocolError, match="OPENED where READY is due"):
-        client.expect(client.collect(second), protocol.Ready)
+    with pytest.raises(ProtocolError, match="OPENED where READY is due") as wrong:
+        answer(client, protocol.Opened(second, 1, b"", []))
+    client.fail(wrong.value)
     with pytest.raises(ProtocolError, match="OPENED"):
         client.collect(third)
     with pytest.raises(ProtocolError):
         client.get(1, ONE)
+
+
+def test_messages_of_a_closed_data_set_ended_the_session() -> None:
+    """A thread that read while another one closed the reader sent its GET behind CLOSE."""
+    client = channel()
+    pieces = client.order_pieces(1, 0, np.arange(ORDER_PIECE + 1), None, False)
+    next(pieces)
+    client.close_dataset(1)
+    requests: list[Callable[[], object]] = [
+        lambda: client.get(1, ONE),
+        lambda: client.lease(1, ONE, []),
+        lambda: client.look_up(1, ONE),
+        lambda: client.seen(1, ONE),
+        lambda: next(pieces),
+        lambda: next(client.order_pieces(1, 0, ONE, None, False)),
+    ]
+    for request in requests:
+        with pytest.raises(ServerUnavailable, match="closed"):
+            request()
+    client.reached(1, 0, 5)
+    assert [type(message) for message in sent(client)] == [protocol.Order]
+    client.queue_reports()
+    assert sent(client) == [protocol.Close(1)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from daemon import (
     until,
     write,
 )
+from liar import Liar, Peer, opens
 
 import ffserve
 from ffserve import protocol
@@ -382,51 +382,34 @@ def test_more_requests_than_a_session_may_have(path: str) -> None:
 # ---- a daemon that lies -----------------------------------------------------------------------
 
 
-class Liar:
-    """A daemon that greets rightly and then sends what it is told to."""
+def sending(*answers: bytes) -> Callable[[Peer], None]:
+    """Answer the first GET after OPEN, whose tag is 2, with these bytes."""
 
-    def __init__(self, place: Path, *answers: bytes) -> None:
-        self.path = str(place / "liar")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self._answers = answers
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+    def script(peer: Peer) -> None:
+        opens(peer)
+        peer.receive()
+        peer.send(*answers)
 
-    def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            about = {"arena_size": 1 << 20, "capacity": 1 << 20, "payload": "inline"}
-            connection.recv(65536)
-            connection.sendall(protocol.encode(protocol.Welcome(about)))
-            connection.recv(65536)
-            for answer in self._answers:
-                connection.sendall(answer)
-            connection.recv(65536)
-
-    def close(self) -> None:
-        self._listener.close()
-        self._thread.join()
+    return script
 
 
 def lengths(*values: int) -> bytes:
-    return protocol.encode(protocol.Sending(1, np.array(values, "<u8").tobytes()))
+    return protocol.encode(protocol.Sending(2, np.array(values, "<u8").tobytes()))
 
 
-def payload(size: int, content: bytes, tag: int = 1) -> bytes:
+def payload(size: int, content: bytes, tag: int = 2) -> bytes:
     return protocol.encode(protocol.Payload(tag, size)) + content
 
 
 def ready(count: int) -> bytes:
-    return protocol.encode(protocol.Ready(1, count, []))
+    return protocol.encode(protocol.Ready(2, count, []))
 
 
 LIES = {
     "more samples than asked for": [lengths(1, 1, 1)],
     "a sample beyond the arena": [lengths(1 << 40)],
     "lengths that wrap around": [lengths((1 << 64) - 1, 2)],
-    "lengths that are no numbers": [protocol.encode(protocol.Sending(1, b"123"))],
+    "lengths that are no numbers": [protocol.encode(protocol.Sending(2, b"123"))],
     "lengths twice": [lengths(1), lengths(1)],
     "bytes before their lengths": [payload(3, b"abc")],
     "more bytes than it said": [lengths(1, 1), payload(3, b"abc")],
@@ -434,25 +417,23 @@ LIES = {
     "no bytes at all": [lengths(3, 3), ready(2)],
     "no lengths at all": [ready(2)],
     "more than it was asked for": [lengths(0, 0), ready(3)],
-    "payload of a size that cannot be": [protocol.encode(protocol.Payload(1, 1 << 40))],
+    "payload of a size that cannot be": [protocol.encode(protocol.Payload(2, 1 << 40))],
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_daemon_that_sends(name: str, tmp_path: Path) -> None:
-    liar = Liar(tmp_path, *LIES[name])
-    try:
+    with Liar(tmp_path, sending(*LIES[name])) as liar:
         connection = Connection(liar.path, "job")
+        connection.open(("/a",), None, verify=True)
         sink = SampleSink(2, connection.handshake.arena_size, apart=False, out=None)
         tag = connection.channel.get(1, np.array([0, 1]), sink)
         with pytest.raises(ProtocolError):
-            answer = connection.channel.expect(connection.wait(tag), protocol.Ready)
+            answer = connection.wait(tag)
             if not 0 <= answer.count <= 2:
                 raise ProtocolError("as InlineSource says")
             sink.complete(answer.count)
         connection.close()
-    finally:
-        liar.close()
 
 
 def test_a_daemon_that_sends_in_pieces(tmp_path: Path) -> None:
@@ -460,15 +441,12 @@ def test_a_daemon_that_sends_in_pieces(tmp_path: Path) -> None:
     stream = lengths(60_000, 10_000) + payload(70_000, content) + ready(2)
     pieces = [stream[k : k + 777] for k in range(0, len(stream), 777)]
     # And for somebody who never asked.
-    liar = Liar(tmp_path, payload(500, bytes(500), tag=99), *pieces)
-    try:
+    with Liar(tmp_path, sending(payload(500, bytes(500), tag=99), *pieces)) as liar:
         connection = Connection(liar.path, "job")
+        connection.open(("/a",), None, verify=True)
         sink = SampleSink(2, connection.handshake.arena_size, apart=True, out=None)
         tag = connection.channel.get(1, np.array([0, 1]), sink)
-        answer = connection.channel.expect(connection.wait(tag), protocol.Ready)
-        arrays = sink.complete(answer.count).arrays
+        arrays = sink.complete(connection.wait(tag).count).arrays
         assert arrays is not None
         assert [bytes(a) for a in arrays] == [content[:60_000], content[60_000:]]
         connection.close()
-    finally:
-        liar.close()

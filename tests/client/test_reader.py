@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, damage, sample, until, write
+from daemon import Daemon, damage, sample, serving, until, write
 
 import ffserve
 from ffserve.errors import (
@@ -612,6 +612,17 @@ class TestReader:
     def test_options_that_are_none(self, files: list[str], options: dict[str, Any]) -> None:
         with pytest.raises(UsageError):
             ffserve.open(files, **options)
+
+
+def test_a_close_while_another_thread_sent_was_reported_by_chance_only(files: list[str]) -> None:
+    """The data set stayed open in the daemon, however much was read over the connection."""
+    with serving() as daemon, daemon.open(files[0]) as reader:
+        other = daemon.open(files[0])
+        connection = other._selector.source.connection  # type: ignore[union-attr]
+        with connection._sending:
+            other.close()
+        reader.read(range(len(reader)))
+        until(lambda: daemon.status()["shards"][0]["sessions"] == 1, "it is closed")
 
 
 def resident_size() -> int:
