@@ -45,7 +45,10 @@ LEASED_SHARE = 2
 LEASED_SLABS = 3 / 4
 """The part of the slabs in which leases may pin slots. Without this bound a few small leases in
 every slab would leave none that can be emptied for another size class."""
-MOST_COUNTED = 1024
+MOST_UNACKNOWLEDGED = 1024
+"""GETs of one session whose pins wait for an acknowledgement; with more, the oldest lose theirs.
+So a client that never acknowledges does not make the daemon's memory grow."""
+MOST_COUNTED_JOBS = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
 
@@ -86,7 +89,6 @@ class SampleRequest(Fetch):
         "lease",
         "owner",
         "reply",
-        "slabs",
         "tag",
     )
 
@@ -115,8 +117,15 @@ class SampleRequest(Fetch):
         """Whether the request has pinned its share of the arena and is answered in part."""
         self.count = 0
         """Samples that the answer covers, once the request is finished."""
-        self.slabs = numbers[:0]
-        """Slabs with pins of this lease, once it is granted."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lease:
+    """The pins of a granted LEASE: slots, their size in bytes, the slabs that they lie in."""
+
+    pins: list[Int64s]
+    pinned_size: int
+    slabs: Int64s
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +143,8 @@ class Owner:
     """Requests that are not finished, by tag."""
     unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
     """Pins of finished GETs, by tag."""
-    leases: dict[int, SampleRequest] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    """Granted leases that pin something, by tag."""
     queued: bool = False
     gone: bool = False
 
@@ -168,6 +178,7 @@ class Scheduler:
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
         self._leases_in_slab = np.zeros(len(cache.arena.slab_class), np.int64)
+        """Leases with pins in each slab, up to the largest size of the arena."""
         self._leased_slabs = 0
         """Slabs in which a lease pins slots."""
         self._pumped = 0.0
@@ -307,7 +318,7 @@ class Scheduler:
             self._start(*load)
 
     def _start(self, load: Load, job: str, reply: Reply | None = None) -> None:
-        if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED:
+        if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED_JOBS:
             del self.read_sizes[next(iter(self.read_sizes))]
         self.read_sizes[job] = self.read_sizes.get(job, 0) + load.size
         self._submit(load, reply)
@@ -372,16 +383,16 @@ class Scheduler:
         if not request.lease:
             owner.unacknowledged[request.tag] = request.pins
             self._pins.append((now, owner, request.tag))
+            if len(owner.unacknowledged) > MOST_UNACKNOWLEDGED:
+                self._take_back(owner, next(iter(owner.unacknowledged)))
             self._sweep()
-        elif self._grant(request):
-            owner.leases[request.tag] = request
-        else:
+        elif not self._grant(request):
             self._cache.release(request.pins)
             request.count = 0
         owner.finished(request)
 
     def _grant(self, request: SampleRequest) -> bool:
-        """Count a lease; return False if leases would hold too much."""
+        """Turn the pins of a request into a lease; return False if leases would hold too much."""
         if self.leased_size + request.pinned_size > self._most_leased:
             return False
         slabs = self._cache.arena.slabs_of(request.pins)
@@ -391,7 +402,9 @@ class Scheduler:
         self.leased_size += request.pinned_size
         self._leases_in_slab[slabs] += 1
         self._leased_slabs += fresh
-        request.slabs = slabs
+        if request.pins:
+            lease = Lease(request.pins, request.pinned_size, slabs)
+            request.owner.leases[request.tag] = lease
         return True
 
     def _sweep(self) -> None:
@@ -408,9 +421,12 @@ class Scheduler:
         self.prefetcher.make_room()
         while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
             _, owner, tag = self._pins.popleft()
-            if owner.taken_back is not None:
-                owner.taken_back(tag)
-            self.acknowledge(owner, [tag])
+            self._take_back(owner, tag)
+
+    def _take_back(self, owner: Owner, tag: int) -> None:
+        if owner.taken_back is not None:
+            owner.taken_back(tag)
+        self.acknowledge(owner, [tag])
 
     def _unblock(self, now: float) -> None:
         waiting = list(self._blocked)

@@ -25,6 +25,7 @@ from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, Rea
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.server.scheduler import (
     GIVE_UP_S,
+    MOST_UNACKNOWLEDGED,
     PIN_GRACE_S,
     QUANTUM_SIZE,
     Owner,
@@ -741,4 +742,39 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     assert len(scheduler._pins) < 5000
     assert finished[-1].count == 1
     assert PIN_GRACE_S > 0
+    node.directory.close()
+
+
+def test_a_client_that_never_acknowledged_made_its_pins_grow_for_ever() -> None:
+    node = Node([[4000] * 10])
+    scheduler, loads, finished, owner = scheduled(node)
+    scheduler.add(asked(owner, 1, [0]), 0.0)
+    scheduler.loaded(loads[0], {}, 0.0)
+    for tag in range(2, 5 * MOST_UNACKNOWLEDGED):
+        scheduler.add(asked(owner, tag, [0]), 0.0)
+    assert len(finished) == tag and all(request.count == 1 for request in finished)
+    assert list(owner.unacknowledged) == [*range(tag - MOST_UNACKNOWLEDGED + 1, tag + 1)]
+    assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED
+    assert len(scheduler._pins) < 5 * MOST_UNACKNOWLEDGED
+    scheduler.acknowledge(owner, [1, tag])
+    assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED - 1
+    scheduler.leave(owner, 0.0)
+    assert not node.cache.pins.any()
+    node.directory.close()
+
+
+def test_leases_of_samples_that_failed_were_kept_without_a_limit() -> None:
+    """They pin nothing, so no limit on leased memory counts them."""
+    node = Node([[3_000_000] * 2, [4000]])
+    scheduler, loads, finished, owner = scheduled(node)
+    for tag in range(1, 100):
+        scheduler.add(asked(owner, tag, [0, 1], lease=True), 0.0)
+    assert [request.count for request in finished] == [2] * 99
+    assert all(set(request.failures) == {0, 1} for request in finished)
+    assert not owner.leases
+    scheduler.add(asked(owner, 100, [1, 2], lease=True), 0.0)
+    scheduler.loaded(loads[0], {}, 0.0)
+    assert list(owner.leases) == [100] and scheduler.leased_size > 0
+    scheduler.release(owner, list(range(1, 101)))
+    assert scheduler.leased_size == 0 and not node.cache.pins.any()
     node.directory.close()

@@ -33,7 +33,7 @@ from ffserve.errors import ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.resize import Resizing
-from ffserve.server.scheduler import GIVE_UP_S, Owner, Scheduler
+from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
 from ffserve.server.session import Session
 from ffserve.server.state import Job
 
@@ -312,10 +312,17 @@ class World:
         for number, place in zip(resident.tolist(), arena.offsets(slots).tolist(), strict=True):
             places[number] = place
         assert self.slot_bytes == places, "readable and resident differ"
+        leases = self._leases()
+        assert self.scheduler.leased_size == sum(lease.pinned_size for lease in leases)
+        in_slab = np.zeros_like(self.scheduler._leases_in_slab)
+        for lease in leases:
+            in_slab[arena.slabs_of(lease.pins)] += 1
+        assert (self.scheduler._leases_in_slab == in_slab).all()
+        assert self.scheduler._leased_slabs == np.count_nonzero(in_slab)
         # Pins are what requests, unacknowledged answers and leases hold, and nothing else.
         pins = np.zeros_like(cache.pins)
-        for fetch in self._fetches():
-            for slots in fetch.pins:
+        for holder in (*self._fetches(), *leases):
+            for slots in holder.pins:
                 pins[slots] += 1
         pieces = [p for c in self.scheduler.prefetcher._cursors.values() for p in c.pieces]
         for piece in pieces:
@@ -348,9 +355,10 @@ class World:
             fetches.update(client.owner.waiting.values())
         for load in self.loads.values():
             fetches.update(load.fetches)
-        for client in self.clients:
-            fetches.update(client.owner.leases.values())
         return fetches
+
+    def _leases(self) -> list[Lease]:
+        return [lease for client in self.clients for lease in client.owner.leases.values()]
 
     @property
     def _end(self) -> int:
