@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from typing import Any
+
+import numpy as np
 
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
-from ffserve.server.state import MOST_COUNTED, Job, ServerState
+from ffserve.server.catalog import OpenShard
+from ffserve.server.state import LARGEST_COUNT, Job, ServerState
+
+MOST_ROWS = 1000
+"""Rows in each list, so that a REPORT fits into a frame whatever clients open."""
 
 
 def status(state: ServerState, now: float) -> dict[str, Any]:
     """Return the answer to STATUS."""
     counters = state.cache.counters
     engine = state.engines.counters()
+    shards = state.catalog.shards()
+    alone_sizes = _alone_sizes(state, shards)
     usage = dict(zip(state.table.bases.tolist(), state.table.used.tolist(), strict=True))
     return {
         "version": __version__,
@@ -48,11 +57,16 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
                 "sessions": shard.sessions,
                 "cached_size": usage.get(shard.base, 0) if shard.count else 0,
             }
-            for shard in state.catalog.shards()[:1000]
+            for shard in shards[:MOST_ROWS]
         ],
-        "progress": [progress_facts(state, progress, now) for progress in state.next_use.jobs],
+        "progress": [
+            progress_facts(state, progress, now) for progress in state.next_use.jobs[:MOST_ROWS]
+        ],
         "groups": group_facts(state, now),
-        "jobs": [job_facts(state, job, now) for job in state.jobs.values()],
+        "jobs": [
+            job_facts(state, job, now, alone_sizes.get(job.name, 0))
+            for job in list(state.jobs.values())[:MOST_ROWS]
+        ],
     }
 
 
@@ -117,10 +131,10 @@ def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
         }
         for number in sorted(used.keys() | groups.keys(), key=lambda n: -used.get(n, 0))
     ]
-    return facts[:1000]
+    return facts[:MOST_ROWS]
 
 
-def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
+def job_facts(state: ServerState, job: Job, now: float, alone_size: int) -> dict[str, Any]:
     """Return the counters of one job."""
     read_size = state.scheduler.read_sizes.get(job.name, 0)
     return {
@@ -137,23 +151,29 @@ def job_facts(state: ServerState, job: Job, now: float) -> dict[str, Any]:
         "hit_rate": job.hits / max(1, job.hits + job.missed),
         "waited_s": round(job.waited_s, 3),
         "read_size": read_size,
-        "alone_size": _alone(state, job),
+        "alone_size": alone_size,
     }
 
 
-def _alone(state: ServerState, job: Job) -> int:
-    """Return the bytes that the job would have read with the whole arena for itself: everything in
-    its first epoch, later what does not fit."""
-    jobs = [progress for progress in state.next_use.jobs if progress.job == job.name]
-    count = sum(progress.sample_count for progress in jobs)
-    if not count:
-        return 0
-    payload = sum(
-        shard.payload_size
-        for shard in state.catalog.shards()
-        if any(progress.low <= shard.base < progress.low + progress.span for progress in jobs)
-    )
-    used = (job.hits + job.missed) * payload // count
-    later = max(used - payload, 0)
-    alone = min(used, payload) + int(later * max(1 - state.arena.size / max(payload, 1), 0.0))
-    return min(alone, MOST_COUNTED)
+def _alone_sizes(state: ServerState, shards: list[OpenShard]) -> dict[str, int]:
+    """Return the bytes that each job would have read with the whole arena for itself: everything
+    in its first epoch, later what does not fit."""
+    bases = np.array([shard.base for shard in shards], np.int64)
+    payload_sizes = np.array([shard.payload_size for shard in shards], np.int64)
+    data_sets: defaultdict[str, list[JobProgress]] = defaultdict(list)
+    for progress in state.next_use.jobs:
+        data_sets[progress.job].append(progress)
+    sizes = {}
+    for name, every in data_sets.items():
+        job, count = state.jobs[name], sum(progress.sample_count for progress in every)
+        if not count:
+            continue
+        inside = np.zeros(len(bases), np.bool_)
+        for progress in every:
+            inside |= (bases >= progress.low) & (bases < progress.low + progress.span)
+        payload = int(payload_sizes[inside].sum())
+        used = (job.hits + job.missed) * payload // count
+        later = max(used - payload, 0)
+        alone = min(used, payload) + int(later * max(1 - state.arena.size / max(payload, 1), 0.0))
+        sizes[name] = min(alone, LARGEST_COUNT)
+    return sizes

@@ -33,7 +33,7 @@ from ffserve.server.catalog import OpenShard
 from ffserve.server.inline import InlineReply, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
-from ffserve.server.state import MOST_COUNTED, Job, ServerState
+from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
 NEW, READY, OVER = "new", "ready", "over"
 
@@ -99,7 +99,7 @@ class OrderReceiver:
         Returns: the answer to the last piece.
         Raises: ProtocolError.
         """
-        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= MOST_COUNTED:
+        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= LARGEST_COUNT:
             raise ProtocolError("invalid ORDER message: tag or epoch out of range")
         indices = protocol.unpack_order(message.indices)
         try:
@@ -391,8 +391,8 @@ class Session:
         assert self.job is not None
         if hits < 0 or hit_size < 0:
             raise ProtocolError("negative counter in a message")
-        self.job.hits = min(self.job.hits + hits, MOST_COUNTED)
-        self.job.hit_size = min(self.job.hit_size + hit_size, MOST_COUNTED)
+        self.job.hits = min(self.job.hits + hits, LARGEST_COUNT)
+        self.job.hit_size = min(self.job.hit_size + hit_size, LARGEST_COUNT)
         if acknowledged:
             tags = protocol.unpack_tags(acknowledged)
             if self._sending:
@@ -573,7 +573,7 @@ class Session:
 
     def _reached(self, message: protocol.Reached, now: float) -> None:
         dataset = self._dataset(message.dataset, "REACHED")
-        if not (0 <= message.epoch <= MOST_COUNTED and 0 <= message.position <= MOST_COUNTED):
+        if not (0 <= message.epoch <= LARGEST_COUNT and 0 <= message.position <= LARGEST_COUNT):
             raise ProtocolError("invalid REACHED message: epoch or position out of range")
         used = dataset.progress.advance_to(message.epoch, message.position, now)
         self._state.cache.invalidate(used)

@@ -32,8 +32,8 @@ from ffserve.server.io import Engines
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
 
-MOST_COUNTED = (1 << 63) - 1
-"""The largest counter that REPORT can carry; only a client that lies gets there."""
+LARGEST_COUNT = (1 << 63) - 1
+"""The largest number that REPORT can carry; only false counters of a client reach it."""
 MOST_JOBS = 256
 """Jobs whose counters are kept, ended ones included."""
 
