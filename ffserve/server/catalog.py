@@ -74,14 +74,14 @@ class Catalog:
         directory: Directory,
         table: ShardTable,
         cache: Cache,
-        reading: Engines,
+        engines: Engines,
         roots: tuple[str, ...],
         max_chunk_size: int,
     ) -> None:
         self._directory = directory
         self._table = table
         self._cache = cache
-        self._reading = reading
+        self._engines = engines
         self._max_chunk_size = max_chunk_size
         self._roots = tuple(os.path.realpath(root) for root in roots)
         self._open: dict[Key, asyncio.Future[OpenShard]] = {}
@@ -152,7 +152,7 @@ class Catalog:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
                     if shard.count:
-                        engine, file = self._reading.add_file(
+                        engine, file = self._engines.add_file(
                             shard.device, shard.fd, shard.alignment
                         )
                         self._table.add(
@@ -202,20 +202,20 @@ class Catalog:
     def _open_plain(self, path: str, peer: Peer) -> int:
         """Open a file for a peer; a file that the peer may not read is not touched."""
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError as error:
             # An error must not tell which files exist outside the roots.
             access.check_roots(os.path.realpath(path), path, self._roots)
             raise _daemon_error(error, path) from error
         try:
-            access.check(place, path, self._roots, peer)
-            return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            access.check(path_fd, path, self._roots, peer)
+            return os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
             raise _daemon_error(error, path) from error
         finally:
-            os.close(place)
+            os.close(path_fd)
 
     def _parse_all(
         self, wanted: list[tuple[Key, str]], peer: Peer
@@ -323,7 +323,7 @@ class Catalog:
         del self._idle[shard.key], self._open[shard.key]
         if shard.count:
             row = self._table.row(shard.base)
-            self._reading.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
+            self._engines.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
             self._table.remove(shard.base)
             with self._reserving:
                 self._directory.release(shard.base, shard.count)

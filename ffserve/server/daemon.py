@@ -151,7 +151,7 @@ def _notify(state: str) -> None:
 
 
 def _watchdog_interval_s() -> float | None:
-    """Return within how many seconds the service manager expects a sign of life; None: never."""
+    """Return the period in which the service manager expects WATCHDOG=1; None: it does not."""
     wanted = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not wanted.isdecimal() or pid != str(os.getpid()):

@@ -32,6 +32,7 @@ TOTAL_SHARE = 8
 SHORTEST_S = 0.05
 """The least duration that a slow read is assumed to take."""
 FORGET = 0.999
+"""Factor by which the assumed duration of a slow read decreases with every piece that is read."""
 FIRST_STEP = 32
 """Samples in a batch of a job that has not reported a position yet."""
 PIECES = 4
@@ -76,9 +77,9 @@ class _Cursor:
     not_before: float = 0.0
     most: int = QUANTUM
     resident: int = 0
-    """So many of the data set's samples, from the first one on, were in memory,"""
+    """Samples of the data set, from the first one on, that were found in memory."""
     evicted: int = -1
-    """when this was the cache's count of evictions."""
+    """The cache's count of evictions at that time."""
     pieces: deque[Piece] = field(default_factory=deque)
 
 

@@ -119,9 +119,9 @@ class Pages:
     Args: size: bytes of the arena that are in use, from its start.
     """
 
-    def __init__(self, memory: SharedMemory, reading: Engines, size: int) -> None:
+    def __init__(self, memory: SharedMemory, engines: Engines, size: int) -> None:
         self._memory = memory
-        self._reading = reading
+        self._engines = engines
         self._changed = threading.Condition()
         self._wanted = self._touched = size
         self._stopping = False
@@ -170,14 +170,14 @@ class Pages:
                 step = min(_STEP, wanted - self.populated)
                 self._memory.populate(self.populated, step)
                 self.populated += step
-                self._reading.arena_ready(self.populated, wanted)
+                self._engines.arena_ready(self.populated, wanted)
 
     def _something(self) -> bool:
         return self._stopping or self._touched > self._wanted or self.populated < self._wanted
 
     def _give_back(self, wanted: int, touched: int) -> None:
         self.populated = min(self.populated, wanted)
-        self._reading.arena_ready(self.populated, wanted)
+        self._engines.arena_ready(self.populated, wanted)
         start = max(wanted, touched - _STEP_BACK)
         self._memory.discard(start, touched - start)
         with self._changed:

@@ -79,7 +79,7 @@ class ClientConnection:
             self.close()
             return
         if self.session.awaits_direct_reply:
-            # The client may have the reply already, and answer to it.
+            # The client may have the reply already, and this may acknowledge it.
             self._server.state.engines.reap()
         try:
             for message in self._decoder.feed(chunk):
