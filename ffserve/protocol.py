@@ -30,6 +30,8 @@ MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
 MOST_REQUESTS = 64
 """GETs and LEASEs of one session without an answer; the client delays further ones."""
+MOST_TEXT = 8192
+"""Characters of a text in an error. It may quote a message of the peer, of up to MAX_FRAME_SIZE."""
 
 _HEADER = struct.Struct("<I")
 _FILE_NAMES = "surrogateescape"
@@ -518,8 +520,10 @@ def unpack_tags(packed: bytes) -> list[int]:
 
 
 def error_to_wire(error: FFServeError) -> list[Any]:
-    """Return [code, message, path, index, offset, hint]."""
-    return [error.code, error.message, error.path, error.index, error.offset, error.hint]
+    """Return [code, message, path, index, offset, hint]; texts are cut to MOST_TEXT characters."""
+    texts = (error.message, error.path, error.hint)
+    message, path, hint = (text and text[:MOST_TEXT] for text in texts)
+    return [error.code, message, path, error.index, error.offset, hint]
 
 
 def error_from_wire(wire: Any) -> FFServeError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import threading
@@ -38,6 +39,9 @@ Key = tuple[Any, ...]
 
 _OPENERS = 4
 """Threads that open shards, so that a hung network mount does not block other users."""
+
+_PATH_MAX = 4096
+"""Bytes of a path, the NUL at its end included, that the kernel accepts."""
 
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
@@ -201,6 +205,9 @@ class Catalog:
 
     def _open_plain(self, path: str, peer: Peer) -> int:
         """Open a file for a peer; a file that the peer may not read is not touched."""
+        if len(os.fsencode(path)) >= _PATH_MAX:
+            # Resolving it below would take the square of its length.
+            raise os_error(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)), path)
         try:
             path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError as error:

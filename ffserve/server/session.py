@@ -15,6 +15,7 @@ The session gives back its data sets, pins and leases in `leave`, however it end
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -258,8 +259,8 @@ class Session:
         versions = about.get("versions")
         if not isinstance(versions, list) or protocol.VERSION not in versions:
             raise ProtocolError(
-                f"the client speaks versions {versions!r} of the protocol, the daemon speaks "
-                f"version {protocol.VERSION}",
+                f"the client speaks versions {reprlib.repr(versions)} of the protocol, the daemon "
+                f"speaks version {protocol.VERSION}",
                 hint="install the same release of ffserve for the daemon and its clients",
             )
         name = about.get("job")
@@ -271,7 +272,8 @@ class Session:
             chosen = "inline"
         if not isinstance(accepted, list) or chosen not in accepted:
             raise ProtocolError(
-                f"the client accepts the payload {accepted!r}, the daemon offers {chosen!r}",
+                f"the client accepts the payload {reprlib.repr(accepted)}, the daemon offers "
+                f"{chosen!r}",
                 hint="install the same release of ffserve for the daemon and its clients",
             )
         self.inline = chosen == "inline"
