@@ -1,4 +1,4 @@
-"""Orders that jobs announce: as data, over the wire, and what is refused."""
+"""Announced orders: as data, as messages, and orders that are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arrive(
     span: int = 0,
     replacement: bool = False,
 ) -> Order:
-    """An order, whole."""
+    """Return an order that was received in pieces."""
     numbers = np.asarray(numbers, np.int64)
     span = span or int(numbers.max()) + 1 - low
     arriving = Arriving(
@@ -54,13 +54,13 @@ def arrive(
 
 
 def test_four_jobs_with_orders_of_their_own_take_44_bytes_per_sample() -> None:
-    """The current and the next epoch of each, and 4 bytes for the sample's entry."""
+    """They are the current and the next epoch of each; 4 more bytes are the sample's `slot_of`."""
     order = arrive(np.random.default_rng(0).permutation(1000))
     assert 4 + 4 * 2 * order.size / 1000 <= 44
 
 
 @pytest.mark.parametrize("count", (1, 3, 249, 250, 251, 1000, PIECE, PIECE + 1, 3 * PIECE - 1))
-def test_an_order_says_who_stands_where(count: int) -> None:
+def test_an_order_maps_positions_to_samples_and_parts(count: int) -> None:
     numbers = np.random.default_rng(count).permutation(count) + 100
     order = arrive(numbers, low=100, span=count)
     assert np.array_equal(order.numbers(0, count), numbers)
@@ -78,7 +78,7 @@ def test_an_order_says_who_stands_where(count: int) -> None:
     assert order.parts(outside).tolist() == [0] * 6
 
 
-def test_positions_before_the_job_are_forgotten() -> None:
+def test_positions_before_the_job_are_dropped() -> None:
     numbers = np.random.default_rng(1).permutation(4 * PIECE)
     order = arrive(numbers)
     before = order.size
@@ -94,14 +94,12 @@ def test_positions_before_the_job_are_forgotten() -> None:
 @given(
     drawn=st.lists(st.integers(0, 40), min_size=1, max_size=600), steps=st.lists(st.integers(1, 90))
 )
-def test_a_sample_that_comes_again_stands_at_its_next_place(
-    drawn: list[int], steps: list[int]
-) -> None:
+def test_a_repeated_sample_has_the_part_of_its_next_use(drawn: list[int], steps: list[int]) -> None:
     order = arrive(drawn, span=41, replacement=True)
     position = 0
     for step in [0, *steps, 1000]:
         position = min(position + step, len(drawn))
-        # Within a part it does not matter who comes first.
+        # The order within a part is not known.
         passed = order.edge(order.part(position)) if position < len(drawn) else position
         order.advance(passed)
         parts = order.parts(np.arange(41))
@@ -110,7 +108,7 @@ def test_a_sample_that_comes_again_stands_at_its_next_place(
             assert parts[number] == (order.part(later[0]) if later else 0)
 
 
-def test_orders_of_one_seed_are_held_once() -> None:
+def test_equal_orders_share_their_pieces() -> None:
     numbers = np.random.default_rng(0).permutation(1000)
     first, second = arrive(numbers), arrive(numbers.copy())
     assert first.same(second)
@@ -122,18 +120,18 @@ def test_orders_of_one_seed_are_held_once() -> None:
 
 
 @pytest.mark.parametrize("count", (0, -1, 11, 10**12))
-def test_an_order_of_an_impossible_length_is_refused(count: int) -> None:
+def test_an_order_of_an_invalid_length_is_refused(count: int) -> None:
     with pytest.raises(UsageError, match="positions"):
         Arriving(count, sample_count=10, low=0, span=10, replacement=False)
 
 
-def test_an_order_with_replacement_has_an_end_too() -> None:
+def test_an_order_with_replacement_has_a_largest_length() -> None:
     Arriving(1 << 20, sample_count=10, low=0, span=10, replacement=True)
     with pytest.raises(UsageError):
         Arriving(10**12, sample_count=10**6, low=0, span=10, replacement=True)
 
 
-def test_an_order_that_is_short_long_or_repeats_is_refused() -> None:
+def test_an_order_that_is_too_short_too_long_or_repeats_is_refused() -> None:
     with pytest.raises(UsageError, match="ends after 3 of the 4"):
         arrive([0, 1, 2], 4, span=4)
     with pytest.raises(UsageError, match="more positions"):
@@ -143,7 +141,7 @@ def test_an_order_that_is_short_long_or_repeats_is_refused() -> None:
     assert caught.value.index == 3
 
 
-def test_orders_have_a_limit_together() -> None:
+def test_all_orders_together_have_a_limit() -> None:
     next_use = NextUse(most_size=20_000)
     progress = next_use.join("a", np.array([0]), np.array([3000]))
     arriving = next_use.arriving(progress, 3000, replacement=False)
@@ -155,7 +153,7 @@ def test_orders_have_a_limit_together() -> None:
     assert not next_use.jobs
 
 
-def test_orders_that_are_begun_and_never_end_have_that_limit_too() -> None:
+def test_incomplete_orders_count_against_the_limit() -> None:
     next_use = NextUse(most_size=40_000)
     progress = next_use.join("a", np.array([0]), np.array([3000]))
     begun = [next_use.arriving(progress, 3000, replacement=False) for _ in range(2)]
@@ -165,7 +163,7 @@ def test_orders_that_are_begun_and_never_end_have_that_limit_too() -> None:
     next_use.arriving(progress, 3000, replacement=False)
 
 
-def test_a_walk_goes_from_epoch_to_epoch() -> None:
+def test_progress_advances_from_epoch_to_epoch() -> None:
     next_use = NextUse()
     progress = next_use.join("a", np.array([0]), np.array([100]))
     for epoch in (3, 4):
@@ -185,7 +183,7 @@ def test_a_walk_goes_from_epoch_to_epoch() -> None:
     assert not progress.orders
 
 
-# ---- over the wire -----------------------------------------------------------------------------
+# ---- as messages --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -196,20 +194,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Daemon]:
-    """A daemon for all tests."""
+    """A daemon for all tests of the module."""
     with serving(expect=[r"closed a session \(pid \d+\): .*"]) as running:
         yield running
 
 
 def progress_of(daemon: Daemon) -> list[dict[str, Any]]:
-    """The jobs that announced something."""
+    """Return the progress of the jobs that announced something."""
     return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
 
 @pytest.fixture
 def daemon(shared: Daemon) -> Daemon:
-    """The daemon once it has noticed that the jobs of the tests before are gone."""
-    until(lambda: not shared.status()["progress"], "other jobs are gone")
+    """The daemon after the jobs of earlier tests have ended."""
+    until(lambda: not shared.status()["progress"], "the jobs of earlier tests have ended")
     return shared
 
 
@@ -225,17 +223,20 @@ def test_announce_then_read(daemon: Daemon, path: str) -> None:
             for start in range(0, COUNT, 50):
                 part = orders[epoch][start : start + 50]
                 assert [s.tobytes() for s in reader.read(part)] == [sample(i) for i in part]
-        until(lambda: progress_of(daemon)[0]["epoch"] == 2, "the reader's own count has come")
+        until(
+            lambda: progress_of(daemon)[0]["epoch"] == 2,
+            "the reader has reported epoch 2",
+        )
         assert progress_of(daemon)[0]["announced"] == [2]
-    until(lambda: not progress_of(daemon), "what a reader announced goes with it")
+    until(lambda: not progress_of(daemon), "the orders end with their reader")
 
 
-def test_who_reports_counts_alone(daemon: Daemon, path: str) -> None:
+def test_reported_positions_replace_the_count_of_the_reader(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         reader.announce(range(COUNT))
         reader.reached(0, 7)
         reader.read(range(COUNT))
-        until(lambda: progress_of(daemon)[0]["position"] == 7, "the report has come")
+        until(lambda: progress_of(daemon)[0]["position"] == 7, "the position has arrived")
         copy = pickle.loads(pickle.dumps(reader))
         copy.read(range(COUNT))
         copy.close()
@@ -243,7 +244,7 @@ def test_who_reports_counts_alone(daemon: Daemon, path: str) -> None:
 
 
 @pytest.mark.parametrize("server", ("off", "daemon"))
-def test_what_is_no_order_is_refused(
+def test_an_invalid_order_is_refused(
     server: str, path: str, request: pytest.FixtureRequest
 ) -> None:
     place = "off" if server == "off" else request.getfixturevalue("daemon").socket
@@ -271,7 +272,7 @@ def test_what_is_no_order_is_refused(
 
 
 def order(tag: int, indices: Any, count: int | None = None, start: int = 0, **what: Any) -> Any:
-    """An ORDER as a client sends it."""
+    """Return an ORDER as a client sends it."""
     packed = protocol.pack_order(np.asarray(indices, np.int64))
     about = {"name": None, "replacement": False, **what}
     length = len(indices) if count is None else count
@@ -290,12 +291,12 @@ REFUSED: dict[str, list[Any]] = {
     "a gap": [order(5, [1, 2], 6), order(5, [4, 5], 6, 3)],
     "another length": [order(5, [1, 2], 6), order(5, [4, 5], 7, 2)],
     "an empty piece": [order(5, [1, 2], 6), order(5, [], 6, 2)],
-    "cut short by another": [order(5, [1, 2], 6), order(6, [1, 2])],
+    "interrupted by another": [order(5, [1, 2], 6), order(6, [1, 2])],
 }
 
 
 @pytest.mark.parametrize("pieces", REFUSED.values(), ids=REFUSED.keys())
-def test_a_nonsensical_order_is_refused_and_its_job_served(
+def test_a_job_is_served_after_an_invalid_order(
     daemon: Daemon, path: str, pieces: list[Any]
 ) -> None:
     with Raw(daemon.socket) as raw:
@@ -306,7 +307,7 @@ def test_a_nonsensical_order_is_refused_and_its_job_served(
         error: FFServeError = protocol.error_from_wire(answer.error)
         assert isinstance(error, (UsageError, SampleIndexError)), error
         if pieces[-1].tag == 5:
-            # The rest of the refused order is passed over; another one is taken.
+            # The rest of the refused order is ignored; another order is accepted.
             raw.send(order(5, [7], 6, 3))
             raw.send(order(6, [3, 1, 2]))
         assert raw.receive() == protocol.Ready(6, len([3, 1, 2]) if pieces[-1].tag == 5 else 2, [])
@@ -316,12 +317,13 @@ def test_a_nonsensical_order_is_refused_and_its_job_served(
         answers = [raw.receive() for _ in range(1 if pieces[-1].tag == 6 else 2)]
         assert answers[-1] == protocol.Ready(7, 2, [])
         until(
-            lambda: [w["kind"] for w in daemon.status()["progress"]] == ["silent"], "it is silent"
+            lambda: [job["kind"] for job in daemon.status()["progress"]] == ["silent"],
+            "the job is silent",
         )
 
 
-def test_who_is_in_the_middle_of_an_order_is_served(daemon: Daemon, path: str) -> None:
-    """And whoever else is: they take turns, of which one goes away."""
+def test_a_session_is_served_between_the_pieces_of_its_order(daemon: Daemon, path: str) -> None:
+    """Two sessions announce at the same time, and one of them ends in between."""
     with Raw(daemon.socket) as raw, Raw(daemon.socket, job="another") as other:
         for each in (raw, other):
             each.open(path)
@@ -368,7 +370,7 @@ time.sleep(60)
 """
 
 
-def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, path: str) -> None:
+def test_the_order_of_a_killed_process_is_freed(daemon: Daemon, path: str) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", ANNOUNCER, path, daemon.socket], stdout=subprocess.PIPE
     )
@@ -383,48 +385,51 @@ def test_an_announcing_process_that_is_killed_frees_its_order(daemon: Daemon, pa
     until(lambda: not progress_of(daemon), "the order is freed")
 
 
-def test_an_order_outlives_its_daemon(path: str, tmp_path: Path) -> None:
+def test_an_order_is_announced_again_to_the_next_daemon(path: str, tmp_path: Path) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         reader.announce(range(COUNT // 2), 4)
         reader.reached(4, 20)
         daemon.end(signal.SIGKILL)
         daemon.start()
-        reader.read([COUNT - 1])  # nobody has read it ahead: this asks the daemon
+        reader.read([COUNT - 1])  # not in the order, so not prefetched: this asks the daemon
         until(lambda: progress_of(daemon), "it is announced to the next daemon")
         assert (progress_of(daemon)[0]["epoch"], progress_of(daemon)[0]["position"]) == (4, 20)
 
 
 @pytest.mark.parametrize("counts_itself", [False, True])
-def test_a_job_that_asks_for_nothing_finds_the_next_daemon(path: str, counts_itself: bool) -> None:
-    """Of a loader only the workers ask; and who finds all in memory does not ask either."""
+def test_a_job_that_sends_no_request_finds_the_next_daemon(path: str, counts_itself: bool) -> None:
+    """Such as the process of a loader whose workers read, or a job that finds all in memory."""
     with serving() as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
         reader.announce(range(COUNT), 4)
         reader.announce(range(COUNT), 5)
 
-        def get_on() -> None:
+        def advance() -> None:
             if counts_itself:
                 position = reader._announced.position[1]
                 reader.read([position])
             else:
                 reader.reached(4, 20)
 
-        get_on()
+        advance()
         daemon.end(signal.SIGKILL)
         for _ in range(3):
-            get_on()
+            advance()
         daemon.start()
 
         def progress() -> Any:
-            get_on()
+            advance()
             return progress_of(daemon)
 
         until(progress, "it is announced to the next daemon")
         until(lambda: progress()[0]["announced"] == [4, 5], "with the epoch after it")
-        until(lambda: progress()[0]["position"] >= (1 if counts_itself else 20), "and the position")
+        until(
+            lambda: progress()[0]["position"] >= (1 if counts_itself else 20),
+            "and the position",
+        )
 
 
-def test_a_daemon_that_stands_still_does_not_hold_the_loop_up(daemon: Daemon, path: str) -> None:
+def test_a_stopped_daemon_does_not_block_reports_of_positions(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         reader.announce(range(COUNT), 4)
 
@@ -442,11 +447,11 @@ def test_a_daemon_that_stands_still_does_not_hold_the_loop_up(daemon: Daemon, pa
             reader.reached(4, COUNT - 1)
             return progress_of(daemon)[0]["position"] == COUNT - 1
 
-        until(position, "the connection is whole, and the last position known")
+        until(position, "the connection works, and the last position has arrived")
         assert reader.read([5])[0].tobytes() == sample(5)
 
 
-def test_a_closed_reader_reports_nothing(path: str) -> None:
+def test_a_closed_reader_refuses_to_report(path: str) -> None:
     with serving() as daemon:
         with daemon.open(path) as reader:
             reader.announce(range(COUNT))
@@ -479,8 +484,8 @@ os.close(done[1])
 """
 
 
-def test_siblings_that_have_read_already_announce_each_an_order(daemon: Daemon, path: str) -> None:
-    """They were of one job when they read: the second order would have replaced the first."""
+def test_forked_siblings_announce_an_order_each_after_reading(daemon: Daemon, path: str) -> None:
+    """They belonged to one job when they read, so the second order could replace the first."""
     parent = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", SIBLING, path, daemon.socket],
         stdin=subprocess.PIPE,
@@ -493,7 +498,7 @@ def test_siblings_that_have_read_already_announce_each_an_order(daemon: Daemon, 
     assert announced[0]["job"] != announced[1]["job"]
     parent.communicate()
     assert parent.returncode == 0
-    until(lambda: not progress_of(daemon), "all is given back")
+    until(lambda: not progress_of(daemon), "the orders are freed")
 
 
 def test_a_forked_worker_reports_nothing(daemon: Daemon, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The daemon as a process: its socket, its clients, their files, and what befalls them."""
+"""The daemon as a process: its socket, its clients, their files, and faults of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from ffserve.machine import usable_memory
 AS_NOBODY = """
 import os, sys, ffserve
 from ffserve.errors import AccessDenied, ServerUnavailable
-# Everything is imported while that is still allowed.
+# Import everything while this user may still read it.
 with ffserve.open(sys.argv[1], server=sys.argv[2]) as r: r.read([0])
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 """
@@ -66,7 +66,7 @@ def path(tmp_path: Path) -> str:
 
 
 def text(sample: Bytes | FFServeError) -> bytes:
-    """A sample's bytes, which must be there."""
+    """Return the bytes of a sample, which must not be an error."""
     assert not isinstance(sample, FFServeError), sample
     return sample.tobytes()
 
@@ -74,7 +74,7 @@ def text(sample: Bytes | FFServeError) -> bytes:
 # ---- the socket -------------------------------------------------------------------------------
 
 
-def test_second_daemon_refuses_and_the_first_goes_on(daemon: Daemon) -> None:
+def test_a_second_daemon_exits_and_the_first_continues(daemon: Daemon) -> None:
     done = subprocess.run(
         daemon.command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
@@ -98,7 +98,7 @@ def test_stale_socket_is_replaced_after_a_kill(path: str) -> None:
         assert os.listdir(daemon.directory) == ["log"]
 
 
-def test_something_else_in_the_sockets_place_is_left_alone() -> None:
+def test_a_file_at_the_path_of_the_socket_is_kept() -> None:
     daemon = Daemon(expect=[".*"])
     try:
         Path(daemon.socket).write_text("precious")
@@ -111,7 +111,7 @@ def test_something_else_in_the_sockets_place_is_left_alone() -> None:
         daemon.close()
 
 
-def test_another_programs_socket_is_left_alone() -> None:
+def test_the_socket_of_another_program_is_kept() -> None:
     daemon = Daemon(expect=[".*"])
     try:
         with socket.socket(socket.AF_UNIX) as other:
@@ -127,7 +127,7 @@ def test_another_programs_socket_is_left_alone() -> None:
 
 
 @needs_root
-def test_socket_has_the_mode_and_the_group_that_were_asked_for() -> None:
+def test_the_socket_has_the_configured_mode_and_group() -> None:
     with serving(options=["--socket-mode", "0620", "--socket-group", "65534"]) as daemon:
         status = os.stat(daemon.socket)
         assert stat.S_IMODE(status.st_mode) == 0o620
@@ -152,8 +152,8 @@ def test_a_limit_that_is_too_low_for_a_daemon_is_named(limit: str, said: str) ->
         daemon.close()
 
 
-def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> None:
-    daemon = Daemon(options=["--socket-group", "nobody-is-called-so"])
+def test_a_socket_with_an_unknown_group_is_not_left_behind() -> None:
+    daemon = Daemon(options=["--socket-group", "no-such-group"])
     try:
         process = daemon.start(wait=False).process
         assert process is not None and process.wait(DEADLINE_S) == 2
@@ -164,7 +164,7 @@ def test_a_socket_that_cannot_be_as_it_was_asked_for_is_not_left_behind() -> Non
 
 
 @needs_root
-def test_a_file_that_the_daemon_may_not_read_is_said_to_be_the_daemons_trouble() -> None:
+def test_the_error_names_the_daemon_if_the_daemon_may_not_read_a_file() -> None:
     patch = (
         "import os, uvloop, ffserve.cli.serve, ffserve.server.daemon, ffserve.cli.terminal\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
@@ -191,7 +191,7 @@ def test_a_clock_that_is_set_back_changes_no_duration() -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_end_of_the_terminal_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
+def test_sighup_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
     patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" if ignored else ""
     with serving(patch=patch) as daemon:
         if ignored:
@@ -202,7 +202,7 @@ def test_the_end_of_the_terminal_ends_a_daemon_that_does_not_ignore_it(ignored: 
             assert not os.path.exists(daemon.socket)
 
 
-def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> None:
+def test_more_clients_than_the_backlog_connect(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(32) as pool:
         listener.bind(path)
@@ -215,7 +215,7 @@ def test_more_clients_at_once_than_may_wait_are_all_taken(tmp_path: Path) -> Non
             each.result().close()
 
 
-def test_a_daemon_that_takes_nobody_is_said(
+def test_a_daemon_that_accepts_no_client_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", 0.1)
@@ -231,13 +231,13 @@ def test_a_daemon_that_takes_nobody_is_said(
     caplog.clear()
 
 
-def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path) -> None:
+def test_sigterm_answers_requests_and_removes_the_socket(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(1000)])
     with serving() as daemon:
         with Raw(daemon.socket) as raw:
             opened = raw.open(path)
             with stopped(daemon.pid):
-                # Everything, and then SIGTERM, is there when the daemon goes on.
+                # The daemon finds all requests, and then SIGTERM, when it continues.
                 raw.send(*(get(k + 1, opened.dataset, range(k, 1000, 4)) for k in range(4)))
                 os.kill(daemon.pid, signal.SIGTERM)
             answers = 0
@@ -254,9 +254,7 @@ def test_sigterm_answers_what_was_asked_for_and_leaves_no_socket(tmp_path: Path)
         assert answers in (0, 4), "SIGTERM came before the requests, or after all of them"
 
 
-def test_a_daemon_that_stands_still_holds_nobody_up_who_only_hits(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_daemon_does_not_block_hits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "REPORT_INTERVAL_S", -1.0)
     with serving() as daemon, daemon.open(path) as reader:
         reader.read(range(200))
@@ -281,15 +279,15 @@ def test_a_daemon_that_stands_still_holds_nobody_up_who_only_hits(
             loop.join(DEADLINE_S)
             assert done == [True]
 
-        def told() -> Any:
+        def reported() -> Any:
             reader.read([0])
             [job], [shard] = (daemon.status()[key] for key in ("jobs", "shards"))
             return job["hits"] > before + 2000 and shard["sessions"] == 1
 
-        until(told, "every hit was counted, and one data set closed")
+        until(reported, "every hit is counted, and one data set is closed")
 
 
-def test_sigterm_ends_the_daemon_though_clients_keep_asking(tmp_path: Path) -> None:
+def test_sigterm_ends_the_daemon_while_clients_keep_asking(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(500)])
     program = """
 import sys, ffserve
@@ -310,13 +308,13 @@ print("over", flush=True)
         client(program, path, daemon.socket) as one,
         client(program, path, daemon.socket) as two,
     ):
-        assert daemon.end() == 0, "long before the requests have to be answered"
+        assert daemon.end() == 0, "long before the drain timeout"
         for process in (one, two):
             assert process.stdout is not None
             assert process.stdout.readline() == "over\n"
 
 
-# ---- one read for all -------------------------------------------------------------------------
+# ---- shared reads -----------------------------------------------------------------------------
 
 
 def test_same_missing_samples_are_read_once(path: str) -> None:
@@ -335,7 +333,7 @@ def test_same_missing_samples_are_read_once(path: str) -> None:
         assert cache["read_size"] < 2 * os.path.getsize(path)
 
 
-def test_threads_and_processes_at_once_read_everything_once(path: str) -> None:
+def test_processes_that_read_the_same_samples_read_the_disk_once(path: str) -> None:
     program = """
 import sys, ffserve
 r = ffserve.open(sys.argv[1], server=sys.argv[2])
@@ -356,7 +354,7 @@ print(sum(len(s) for s in r.read(range(len(r)))), flush=True)
         assert daemon.cache()["blocks_read"] <= 200
 
 
-def test_next_job_finds_what_the_last_one_left(path: str) -> None:
+def test_the_next_job_finds_the_samples_in_memory(path: str) -> None:
     with serving() as daemon:
         with daemon.open(path) as reader:
             reader.read(range(200))
@@ -420,7 +418,7 @@ def test_sample_larger_than_the_arena_fails_alone(tmp_path: Path) -> None:
         assert reader.sizes([1]).tolist() == [3_000_000]
 
 
-def test_a_hundred_thousand_indices_at_once_and_none_at_all(daemon: Daemon, path: str) -> None:
+def test_a_hundred_thousand_indices_and_none(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         indices = np.random.default_rng(2).integers(0, 28, 100_000) * 7 + 3
         batch = reader.read_batch(indices)
@@ -435,7 +433,7 @@ def test_a_hundred_thousand_indices_at_once_and_none_at_all(daemon: Daemon, path
             assert list(views) == []
 
 
-def test_a_hundred_thousand_missing_samples_at_once(tmp_path: Path) -> None:
+def test_a_hundred_thousand_missing_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [i.to_bytes(4, "little") * 10 for i in range(100_000)])
     with serving(arena="4MiB") as daemon, daemon.open(path) as reader:
         batch = reader.read_batch(np.arange(100_000)[::-1])
@@ -443,14 +441,14 @@ def test_a_hundred_thousand_missing_samples_at_once(tmp_path: Path) -> None:
         assert np.array_equal(numbers, np.arange(100_000)[::-1])
 
 
-# ---- files that change, and files that are none ------------------------------------------------
+# ---- files that change, and other files --------------------------------------------------------
 
 
 def other(i: int) -> bytes:
     return sample(i, seed=1)
 
 
-def test_deleted_file_is_served_to_whoever_has_it_open(daemon: Daemon, path: str) -> None:
+def test_a_deleted_file_is_served_to_sessions_that_have_it_open(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         os.unlink(path)
         assert [s.tobytes() for s in reader.read(range(200))] == [sample(i) for i in range(200)]
@@ -470,7 +468,7 @@ def test_replaced_file_old_session_old_bytes_new_session_new_bytes(
             assert [s.tobytes() for s in old.read(range(200))] == [sample(i) for i in range(200)]
 
 
-def test_cut_file_fails_only_what_was_cut_off(daemon: Daemon, path: str) -> None:
+def test_only_the_missing_samples_of_a_truncated_file_fail(daemon: Daemon, path: str) -> None:
     with daemon.open(path) as reader:
         offsets, lengths, _ = reader.tables(0)
         os.truncate(path, int(offsets[150]))
@@ -521,7 +519,7 @@ def test_file_rewritten_with_its_size_and_time_kept_gives_a_new_session_new_byte
 
 
 @pytest.mark.parametrize("suffix", ["ffr", "recordio"])
-def test_errors_name_the_file_as_this_client_did(tmp_path: Path, suffix: str) -> None:
+def test_errors_have_the_path_that_this_client_used(tmp_path: Path, suffix: str) -> None:
     first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
     write(first, [bytes(5000)] * 9)
     content = bytearray(first.read_bytes())
@@ -536,7 +534,7 @@ def test_errors_name_the_file_as_this_client_did(tmp_path: Path, suffix: str) ->
         assert len(daemon.status()["shards"]) == 1
 
 
-def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) -> None:
+def test_only_regular_files_below_the_roots_are_served(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "inside2"
     inside.mkdir()
     outside.mkdir()
@@ -564,7 +562,7 @@ def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) ->
                 assert isinstance(protocol.error_from_wire(answer.error), AccessDenied)
         with daemon.open([good, inside / "dotted.ffr"]) as reader:
             assert [s.tobytes() for s in reader] == [b"good", b"good"]
-        # What the daemon refuses, an engine of one's own may still read.
+        # A file that the daemon refuses may still be read by the local engine.
         program = (
             "import os, sys, ffserve, logging; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
             "logging.basicConfig(format='%(message)s')\n"
@@ -577,7 +575,7 @@ def test_files_outside_the_roots_and_things_that_are_no_files(tmp_path: Path) ->
 
 
 @needs_root
-def test_peer_gets_only_what_it_could_open_itself() -> None:
+def test_a_peer_gets_only_files_that_it_could_open_itself() -> None:
     with serving(options=["--socket-mode", "0666"]) as daemon:
         path = write(daemon.directory / "a.ffr", [b"one", b"two"])
         program = AS_NOBODY + (
@@ -593,7 +591,7 @@ def test_peer_gets_only_what_it_could_open_itself() -> None:
         os.chmod(path, 0o604)
         assert asked() == "b'two'\n"
         os.chown(path, -1, 65534)
-        assert "may not read" in asked(), "the group's bits count for its members"
+        assert "may not read" in asked(), "the bits of the group count for its members"
         os.chmod(path, 0o640)
         assert asked() == "b'two'\n"
         with daemon.open(path) as reader:
@@ -618,7 +616,7 @@ def test_no_permission_on_the_socket_itself(path: str) -> None:
 
 
 def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> None:
-    """So that the first samples are copied while the last ones are read."""
+    """The first samples are copied while the last ones are read."""
     truth = [sample(i, sizes=(1 << 20, (1 << 20) + 7, 100)) for i in range(30)]
     path = write(tmp_path / "large.ffr", truth)
     damage(path, 25)
@@ -640,7 +638,7 @@ def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> 
         assert [one.tobytes() for one in got] == [truth[i] for i in intact]
 
 
-def test_damaged_sample_fails_alone_and_poisons_nobody(daemon: Daemon, path: str) -> None:
+def test_a_damaged_sample_fails_alone(daemon: Daemon, path: str) -> None:
     damage(path, 33)
     wrong = sample(33)[:-1] + bytes([sample(33)[-1] ^ 1])
     with daemon.open(path) as reader, daemon.open(path, verify=False) as careless:
@@ -688,7 +686,7 @@ def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:
         everything_is_given_back(daemon)
 
 
-def test_clients_killed_while_they_wait_or_hold_leave_nothing_behind(path: str) -> None:
+def test_clients_killed_while_they_wait_or_lease_leave_nothing_behind(path: str) -> None:
     program = """
 import sys, threading, ffserve
 r = ffserve.open(sys.argv[1], server=sys.argv[2])
@@ -714,7 +712,7 @@ threading.Event().wait()
 
 
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
-    """Several clients at once, and piece by piece: a shard may be opened again while it goes."""
+    """Several clients at once; a shard may be opened again while it is dropped in steps."""
     patch = (
         "import resource, ffserve.server.catalog as c; c.DROP_COUNT = 2\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
@@ -724,7 +722,7 @@ def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> N
     with serving(patch=patch) as daemon:
         problems: list[BaseException] = []
 
-        def walk(numbers: Sequence[int]) -> None:
+        def read_files(numbers: Sequence[int]) -> None:
             try:
                 for k in numbers:
                     with daemon.open(paths[k]) as reader:
@@ -733,7 +731,7 @@ def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> N
                 problems.append(error)
 
         orders = (range(300), range(299, -1, -1), [k % 200 for k in range(0, 2100, 7)])
-        threads = [threading.Thread(target=walk, args=(order,)) for order in orders]
+        threads = [threading.Thread(target=read_files, args=(order,)) for order in orders]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -770,7 +768,7 @@ def test_more_sessions_than_allowed(path: str) -> None:
                 return len(daemon.open(path)) == 200
             return False
 
-        until(again, "it takes clients again")
+        until(again, "it accepts clients again")
 
 
 # ---- leases -----------------------------------------------------------------------------------
@@ -816,11 +814,11 @@ def test_leased_bytes_stay_while_everything_else_is_evicted(tmp_path: Path) -> N
         everything_is_given_back(daemon)
 
 
-def test_stopped_client_with_pins_does_not_stop_its_neighbour(tmp_path: Path) -> None:
+def test_a_client_that_never_acknowledges_does_not_block_others(tmp_path: Path) -> None:
     sizes = [40_000]
     path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])
     with serving(arena="1MiB") as daemon, Raw(daemon.socket) as hoarder:
-        # It asks for everything, piece by piece, and never acknowledges.
+        # It asks for all samples in parts and never acknowledges.
         dataset = hoarder.open(path).dataset
         for tag in range(1, 30):
             hoarder.send(get(tag, dataset, range(3 * tag, 3 * tag + 3)))
@@ -831,7 +829,7 @@ def test_stopped_client_with_pins_does_not_stop_its_neighbour(tmp_path: Path) ->
             ]
 
 
-def test_process_stopped_in_mid_batch_does_not_stop_its_neighbour(tmp_path: Path) -> None:
+def test_a_client_stopped_in_mid_batch_does_not_block_others(tmp_path: Path) -> None:
     sizes = [40_000]
     path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])
     program = """
@@ -857,7 +855,7 @@ def test_one_users_bad_shard_does_not_fail_the_opening_of_another(
 ) -> None:
     paths = [write(tmp_path / f"{k}.ffr", [sample(k)]) for k in range(20)]
     bad = tmp_path / "bad.ffr"
-    bad.write_bytes(b"nothing of the kind" * 100)
+    bad.write_bytes(b"not an FFRecord file" * 100)
     problems: list[BaseException] = []
 
     def open_all(names: list[str], good: bool) -> None:
@@ -887,7 +885,7 @@ def test_one_users_bad_shard_does_not_fail_the_opening_of_another(
     assert not problems, problems
 
 
-def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
+def test_file_names_that_are_not_unicode(tmp_path: Path) -> None:
     directory = os.fsencode(tmp_path) + b"/caf\xe9"
     os.mkdir(directory)
     name = os.fsdecode(directory + b"/\xff.ffr")
@@ -900,14 +898,14 @@ def test_file_names_that_are_no_unicode(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_socket_that_may_not_be_used_is_said() -> None:
+def test_a_socket_without_permission_is_reported_once() -> None:
     with serving() as daemon:
         path = write(daemon.directory / "a.ffr", [b"one"])
         program = AS_NOBODY + (
             "os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
             "for _ in range(2): print(ffserve.open(sys.argv[1]).source)"
         )
-        # The first engine of the process is started while files can still be imported.
+        # Start the local engine while its modules can still be imported.
         program = program.replace(
             "os.setgroups", "ffserve.open(sys.argv[1], server='off')[0]\nos.setgroups", 1
         )
@@ -916,7 +914,7 @@ def test_a_socket_that_may_not_be_used_is_said() -> None:
     assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
 
 
-def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_root_is_reported_at_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "nodata"
     line = f"missing root {missing}: it is served as soon as the directory exists"
     with serving(roots=[missing], expect=[line]) as daemon:
@@ -928,7 +926,7 @@ def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arena", ["4096TiB", str(usable_memory() - (16 << 20))])
-def test_an_arena_that_memory_has_no_room_for_is_refused(tmp_path: Path, arena: str) -> None:
+def test_an_arena_larger_than_memory_is_refused(tmp_path: Path, arena: str) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ffserve", "serve", "--arena", arena),

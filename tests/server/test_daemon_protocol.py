@@ -1,4 +1,4 @@
-"""Peers that break the rules: clients against the real daemon, daemons against the real client."""
+"""Peers that break the protocol: clients at a real daemon, daemons at a real client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Daemon, Raw, get, run_python, sample, serving, until, write
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    get,
+    run_python,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
 
 import ffserve
 import ffserve.client.failover
@@ -43,14 +54,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon that closes sessions, and says so, and lives."""
+    """A daemon that may log sessions that it closed."""
     with serving(expect=[r"closed a session \(pid \d+\): .*"]) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def others_are_served(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A client that was there before and one that comes after are served."""
+    """Check that a client connected before the test and one connected after it are served."""
     if "daemon" not in request.fixturenames:
         yield
         return
@@ -65,7 +76,7 @@ def others_are_served(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def frame(*values: Any) -> bytes:
-    """A frame with any body."""
+    """Return a frame with any body."""
     body: bytes = msgpack.packb(list(values))
     return struct.pack("<I", len(body)) + body
 
@@ -85,7 +96,7 @@ def frame(*values: Any) -> bytes:
         {"job": "x" * 1000},
     ],
 )
-def test_greeting_that_is_refused(daemon: Daemon, about: dict[str, Any]) -> None:
+def test_an_invalid_hello_is_refused(daemon: Daemon, about: dict[str, Any]) -> None:
     with Raw(daemon.socket, hello=False) as raw:
         raw.send(
             protocol.Hello({"versions": [protocol.VERSION], "client": "t", "job": "j", **about})
@@ -106,13 +117,13 @@ def test_greeting_that_is_refused(daemon: Daemon, about: dict[str, Any]) -> None
         protocol.Open(1, {"paths": ["/x"], "format": None, "verify": True}),
     ],
 )
-def test_no_greeting(daemon: Daemon, message: protocol.Message) -> None:
+def test_a_session_must_begin_with_hello(daemon: Daemon, message: protocol.Message) -> None:
     with Raw(daemon.socket, hello=False) as raw:
         raw.send(message)
         assert "HELLO" in str(raw.refused())
 
 
-def test_second_greeting(daemon: Daemon) -> None:
+def test_a_second_hello_is_refused(daemon: Daemon) -> None:
     with Raw(daemon.socket) as raw:
         raw.send(protocol.Hello({"versions": [protocol.VERSION], "job": "j"}))
         assert isinstance(raw.refused(), ProtocolError)
@@ -145,13 +156,13 @@ def test_second_greeting(daemon: Daemon) -> None:
         struct.pack("<I", 100_000) + b"\x91" * 100_000,
     ],
 )
-def test_garbage(daemon: Daemon, garbage: bytes, hello: bool) -> None:
+def test_invalid_frames_are_refused(daemon: Daemon, garbage: bytes, hello: bool) -> None:
     with Raw(daemon.socket, hello=hello) as raw:
         raw.socket.sendall(garbage)
         assert isinstance(raw.refused(), ProtocolError)
 
 
-def test_random_garbage(daemon: Daemon) -> None:
+def test_random_frames_are_refused(daemon: Daemon) -> None:
     chance = random.Random(3)
     for _ in range(100):
         with Raw(daemon.socket) as raw:
@@ -162,7 +173,7 @@ def test_random_garbage(daemon: Daemon) -> None:
             assert isinstance(raw.refused(), ProtocolError)
 
 
-def test_frame_that_is_longer_than_it_says_or_never_ends(daemon: Daemon) -> None:
+def test_frames_with_a_wrong_size(daemon: Daemon) -> None:
     whole = protocol.encode(protocol.Status(1))
     with Raw(daemon.socket) as raw:
         raw.socket.sendall(struct.pack("<I", len(whole)) + whole[4:])
@@ -200,13 +211,13 @@ def test_frames_byte_by_byte(daemon: Daemon, path: str) -> None:
         {"paths": ["/x"], "format": None},
     ],
 )
-def test_open_that_means_nothing(daemon: Daemon, what: dict[str, Any]) -> None:
+def test_an_invalid_open_is_refused(daemon: Daemon, what: dict[str, Any]) -> None:
     with Raw(daemon.socket) as raw:
         raw.send(protocol.Open(1, what))
         assert isinstance(raw.refused(), ProtocolError)
 
 
-def test_open_of_what_is_not_there_fails_alone(daemon: Daemon, path: str) -> None:
+def test_a_failed_open_does_not_end_the_session(daemon: Daemon, path: str) -> None:
     with Raw(daemon.socket) as raw:
         for tag, (name, form) in enumerate(
             [("/no/such/file", None), ("/" + "x" * 300, None), ("/x" * 5000, None), (path, "wav")]
@@ -253,7 +264,7 @@ def test_indices_of_a_wrong_size(daemon: Daemon, path: str, packed: bytes) -> No
             assert "invalid indices" in str(raw.refused())
 
 
-def test_tags(daemon: Daemon, path: str) -> None:
+def test_invalid_and_reused_tags(daemon: Daemon, path: str) -> None:
     everything = range(COUNT)
     for messages in (
         [get(1, 1, everything), get(1, 1, everything)],
@@ -276,7 +287,7 @@ def test_tags(daemon: Daemon, path: str) -> None:
         assert "invalid tags" in str(raw.refused())
 
 
-def test_counters_that_lie(daemon: Daemon, path: str) -> None:
+def test_false_counters(daemon: Daemon, path: str) -> None:
     with Raw(daemon.socket) as raw:
         raw.open(path)
         for _ in range(3):
@@ -290,7 +301,7 @@ def test_counters_that_lie(daemon: Daemon, path: str) -> None:
         assert isinstance(raw.refused(), ProtocolError)
 
 
-def test_counters_that_lie_over_files_larger_than_the_arena(tmp_path: Path) -> None:
+def test_false_counters_for_a_file_larger_than_the_arena(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [bytes(200_000)] * 10)
     with serving(arena="1MiB") as daemon, Raw(daemon.socket) as raw:
         raw.open(path)
@@ -299,40 +310,91 @@ def test_counters_that_lie_over_files_larger_than_the_arena(tmp_path: Path) -> N
         daemon.status()
 
 
-def test_too_many_requests_at_once(daemon: Daemon, path: str) -> None:
+@pytest.mark.parametrize("key", ["versions", "payload"])
+def test_a_long_text_in_hello_filled_the_log_and_got_no_reply(daemon: Daemon, key: str) -> None:
+    before = len(daemon.text())
+    with Raw(daemon.socket, hello=False) as raw:
+        about = {"versions": [protocol.VERSION], "job": "j", key: "\x01" * 5_000_000}
+        raw.send(protocol.Hello(about))
+        assert isinstance(raw.refused(), ProtocolError)
+    assert len(daemon.text()) - before < 1000
+
+
+def test_an_open_with_a_long_format_got_no_reply(daemon: Daemon, path: str) -> None:
+    with Raw(daemon.socket) as raw:
+        what = {"paths": [path], "format": "\x01" * 5_000_000, "verify": True}
+        raw.send(protocol.Open(7, what))
+        failed = raw.receive()
+        assert isinstance(failed, protocol.Fail) and failed.tag == 7
+        assert 1000 < len(failed.error[1]) <= protocol.MOST_TEXT
+        raw.open(path)
+
+
+def test_paths_of_millions_of_folders_blocked_all_openers_for_ever(
+    daemon: Daemon, path: str
+) -> None:
+    with Raw(daemon.socket) as raw:
+        for tag in range(5, 10):
+            what = {"paths": ["/x" * 8_388_000], "format": None, "verify": True}
+            raw.send(protocol.Open(tag, what))
+        for _ in range(5):
+            failed = raw.receive()
+            assert isinstance(failed, protocol.Fail) and failed.tag in range(5, 10)
+            error = protocol.error_from_wire(failed.error)
+            assert isinstance(error, ReadError) and "too long" in str(error)
+        raw.open(path)
+
+
+def test_a_report_of_thousands_of_jobs_and_data_sets_did_not_fit_into_a_frame() -> None:
+    program = """
+import numpy as np
+from ffserve import protocol
+from ffserve.config import ServerConfig
+from ffserve.server.report import status
+from ffserve.server.state import ServerState
+state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
+for k in range(5000):
+    job = state.job(f"{k:0200}", 0.0)
+    job.sessions, job.paths = 1, "/" + "x" * 4000
+    for part in (1, 2):
+        state.next_use.join(job.name, np.array([2 * k]), np.array([part]))
+frame = protocol.encode(protocol.Report(1, status(state, 1.0)))
+[report] = protocol.Decoder(protocol.FROM_SERVER).feed(frame)
+assert [len(report.facts[key]) for key in ("jobs", "progress", "groups")] == [1000] * 3
+state.close()
+"""
+    run_python(program)
+
+
+def test_too_many_requests_at_once(daemon: Daemon, tmp_path: Path) -> None:
+    # Samples that are not in memory, so that the requests wait for them.
+    path = write(tmp_path / "a.ffr", [sample(i) for i in range(COUNT)])
     with Raw(daemon.socket) as raw:
         dataset = raw.open(path).dataset
-        os.kill(daemon.pid, 19)
-        try:
-            # In one piece, so that nothing is answered in between.
-            raw.send(*(get(1 + k, dataset, range(COUNT)) for k in range(200)))
-        finally:
-            os.kill(daemon.pid, 18)
-        with contextlib.suppress(EOFError):
-            for _ in range(200):
-                answer = raw.receive()
-                if isinstance(answer, protocol.Fail):
-                    assert "requests on their way" in str(protocol.error_from_wire(answer.error))
-                    break
+        with stopped(daemon.pid):
+            # All at once, so that the daemon answers none before it has received the others.
+            raw.send(*(get(1 + k, dataset, range(COUNT)) for k in range(150)))
+        assert f"more than {protocol.MOST_REQUESTS} unanswered requests" in str(raw.refused())
 
 
-def test_thousands_of_requests_and_no_answer_read(path: str) -> None:
+def test_a_client_that_reads_no_replies_is_disconnected(path: str) -> None:
     patch = "import ffserve.server.server as s; s.MOST_UNSENT = 1 << 20"
     cut_off = r"disconnected a client \(pid \d+\) that does not read"
     with serving(patch=patch, expect=[cut_off]) as daemon, daemon.open(path) as reader:
         with Raw(daemon.socket) as raw:
             dataset = raw.open(path).dataset
-            # Its own request: of another's end the loop may hear later than who asked.
+            # The samples were read for a request of this session, so it cannot get ahead of the
+            # daemon's loop.
             raw.send(get(1, dataset, range(COUNT)))
             assert isinstance(raw.receive(), protocol.Ready)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 for tag in range(2, 1_000_000):
                     raw.send(get(tag, dataset, [tag % COUNT]), protocol.Status(tag))
         assert reader[3].tobytes() == sample(3)
-        until(lambda: "that does not read" in daemon.text(), "it was cut off")
+        until(lambda: "that does not read" in daemon.text(), "it was disconnected")
 
 
-def test_greeting_that_never_comes_or_takes_for_ever() -> None:
+def test_hello_has_a_time_limit() -> None:
     patch = "import ffserve.server.server as s; s.HELLO_TIMEOUT_S = 1.0"
     refusal = r"closed a session \(pid \d+\): no HELLO message within .* s"
     hello = protocol.encode(protocol.Hello({"versions": [1], "job": "j", "client": "x" * 1000}))
@@ -344,16 +406,16 @@ def test_greeting_that_never_comes_or_takes_for_ever() -> None:
                     time.sleep(0.03)
             for raw in (silent, slow):
                 assert "no HELLO message" in str(raw.refused())
-        until(lambda: not daemon.status()["jobs"], "it lives")
+        until(lambda: not daemon.status()["jobs"], "the daemon answers")
 
 
-def test_client_that_sends_descriptors(daemon: Daemon) -> None:
+def test_descriptors_from_a_client_are_not_kept(daemon: Daemon) -> None:
     before = daemon.fd_count()
     for _ in range(20):
         with Raw(daemon.socket) as raw:
             socket.send_fds(raw.socket, [protocol.encode(protocol.Status(1))], [0, 0, 0])
             assert isinstance(raw.receive(), protocol.Report)
-    until(lambda: daemon.fd_count() <= before, "no descriptor of the client's is kept")
+    until(lambda: daemon.fd_count() <= before, "no descriptor of the client is kept")
 
 
 # ---- daemons ----------------------------------------------------------------------------------
@@ -364,7 +426,7 @@ Answer = Callable[[socket.socket, protocol.Message], None]
 
 
 def memory(size: int, *, sealed: bool = True) -> int:
-    """A memfd as the daemon hands it out."""
+    """Return a memfd like those that the daemon sends."""
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
@@ -373,7 +435,7 @@ def memory(size: int, *, sealed: bool = True) -> int:
 
 
 class Hostile:
-    """A daemon that greets and opens as it should, or as `answer` does."""
+    """A daemon whose replies to HELLO, OPEN and GET a test can replace."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = str(directory / "s")
@@ -421,11 +483,11 @@ class Hostile:
                             self.on_get(sock, message)
 
     def welcome(self, sock: socket.socket, message: protocol.Message) -> None:
-        """A proper WELCOME, or what the fields make of it."""
+        """Send WELCOME with `about` and `fds`."""
         socket.send_fds(sock, [protocol.encode(protocol.Welcome(self.about))], self.fds)
 
     def opened(self, sock: socket.socket, message: protocol.Message) -> None:
-        """A proper OPENED, or what the fields make of it."""
+        """Send OPENED with `base` and `count`."""
         assert isinstance(message, protocol.Open)
         table = np.zeros(1, protocol.SHARD_DTYPE)
         table["base"], table["count"], table["size"] = self.base, self.count, 1000
@@ -434,7 +496,7 @@ class Hostile:
         )
 
     def entries(self) -> Any:
-        """The directory, writable."""
+        """Return the directory, writable."""
         import mmap
 
         return np.frombuffer(mmap.mmap(self.directory, CAPACITY * 16), ENTRY_DTYPE)
@@ -457,7 +519,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ffserve.client.handshake.CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(ffserve.client.failover.RECONNECT_S, "require", 0.2)
 
@@ -473,14 +535,14 @@ BAD_FRAMES: Sequence[bytes] = [
     frame(protocol.Status.TYPE, 1),
     frame(protocol.Fail.TYPE, 0, []),
     frame(protocol.Fail.TYPE, 0, ["x", 1, 2, 3, 4, 5]),
-    frame(protocol.Fail.TYPE, 0, ["unheard of", "no", None, None, None, None]),
+    frame(protocol.Fail.TYPE, 0, ["unknown code", "no", None, None, None, None]),
     frame(protocol.Fail.TYPE, 0, ["protocol", "go away", None, None, None, None]),
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
 ]
 
 
 @pytest.mark.parametrize("sent", BAD_FRAMES)
-def test_daemon_that_greets_with_nonsense(hostile: Hostile, sent: bytes, path: str) -> None:
+def test_an_invalid_welcome_is_refused(hostile: Hostile, sent: bytes, path: str) -> None:
     def answer(sock: socket.socket, message: protocol.Message) -> None:
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_RDWR)
@@ -491,7 +553,7 @@ def test_daemon_that_greets_with_nonsense(hostile: Hostile, sent: bytes, path: s
     assert isinstance(caught.value, (*REFUSED, FFServeError))
 
 
-def test_daemon_that_never_greets_or_takes_for_ever(hostile: Hostile, path: str) -> None:
+def test_the_handshake_has_a_time_limit(hostile: Hostile, path: str) -> None:
     def dribble(sock: socket.socket, message: protocol.Message) -> None:
         sock.sendall(struct.pack("<I", 1000))
         for _ in range(1000):
@@ -521,7 +583,7 @@ def test_daemon_that_never_greets_or_takes_for_ever(hostile: Hostile, path: str)
         {"capacity": 2**64 - 1},
     ],
 )
-def test_daemon_whose_memory_is_not_as_it_says(
+def test_a_welcome_with_false_sizes_is_refused(
     hostile: Hostile, about: dict[str, Any], path: str
 ) -> None:
     hostile.about.update(about)
@@ -529,7 +591,7 @@ def test_daemon_whose_memory_is_not_as_it_says(
         ffserve.open(path, server=hostile.socket)
 
 
-def test_daemon_that_hands_over_the_wrong_descriptors(hostile: Hostile, path: str) -> None:
+def test_a_welcome_with_wrong_descriptors_is_refused(hostile: Hostile, path: str) -> None:
     right = list(hostile.fds)
     reading, writing = os.pipe()
     unsealed, small = memory(ARENA_SIZE, sealed=False), memory(4096)
@@ -541,7 +603,7 @@ def test_daemon_that_hands_over_the_wrong_descriptors(hostile: Hostile, path: st
             ffserve.open(path, server=hostile.socket)
     for fd in (reading, writing, unsealed, small):
         os.close(fd)
-    # The hostile side's sockets are in this process as well, one a connection at most.
+    # The sockets of `Hostile` are in this process as well, at most one per connection.
     assert len(os.listdir("/proc/self/fd")) <= before - 4 + len(wrong)
 
 
@@ -549,7 +611,7 @@ def test_daemon_that_hands_over_the_wrong_descriptors(hostile: Hostile, path: st
     ("base", "count"),
     [(0, CAPACITY + 1), (CAPACITY, 1), (2**63, 1), (0, 2**63), (2**64 - 1, 2), (1, 2**64 - 1)],
 )
-def test_daemon_that_names_samples_outside_its_tables(
+def test_shards_outside_the_tables_are_refused(
     hostile: Hostile, path: str, base: int, count: int
 ) -> None:
     hostile.base, hostile.count = base, count
@@ -572,7 +634,9 @@ def test_daemon_that_names_samples_outside_its_tables(
         protocol.Fail(0, ["protocol", "bad", None, None, None, None]),
     ],
 )
-def test_daemon_that_opens_nonsense(hostile: Hostile, path: str, answer: protocol.Message) -> None:
+def test_an_invalid_reply_to_open_is_refused(
+    hostile: Hostile, path: str, answer: protocol.Message
+) -> None:
     def reply(sock: socket.socket, message: protocol.Message) -> None:
         sock.sendall(protocol.encode(answer))
         if isinstance(answer, protocol.Welcome):
@@ -603,7 +667,7 @@ def test_daemon_that_opens_nonsense(hostile: Hostile, path: str, answer: protoco
         lambda tag: None,
     ],
 )
-def test_daemon_that_answers_nonsense(
+def test_an_invalid_reply_to_get_or_lease_is_refused(
     hostile: Hostile, path: str, answer: Callable[[int], protocol.Message | None], lease: bool
 ) -> None:
     hostile.entries()["length_low"] = 10
@@ -628,7 +692,7 @@ def test_daemon_that_answers_nonsense(
                 reader.read(range(3))
 
 
-def test_daemon_that_says_ready_and_never_is(
+def test_samples_that_are_ready_but_never_readable(
     hostile: Hostile, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile.entries()["length_low"] = 10
@@ -677,7 +741,7 @@ def test_directory_that_points_outside_the_arena_is_refused(
             pass
 
 
-def test_auto_reads_by_itself_when_a_daemon_talks_nonsense(hostile: Hostile, path: str) -> None:
+def test_auto_reads_without_a_daemon_that_breaks_the_protocol(hostile: Hostile, path: str) -> None:
     hostile.about["arena_size"] = 2**63
     program = (
         "import os, sys, ffserve, logging; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
@@ -689,7 +753,7 @@ def test_auto_reads_by_itself_when_a_daemon_talks_nonsense(hostile: Hostile, pat
     assert done.stderr.count("reading without the daemon") == 1
 
 
-def test_daemon_that_sends_more_descriptors_than_it_should(hostile: Hostile, path: str) -> None:
+def test_surplus_descriptors_of_a_welcome_are_closed(hostile: Hostile, path: str) -> None:
     def flood(sock: socket.socket, message: protocol.Message) -> None:
         whole = protocol.encode(protocol.Welcome(hostile.about))
         for start in range(0, len(whole), 10):

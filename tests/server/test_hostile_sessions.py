@@ -1,5 +1,5 @@
-"""Clients that send well-formed messages in any order with any values, to a daemon that serves
-others meanwhile: it closes what breaks the rules, and nobody else notices."""
+"""Random sessions of well-formed messages, at a daemon that serves another client meanwhile: the
+daemon ends the sessions that break the protocol, and the other client is not affected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ffserve.errors import ProtocolError
 COUNT = 300
 TRUTH = [sample(i) for i in range(COUNT)]
 MESSAGES = 60
-"""In one session."""
+"""Messages in one session."""
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
     r"disconnected a client \(pid \d+\) that does not read",
@@ -28,7 +28,7 @@ EXPECT = (
 
 
 class Talker:
-    """Makes messages that mostly make sense, and sometimes none."""
+    """Makes random messages, most of them valid."""
 
     def __init__(self, chance: random.Random, path: str) -> None:
         self._chance = chance
@@ -53,7 +53,7 @@ class Talker:
         self._arrived = 0
 
     def message(self) -> protocol.Message:
-        """The next one."""
+        """Return the next message."""
         return self._chance.choice(self._kinds)()
 
     def _number(self, *usual: int) -> int:
@@ -136,7 +136,7 @@ class Talker:
 
 
 def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
-    """One session; whether the daemon ended it before it was over."""
+    """Run one session; return whether the daemon ended it before its last message."""
     talker = Talker(chance, path)
     payload = chance.choice((["shared", "inline"], ["shared"], ["inline"]))
     with Raw(daemon.socket, hello=False) as raw:
@@ -145,7 +145,7 @@ def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
         try:
             raw.open(path)
             while sent < MESSAGES:
-                with contextlib.suppress(ProtocolError):  # a number that no frame can hold
+                with contextlib.suppress(ProtocolError):  # a number that cannot be encoded
                     raw.send(talker.message())
                 sent += 1
                 if chance.random() < 0.3:
@@ -179,7 +179,7 @@ def run(tmp_path: Path, seed: int, sessions: int) -> None:
                 ended += talk(chance, daemon, path)
                 some = [chance.randrange(COUNT) for _ in range(20)]
                 assert [bytes(each) for each in reader.read(some)] == [TRUTH[i] for i in some]
-            until(lambda: daemon.fd_count() <= fds, "what the sessions had is closed")
+            until(lambda: daemon.fd_count() <= fds, "the descriptors of the sessions are closed")
             with reader.lease([0, 5]) as leased:
                 assert bytes(leased[1]) == TRUTH[5]
             until(lambda: daemon.status()["arena"]["leased"] == 0, "no lease is left")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, get, run_python, sample, serving, until, write
+from daemon import Daemon, Raw, client, get, run_python, sample, serving, until, write
 
 import ffserve
 from ffserve import protocol
@@ -45,19 +43,19 @@ def idle(daemon: Daemon, path: str, asked: range = FEW) -> Iterator[Raw]:
     with Raw(daemon.socket, payload=["inline"]) as raw:
         raw.send(get(1, raw.open(path).dataset, asked))
         least = len(asked) * SIZE if len(asked) <= len(FEW) else 1 << 20
-        until(lambda: unread_here(raw) >= least, "it is sent to")
+        until(lambda: unread_here(raw) >= least, "its socket is full of samples")
         yield raw
 
 
 def unread_here(raw: Raw) -> int:
-    """Bytes that lie ready for a client."""
+    """Return the bytes in the socket of a client."""
     return len(raw.socket.recv(4 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT))
 
 
 def await_end(raw: Raw) -> None:
-    """Wait until the daemon has shut its end."""
+    """Wait until the daemon has closed its end."""
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        until(lambda: raw.send(protocol.Status(9)), "the daemon has shut its end")
+        until(lambda: raw.send(protocol.Status(9)), "the daemon has closed its end")
 
 
 def fds_without_sessions(daemon: Daemon) -> int:
@@ -107,14 +105,14 @@ def test_unread_samples_stay_unchanged(path: str) -> None:
         assert daemon.status()["cache"]["blocked"] == 0
 
 
-@pytest.mark.parametrize("leaves", ["says goodbye", "is cut off"])
+@pytest.mark.parametrize("leaves", ["ends with BYE", "breaks the protocol"])
 def test_unread_samples_of_an_ended_session_stay_unchanged(path: str, leaves: str) -> None:
     expect = [r"closed a session \(pid \d+\): GET for data set 77, which is not open.*"]
     with serving(arena=ARENA, options=INLINE, expect=expect) as daemon:
         read_all(daemon, path, 1)
         fds = fds_without_sessions(daemon)
         with idle(daemon, path) as raw:
-            raw.send(protocol.Bye() if leaves == "says goodbye" else get(2, 77, [0]))
+            raw.send(protocol.Bye() if leaves == "ends with BYE" else get(2, 77, [0]))
             await_end(raw)
             read_all(daemon, path)
             samples, count = received(raw)
@@ -230,23 +228,14 @@ while True: r.read(range(60))
         read_all(daemon, path, 1)
         fds = fds_without_sessions(daemon)
         for _ in range(3):
-            process = subprocess.Popen(
-                [sys.executable, "-c", program, path, daemon.socket],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGSTOP)
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "they are gone")
+            with client(program, path, daemon.socket) as process:
+                process.send_signal(signal.SIGSTOP)
+        until(lambda: daemon.status()["shards"][0]["sessions"] == 0, "their sessions have ended")
         until(lambda: daemon.fd_count() <= fds, "their sockets are closed")
         read_all(daemon, path, 1)
 
 
-def test_reads_all_with_a_reader_of_ours(path: str) -> None:
+def test_a_reader_reads_everything(path: str) -> None:
     with serving(arena="160MiB", options=INLINE) as daemon, daemon.open(path) as reader:
         assert isinstance(reader, ffserve.Reader)
         order = np.random.default_rng(0).permutation(COUNT)

@@ -27,6 +27,52 @@ COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20
 
 
+class Reading:
+    """An arena with its tables and an engine that reads COUNT samples of one file."""
+
+    def __init__(self, kind: io.Kind) -> None:
+        self.arena = Arena(4 * MIB)
+        self.memory = SharedMemory("test-arena", self.arena.size)
+        self.directory = Directory(1 << 22)
+        self.table = ShardTable(self.directory)
+        self.cache = Cache(self.arena, self.directory, self.table, lambda *_: None)
+        self.engines = Engines(kind, 16, self.memory, self.arena, self.directory, self.table)
+        self.loop = asyncio.new_event_loop()
+        self.base = self.directory.reserve(COUNT)
+        self.run = slice(self.base, self.base + COUNT)
+
+    def add(
+        self, fd: int, checksum_kind: int, size: int, shard: ChunkedShard | None = None
+    ) -> None:
+        """Serve a file whose offsets, lengths and checksums are in the directory."""
+        engine, file = self.engines.add_file(0, fd, 1)
+        self.table.add(
+            self.base,
+            COUNT,
+            payload_size=size,
+            alignment=1,
+            checksum_kind=checksum_kind,
+            file=file,
+            engine=engine,
+            chunked=shard,
+        )
+        self.engines.attach(self.loop)
+
+    def submit(self, first: int, end: int) -> Load:
+        """Read the samples [first, end) of the file."""
+        load = self.cache.advance(
+            Fetch(np.arange(self.base + first, self.base + end)), COUNT, 1 << 30
+        )
+        assert load is not None
+        self.engines.submit(load)
+        return load
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engines.close()
+        self.loop.close()
+
+
 @pytest.mark.parametrize("kind", [kind for kind in io.probe() if kind != "aio"])
 def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None:
     """The file is /proc/self/mem with a part missing, whose read is an I/O error. (Linux AIO cannot
@@ -40,48 +86,29 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     lost = GOOD_PAGES * mmap.PAGESIZE
     os.ftruncate(held, lost)
 
-    arena = Arena(4 * MIB)
-    memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
-    table = ShardTable(directory)
-    cache = Cache(arena, directory, table, lambda *_: None)
-    loop = asyncio.new_event_loop()
+    reading = Reading(kind)
     ended: list[dict[int, Failure]] = []
 
     def loaded(load: Load, failures: dict[int, Failure], now: float) -> None:
         ended.append(failures)
-        loop.stop()
+        reading.loop.stop()
 
-    engines = Engines(kind, 16, memory, arena, directory, table)
-    engines.loaded = loaded
+    reading.engines.loaded = loaded
+    base, directory = reading.base, reading.directory
     fd = os.open("/proc/self/mem", os.O_RDONLY)
-    engine, file = engines.add_file(0, fd, 1)
-    base = directory.reserve(COUNT)
     places = range(0, COUNT * SIZE, SIZE)
-    directory.offsets[base : base + COUNT] = [start + at for at in places]
+    directory.offsets[reading.run] = [start + at for at in places]
     directory.set_lengths(base, np.full(COUNT, SIZE, np.uint64))
-    directory.checksums[base : base + COUNT] = [
-        zlib.crc32(content[at : at + SIZE]) for at in places
-    ]
-    table.add(
-        base,
-        COUNT,
-        payload_size=COUNT * SIZE,
-        alignment=1,
-        checksum_kind=1,
-        file=file,
-        engine=engine,
-    )
-    engines.attach(loop)
-    fetch = Fetch(np.arange(base, base + COUNT))
-    load = cache.advance(fetch, COUNT, 1 << 30)
-    assert load is not None and len(load.slots) == COUNT
-    engines.submit(load)
-    loop.run_forever()
+    directory.checksums[reading.run] = [zlib.crc32(content[at : at + SIZE]) for at in places]
+    reading.add(fd, 1, COUNT * SIZE)
+    assert len(reading.submit(0, COUNT).slots) == COUNT
+    reading.loop.run_forever()
 
     bad = {base + k for k, at in enumerate(places) if at + SIZE > lost}
     assert [set(failures) for failures in ended] == [bad]
     assert all(-200 < failure.status < 0 for failure in ended[0].values())
-    view = View(memory.address, arena.size, [(directory.entries_memory.address, 0, COUNT)])
+    entries = directory.entries_memory.address
+    view = View(reading.memory.address, reading.arena.size, [(entries, 0, COUNT)])
     offsets, missing, _ = view.locate(np.arange(COUNT))
     assert {base + k for k in missing.tolist()} == bad
     buffer = np.zeros(int(offsets[-1]), np.uint8)
@@ -90,8 +117,7 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     assert left is not None and not len(left)
     for k in good.tolist():
         assert buffer[k * SIZE : (k + 1) * SIZE].tobytes() == content[k * SIZE : (k + 1) * SIZE]
-    engines.close()
-    loop.close()
+    reading.close()
     os.close(fd)
     os.close(held)
 
@@ -106,48 +132,26 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     fd = os.open(path, os.O_RDONLY)
     shard = open_shard(fd, path)
     assert isinstance(shard, ChunkedShard) and len(shard.chunks) > 2
-    arena = Arena(4 * MIB)
-    memory, directory = SharedMemory("test-arena", arena.size), Directory(1 << 22)
-    table = ShardTable(directory)
-    cache = Cache(arena, directory, table, lambda *_: None)
     before = descriptors("[eventfd]")
-    reading = Engines("uring", 16, memory, arena, directory, table)
-    reading.loaded = lambda *_: None
+    reading = Reading("uring")
     own = descriptors("[eventfd]") - before
-    engine, file = reading.add_file(0, fd, 1)
-    base = directory.reserve(COUNT)
-    lengths = np.empty(COUNT, np.uint64)
-    run = slice(base, base + COUNT)
-    shard.load(directory.offsets[run], lengths, directory.checksums[run])
-    directory.set_lengths(base, lengths)
-    size = int(shard.chunks.sizes.sum())
-    table.add(
-        base,
-        COUNT,
-        payload_size=size,
-        alignment=1,
-        checksum_kind=0,
-        file=file,
-        engine=engine,
-        chunked=shard,
-    )
-    loop = asyncio.new_event_loop()
+    reading.engines.loaded = lambda *_: None
+    directory, lengths = reading.directory, np.empty(COUNT, np.uint64)
+    shard.load(directory.offsets[reading.run], lengths, directory.checksums[reading.run])
+    directory.set_lengths(reading.base, lengths)
     broke: list[None] = []
-    reading.on_broken = lambda: (broke.append(None), loop.stop())
-    reading.attach(loop)
-    [wakes] = own - {reading._engines[0].fileno()}
+    reading.engines.on_broken = lambda: (broke.append(None), reading.loop.stop())
+    reading.add(fd, 0, int(shard.chunks.sizes.sum()), shard)
+    [wakes] = own - {reading.engines._engines[0].fileno()}
     # Writing to it fails from now on. Only closed, its number could be given to another file.
     unwritable = os.open(os.devnull, os.O_RDONLY)
     os.dup2(unwritable, wakes)
     os.close(unwritable)
-    for half in (range(COUNT // 2), range(COUNT // 2, COUNT)):
+    for first in (0, COUNT // 2):
         broke.clear()
-        load = cache.advance(Fetch(base + np.array(half)), COUNT, 1 << 30)
-        assert load is not None
-        reading.submit(load)
+        reading.submit(first, first + COUNT // 2)
         if not broke:
-            loop.run_forever()
-        assert broke and reading.broken
+            reading.loop.run_forever()
+        assert broke and reading.engines.broken
     reading.close()
-    loop.close()
     os.close(fd)

@@ -1,4 +1,4 @@
-"""A data set of ten thousand files: more than a ring's table of files holds."""
+"""A data set of ten thousand files: more than an io_uring's table of files holds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def check(reader: ffserve.Reader) -> None:
 
 
 @pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < ROOM, reason="descriptors are short here"
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < ROOM,
+    reason="too few open files are allowed",
 )
 @pytest.mark.parametrize("way", ["daemon", "off"])
 def test_ten_thousand_shards(way: str, shards: Path) -> None:
@@ -66,7 +67,7 @@ def test_ten_thousand_shards(way: str, shards: Path) -> None:
         with ffserve.open(shards, server=daemon.socket) as reader:
             check(reader)
         read = status(daemon.socket)["cache"]["blocks_read"]
-        # The second job finds the shards open, and with them what is in memory.
+        # The second job finds the shards open and their samples in memory.
         with ffserve.open(shards, server=daemon.socket) as reader:
             check(reader)
         assert status(daemon.socket)["cache"]["blocks_read"] == read
@@ -76,7 +77,7 @@ FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))"
 
 
 def test_more_shards_than_the_daemon_may_open(shards: Path) -> None:
-    """The error says what is short and what to do, and the daemon goes on for others."""
+    """The error names the limit and a remedy, and the daemon serves smaller data sets."""
     with serving(arena="64MiB", patch=FEW) as daemon:
         with pytest.raises(ReadError, match=r"may have 375 files open.*10000 more.*ulimit -n"):
             ffserve.open(shards, server=daemon.socket)

@@ -1,4 +1,4 @@
-"""The policy in a real daemon: reading ahead, jobs that compete, lie, stop or die."""
+"""The policy in a real daemon: prefetch; jobs that compete, depart, stop or are killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 20
 
 
 def content(index: int) -> bytes:
-    """A test file's sample."""
+    """Return a sample of the test files."""
     return sample(index, (SIZE,))
 
 
@@ -35,7 +35,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A daemon that has room for about a quarter of a file; jobs that a test leaves end with it."""
+    """A daemon whose arena holds a quarter of a file; kills the jobs that a test leaves behind."""
     with serving(arena="6MiB") as running:
         yield running
         for job in Job.started:
@@ -44,23 +44,23 @@ def daemon() -> Iterator[Daemon]:
 
 
 def order(seed: int, epoch: int) -> Any:
-    """A random order of all samples."""
+    """Return a random order of all samples."""
     return np.random.default_rng([seed, epoch]).permutation(COUNT)
 
 
 def read_slowly(reader: ffserve.Reader, epoch: int, numbers: Any) -> None:
-    """Read as a job does that computes for longer than the disk takes; check every byte."""
+    """Read like a job that computes for longer than the disk reads; check every byte."""
     source: Any = reader._selector.current()
     for start in range(0, len(numbers), BATCH):
         part = numbers[start : start + BATCH]
-        until(lambda part=part: not len(source.view.locate(part)[1]), "the batch is read ahead")
+        until(lambda part=part: not len(source.view.locate(part)[1]), "the batch is prefetched")
         assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
         reader.reached(epoch, start + len(part))
 
 
 def progress_of(daemon: Daemon, job: str | None = None) -> dict[str, Any]:
-    """The progress of a job, or the only one."""
-    (progress,) = [w for w in daemon.status()["progress"] if job in (None, w["job"])]
+    """Return the progress of a job, or the only one."""
+    (progress,) = [each for each in daemon.status()["progress"] if job in (None, each["job"])]
     return dict(progress)
 
 
@@ -69,11 +69,11 @@ def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: 
         reader.announce(order(1, 0), 0)
         for epoch in range(3):
             reader.announce(order(1, epoch + 1), epoch + 1)
-            # The first batch waits for nobody: reading ahead begins with the announcement.
+            # Prefetching begins with the announcement, before the first request.
             read_slowly(reader, epoch, order(1, epoch))
         assert reader.stats()["misses"] == 0
         facts = daemon.status()
-        # A quarter fits; the rest was read once an epoch, and little more.
+        # A quarter fits; the rest was read once per epoch, and little more.
         kept = facts["arena"]["size"] / (COUNT * 20_480)
         epochs = facts["cache"]["blocks_read"] / COUNT
         assert 1 + 2 * (1 - kept) - 0.1 <= epochs <= 3 * 1.05
@@ -90,7 +90,7 @@ def test_two_announced_jobs_read_little_more_than_one(daemon: Daemon, paths: lis
         job.go_on()
     for job in jobs:
         assert job.end() == 4 * COUNT
-    # The same order at the same time: what one reads the other finds.
+    # Both read the same order at the same time, so each finds what the other has read.
     assert daemon.cache()["blocks_read"] < 1.6 * 4 * COUNT
 
 
@@ -98,19 +98,19 @@ PROGRAM = """
 import sys
 import numpy as np
 import ffserve
-path, socket, seed, epochs, truth = sys.argv[1:]
+path, socket, seed, epochs, kind = sys.argv[1:]
 right = 0
 with ffserve.open(path, server=socket) as reader:
     count = len(reader)
     draw = lambda epoch: np.random.default_rng([int(seed), epoch]).permutation(count)
-    if truth != "silent":
+    if kind != "silent":
         reader.announce(draw(0), 0)
     print("ready", flush=True)
     sys.stdin.readline()
     for epoch in range(int(epochs)):
-        if truth != "silent":
+        if kind != "silent":
             reader.announce(draw(epoch + 1), epoch + 1)
-        numbers = draw(epoch if truth != "lie" else epoch + 1000)
+        numbers = draw(epoch)
         for start in range(0, count, 20):
             right += len(reader.read(numbers[start : start + 20]))
         print(epoch, reader.stats()["hits"], flush=True)
@@ -119,7 +119,7 @@ with ffserve.open(path, server=socket) as reader:
 
 
 class Job:
-    """A training process of its own."""
+    """A training run in a process of its own, `announced` or `silent`."""
 
     started: ClassVar[list[Job]] = []
 
@@ -130,7 +130,7 @@ class Job:
         *,
         seed: int,
         epochs: int,
-        kind: str = "truth",
+        kind: str = "announced",
         go: bool = True,
     ) -> None:
         command = [sys.executable, "-c", PROGRAM, path, daemon.socket, str(seed), str(epochs), kind]
@@ -151,18 +151,18 @@ class Job:
         self.process.stdin.close()
 
     def epoch(self) -> int:
-        """Wait for an epoch's end; return all hits so far."""
+        """Wait for the end of an epoch; return all hits so far."""
         return int(self.output.readline().split()[1])
 
     def end(self) -> int:
-        """Wait for its end; return how many samples it read."""
+        """Wait for its end; return the number of samples that it read."""
         lines = self.output.read().splitlines()
         assert self.process.wait() == 0
         self.output.close()
         return int(lines[-1].split()[1])
 
     def kill(self) -> None:
-        """Without a word."""
+        """Kill it."""
         self.process.kill()
         self.process.wait()
         self.output.close()
@@ -173,7 +173,7 @@ def test_two_data_sets_compete_and_neither_starves(daemon: Daemon, paths: list[s
     before = first.epoch()
     assert first.epoch() > before
     second = Job(daemon, paths[1], seed=2, epochs=10_000, kind="silent")
-    # The sooner the first is read beside it, the later it has its share: epochs count, not time.
+    # How soon it gets its share depends on the pace of the first: count epochs, not time.
     hits = [second.epoch() for _ in range(4)]
     while min(np.diff(hits[-4:])) <= 0.04 * COUNT:
         assert len(hits) < 100, f"the second job's data set gets nothing: {np.diff(hits)}"
@@ -184,9 +184,9 @@ def test_two_data_sets_compete_and_neither_starves(daemon: Daemon, paths: list[s
     first.kill()
 
 
-def test_a_lying_job_gets_its_samples_and_is_known(daemon: Daemon, paths: list[str]) -> None:
+def test_a_job_that_departs_from_its_order_is_served(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
-        # It announced a few hundred at one end of the file, and reads at the other.
+        # It announces one half of the file and reads the other.
         reader.announce(range(COUNT // 2))
         numbers = COUNT // 2 + np.random.default_rng(0).permutation(COUNT // 2)
         for start in range(0, len(numbers), BATCH):
@@ -199,7 +199,7 @@ def test_a_lying_job_gets_its_samples_and_is_known(daemon: Daemon, paths: list[s
         assert progress_of(daemon)["kind"] == "announced"
 
 
-def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[str]) -> None:
+def test_an_abandoned_epoch_does_not_block_others(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
         for epoch in range(6):
             reader.announce(order(3, epoch), epoch)
@@ -209,15 +209,15 @@ def test_an_epoch_that_is_abandoned_holds_nobody_up(daemon: Daemon, paths: list[
         progress = progress_of(daemon)
         assert progress["announced"] == [5, 6] and progress["order_size"] <= 2 * 5 * COUNT
         with daemon.open(paths[1]) as other:
-            # All of the arena can be had: nothing is pinned for what was abandoned.
+            # The whole arena is available: nothing is pinned for the abandoned epochs.
             everything = other.read(range(COUNT))
             assert [s.tobytes() for s in everything] == [content(i) for i in range(COUNT)]
 
 
-def test_a_sampler_that_is_changed_holds_nobody_up(daemon: Daemon, paths: list[str]) -> None:
+def test_an_order_changed_in_mid_epoch_blocks_nothing(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
         for seed in (6, 7):
-            # In mid-epoch another order takes the place of the first, for this epoch and the next.
+            # In mid-epoch another order replaces the first, for this epoch and the next.
             for epoch in (0, 1):
                 reader.announce(order(seed, epoch), epoch)
             assert progress_of(daemon)["order_size"] == 2 * 5 * COUNT
@@ -227,7 +227,7 @@ def test_a_sampler_that_is_changed_holds_nobody_up(daemon: Daemon, paths: list[s
         assert daemon.status()["cache"]["blocked"] == 0
 
 
-def test_a_rank_that_is_replaced_takes_up_its_order(daemon: Daemon, paths: list[str]) -> None:
+def test_a_restarted_rank_announces_its_order_again(daemon: Daemon, paths: list[str]) -> None:
     other = Job(daemon, paths[0], seed=8, epochs=10_000)
     rank = Job(daemon, paths[0], seed=9, epochs=10_000)
     rank.epoch()
@@ -238,10 +238,12 @@ def test_a_rank_that_is_replaced_takes_up_its_order(daemon: Daemon, paths: list[
     other.epoch()
     assert daemon.status()["cache"]["blocked"] == 0
     other.kill()
-    until(lambda: not daemon.status()["progress"], "nothing stays behind")
+    until(lambda: not daemon.status()["progress"], "all orders are freed")
 
 
-def test_an_announcing_process_that_is_killed_leaves_room(daemon: Daemon, paths: list[str]) -> None:
+def test_the_memory_of_a_killed_announcing_process_is_freed(
+    daemon: Daemon, paths: list[str]
+) -> None:
     job = Job(daemon, paths[0], seed=4, epochs=1000)
     job.epoch()
     job.kill()
@@ -251,7 +253,7 @@ def test_an_announcing_process_that_is_killed_leaves_room(daemon: Daemon, paths:
     assert daemon.status()["cache"]["blocked"] == 0
 
 
-def test_a_worker_that_is_killed_takes_no_order_with_it(daemon: Daemon, paths: list[str]) -> None:
+def test_an_order_outlives_a_killed_worker(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
         reader.announce(order(5, 0), 0)
         child = os.fork()
@@ -259,7 +261,10 @@ def test_a_worker_that_is_killed_takes_no_order_with_it(daemon: Daemon, paths: l
             for start in range(0, COUNT, BATCH):
                 reader.read(order(5, 0)[start : start + BATCH])
             signal.pause()
-        until(lambda: progress_of(daemon)["position"] > 0, "the worker's requests tell where it is")
+        until(
+            lambda: progress_of(daemon)["position"] > 0,
+            "the worker's requests advance it",
+        )
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert progress_of(daemon)["kind"] == "announced"
@@ -267,7 +272,7 @@ def test_a_worker_that_is_killed_takes_no_order_with_it(daemon: Daemon, paths: l
         assert [s.tobytes() for s in reader.read(part)] == [content(i) for i in part]
 
 
-def test_what_a_silent_job_found_in_memory_counts_as_seen(daemon: Daemon, paths: list[str]) -> None:
+def test_hits_of_a_silent_job_count_as_seen(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
         reader.read(range(100))
         reader.read(range(100))

@@ -51,24 +51,24 @@ def daemon() -> Iterator[Daemon]:
 
 
 def resize(daemon: Daemon, size: str, *options: str, code: int = 0) -> str:
-    """Run the command; return what it says."""
+    """Run the command; return its output."""
     done = CliRunner().invoke(cli, ["resize", size, "--socket", daemon.socket, *options])
     assert done.exit_code == code, done.output
     return done.output
 
 
 def memory_size(daemon: Daemon) -> int:
-    """Bytes of memory that the arena's file has."""
+    """Return the bytes of memory that the file of the arena takes."""
     folder = Path(f"/proc/{daemon.pid}/fd")
     for entry in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a client's, which has gone
+        with contextlib.suppress(FileNotFoundError):  # of a client that has ended
             if "ffserve-arena" in os.readlink(entry):
                 return entry.stat().st_blocks * 512
     raise AssertionError("the daemon has no arena")
 
 
 class Load:
-    """A thread that reads random batches for as long as it is told, and checks every byte."""
+    """A thread that reads random batches until the end of the block, and checks every byte."""
 
     def __init__(self, daemon: Daemon, path: str, truth: list[bytes], seed: int) -> None:
         self.batches = 0
@@ -101,16 +101,16 @@ class Load:
 
 def test_grows_under_load(daemon: Daemon, path: str, truth: list[bytes]) -> None:
     with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
-        until(lambda: load.batches > 3, "reading goes on")
+        until(lambda: load.batches > 3, "reading continues")
         assert resize(daemon, "96MiB") == "the arena has 96.0 MiB\n"
-        until(lambda: load.batches > 10, "reading goes on")
+        until(lambda: load.batches > 10, "reading continues")
     arena = daemon.status()["arena"]
     assert arena["size"] == arena["target"] == arena["populated"] == 96 * MIB
     with daemon.open(path) as reader:
         reader.read(range(COUNT))
         before = daemon.cache()["blocks_read"]
         assert [bytes(found) for found in reader.read(range(COUNT))] == truth
-        assert daemon.cache()["blocks_read"] == before, "all of it has room now"
+        assert daemon.cache()["blocks_read"] == before, "everything fits now"
     assert memory_size(daemon) >= 96 * MIB
 
 
@@ -119,17 +119,17 @@ def test_shrinks_under_load_and_gives_its_memory_back(path: str, truth: list[byt
         until(lambda: daemon.status()["arena"]["populated"] == 96 * MIB, "all memory is taken")
         assert memory_size(daemon) >= 96 * MIB
         with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
-            until(lambda: load.batches > 3, "reading goes on")
+            until(lambda: load.batches > 3, "reading continues")
             assert resize(daemon, "8MiB") == "the arena has 8.00 MiB\n"
             assert memory_size(daemon) <= 8 * MIB
             done = load.batches
-            until(lambda: load.batches > done + 3, "reading goes on")
+            until(lambda: load.batches > done + 3, "reading continues")
         assert memory_size(daemon) <= 8 * MIB
         arena = daemon.status()["arena"]
         assert arena["size"] == arena["target"] == arena["populated"] == 8 * MIB >= arena["used"]
 
 
-def test_changes_size_again_and_again_under_load(path: str, truth: list[bytes]) -> None:
+def test_changes_size_many_times_under_load(path: str, truth: list[bytes]) -> None:
     with (
         serving(arena="32MiB", options=("--max-arena", "128MiB")) as daemon,
         Load(daemon, path, truth, 1) as load,
@@ -138,22 +138,25 @@ def test_changes_size_again_and_again_under_load(path: str, truth: list[bytes]) 
             resize(daemon, f"{size}MiB", *(["--no-wait"] if size % 3 else []))
         assert resize(daemon, "32MiB") == "the arena has 32.0 MiB\n"
         done = load.batches
-        until(lambda: load.batches > done + 3, "reading goes on")
+        until(lambda: load.batches > done + 3, "reading continues")
         assert memory_size(daemon) <= 32 * MIB
 
 
-def test_leases_are_waited_for(path: str, truth: list[bytes]) -> None:
+def test_shrinking_waits_for_leases(path: str, truth: list[bytes]) -> None:
     with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
         with reader.lease(range(0, COUNT, 10)) as views:
             said = resize(daemon, "8MiB", "--no-wait")
             assert said == "resizing the arena from 96.0 MiB to 8.00 MiB\n"
-            until(lambda: daemon.status()["arena"]["used"] < 90 * MIB, "what is free is emptied")
+            until(
+                lambda: daemon.status()["arena"]["used"] < 90 * MIB,
+                "other slabs are emptied",
+            )
             arena = daemon.status()["arena"]
             assert arena["resizing"] and arena["held"] and arena["leased"] >= COUNT // 10 * SIZE
             assert arena["size"] == 96 * MIB and arena["target"] == 8 * MIB
-            assert [bytes(v) for v in views] == truth[::10], "what is leased stays"
-            # Others go on in what is left, and a change of mind ends the waiting.
+            assert [bytes(v) for v in views] == truth[::10], "leased samples stay"
+            # Reads continue in the rest, and another resize ends the waiting.
             assert [bytes(found) for found in reader.read(range(50))] == truth[:50]
             assert resize(daemon, "96MiB") == "the arena has 96.0 MiB\n"
             resize(daemon, "8MiB", "--no-wait")
@@ -163,7 +166,22 @@ def test_leases_are_waited_for(path: str, truth: list[bytes]) -> None:
         assert [bytes(found) for found in reader.read(range(COUNT))] == truth
 
 
-def test_a_client_that_is_killed_holds_nothing_up(path: str) -> None:
+def test_leases_in_the_part_that_was_added_are_counted(
+    daemon: Daemon, path: str, truth: list[bytes]
+) -> None:
+    with daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        resize(daemon, "96MiB")
+        for _ in range(2):
+            # Two thirds of the slabs, which are more than the arena had at the start.
+            with reader.lease(range(COUNT - 100)) as views:
+                assert [bytes(view) for view in views] == truth[:-100]
+                leased = daemon.status()["arena"]["leased"]
+                assert 40 * MIB < leased <= 48 * MIB
+            until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
+
+
+def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
     with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
         holder = subprocess.Popen(
@@ -175,8 +193,11 @@ def test_a_client_that_is_killed_holds_nothing_up(path: str) -> None:
             assert holder.stdout is not None and holder.stdin is not None
             assert holder.stdout.readline() == b"held\n"
             resize(daemon, "4MiB", "--no-wait")
-            until(lambda: daemon.status()["arena"]["used"] < 8 * MIB, "what is free is emptied")
-            assert daemon.status()["arena"]["held"], "the last samples lie high"
+            until(
+                lambda: daemon.status()["arena"]["used"] < 8 * MIB,
+                "other slabs are emptied",
+            )
+            assert daemon.status()["arena"]["held"], "the last samples are near the end"
             holder.send_signal(signal.SIGKILL)
             until(lambda: not daemon.status()["arena"]["resizing"], "the arena is small")
             assert memory_size(daemon) <= 4 * MIB
@@ -193,12 +214,12 @@ def test_a_client_that_is_killed_holds_nothing_up(path: str) -> None:
         ("many", "invalid size 'many'"),
     ],
 )
-def test_sizes_that_cannot_be(daemon: Daemon, size: str, said: str) -> None:
+def test_invalid_sizes_are_refused(daemon: Daemon, size: str, said: str) -> None:
     assert said in resize(daemon, size, code=2)
     assert daemon.status()["arena"]["target"] == 16 * MIB
 
 
-def test_sizes_on_the_wire_that_are_none(daemon: Daemon) -> None:
+def test_invalid_sizes_in_a_message_are_refused(daemon: Daemon) -> None:
     with Raw(daemon.socket) as raw:
         for tag, size in enumerate((-1, 0, 1 << 63, (1 << 64) - 1), 1):
             raw.send(protocol.Resize(tag, size))
@@ -219,7 +240,7 @@ def test_more_than_is_free_is_refused() -> None:
         assert daemon.status()["arena"]["target"] == 16 * MIB
 
 
-def test_another_user_may_not() -> None:
+def test_another_user_may_not_resize() -> None:
     program = """
 import os
 from ffserve.config import ServerConfig
@@ -227,20 +248,20 @@ from ffserve.errors import AccessDenied
 from ffserve.server.access import Peer
 from ffserve.server.state import ServerState
 small, large = 16 << 20, 32 << 20
-node = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
+state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:
-    node.resize(large, Peer(1, os.geteuid() + 1, frozenset()))
+    state.resize(large, Peer(1, os.geteuid() + 1, frozenset()))
 except AccessDenied as error:
     print(error)
-assert node.arena.size == small
-node.resize(large, Peer(1, os.geteuid(), frozenset()))
-assert node.arena.size == large
-node.close()
+assert state.arena.size == small
+state.resize(large, Peer(1, os.geteuid(), frozenset()))
+assert state.arena.size == large
+state.close()
 """
     assert "may not resize the arena" in run_python(program).stdout
 
 
-def test_registered_buffers_follow() -> None:
+def test_registered_buffers_follow_the_size() -> None:
     if "registered" not in ffserve.engine.io.probe():
         pytest.skip("no registered buffers here")
     options = ("--max-arena", "256MiB", "--engine", "registered")
@@ -256,7 +277,7 @@ def test_registered_buffers_follow() -> None:
             until(registered, f"{size} MiB are registered")
 
 
-def test_memory_that_is_free(tmp_path: Path) -> None:
+def test_free_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   90 kB\n")
     (tmp_path / "cgroup").write_text("0::/a\n")
     group = tmp_path / "a"

@@ -1,4 +1,4 @@
-"""Jobs whose workers, whose neighbours and whose daemon are killed in mid-epoch."""
+"""Jobs whose workers, other jobs or daemon are killed in mid-epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def truth(path: str) -> list[tuple[int, str]]:
-    """What every job has to get: each sample once."""
+    """The samples that every job must get: each once, by index and MD5."""
     import hashlib
 
     return [(i, hashlib.md5(sample(i, SIZES)).hexdigest()) for i in range(COUNT)]
@@ -57,11 +57,11 @@ def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth) -
         daemon.start()
         for job in running:
             got, source, err = job.end()
-            assert sorted(got) == truth, "every sample exactly once, with its own bytes"
+            assert sorted(got) == truth, "every sample exactly once, with the right bytes"
             assert (source, err) == (f"daemon {daemon.socket}", "")
 
 
-def test_daemon_restarted_again_and_again(path: str, truth: Truth) -> None:
+def test_daemon_restarted_three_times(path: str, truth: Truth) -> None:
     with serving() as daemon, jobs(2, path, daemon.socket, pause=0.03) as running:
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
             daemon.end(number)
@@ -71,7 +71,7 @@ def test_daemon_restarted_again_and_again(path: str, truth: Truth) -> None:
             assert sorted(job.end()[0]) == truth
 
 
-def test_job_killed_in_mid_epoch_leaves_the_others_alone(path: str, truth: Truth) -> None:
+def test_a_killed_job_does_not_disturb_other_jobs(path: str, truth: Truth) -> None:
     with serving(arena="2MiB") as daemon, jobs(3, path, daemon.socket, pause=0.01) as running:
         running[0].kill()
         for job in running[1:]:
@@ -105,32 +105,38 @@ for k, line in enumerate(sys.stdin):
 
 
 @contextlib.contextmanager
-def conversation(*arguments: Any) -> Iterator[Any]:
-    """A client that reads when it is told to."""
+def piped(program: str, *arguments: Any) -> Iterator[Any]:
+    """Run a program with pipes to all its streams, and kill it at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", AUTO, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-    def read() -> str:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return process.stdout.readline()
-
     try:
-        assert process.stdout is not None
-        assert "daemon" in process.stdout.readline()
-        yield process, read
+        yield process
     finally:
         process.kill()
         process.communicate()
 
 
-def test_auto_goes_on_alone_says_so_once_and_comes_back(path: str) -> None:
+@contextlib.contextmanager
+def conversation(*arguments: Any) -> Iterator[Any]:
+    """Run a client that reads when it is asked to; yields its process and a function that asks."""
+    with piped(AUTO, *arguments) as process:
+
+        def read() -> str:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            line: str = process.stdout.readline()
+            return line
+
+        assert "daemon" in process.stdout.readline()
+        yield process, read
+
+
+def test_auto_reads_without_the_daemon_warns_once_and_returns(path: str) -> None:
     with serving() as daemon, conversation(path, daemon.socket, "auto", 0.2) as (process, read):
         assert read().startswith("1 daemon ")
         daemon.end(signal.SIGKILL)
@@ -138,14 +144,14 @@ def test_auto_goes_on_alone_says_so_once_and_comes_back(path: str) -> None:
         assert read().startswith("1 engine ")
         daemon.start()
         both = f"1 daemon {daemon.socket} daemon {daemon.socket}\n"
-        until(lambda: read() == both, "both have come back")
+        until(lambda: read() == both, "both readers use the daemon again")
         _, err = process.communicate()
         assert err.count("the daemon went away, reading without it") == 1, err
         assert len(err.splitlines()) == 1, err
 
 
 @pytest.mark.parametrize("how", ["require", "path"])
-def test_required_daemon_that_stays_away(path: str, how: str) -> None:
+def test_a_required_daemon_that_does_not_return(path: str, how: str) -> None:
     with serving() as daemon:
         server = "require" if how == "require" else daemon.socket
         with conversation(path, daemon.socket, server, 30) as (process, read):
@@ -180,7 +186,7 @@ def test_daemon_that_serves_other_roots_after_its_restart(tmp_path: Path) -> Non
         assert "outside its roots" in err
 
 
-def test_hits_go_on_while_the_daemon_is_dead(path: str) -> None:
+def test_hits_continue_while_no_daemon_runs(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         expected = reader.read_batch(range(100)).buffer.tobytes()
         with reader.lease(range(10)) as views:
@@ -191,7 +197,7 @@ def test_hits_go_on_while_the_daemon_is_dead(path: str) -> None:
         assert reader[1000].tobytes() == sample(1000, SIZES)
 
 
-def test_iteration_goes_on_across_a_restart(path: str) -> None:
+def test_iteration_continues_across_a_restart(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         got = []
         for k, batch in enumerate(reader.batches(count=100)):
@@ -203,7 +209,7 @@ def test_iteration_goes_on_across_a_restart(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # unclosed socket
-def test_readers_that_nobody_closes_keep_no_descriptors_of_daemons_that_are_gone(path: str) -> None:
+def test_unclosed_readers_keep_no_descriptors_of_ended_daemons(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         counts = []
         for _ in range(3):
@@ -232,26 +238,15 @@ print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=T
 """
 
 
-def test_daemon_that_is_stopped_counts_as_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_daemon_counts_as_lost(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        client = subprocess.Popen(
-            [sys.executable, "-c", STOPPED, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert client.stdout is not None
+        with piped(STOPPED, path) as client:
             assert client.stdout.readline().startswith("daemon ")
-            os.kill(daemon.pid, signal.SIGSTOP)
-            out, err = client.communicate("go\n", timeout=DEADLINE_S)
+            with stopped(daemon.pid):
+                out, err = client.communicate("go\n", timeout=DEADLINE_S)
             assert out == f"daemon {daemon.socket} 1000 engine {out.split()[-1]}\n", (out, err)
             assert "reading without it" in err
-        finally:
-            client.kill()
-            os.kill(daemon.pid, signal.SIGCONT)
 
 
 BUSY = """
@@ -267,22 +262,16 @@ print(len(reader.read([0])), reader.source, "unserved" in reader.stats(), flush=
 """
 
 
-def test_a_daemon_that_greets_late_was_left_without_a_word_for_ever(
+def test_a_daemon_with_a_late_welcome_was_left_for_ever_without_a_warning(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        with stopped(daemon.pid):
-            reading = subprocess.Popen(
-                [sys.executable, "-c", BUSY, path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            assert reading.stdout is not None
-            assert re.fullmatch(r"engine \w+ True\n", reading.stdout.readline())
-        out, err = reading.communicate("go\n", timeout=DEADLINE_S)
+        with contextlib.ExitStack() as stack:
+            with stopped(daemon.pid):
+                reading = stack.enter_context(piped(BUSY, path))
+                assert re.fullmatch(r"engine \w+ True\n", reading.stdout.readline())
+            out, err = reading.communicate("go\n", timeout=DEADLINE_S)
         assert out == f"1 daemon {daemon.socket} False\n"
         [line] = err.splitlines()
         assert line.startswith(
@@ -291,7 +280,7 @@ def test_a_daemon_that_greets_late_was_left_without_a_word_for_ever(
         assert "server='require'" in line
 
 
-def test_no_daemon_at_all(path: str, tmp_path: Path) -> None:
+def test_no_daemon(path: str, tmp_path: Path) -> None:
     program = (
         "import os, sys, ffserve; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
         "from ffserve.errors import ServerUnavailable\n"
@@ -306,7 +295,7 @@ def test_no_daemon_at_all(path: str, tmp_path: Path) -> None:
     assert all("ffserve serve" in line and str(tmp_path / "none") in line for line in lines[1:])
 
 
-def test_daemon_object_knows_its_own_death() -> None:
+def test_sigint_ends_a_daemon_with_status_0() -> None:
     daemon = Daemon()
     try:
         daemon.start()

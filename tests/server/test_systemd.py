@@ -1,4 +1,4 @@
-"""The units are what systemd takes without a word, and say what the daemon relies on."""
+"""The systemd units: valid, and consistent with each other and with the daemon."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ UNITS = Path(__file__).parents[2] / "systemd"
 
 
 def read_unit(name: str) -> dict[str, dict[str, str]]:
-    # Not strict: a key may stand twice, as SystemCallFilter does. The last one is returned.
+    # Not strict: a key may occur twice, as SystemCallFilter does. The last one is returned.
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(UNITS / name)
     return {section: dict(parser[section]) for section in parser.sections()}
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
-def test_systemd_finds_nothing_to_say(tmp_path: Path) -> None:
-    # Unknown keys cost a line on standard error and no exit code. The program of the unit is not
-    # installed where tests run, so this interpreter stands in for it.
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_reports_no_problem(tmp_path: Path) -> None:
+    # Unknown keys are reported on standard error only. The program of the unit is not installed
+    # where tests run, so it is replaced by this interpreter.
     for name in ("ffserve.service", "ffserve.socket"):
         text = (UNITS / name).read_text()
         (tmp_path / name).write_text(text.replace("/opt/ffserve/bin/ffserve", sys.executable))
@@ -54,14 +54,14 @@ def test_service_and_socket_belong_together() -> None:
     assert service["Service"]["KillSignal"] == "SIGTERM"
 
 
-def test_the_user_has_a_name_of_its_own() -> None:
-    # With a group of that name and no user, systemd gives up: 217/USER.
+def test_the_user_and_the_group_have_different_names() -> None:
+    # If a group of that name exists, but no user, systemd fails with 217/USER.
     service, socket = read_unit("ffserve.service"), read_unit("ffserve.socket")
     assert service["Service"]["DynamicUser"] == "yes"
     assert service["Service"]["User"] not in ("ffserve", socket["Socket"]["SocketGroup"])
 
 
-def test_stopping_takes_longer_than_draining() -> None:
+def test_the_stop_timeout_exceeds_the_drain_timeout() -> None:
     from ffserve.config import ServerConfig
 
     timeout_s = int(read_unit("ffserve.service")["Service"]["TimeoutStopSec"])

@@ -1,4 +1,4 @@
-"""Frames and messages: whole or byte by byte, right or broken; and the document about them."""
+"""Frames and messages: complete, in pieces, and invalid; docs/PROTOCOL.md matches the code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 def messages_of(cls: type[Any]) -> st.SearchStrategy[Message]:
     values = {f.name: VALUES[str(f.type)] for f in fields(cls)}
     if cls is protocol.Payload:
-        values["size"] = st.just(0)  # What follows a larger one is no frame.
+        values["size"] = st.just(0)  # The bytes behind a larger one are no frame.
     return st.builds(cls, **values)
 
 
@@ -60,7 +60,7 @@ def frame(body: object) -> bytes:
     return struct.pack("<I", len(packed)) + packed
 
 
-# ---- what is right -----------------------------------------------------------------------------
+# ---- valid streams -----------------------------------------------------------------------------
 
 
 @given(message=messages)
@@ -137,7 +137,7 @@ def test_an_unknown_code_is_a_plain_error() -> None:
     message=messages,
     cuts=st.lists(st.integers(0, 2000), max_size=8),
 )
-def test_payload_is_no_frame_wherever_it_is_cut(
+def test_payload_is_not_decoded_wherever_it_is_cut(
     payload: bytes, message: Message, cuts: list[int]
 ) -> None:
     stream = encode(protocol.Payload(7, len(payload))) + payload + encode(message)
@@ -153,10 +153,10 @@ def test_payload_is_no_frame_wherever_it_is_cut(
     assert taken == payload
 
 
-# ---- what is wrong -----------------------------------------------------------------------------
+# ---- invalid frames ----------------------------------------------------------------------------
 
 WRONG: dict[str, bytes] = {
-    "no array": frame({"type": 1}),
+    "not an array": frame({"type": 1}),
     "empty array": frame([]),
     "type is text": frame(["1", {}]),
     "type is a boolean": frame([True, {}]),
@@ -173,15 +173,15 @@ WRONG: dict[str, bytes] = {
     "text for bytes": frame([8, "1234"]),
     "list for bytes": frame([8, [1, 2]]),
     "list for a map": frame([1, []]),
-    "keys that are no text": frame([1, {1: 2}]),
+    "keys that are not text": frame([1, {1: 2}]),
     "empty body": b"\0\0\0\0",
     "two bodies in one": struct.pack("<I", 4) + b"\x91\x0e\x91\x0e",
-    "body cut short": struct.pack("<I", 1) + b"\x91",
+    "truncated body": struct.pack("<I", 1) + b"\x91",
     "reserved byte": struct.pack("<I", 1) + b"\xc1",
     "extension": frame([1, {"a": msgpack.ExtType(5, b"x")}]),
     "broken timestamp": frame([1, {"a": msgpack.ExtType(5, b"")}]).replace(b"\x05", b"\xff"),
-    "array that promises 4 G": struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
-    "map that promises 4 G": struct.pack("<I", 7) + b"\x92\x01\xdf\xff\xff\xff\xff",
+    "array of 4 G elements in 5 bytes": struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
+    "map of 4 G pairs in 7 bytes": struct.pack("<I", 7) + b"\x92\x01\xdf\xff\xff\xff\xff",
     "deeply nested": struct.pack("<I", 100_000) + b"\x91" * 100_000,
     "oversize": struct.pack("<I", protocol.MAX_FRAME_SIZE + 1),
     "length of all ones": b"\xff\xff\xff\xff",
@@ -245,14 +245,14 @@ def mutate_and_decode(message: Message, data: st.DataObject) -> None:
 
 
 @given(stream=st.binary(max_size=60))
-def test_noise_raises_nothing_but_protocol_errors(stream: bytes) -> None:
+def test_random_bytes_raise_nothing_but_protocol_errors(stream: bytes) -> None:
     for body in (stream, struct.pack("<I", len(stream)) + stream):
         with suppress(ProtocolError):
             decode(body)
 
 
 @pytest.mark.parametrize("element", (b"\x90", b"\x80", b"\xd4\x05x", b"\x91\x80"))
-def test_a_frame_of_empty_things_does_not_take_64_times_its_memory(element: bytes) -> None:
+def test_a_frame_of_empty_containers_does_not_take_64_times_its_size(element: bytes) -> None:
     count = 4 * 1024 * 1024 // len(element)
     body = b"\x92\x01\x81\xa1a\xdd" + struct.pack(">I", count) + element * count
     stream = struct.pack("<I", len(body)) + body
@@ -266,7 +266,7 @@ def test_a_frame_of_empty_things_does_not_take_64_times_its_memory(element: byte
     assert peak < 16 * len(stream)
 
 
-def test_what_cannot_be_sent_is_a_protocol_error() -> None:
+def test_a_message_that_cannot_be_encoded_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="limit"):
         encode(protocol.Release(b"x" * protocol.MAX_FRAME_SIZE))
     with pytest.raises(ProtocolError):
@@ -275,7 +275,7 @@ def test_what_cannot_be_sent_is_a_protocol_error() -> None:
         encode(protocol.Open(1, {"paths": ["/\ud800"]}))
 
 
-def test_file_names_that_are_no_utf8_travel() -> None:
+def test_file_names_that_are_not_utf8_survive() -> None:
     message = protocol.Open(1, {"paths": ["/\udcff"]})
     assert b"\xa2/\xff" in encode(message)
     assert decode(encode(message)) == [message]
