@@ -20,10 +20,11 @@ import numpy as np
 from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.jobs import JobProgress
 
-QUANTUM = 128
+PIECE_COUNT = 128
+"""Samples in one piece, at most."""
 LONGEST_PIECE = 1024
-"""Samples in one piece. A piece that is in memory already doubles the size of the next one, up to
-this, since following an order costs more in short pieces."""
+"""A piece that is in memory already doubles the size of the next one, up to this, since following
+an order costs more in short pieces."""
 JOB_SHARE = 100
 """Prefetched samples of one job take at most 1 part in JOB_SHARE of the arena, but two batches at
 least."""
@@ -75,7 +76,8 @@ class _Cursor:
     position: int = 0
     sample_size: float = SAMPLE_SIZE
     not_before: float = 0.0
-    most: int = QUANTUM
+    most: int = PIECE_COUNT
+    """The most samples in the next piece."""
     resident: int = 0
     """Samples of the data set, from the first one on, that were found in memory."""
     evicted: int = -1
@@ -180,7 +182,7 @@ class Prefetcher:
             cursor.not_before = now + RETRY_S
             return None
         resident = load is None and not piece.waiting
-        cursor.most = min(2 * cursor.most, LONGEST_PIECE) if resident else QUANTUM
+        cursor.most = min(2 * cursor.most, LONGEST_PIECE) if resident else PIECE_COUNT
         if resident:
             self._check_residents(progress, cursor)
         cursor.position += piece.cursor

@@ -13,7 +13,7 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.server.prefetch import QUANTUM, Piece, Prefetcher
+from ffserve.server.prefetch import PIECE_COUNT, Piece, Prefetcher
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -149,7 +149,7 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     node.use(1024)
     assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:3072]))
     lengths = [len(piece.numbers) for piece in node.prefetcher._cursors[node.progress].pieces]
-    assert lengths[0] == lengths[-1] == QUANTUM < max(lengths)
+    assert lengths[0] == lengths[-1] == PIECE_COUNT < max(lengths)
     assert sum(lengths) == 2048, "two steps ahead"
     node.directory.close()
 
