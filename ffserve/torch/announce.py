@@ -158,9 +158,9 @@ class Announcer:
         try:
             self._readers = list(readers_below(self._dataset))
             self._sources = sources(self._readers)
-            expected, self._next = (None if self._replaced_by else self._next), None
-            self._replaced_by.clear()
             with _lock:
+                expected, self._next = (None if self._replaced_by else self._next), None
+                self._replaced_by.clear()
                 _announcers.add(self)
                 for other in _announcers:
                     if other is not self and other._sources & self._sources:
@@ -231,7 +231,7 @@ class Announcer:
 _announcers: weakref.WeakSet[Announcer] = weakref.WeakSet()
 """Those that have announced and are still in use."""
 _lock = threading.Lock()
-"""For `_announcers`."""
+"""For `_announcers` and what replaced each one's announcements."""
 
 
 def _unlock_after_fork() -> None:

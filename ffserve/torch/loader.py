@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -474,6 +475,12 @@ class _BatchIterator(Iterator[Any]):
             except StopIteration:
                 self._plan.exhausted(self._iteration)
                 raise
+            except Exception as error:
+                if self._receiver is not None:
+                    # An error of the worker itself: a frame of torch's has a name for it, and the
+                    # circle would keep the iterator and its workers; see Failure.reraise.
+                    traceback.clear_frames(error.__traceback__)
+                raise
             self._answers = message if isinstance(message, RawBatches) else deque(message)
             del message
         answer: Any = self._answers.popleft()
@@ -762,13 +769,13 @@ def _batches_per_message(dataset: Any, batch_sampler: Any, workers: int) -> int:
     same in every run.
     """
     size = getattr(batch_sampler, "batch_size", None)
-    readers = [reader for reader in readers_below(dataset) if isinstance(reader, FileReader)]
+    try:
+        readers = [reader for reader in readers_below(dataset) if isinstance(reader, FileReader)]
+        messages = len(batch_sampler) // (MIN_MESSAGES * workers)
+    except Exception:  # no length; or a dataset of the user's, which may fail in any way
+        return 1
     count = sum(reader.n for reader in readers)
     if not size or not count:
-        return 1
-    try:
-        messages = len(batch_sampler) // (MIN_MESSAGES * workers)
-    except TypeError:  # a sampler that does not know its length
         return 1
     batch_bytes = int(size * sum(reader.size for reader in readers) // count)
     return max(1, min(MESSAGE_SIZE // max(1, batch_bytes), MESSAGE_BATCHES, messages))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
+from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import ChecksumError, FFServeError
 from ffserve.torch import Dataset
 
@@ -152,6 +153,16 @@ class Raw(Dataset):
 
     def process(self, indices: Any, data: list[np.ndarray]) -> list[bytes]:
         return [sample.tobytes() for sample in data]
+
+
+class Unsized(Dataset):
+    """Reads through a reader of another name, and has no length."""
+
+    def __init__(self, fname: Any) -> None:
+        self.images = FileReader(fname)
+
+    def __getitem__(self, indices: Any) -> list[bytes]:
+        return [sample.tobytes() for sample in self.images.read(indices)]
 
 
 def keep_list(samples: list[Any]) -> list[Any]:

@@ -30,6 +30,10 @@ def no_more_memory(worker: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
+def fail_to_begin(worker: int) -> None:
+    raise ValueError(f"worker {worker} cannot begin")
+
+
 class Made(Dataset):
     """Sample i is `make(i)`."""
 

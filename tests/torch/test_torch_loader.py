@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+import ffserve
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.torch import DataLoader, EpochSampler
 
@@ -58,6 +60,24 @@ def seeded(seed: int) -> torch.Generator:
 
 
 # What it hands out
+
+
+def test_workers_refused_a_dataset_without_a_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ffserve.create(tmp_path / "a.ffr") as writer:
+        for k in range(6):
+            writer.write(bytes([k]))
+    for num_workers in (0, 1):
+        loader = DataLoader(
+            cases.Unsized(tmp_path / "a.ffr"),
+            batch_sampler=[[5, 1], [0]],
+            num_workers=num_workers,
+            collate_fn=cases.keep_list,
+        )
+        assert list(loader) == [[b"\5", b"\1"], [b"\0"]]
+    assert "no attribute 'reader'" in caplog.text  # nothing is announced
+    caplog.clear()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

@@ -76,6 +76,11 @@ def source(
         yield shard
 
 
+def lists_of(dataset: Any, num_workers: int = 1, **options: Any) -> DataLoader:
+    """Return a loader whose batches are lists of samples."""
+    return DataLoader(dataset, num_workers=num_workers, collate_fn=cases.keep_list, **options)
+
+
 # What arrives
 
 
@@ -112,14 +117,8 @@ def test_raw_samples_are_writable_and_share_nothing(
     source: tuple[str, list[np.ndarray]], start_method: str, bundle: int
 ) -> None:
     path, samples = source
-    batches = DataLoader(
-        cases.Raw(path),
-        batch_size=10,
-        num_workers=2,
-        collate_fn=cases.keep_list,
-        multiprocessing_context=start_method,
-        bundle=bundle,
-    )
+    options: dict[str, Any] = {"multiprocessing_context": start_method, "bundle": bundle}
+    batches = lists_of(cases.Raw(path), batch_size=10, num_workers=2, **options)
     position = 0
     for batch in batches:
         for array in batch:
@@ -139,9 +138,7 @@ def test_arrays_that_share_memory_in_the_worker_do_not_share_it_here(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
     path, samples = source
-    for batch in DataLoader(
-        cases.Labelled(path), batch_size=8, num_workers=1, collate_fn=cases.keep_list
-    ):
+    for batch in lists_of(cases.Labelled(path), batch_size=8):
         for index, array, tensor, head in batch:
             head[:] = 1
             tensor += 1
@@ -210,13 +207,7 @@ def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: i
 
 def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -> None:
     path, samples = source
-    batches = DataLoader(
-        cases.Caching(path),
-        batch_size=8,
-        num_workers=1,
-        collate_fn=cases.keep_list,
-        persistent_workers=True,
-    )
+    batches = lists_of(cases.Caching(path), batch_size=8, persistent_workers=True)
     for _ in range(3):
         position = 0
         for batch in batches:
@@ -232,13 +223,7 @@ def test_without_shared_memory_everything_arrives_through_the_queue(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
     path, samples = source
-    batches = DataLoader(
-        cases.Raw(path),
-        batch_size=32,
-        num_workers=1,
-        collate_fn=cases.keep_list,
-        worker_init_fn=cases.no_more_memory,
-    )
+    batches = lists_of(cases.Raw(path), batch_size=32, worker_init_fn=cases.no_more_memory)
     arrays = [array for batch in batches for array in batch]
     assert mapped() == 0
     assert all(map(np.array_equal, arrays, samples)) and len(arrays) == COUNT
@@ -253,7 +238,7 @@ def test_batches_that_are_kept_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     monkeypatch.setattr(loader, "memory_limit", lambda: limit)
-    batches = DataLoader(cases.Made(60), batch_size=2, num_workers=2, collate_fn=cases.keep_list)
+    batches = lists_of(cases.Made(60), batch_size=2, num_workers=2)
     iterator = iter(batches)
     kept = list(iterator)
     assert [int(array[0]) for batch in kept for array in batch] == list(range(60))
@@ -264,7 +249,7 @@ def test_batches_that_are_kept_stay_as_they_are(
 
 
 def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
-    batches = DataLoader(cases.Made(400), batch_size=2, num_workers=1, collate_fn=cases.keep_list)
+    batches = lists_of(cases.Made(400), batch_size=2)
     window: list[Any] = []
     most = 0
     for number, batch in enumerate(batches):
@@ -380,6 +365,24 @@ def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Excep
         gc.enable()
 
 
+def test_an_error_of_a_worker_kept_all_workers_until_garbage_was_collected() -> None:
+    def failed() -> list[Any]:
+        iterator = iter(
+            DataLoader(cases.Made(40), num_workers=2, worker_init_fn=cases.fail_to_begin)
+        )
+        workers = multiprocessing.active_children()
+        with pytest.raises(ValueError, match="cannot begin"):
+            next(iterator)
+        return workers
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [worker.exitcode for worker in failed()] == [0, 0]
+    finally:
+        gc.enable()
+
+
 def test_a_killed_worker_leaves_nothing() -> None:
     batches = DataLoader(cases.Failing(40, dies=20), num_workers=1, collate_fn=cases.first_only)
     got = []
@@ -472,12 +475,7 @@ def test_small_batches_share_messages_and_large_ones_do_not(
 ) -> None:
     monkeypatch.setenv("FFSERVE_SOCKET", "/nonexistent")
     for batch_size, expected in ((2, 12), (16, 1)):
-        batches = DataLoader(
-            cases.Raw(shard[0]),
-            batch_size=batch_size,
-            num_workers=1,
-            collate_fn=cases.keep_list,
-        )
+        batches = lists_of(cases.Raw(shard[0]), batch_size=batch_size)
         assert len(list(batches)) == COUNT // batch_size
         assert batches._inner is not None
         assert batches._inner.sampler.message_batches == expected
