@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
+from ffserve.files import wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
 
 PathLike = str | os.PathLike[str]
@@ -60,6 +61,7 @@ def expand_paths(
 
     Raises:
         MissingFile: a file does not exist, or a directory or pattern yields no file.
+        AccessDenied, ReadError: a directory cannot be listed or searched.
         UsageError: an empty sequence, an empty path, or an object that is not a path.
     """
     if isinstance(paths, (str, os.PathLike)):
@@ -89,7 +91,7 @@ def _expand_one(
             suffixes = suffixes()
         names = sorted(
             name
-            for name in os.listdir(absolute)
+            for name in wrap_os_error(os.listdir, absolute)
             if (name.endswith(tuple(suffixes)) if suffixes else True) and not name.startswith(".")
         )
         files = tuple(
@@ -103,18 +105,21 @@ def _expand_one(
                 hint="give another path, or create record files with `ffserve pack`",
             )
         return files
-    if os.path.lexists(absolute):  # A broken link is reported when it is opened.
-        return (absolute,)
-    if glob.has_magic(path):
-        matches = tuple(sorted(m for m in glob.glob(absolute) if os.path.isfile(m)))
-        if not matches:
-            raise MissingFile(
-                "no file matches this pattern", path=absolute, hint="check the path on this machine"
-            )
-        return matches
-    raise MissingFile(
-        "no such file or directory", path=absolute, hint="check the path on this machine"
-    )
+    try:
+        wrap_os_error(os.lstat, absolute)
+    except MissingFile:
+        if not glob.has_magic(path):
+            raise
+    except ValueError as error:  # characters that no file name can have
+        raise UsageError(f"invalid path {path!r}: {error}") from None
+    else:
+        return (absolute,)  # A broken link is reported when it is opened.
+    matches = tuple(sorted(m for m in glob.glob(absolute) if os.path.isfile(m)))
+    if not matches:
+        raise MissingFile(
+            "no file matches this pattern", path=absolute, hint="check the path on this machine"
+        )
+    return matches
 
 
 class Layout:
@@ -303,7 +308,7 @@ def check_range(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def outside(index: int, count: int) -> SampleIndexError:
     """Return the error for an index outside a dataset."""
     return SampleIndexError(
-        f"sample index {index} is outside the dataset of {count} samples",
+        f"the index is outside the dataset of {count} samples",
         index=index,
         hint=f"use indices from 0 to {count - 1}; negative ones are not supported"
         if count

@@ -40,9 +40,9 @@ def index(
     def scan(path: str) -> dict[str, Any]:
         try:
             found = write_index_file(path, format_name, renew=renew)
-        except UsageError:
-            raise
         except FFServeError as error:
+            if isinstance(error, UsageError) and error.path is None:  # about the options
+                raise
             if not as_json:
                 report(error)
             return {"path": path, "error": error.code, "message": str(error)}

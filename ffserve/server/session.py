@@ -446,8 +446,7 @@ class Session:
             self.fail(
                 tag,
                 SampleIndexError(
-                    f"sample index {bad} is outside the dataset of {layout.count} samples",
-                    index=bad,
+                    f"the index is outside the dataset of {layout.count} samples", index=bad
                 ),
             )
             return None

@@ -168,6 +168,12 @@ def test_a_file_that_may_not_be_read_is_usage() -> None:
         for command in (["cat", path, "0"], ["inspect", path], ["verify", path]):
             done = run_python(program, *command, code=2)
             assert "Permission denied" in done.stdout + done.stderr
+        os.chmod(path, 0o644)
+        os.chmod(folder, 0o700)
+        for place in (folder, path):
+            for command in (["cat", place, "0"], ["inspect", place], ["verify", place]):
+                done = run_python(program, *command, code=2)
+                assert f"{place}: Permission denied" in done.stdout + done.stderr
 
 
 def test_debug_shows_the_place() -> None:

@@ -55,8 +55,16 @@ def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
     assert facts[0]["samples"] == 8 and os.path.exists(facts[0]["index"])
 
 
+def test_one_compressed_file_ended_the_indexing_of_all(tmp_path: Path) -> None:
+    for name in ("small.tfrecord", "mixed.tfrecord.gz"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    done = run("index", tmp_path, code=2)
+    assert done.stdout == b"1 file indexed, 8 samples; 1 unreadable file\n"
+    assert b"mixed.tfrecord.gz: this file is compressed as a whole" in done.stderr
+
+
 def test_index_of_nothing(tmp_path: Path) -> None:
-    assert "no such file" in error_of("index", tmp_path / "none.tfrecord", code=2)
+    assert "No such file" in error_of("index", tmp_path / "none.tfrecord", code=2)
 
 
 @pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
@@ -85,5 +93,5 @@ def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) 
         pass
     for which in ("0", f"0:{10**30}"):
         error = error_of("cat", tmp_path / "none.tfrecord.gz", which, code=2)
-        assert "sample index 0 is outside the dataset of 0 samples" in error
+        assert "sample 0: the index is outside the dataset of 0 samples" in error
     assert run("cat", tmp_path / "none.tfrecord.gz", "0:0").stdout == b""

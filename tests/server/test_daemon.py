@@ -452,7 +452,7 @@ def test_a_deleted_file_is_served_to_sessions_that_have_it_open(daemon: Daemon, 
     with daemon.open(path) as reader:
         os.unlink(path)
         assert [s.tobytes() for s in reader.read(range(200))] == [sample(i) for i in range(200)]
-        with pytest.raises(ReadError, match="no such file"):
+        with pytest.raises(ReadError, match="No such file"):
             daemon.open(path)
 
 

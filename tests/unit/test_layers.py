@@ -16,11 +16,11 @@ LAYERS = {
     "config": "machine socket_path",
     "engine": "",
     "formats": "engine",
-    "dataset": "formats",
     "decoding": "engine formats",
-    "testing": "engine formats dataset",
     # files
     "files": "formats",
+    "dataset": "formats files",
+    "testing": "engine formats dataset",
     "output": "files",
     "index_file": "engine formats files",
     "shardfile": "formats files index_file",
@@ -42,7 +42,7 @@ LAYERS = {
     "recordio utils": "compat",
     # the command line
     "examples": "torch ffserve",
-    "bench": "engine formats client ffserve",
+    "bench": "engine formats output client ffserve",
     "cli": "socket_path config formats dataset files shardfile cache server client reader compat "
     "convert bench ffserve",
     "__main__": "cli",
