@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ffserve import formats
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import os_error, os_hint, read_at_of, wrap_os_error
-from ffserve.formats.base import BatchEncoder, Encoder, GrowingEncoder
+from ffserve.formats.base import BatchEncoder, Encoder, Format, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
 from ffserve.output import OutputFile, write_error, writing
 
@@ -70,13 +70,7 @@ def create(
     Cost:    creates one temporary file.
     """
     name = os.fsdecode(path)
-    chosen = formats.by_name(format) if format is not None else formats.by_suffix(name)
-    if chosen is None:
-        raise UsageError(
-            "unknown suffix: it does not determine the format",
-            path=name,
-            hint=f"set format= to one of {', '.join(formats.NAMES)}",
-        )
+    chosen = format_of(name, format)
     if compression is None and chosen.name == "tfrecord":
         endings = {".gz": "gzip", ".zlib": "zlib"}
         compression = endings.get(os.path.splitext(name)[1].lower())
@@ -86,6 +80,21 @@ def create(
         n=n, compression=compression, dialect=dialect, max_chunk_size=max_chunk_size
     )
     return Writer(name, encoder, n)
+
+
+def format_of(path: str, name: str | None) -> Format:
+    """Return the format of an output file: of this name, else by the suffix.
+
+    Raises: UsageError if the name is None and the suffix unknown, or the name is.
+    """
+    found = formats.by_name(name) if name is not None else formats.by_suffix(path)
+    if found is None:
+        raise UsageError(
+            "unknown suffix: it does not determine the format",
+            path=path,
+            hint=f"set the format to one of {', '.join(formats.NAMES)}",
+        )
+    return found
 
 
 class Writer:
@@ -452,11 +461,8 @@ class Appender:
             )
 
     def _put(self, pieces: Iterable[bytes | memoryview]) -> None:
-        chunk = memoryview(b"".join(pieces))
-        done = 0
         try:
-            while done < len(chunk):
-                done += os.pwrite(self._fd, chunk[done:], self._end + done)
+            self._end += _write_all(self._fd, b"".join(pieces), self._end)
         except OSError as error:
             # Remove the partial chunk now; the next appender would have to.
             try:
@@ -469,7 +475,6 @@ class Appender:
                 offset=self._end,
                 hint=os_hint(error),
             ) from error
-        self._end += done
 
     def close(self) -> None:
         """Write the last chunk and sync. Further calls do nothing."""

@@ -29,17 +29,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats, parallel
+from ffserve import parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
 from ffserve.compat import folder_index
 from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset import PathLike
 from ffserve.engine.codec import crc32c
-from ffserve.errors import ChecksumError, UsageError
+from ffserve.errors import ChecksumError, FFServeError, UsageError
 from ffserve.output import writing
 from ffserve.reader import StreamReader
-from ffserve.writer import Writer, create, flat
+from ffserve.writer import Writer, create, flat, format_of
 
 PLAN_NAME = ".ffserve-convert.json"
 _REPORT_COUNT = 1024
@@ -101,7 +101,7 @@ def convert(
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         compression, dialect, max_chunk_size: as for ``ffserve.create``.
         names: ``"keep"`` or ``"drop"`` the names of files, see the module's description.
-        verify: read every shard back and compare it with the input.
+        verify: read every shard that this call writes back and compare it with the input.
         progress: called with the records and bytes done since the last call.
     Returns: the output files and their number and size of records.
     Raises:  FormatError, ChecksumError, TruncatedError: the input is damaged. UsageError: no
@@ -115,13 +115,7 @@ def convert(
     if names not in ("keep", "drop"):
         raise UsageError(f"invalid names={names!r}", hint="use 'keep' or 'drop'")
     target = os.fsdecode(out)
-    chosen = formats.by_name(format) if format else formats.by_suffix(target)
-    if chosen is None:
-        raise UsageError(
-            "unknown suffix: it does not determine the format",
-            path=target,
-            hint=f"set the format to one of {', '.join(formats.NAMES)}",
-        )
+    chosen = format_of(target, format)
     options: dict[str, Any] = {
         "compression": compression,
         "dialect": dialect,
@@ -307,16 +301,21 @@ def _enter(top: folder_index.Folder, name: str, writer: Writer) -> None:
 
 
 def _compare(path: str, samples: int, expected: _Digest) -> None:
-    """Read a shard back; remove it if it differs from the input."""
+    """Read a shard back; remove it if it cannot be read or differs from the input."""
     found = _Digest()
-    with readers.open(path, server="off") as reader:
-        indices = None if isinstance(reader, StreamReader) else np.arange(samples)
-        for batch in reader.batches(indices):
-            found.take(batch.buffer.data, np.diff(batch.offsets))
-    if found != expected or found.count != samples:
-        os.unlink(path)
-        raise ChecksumError(
-            "verification failed: the written records differ from the input; the file was removed",
-            path=path,
-            hint="check the disk and the memory of this machine",
-        )
+    try:
+        with readers.open(path, server="off") as reader:
+            indices = None if isinstance(reader, StreamReader) else np.arange(samples)
+            for batch in reader.batches(indices):
+                found.take(batch.buffer.data, np.diff(batch.offsets))
+        if found != expected or found.count != samples:
+            raise ChecksumError(
+                "verification failed: the written records differ from the input; the file was "
+                "removed",
+                path=path,
+                hint="check the disk and the memory of this machine",
+            )
+    except FFServeError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        raise

@@ -359,6 +359,32 @@ def test_what_was_written_wrongly_is_noticed_and_removed(
     assert not (tmp_path / "out.ffr").exists()
 
 
+def test_a_shard_that_could_not_be_read_back_was_kept_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written(tmp_path / "a.tfrecord", SAMPLES)
+    real = ffserve.create
+
+    def spoiling(path: Any, **options: Any) -> Any:
+        writer = real(path, **options)
+        close = writer.close
+
+        def close_and_damage() -> None:
+            close()
+            damage(path, 3)
+
+        writer.close = close_and_damage  # type: ignore[method-assign]
+        return writer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("ffserve.convert"), "create", spoiling)
+        with pytest.raises(ChecksumError, match="sample 3"):
+            convert(source, tmp_path / "out", format="ffrecord", shards=2, verify=True)
+    assert os.listdir(tmp_path / "out") == [PLAN_NAME]
+    report = convert(source, tmp_path / "out", format="ffrecord", shards=2, verify=True)
+    assert report.kept == 0 and content(report.paths) == SAMPLES
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -379,7 +405,7 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], what: s
 
 def test_input_that_is_none(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
-    with pytest.raises(ReadError, match="no such file"):
+    with pytest.raises(ReadError, match="No such file"):
         convert(tmp_path / "none.ffr", tmp_path / "b.ffr")
     with pytest.raises(UsageError, match="also an input"):
         convert(source, source)
