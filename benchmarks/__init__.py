@@ -9,5 +9,4 @@ from ffserve.errors import CoreError
 try:
     import_module("ffserve.engine.core")
 except CoreError as error:  # every program here needs it: the message alone, no traceback
-    cli.report(error)
-    raise SystemExit(cli.exit_code(error)) from None
+    raise SystemExit(cli.report(error)) from None

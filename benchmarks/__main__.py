@@ -13,14 +13,15 @@ import click
 from benchmarks import picture, readme, rows
 from ffserve import cli
 from ffserve.bench import contestants, processes, report
-from ffserve.bench.harness import Bench, Group, measure, measure_both
+from ffserve.bench.harness import Bench, Group, chosen, measure, measure_both
 from ffserve.bench.processes import Installation
 from ffserve.bench.rows import installed_peers
 from ffserve.cli.terminal import print_table
 from ffserve.config import ENGINES
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError
 
 QUICK_S = 0.3
+LIST_COMMAND = "python -m benchmarks --list"
 
 
 def main() -> int:
@@ -36,8 +37,7 @@ def main() -> int:
             measured = [] if options.draw_only else _measure(options)
             return 0 if options.list or options.make else _finish(options, measured)
     except FFServeError as error:
-        cli.report(error)
-        return cli.exit_code(error)
+        return cli.report(error)
     except KeyboardInterrupt:
         return cli.EXIT_INTERRUPTED
 
@@ -71,17 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(options: argparse.Namespace, groups: list[Group]) -> list[Group]:
-    """Return the groups with the rows that --only names."""
-    chosen = [kept for group in groups if (kept := group.only(options.only)) is not None]
-    if not chosen:
-        raise UsageError(
-            f"no row's name contains {' or '.join(map(repr, options.only))}",
-            hint="'python -m benchmarks --list' prints the names",
-        )
-    return chosen
-
-
 def _print(table: report.Table) -> None:
     title, heads, lines = table
     click.echo(f"\n{title}")
@@ -107,7 +96,10 @@ def _compare_installations(options: argparse.Namespace) -> int:
     place = str(options.folder), options.seconds, options.engine
     with Bench(*place) as here, Bench(*place, Installation(str(options.against))) as there:
         facts = _machine(options)
-        both = [_chosen(options, rows.groups(each, [], options.scale)) for each in (here, there)]
+        both = [
+            chosen(rows.groups(each, [], options.scale), options.only, LIST_COMMAND)
+            for each in (here, there)
+        ]
         for group, other in zip(*both, strict=True):
             found = measure_both(group, other, options.turns, notes.append)
             if found:
@@ -126,7 +118,8 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         notes.append(f"{contestants.FIO_MISSING}: rows about the disk are not judged")
     measured: list[dict[str, Any]] = []
     with Bench(str(options.folder), options.seconds, options.engine) as bench:
-        groups = _chosen(options, rows.groups(bench, peers, options.scale, notes.append))
+        groups = rows.groups(bench, peers, options.scale, notes.append)
+        groups = chosen(groups, options.only, LIST_COMMAND)
         if options.list:
             for group in groups:
                 print(*group.row_names(), sep="\n")

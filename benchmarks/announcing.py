@@ -156,14 +156,16 @@ def _round(
         "left_bytes_per_sample": left / samples,
     }
     for name, each in zip(paths, seen, strict=True):
-        when, batch_ms = np.array(each["begun"]), np.array(each["batch_s"]) * 1e3
-        during = (when >= begun) & (when < over)
-        before = (when >= begun - ALONE_S) & (when < begun)
-        for label, chosen in (("before", before), ("during", during)):
-            row[f"{name}_{label}_ms"] = [
-                round(float(np.percentile(batch_ms[chosen], q)), 3) for q in (50, 99, 100)
-            ]
+        row[f"{name}_before_ms"] = _percentiles_ms(each, begun - ALONE_S, begun)
+        row[f"{name}_during_ms"] = _percentiles_ms(each, begun, over)
     return row
+
+
+def _percentiles_ms(seen: dict[str, Any], begin: float, end: float) -> list[float]:
+    """Return median, p99 and maximum of an observer's batches that began between two times."""
+    when, batch_ms = np.array(seen["begun"]), np.array(seen["batch_s"]) * 1e3
+    chosen = batch_ms[(when >= begin) & (when < end)]
+    return [round(float(np.percentile(chosen, q)), 3) for q in (50, 99, 100)]
 
 
 def _show(row: dict[str, Any], samples: int) -> None:

@@ -373,8 +373,7 @@ def main() -> int:
         with interruptible():
             found = {part: _run_part(part, options) for part in options.parts or PARTS}
     except FFServeError as error:
-        cli.report(error)
-        return cli.exit_code(error)
+        return cli.report(error)
     except KeyboardInterrupt:
         return cli.EXIT_INTERRUPTED
     if options.json:

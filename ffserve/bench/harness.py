@@ -294,6 +294,21 @@ class Group:
         return [row.name for contestant in self.contestants for row in contestant.rows]
 
 
+def chosen(groups: Sequence[Group], texts: Sequence[str], command: str) -> list[Group]:
+    """Return the groups with the contestants of rows whose name contains one of the texts.
+
+    Args:   texts: none for all rows. command: prints the names of the rows, for the hint.
+    Raises: UsageError if there is no such row.
+    """
+    found = [kept for group in groups if (kept := group.only(texts)) is not None]
+    if not found:
+        raise UsageError(
+            f"no row's name contains {' or '.join(map(repr, texts))}",
+            hint=f"'{command}' prints the names",
+        )
+    return found
+
+
 def ratio(result: Result, base: Result | None) -> float:
     """Return the throughput divided by the yardstick's."""
     assert base is not None

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.output import write_error
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -54,7 +55,10 @@ def work_directory(prefix: str, directory: str | None) -> Iterator[str]:
     # /tmp is often a tmpfs, from which a benchmark would read no disk.
     candidates = [directory] if directory else [os.environ.get("TMPDIR"), "/var/tmp"]
     parent = next((p for p in candidates if p and os.access(p, os.W_OK | os.X_OK)), directory)
-    work = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    try:
+        work = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    except OSError as error:
+        raise write_error(error, parent or tempfile.gettempdir()) from error
     try:
         yield work
     finally:

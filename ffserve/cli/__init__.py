@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import os
 import sys
 import traceback
@@ -87,13 +88,24 @@ class CommandLine(click.Group):
         except (FFServeError, OSError, MemoryError) as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            report(error)
-            raise click.exceptions.Exit(exit_code(error)) from None
+            raise click.exceptions.Exit(report(error)) from None
         return result
 
 
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of an error."""
+class FloatRange(click.FloatRange):
+    """click's FloatRange without nan, which is inside of any range to it."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
     if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied, CoreError)):
@@ -104,15 +116,19 @@ def exit_code(error: BaseException) -> int:
 def exit_code_of_all(codes: Iterable[str]) -> int:
     """Return the exit code of a command that continued after errors with these codes."""
     found = set(codes)
-    if found <= {MissingFile.code, AccessDenied.code}:
+    if found <= {MissingFile.code, AccessDenied.code, UsageError.code}:
         return EXIT_USAGE if found else 0
     return EXIT_BAD_DATA
 
 
-def report(error: BaseException) -> None:
-    """Write an error to standard error, and below it a hint if there is one."""
+def report(error: BaseException) -> int:
+    """Write an error to standard error, below it a hint if there is one; return its exit code."""
     from ffserve.cli.terminal import printable
 
+    if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
+        from ffserve.files import os_error
+
+        error = os_error(error, os.fsdecode(error.filename))
     hint = error.hint if isinstance(error, FFServeError) else None
     if isinstance(error, MemoryError):
         hint = "free some memory, or raise the memory limit (ulimit -v, the cgroup's)"
@@ -122,6 +138,7 @@ def report(error: BaseException) -> None:
     click.echo(f"error: {printable(text)}", err=True)
     if hint:
         click.echo(f"  hint: {printable(hint)}", err=True)
+    return _exit_code(error)
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
@@ -196,6 +213,5 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except OSError as error:  # of writing a help text
-        report(error)
-        return exit_code(error)
+        return report(error)
     return code if isinstance(code, int) else 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ffserve.cli import FloatRange
 from ffserve.cli.terminal import print_json, print_table, progress
 from ffserve.config import format_size
 from ffserve.errors import UsageError
@@ -35,7 +36,7 @@ SIZES = (4096, 100 * 1024)
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.01, 60),
+    type=FloatRange(0.01, 60),
     default=0.3,
     show_default=True,
     help="Length of each run.",
@@ -102,16 +103,8 @@ def bench(
         else:
             sets = [harness.generated(work, sample_size, limit) for sample_size in SIZES]
         with harness.Bench(work, seconds) as running:
-            groups = [
-                kept
-                for group in rows.standard(running, sets, installed)
-                if (kept := group.only(only)) is not None
-            ]
-            if not groups:
-                raise UsageError(
-                    f"no row's name contains {' or '.join(map(repr, only))}",
-                    hint="'ffserve bench --list' prints the names",
-                )
+            groups = rows.standard(running, sets, installed)
+            groups = harness.chosen(groups, only, "ffserve bench --list")
             if as_list:
                 for group in groups:
                     click.echo("\n".join(group.row_names()))

@@ -107,14 +107,12 @@ def demo(
         say(f"2. Serving: engine {facts['engine']['kind']}, arena {arena}, pid {facts['pid']}")
         torch = not no_torch and importlib.util.find_spec("torch") is not None
         example = f"ffserve.examples.{'train_torch' if torch else 'train_numpy'}"
-        options = ["--epochs", str(epochs), "--workers", str(workers), "--json"]
+        command = [*processes.THIS.command(example), data, "--json"]
+        command += ["--epochs", str(epochs), "--workers", str(workers)]
         jobs = []
         for number in (1, 2):
-            before = daemon.status()
             say(f"{number + 2}. Job {number}: ", newline=False)
-            command = [*processes.THIS.command(example), data, *options]
-            ran = _run_job(command, daemon.socket, packed.samples * epochs, say)
-            jobs.append(_account(ran, before, _settled(daemon, ran["samples"], before)))
+            jobs.append(_run_job(command, daemon, packed.samples * epochs, say))
         final = daemon.status()
         seconds = daemon.stop()
     result = {
@@ -212,7 +210,16 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
 # --------------------------------------------------------------------------- the jobs
 
 
-def _run_job(command: list[str], socket: str, total: int, say: Narration) -> dict[str, Any]:
+def _run_job(
+    command: list[str], daemon: processes.Daemon, total: int, say: Narration
+) -> dict[str, Any]:
+    """Run one training job; return its report with the daemon's counters."""
+    before = daemon.status()
+    ran = _train(command, daemon.socket, total, say)
+    return _account(ran, before, _settled(daemon, ran["samples"], before))
+
+
+def _train(command: list[str], socket: str, total: int, say: Narration) -> dict[str, Any]:
     """Run one training job and return its report on its epochs."""
     epochs: list[dict[str, Any]] = []
     framework = "?"

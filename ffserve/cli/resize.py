@@ -42,9 +42,10 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
     """
     from ffserve.client.connection import Connection
 
+    wanted = parse_size(size)
     connection = Connection(find_socket(socket), "resize")
     try:
-        facts = connection.resize(parse_size(size))
+        facts = connection.resize(wanted)
         before, target = facts["size"], facts["target"]
         patience, reported = time.monotonic() + _PATIENCE_S, False
         while wait and _under_way(facts):

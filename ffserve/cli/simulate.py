@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from ffserve.cli.terminal import print_json, print_table
+from ffserve.cli import FloatRange
+from ffserve.cli.terminal import counted, print_json, print_table
 from ffserve.errors import UsageError
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -22,7 +23,7 @@ SMALLEST = 300
     help="Number of jobs.",
 )  # fmt: skip
 @click.option(
-    "--cache", "shares", multiple=True, type=click.FloatRange(0.01, 1.0), metavar="SHARE",
+    "--cache", "shares", multiple=True, type=FloatRange(0.01, 1.0), metavar="SHARE",
     help="Arena / data set, such as 0.25; may be repeated.  [default: 0.1 to 0.9]",
 )  # fmt: skip
 @click.option(
@@ -32,12 +33,12 @@ SMALLEST = 300
 @click.option(
     "--speeds",
     metavar="A,B,…",
-    help="Relative speeds of the jobs, such as 1,0.6.  [default: equal]",
+    help="Relative speeds of the jobs, such as 1,0.6, repeated for more jobs.  [default: equal]",
 )
 @click.option("--same-seed", is_flag=True, help="All jobs use the same order.")
 @click.option("--silent", is_flag=True, help="The jobs do not announce their order.")
 @click.option(
-    "--disk", type=click.FloatRange(0.01), metavar="SHARE",
+    "--disk", type=FloatRange(0.01), metavar="SHARE",
     help="Rate of the disk / rate of all jobs.  [default: unlimited]",
 )  # fmt: skip
 @click.option(
@@ -111,6 +112,11 @@ def _paces(speeds: str | None, job_count: int) -> list[float]:
         ) from None
     if not all(0.001 <= pace <= 1000 for pace in paces):
         raise UsageError(f"--speeds {speeds}: a speed must be between 0.001 and 1000")
+    if len(paces) > job_count:
+        raise UsageError(
+            f"--speeds {speeds}: {len(paces)} speeds for {counted(job_count, 'job')}",
+            hint=f"add --jobs {len(paces)}",
+        )
     return [paces[k % len(paces)] for k in range(job_count)]
 
 

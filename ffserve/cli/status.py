@@ -65,52 +65,58 @@ def _print(facts: dict[str, Any]) -> None:
             ("failed", f"{cache['failed']:,} reads, {cache['checksum_failures']:,} by checksum"),
         ]
     )
-    if shards:
-        click.echo()
-        print_table(
-            ["shard", "samples", "size", "in memory", "sessions"],
-            [
-                [
-                    shard["path"],
-                    f"{shard['count']:,}",
-                    format_size(shard["payload_size"]),
-                    # Slots of small samples are larger than the samples.
-                    percent(
-                        min(shard["cached_size"], shard["payload_size"]), shard["payload_size"]
-                    ),
-                    str(shard["sessions"]),
-                ]
-                for shard in shards[:SHARDS_SHOWN]
-            ],
-        )
-        if len(shards) > SHARDS_SHOWN:
-            click.echo(f"and {len(shards) - SHARDS_SHOWN:,} more (--json shows all)")
+    _print_shards(shards)
     # Clients that opened no data set, such as this command, are not shown.
-    jobs = [job for job in jobs if job["paths"]]
-    if jobs:
-        click.echo()
-        # Active jobs keep their order from one call to the next.
-        latest = sorted(jobs, key=lambda job: job["idle_s"] // AT_WORK_S)
-        print_table(
-            ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
-            [
-                [
-                    job["name"][:12],
-                    str(job["pid"]),
-                    f"{job['hits'] + job['missed']:,}",
-                    percent(job["hits"], job["hits"] + job["missed"]),
-                    f"{job['errors']:,}",
-                    str(job["sessions"]),
-                    f"{duration(job['idle_s'])} ago",
-                    job["paths"],
-                ]
-                for job in latest[:JOBS_SHOWN]
-            ],
-        )
-        if len(jobs) > JOBS_SHOWN:
-            click.echo(f"and {len(jobs) - JOBS_SHOWN:,} more (--json shows all)")
-
+    _print_jobs([job for job in jobs if job["paths"]])
     _print_progress(facts)
+
+
+def _print_shards(shards: list[dict[str, Any]]) -> None:
+    if not shards:
+        return
+    click.echo()
+    print_table(
+        ["shard", "samples", "size", "in memory", "sessions"],
+        [
+            [
+                shard["path"],
+                f"{shard['count']:,}",
+                format_size(shard["payload_size"]),
+                # Slots of small samples are larger than the samples.
+                percent(min(shard["cached_size"], shard["payload_size"]), shard["payload_size"]),
+                str(shard["sessions"]),
+            ]
+            for shard in shards[:SHARDS_SHOWN]
+        ],
+    )
+    if len(shards) > SHARDS_SHOWN:
+        click.echo(f"and {len(shards) - SHARDS_SHOWN:,} more (--json shows all)")
+
+
+def _print_jobs(jobs: list[dict[str, Any]]) -> None:
+    if not jobs:
+        return
+    click.echo()
+    # Active jobs keep their order from one call to the next.
+    latest = sorted(jobs, key=lambda job: job["idle_s"] // AT_WORK_S)
+    print_table(
+        ["job", "pid", "samples", "hit rate", "errors", "sessions", "last seen", "data"],
+        [
+            [
+                job["name"][:12],
+                str(job["pid"]),
+                f"{job['hits'] + job['missed']:,}",
+                percent(job["hits"], job["hits"] + job["missed"]),
+                f"{job['errors']:,}",
+                str(job["sessions"]),
+                f"{duration(job['idle_s'])} ago",
+                job["paths"],
+            ]
+            for job in latest[:JOBS_SHOWN]
+        ],
+    )
+    if len(jobs) > JOBS_SHOWN:
+        click.echo(f"and {len(jobs) - JOBS_SHOWN:,} more (--json shows all)")
 
 
 def _print_progress(facts: dict[str, Any]) -> None:

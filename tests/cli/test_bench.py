@@ -331,7 +331,8 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
         (("--size", "4KiB"), 2, "1 MiB"),
         (("--size", "much"), 2, "much"),
         (("/no/such/file.ffr",), 2, "/no/such/file.ffr"),
-        (("--dir", "/no/such/directory"), 1, "/no/such/directory"),
+        (("--dir", "/no/such/directory"), 2, "/no/such/directory: cannot write"),
+        (("--seconds", "nan"), 2, "nan"),
     ],
 )
 def test_what_cannot_be_measured_is_said(arguments: Any, code: int, words: str) -> None:

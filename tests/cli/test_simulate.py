@@ -47,9 +47,13 @@ def test_a_slow_disk_slows_the_jobs() -> None:
     assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
 
 
-def test_what_is_no_speed_is_refused() -> None:
-    for speeds in ("fast", "0", "1,,2"):
-        assert CliRunner().invoke(cli, ["simulate", "--speeds", speeds]).exit_code != 0
+def test_invalid_numbers_are_refused() -> None:
+    for option, value in (
+        ("--speeds", "fast"), ("--speeds", "0"), ("--speeds", "1,,2"), ("--speeds", "1,2,3"),
+        ("--cache", "nan"), ("--disk", "nan"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(cli, ["simulate", option, value])
+        assert done.exit_code == 2 and value in done.output
 
 
 def test_a_plot(tmp_path: Path) -> None:
@@ -76,6 +80,6 @@ def test_what_cannot_be_drawn_is_refused_before_anything_runs(
 
     if importlib.util.find_spec("matplotlib") is not None:
         assert "hits.png" in refused(tmp_path / "p.xyz")
-        assert "no directory" in refused(tmp_path / "nowhere" / "p.png")
+        assert "missing directory" in refused(tmp_path / "nowhere" / "p.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "ffserve[plot]" in refused(tmp_path / "p.png")
