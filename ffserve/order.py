@@ -79,15 +79,15 @@ def epoch_order(
         32 bits, so that some neighbours share it and stand in ascending order.
     Source:  NEP 19 for what numpy keeps stable; torch.utils.data.DistributedSampler for the split.
     """
-    n = _checked("n", n, MAX_SAMPLE_COUNT + 1)
-    seed = _checked("seed", seed, 1 << 128)
-    epoch = _checked("epoch", epoch, 1 << 64)
-    world_size = _checked("world_size", world_size, 1 << 32)
+    n = checked_integer("n", n, MAX_SAMPLE_COUNT + 1)
+    seed = checked_integer("seed", seed, 1 << 128)
+    epoch = checked_integer("epoch", epoch, 1 << 64)
+    world_size = checked_integer("world_size", world_size, 1 << 32)
     if world_size == 0:
         raise UsageError("world_size is 0, but must be at least 1")
-    rank = _checked("rank", rank, world_size)
-    start = _checked("start", start, n + 1)
-    if window is not None and _checked("window", window, 1 << 64) == 0:
+    rank = checked_integer("rank", rank, world_size)
+    start = checked_integer("start", start, n + 1)
+    if window is not None and checked_integer("window", window, 1 << 64) == 0:
         raise UsageError("window is 0, but must be at least 1")
 
     if not shuffle:
@@ -146,7 +146,8 @@ def _windowed(source: np.random.PCG64, n: int, window: int) -> NDArray[np.int64]
     return order
 
 
-def _checked(name: str, value: int, end: int) -> int:
+def checked_integer(name: str, value: int, end: int) -> int:
+    """Return the value as an int. Raises: UsageError if it is none, or not in 0 … end - 1."""
     try:
         value = operator.index(value)
     except TypeError:

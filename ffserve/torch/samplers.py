@@ -19,7 +19,6 @@ iterated, and unknown classes, have no ``SamplerOrder``.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,7 +38,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ffserve.errors import UsageError
-from ffserve.order import epoch_order, rank_sample_count, shared_seed
+from ffserve.order import (
+    MAX_SAMPLE_COUNT,
+    checked_integer,
+    epoch_order,
+    rank_sample_count,
+    shared_seed,
+)
 
 Int64s = NDArray[np.int64]
 NextOrder = Callable[[], Int64s | None]
@@ -225,7 +230,8 @@ class EpochSampler(Sampler[int]):
                     "build the sampler as the saved one was",
                 )
         world_size, split_at, position = (
-            _count(name, state[name]) for name in ("world_size", "split_at", "position")
+            checked_integer(f"the state's {name}", state[name], MAX_SAMPLE_COUNT + 1)
+            for name in ("world_size", "split_at", "position")
         )
         if world_size == 0 or split_at > self.n:
             raise UsageError(
@@ -595,13 +601,3 @@ def _draw_weighted(sampler: Any, generator: torch.Generator) -> Int64s:
         sampler.weights, sampler.num_samples, sampler.replacement, generator=generator
     ).numpy()
     return order
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise UsageError(f"the state's {name} is {value!r}, but a number from 0 is needed")
-    return number
