@@ -1,4 +1,4 @@
-"""What developers measure beyond `ffserve bench`: every row of docs/BENCHMARKS.md, the comparison
+"""Benchmarks for developers beyond `ffserve bench`: every row of docs/BENCHMARKS.md, the comparison
 with recorded ratios, and the picture."""
 
 from importlib import import_module

@@ -253,7 +253,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What the contestants of a group are compared with; its rate is 1.00.
+    """The way to read that the contestants of a group are compared with; its rate is 1.00.
 
     Args: substitute: it stands in for one that is not installed, so limits are not judged.
     """

@@ -46,7 +46,7 @@ class NotPackedError(UsageError):
 
 @dataclass(frozen=True)
 class PackReport:
-    """What ``pack`` wrote."""
+    """The result of ``pack``."""
 
     paths: tuple[str, ...]
     """The written files, in order."""

@@ -59,7 +59,7 @@ Alive = Callable[[], object]
 
 
 class Message:
-    """What crosses the queue: unpickles as ``open(*arguments)``."""
+    """A message in torch's queue: unpickles as ``open(*arguments)``."""
 
     __slots__ = ("arguments", "open")
 
@@ -411,7 +411,7 @@ class Payload:
         self._reads: dict[int, tuple[Int64s, Int64s, Alive]] = {}
         """By where it begins: what one read put side by side, and whether anybody holds it."""
         self._pieces: list[tuple[int, Bytes]] = []
-        """What will be copied, and where to."""
+        """Where arrays will be copied to, and the arrays."""
         self._in_place: list[tuple[int, int]] = []
         self._table: list[tuple[Any, ...]] = []
 

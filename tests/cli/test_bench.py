@@ -142,7 +142,7 @@ def test_only_keeps_the_contestants_of_matching_rows() -> None:
     assert both.only(()) is both
 
 
-def test_the_verdict_names_the_fastest_peer_and_what_was_missed() -> None:
+def test_the_verdict_names_the_fastest_peer_and_missed_limits() -> None:
     labels = {"state": "hot", "bytes": 4096}
     found = [
         *measure(group(contestant("ffserve read", [80], limit=0.9), contestant("LMDB", [40]),
@@ -243,7 +243,7 @@ def test_a_contestant_that_fails_is_quoted(bench: Bench, tmp_path: Path) -> None
         bench.run("ffserve.bench.contestants:read_batch", gone)
 
 
-def test_what_is_hot_is_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> None:
+def test_hot_data_are_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> None:
     data = small(tmp_path)
     found = measure(rows.hot(bench, data, 16, 2, {"read_batch": 0.1, "lease": None}), 1)
     assert [row["name"] for row in found] == [
@@ -253,9 +253,7 @@ def test_what_is_hot_is_read_once_by_the_daemon(bench: Bench, tmp_path: Path) ->
     assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
 
 
-def test_what_comes_through_the_socket_comes_from_a_daemon_that_sends_it(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_inline_rows_use_a_daemon_with_inline_payload(bench: Bench, tmp_path: Path) -> None:
     data = small(tmp_path)
     [row] = measure(rows.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
     assert row["name"] == "inline/4KiB/batch16/clients1/read_batch" and row["state"] == "inline"
@@ -335,7 +333,7 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
         (("--seconds", "nan"), 2, "nan"),
     ],
 )
-def test_what_cannot_be_measured_is_said(arguments: Any, code: int, words: str) -> None:
+def test_invalid_options_and_files_are_named(arguments: Any, code: int, words: str) -> None:
     assert words in command(*arguments, code=code).stderr
 
 
@@ -357,7 +355,7 @@ def recorded(name: str, value: float, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_worse_is_what_the_best_turn_is_too() -> None:
+def test_a_row_is_worse_if_its_best_turn_is_worse() -> None:
     old = [recorded("a", 0.8), recorded("b", 0.8), recorded("c", 4.0, at_most=True)]
     slow, edge = 0.8 * (1 - report.TOLERANCE) - 0.01, 0.8 * (1 - report.TOLERANCE) + 0.01
     assert report.compare(old, [recorded("a", edge)]) == ([], 0, 1)

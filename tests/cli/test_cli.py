@@ -92,7 +92,7 @@ def test_no_daemon_is_3(tmp_path: Path) -> None:
     assert "at most 107 bytes" in error_of("status", "--socket", tmp_path / ("x" * 120), code=3)
 
 
-def test_a_place_where_nothing_can_be_made_is_named(
+def test_an_output_that_cannot_be_created_is_named(
     folder: Path, packed: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -107,7 +107,7 @@ def test_a_place_where_nothing_can_be_made_is_named(
         assert f"{below}" in error and "Errno" not in error
 
 
-def test_a_path_at_which_nothing_can_be_is_usage(packed: Path, tmp_path: Path) -> None:
+def test_a_path_that_cannot_exist_is_usage(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "turns").symlink_to(tmp_path / "turns")
     for path in (packed / "below.ffr", tmp_path / "turns", tmp_path / ("n" * 300)):
         assert "check the path" in error_of("inspect", path, code=2)
@@ -126,7 +126,7 @@ def test_a_path_at_which_nothing_can_be_is_usage(packed: Path, tmp_path: Path) -
         ("{} --help > /dev/full # {}", 1, "No space left"),
     ],
 )
-def test_output_that_goes_nowhere(packed: Path, shell: str, code: int, said: str) -> None:
+def test_closed_and_full_standard_streams(packed: Path, shell: str, code: int, said: str) -> None:
     command = shell.format(f"{sys.executable} -m ffserve", packed, packed)
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
@@ -138,7 +138,7 @@ def test_output_that_goes_nowhere(packed: Path, shell: str, code: int, said: str
 NASTY = "a\nb\x1b[31m\x9b\u202e.ffr"
 
 
-def test_names_that_a_terminal_would_obey_are_escaped(packed: Path, tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / NASTY
     shown = str(tmp_path / r"a\nb\x1b[31m\x9b\u202e.ffr")
     assert text_of("convert", packed, path).strip().endswith(f": {shown}")
@@ -185,7 +185,7 @@ def test_debug_shows_the_place() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     with ffserve.create(tmp_path / "large.ffr") as writer:
         for _ in range(64):
             writer.write(bytes(1 << 20))
@@ -315,7 +315,7 @@ def test_pack_speaks_on_a_terminal(folder: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- inspect
 
 
-def test_inspect_tells_what_is_inside(packed: Path) -> None:
+def test_inspect_shows_samples_sizes_and_names(packed: Path) -> None:
     text = text_of("inspect", packed)
     assert "ffrecord" in text and "CRC-32 of every sample" in text and "3 files" in text
     [facts] = json.loads(text_of("inspect", "--json", packed))
@@ -329,7 +329,7 @@ def test_inspect_tells_what_is_inside(packed: Path) -> None:
     }  # fmt: skip
 
 
-def test_inspect_goes_on_behind_a_foreign_file(packed: Path, tmp_path: Path) -> None:
+def test_inspect_continues_after_a_foreign_file(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign.ffr").write_bytes(b"not a record file at all, but long enough")
     done = run("inspect", tmp_path, tmp_path / "missing.ffr", code=1)
     assert b"foreign.ffr" in done.stderr and b"missing.ffr" in done.stderr
@@ -338,7 +338,7 @@ def test_inspect_goes_on_behind_a_foreign_file(packed: Path, tmp_path: Path) -> 
     assert [facts.get("error") for facts in described] != [None, None]
 
 
-def test_files_that_are_not_there_are_usage(packed: Path, tmp_path: Path) -> None:
+def test_missing_files_are_usage(packed: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     for path in (tmp_path / "missing.ffr", tmp_path / "*.tfrecord", nothing, ""):
@@ -351,14 +351,14 @@ def test_files_that_are_not_there_are_usage(packed: Path, tmp_path: Path) -> Non
     assert "all intact" not in text_of("verify", packed, tmp_path / "missing.ffr", code=2)
 
 
-def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.ffr")
     for command in ("inspect", "verify", "index"):
         done = run(command, tmp_path / "pipe.ffr", code=1)
         assert b"not a regular file" in done.stdout + done.stderr
 
 
-def test_names_that_are_no_text(packed: Path) -> None:
+def test_file_names_that_are_not_utf_8(packed: Path) -> None:
     name = os.fsencode(packed.with_name("x.ffr")).replace(b"x.ffr", b"\xff.ffr")
     os.rename(packed, name)
     path = os.fsdecode(name)
@@ -374,7 +374,7 @@ def test_names_that_are_no_text(packed: Path) -> None:
     assert json.loads(done.stdout)["unreadable"][0]["path"] == path
 
 
-def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+def test_broken_links_are_named(tmp_path: Path) -> None:
     (tmp_path / "loop.ffr").symlink_to("loop.ffr")
     for command in ("inspect", "verify", "index"):
         done = run(command, tmp_path / "loop.ffr", code=2)
@@ -390,7 +390,7 @@ def test_inspect_sees_a_file_that_was_cut(damaged: Path) -> None:
 # ---------------------------------------------------------------- verify
 
 
-def test_verify_is_silent_about_what_is_sound(packed: Path) -> None:
+def test_verify_of_intact_files_writes_one_line(packed: Path) -> None:
     assert text_of("verify", packed).strip().endswith("all intact")
 
 
@@ -437,7 +437,7 @@ def test_cat_of_a_damaged_sample_is_bad_data(damaged: Path) -> None:
 @pytest.mark.parametrize(
     "which", ["10", "5:11", "no/such/name", "-1", "9" * 30, f"0:{10**30}", f"{10**18}:"]
 )
-def test_cat_of_what_is_not_there_is_usage(damaged: Path, which: str) -> None:
+def test_cat_of_missing_samples_is_usage(damaged: Path, which: str) -> None:
     done = run("cat", damaged, "--", which, code=2)
     assert done.stdout == b""
 

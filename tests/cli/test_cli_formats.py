@@ -42,7 +42,7 @@ def test_verify_names_the_damaged(tmp_path: Path) -> None:
     assert found["unreadable"] == []
 
 
-def test_index_walks_and_says_what_it_found(tmp_path: Path) -> None:
+def test_index_reports_each_kind_of_file(tmp_path: Path) -> None:
     for name in ("small.tfrecord", "mixed.tfrecord", "trunc_30.tfrecord"):
         shutil.copy(GOLDEN / name, tmp_path)
     write(tmp_path / "b.ffr", SAMPLES)
@@ -63,7 +63,7 @@ def test_one_compressed_file_ended_the_indexing_of_all(tmp_path: Path) -> None:
     assert b"mixed.tfrecord.gz: this file is compressed as a whole" in done.stderr
 
 
-def test_index_of_nothing(tmp_path: Path) -> None:
+def test_index_of_a_missing_file(tmp_path: Path) -> None:
     assert "No such file" in error_of("index", tmp_path / "none.tfrecord", code=2)
 
 

@@ -123,7 +123,7 @@ def test_rows_of_an_array(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.float32(3), np.array([{}], object), None])
-def test_arrays_that_are_none(tmp_path: Path, bad: Any) -> None:
+def test_files_that_are_not_arrays(tmp_path: Path, bad: Any) -> None:
     if bad is None:
         (tmp_path / "a.npy").write_bytes(b"garbage")
     else:
@@ -322,7 +322,7 @@ def test_other_conversion_into_the_same_directory_is_refused(tmp_path: Path) -> 
         convert(source, out, format="ffrecord", shards=4)
 
 
-def test_processes_write_shards_and_what_fails_leaves_the_finished(tmp_path: Path) -> None:
+def test_finished_shards_stay_when_a_process_fails(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     report = convert(source, tmp_path / "out", format="tfrecord", shards=4, jobs=2, verify=True)
     assert content(report.paths) == SAMPLES
@@ -341,7 +341,7 @@ def test_compressed_shards(tmp_path: Path) -> None:
     assert content(report.paths) == SAMPLES
 
 
-def test_what_was_written_wrongly_is_noticed_and_removed(
+def test_a_file_that_differs_from_the_input_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
@@ -396,14 +396,14 @@ def test_a_shard_that_could_not_be_read_back_was_kept_for_the_next_run(
         ({"shards": 61}, "cannot split"),
     ],
 )
-def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], what: str) -> None:
+def test_invalid_options(tmp_path: Path, options: dict[str, Any], what: str) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     with pytest.raises(UsageError, match=what):
         convert(source, tmp_path / "out.tfrecord", **options)
     assert not (tmp_path / "out.tfrecord").is_file()
 
 
-def test_input_that_is_none(tmp_path: Path) -> None:
+def test_invalid_input(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     with pytest.raises(ReadError, match="No such file"):
         convert(tmp_path / "none.ffr", tmp_path / "b.ffr")

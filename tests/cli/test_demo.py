@@ -96,7 +96,7 @@ def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
     assert_nothing_left(place)
 
 
-def test_it_tells_a_reader_what_happened(tmp_path: Path) -> None:
+def test_the_text_explains_each_step(tmp_path: Path) -> None:
     place = tmp_path / "place"
     done = subprocess.run(
         command(place, "--no-torch", "--engine", "threads"),
@@ -126,7 +126,7 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Pa
     assert_nothing_left(place)
 
 
-def test_a_demo_whose_daemon_dies_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_demo_whose_daemon_dies_reports_it_and_leaves_nothing(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with subprocess.Popen(
         command(place, "--no-torch", "--epochs", "100"),

@@ -15,7 +15,7 @@ def path(tmp_path: Path) -> str:
     return create(tmp_path / "x.recordio", dialect="go", compression="gzip", max_chunk_size=30_000)
 
 
-def test_inspect_tells_dialect_and_chunks(path: str) -> None:
+def test_inspect_shows_dialect_and_chunks(path: str) -> None:
     [facts] = json.loads(text_of("inspect", "--json", path))
     assert (facts["format"], facts["samples"], facts["dialect"]) == ("recordio", COUNT, "go")
     assert facts["compression"] == "gzip" and facts["checksums"] == "CRC-32 of every chunk"
@@ -29,7 +29,7 @@ def test_cat_and_verify(path: str) -> None:
     assert f"{COUNT} samples" in text_of("verify", path)
 
 
-def test_verify_names_what_is_damaged() -> None:
+def test_verify_names_damaged_samples() -> None:
     found = json.loads(
         text_of(
             "verify",

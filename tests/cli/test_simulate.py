@@ -33,7 +33,7 @@ def test_figures_for_scripts() -> None:
     assert len(row["jobs"]) == 2
 
 
-def test_one_seed_and_silence_are_told_apart() -> None:
+def test_same_seed_and_silent_change_the_hit_rate() -> None:
     def rate(*options: str) -> float:
         facts = json.loads(run("--jobs", "4", "--cache", "0.1", "--json", *options))
         return float(facts["rows"][0]["hit_rate"])
@@ -43,7 +43,7 @@ def test_one_seed_and_silence_are_told_apart() -> None:
 
 def test_a_slow_disk_slows_the_jobs() -> None:
     (row,) = json.loads(run("--jobs", "1", "--cache", "0.25", "--disk", "0.5", "--json"))["rows"]
-    # What is not there is read at half of the rate at which it would be used.
+    # Misses are read at half of the rate at which the job would use them.
     assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
 
 
@@ -70,7 +70,7 @@ def test_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
-def test_what_cannot_be_drawn_is_refused_before_anything_runs(
+def test_an_invalid_plot_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(plot: Path) -> str:

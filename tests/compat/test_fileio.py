@@ -135,7 +135,7 @@ def test_an_index_outside_raises_before_anything_is_read(plain: FileReader, inde
 
 
 @pytest.mark.parametrize("wrong", [1.0, "1", None, [1]])
-def test_what_is_no_index(plain: FileReader, wrong: Any) -> None:
+def test_invalid_indices(plain: FileReader, wrong: Any) -> None:
     with pytest.raises(TypeError):
         plain.read_one(wrong)
     with pytest.raises(TypeError):
@@ -230,7 +230,7 @@ def test_a_hostile_offset_allocates_nothing(tmp_path: Path) -> None:
         reader.read_one(0)
 
 
-def test_every_bit_flip_of_a_small_file_is_told(tmp_path: Path) -> None:
+def test_every_bit_flip_of_a_small_file_is_an_error(tmp_path: Path) -> None:
     content = (GOLDEN / "one.ffr").read_bytes()
     path = tmp_path / "a.ffr"
     for bit in range(8 * len(content)):
@@ -376,7 +376,7 @@ def test_small_cached_samples_share_an_allocation_and_no_bytes(
         assert reader.read([]) == []
 
 
-def test_errors_of_a_worker_reach_the_caller_whole() -> None:
+def test_errors_of_a_worker_reach_the_caller_with_all_attributes() -> None:
     calls: list[Callable[[], Any]] = [
         lambda: FileReader("missing.ffr"),
         lambda: FileReader(5),  # type: ignore[arg-type]

@@ -370,7 +370,7 @@ def test_dump_of_too_few_samples_warns(tmp_path: Path) -> None:
         dump(Squares(3), tmp_path / "x", 0)
 
 
-def test_dump_again_replaces_and_names_what_stays(tmp_path: Path) -> None:
+def test_dump_again_replaces_and_names_remaining_files(tmp_path: Path) -> None:
     dump(Squares(10), tmp_path / "out", 5)
     with pytest.warns(UserWarning, match="3 other"):
         dump(Squares(100), tmp_path / "out", 2)
@@ -396,7 +396,7 @@ def test_a_failed_worker_raises_the_whole_error_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_killed_worker_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(parallel.WorkerError, match=r"PART_00001.*exit status -9"):
         dump(Squares(100, bad=40, how="die"), tmp_path / "out", 4)
     assert os.listdir(tmp_path) == []
@@ -412,7 +412,7 @@ class RaisesUnpicklable(Squares):
         raise Unpicklable(1, 2)
 
 
-def test_an_error_that_does_not_pickle_is_told_in_words(tmp_path: Path) -> None:
+def test_an_error_that_does_not_pickle_arrives_as_text(tmp_path: Path) -> None:
     with pytest.raises(FFServeError, match="Unpicklable: 1 and 2"):
         dump(RaisesUnpicklable(4), tmp_path / "out", 2)
 
@@ -470,7 +470,7 @@ def test_a_folder_survives_pickling(folder: PackedFolder) -> None:
         assert other.read_one("a.txt").tobytes() == folder.read_one("a.txt").tobytes()
 
 
-def test_what_is_no_packed_folder_is_refused() -> None:
+def test_other_files_are_not_packed_folders() -> None:
     for name in ("plain.ffr", "zero.ffr", "empties.ffr"):
         with pytest.raises(ValueError, match="not a packed folder"):
             PackedFolder(GOLDEN / name)

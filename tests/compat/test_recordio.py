@@ -76,7 +76,7 @@ def test_a_buffer_that_is_too_small_is_refused_also_when_lengths_are_unknown(
         assert as_bytes(reader.read([4, 6])) == [SAMPLES[4], SAMPLES[6]]
 
 
-def test_sizes_of_what_nobody_read(server: str, tmp_path: Path) -> None:
+def test_sizes_of_unread_samples(server: str, tmp_path: Path) -> None:
     path = create(tmp_path / "x.recordio", max_chunk_size=9000, compression="gzip")
     with ffserve.open(path, server=server) as reader:
         assert reader.sizes([6, 0, 6]).tolist() == [20_000, 0, 20_000]

@@ -65,7 +65,7 @@ def test_reading_by_index_and_in_order(path: str) -> None:
     file.close()
 
 
-def test_what_a_file_was_not_opened_for(path: str) -> None:
+def test_reading_and_writing_in_the_wrong_mode(path: str) -> None:
     with File(path, "w") as file:
         for use in (file.count, file.index, file.get_reader, lambda: file.get(0)):
             with pytest.raises(RuntimeError, match="not opened for reading"):
@@ -133,7 +133,7 @@ def test_appending_begins_a_file_and_goes_on_with_it(path: str) -> None:
         assert list(file) == WORDS
 
 
-def test_appending_refuses_what_is_damaged_rather_than_cut_it(path: str) -> None:
+def test_appending_refuses_a_damaged_file_and_does_not_cut_it(path: str) -> None:
     content = bytearray(written(WORDS, max_chunk_size=12, compression="none"))
     for place, kind in ((19, TruncatedError), (0, FormatError)):
         damaged = bytearray(content)
@@ -196,7 +196,7 @@ def test_a_killed_writer_leaves_all_complete_chunks(path: str) -> None:
     assert rest == [b"%6d" % k for k in range(len(rest))] and len(rest) >= 32
 
 
-def test_reading_what_is_left(path: str) -> None:
+def test_reading_the_rest_of_a_damaged_file(path: str) -> None:
     content = written(WORDS, max_chunk_size=12)
     Path(path).write_bytes(content[:-3])
     with pytest.raises(TruncatedError):

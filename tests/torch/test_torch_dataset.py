@@ -97,7 +97,7 @@ def test_a_dataset_of_another_format(
     )
     got = [sample for batch in loader for sample in batch]
     assert got == [samples[i] for i in sampler.order()]
-    # What there is of ffrecord's in a directory is all that counts, as in ffrecord.
+    # If a directory contains .ffr files, these are the data set, as in ffrecord.
     written(tmp_path / "a.ffr", samples[:3])
     assert len(cases.Raw(tmp_path)) == 3
     (tmp_path / f"0.{suffix}").write_bytes(b"y")
