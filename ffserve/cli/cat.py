@@ -157,9 +157,13 @@ def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
     folders = []
     for shard in reader.shards:
         if shard.count:
-            [last] = reader.read([shard.first + shard.count - 1])
-            if folder_index.is_index(last[:16].tobytes()):
-                folders.append((shard.first, folder_index.decode(last.data, shard.count - 1)))
+            last = shard.first + shard.count - 1
+            [sample] = reader.read([last])
+            if folder_index.is_index(sample[:16].tobytes()):
+                folder = folder_index.decode(
+                    sample.data, shard.count - 1, path=shard.path, index=last
+                )
+                folders.append((shard.first, folder))
     return folders
 
 

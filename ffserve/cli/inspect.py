@@ -45,7 +45,7 @@ def _load(path: str, format_name: str | None) -> _Tables:
         shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
         names = None
         if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
-            names = _count_names(fd, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
+            names = _count_names(fd, path, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
     except OSError as error:
         if isinstance(error, FFServeError):
             raise
@@ -55,13 +55,14 @@ def _load(path: str, format_name: str | None) -> _Tables:
     return _Tables(shard, offsets, lengths, names)
 
 
-def _count_names(fd: int, offset: int, size: int, count: int) -> int | None:
+def _count_names(fd: int, path: str, offset: int, size: int, count: int) -> int | None:
     """Return the number of names in the last sample; None if that sample is not an index."""
     from ffserve.compat import folder_index
 
     if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
         return None
-    names, folders = 0, [folder_index.decode(os.pread(fd, size, offset), count)]
+    sample = os.pread(fd, size, offset)
+    names, folders = 0, [folder_index.decode(sample, count, path=path, index=count)]
     for folder in folders:
         for node in folder.values():
             if isinstance(node, int):

@@ -48,16 +48,26 @@ def is_index(head: bytes) -> bool:
     return head[: len(MAGIC)] == MAGIC and len(head) > len(MAGIC)
 
 
-def decode(sample: bytes | memoryview, count: int) -> Folder:
+def decode(
+    sample: bytes | memoryview, count: int, *, path: str | None = None, index: int | None = None
+) -> Folder:
     """Decode a folder index.
 
     Args:
         sample: the whole sample, including the magic.
         count: number of samples that may be named; every index must be in [0, count).
+        path, index: where the sample is, for errors.
     Returns: nested OrderedDicts, owned by the caller.
     Raises:  FormatError: anything that the original would not have written.
     Cost:    one to two seconds per million names.
     """
+    try:
+        return _decoded(sample, count)
+    except FormatError as error:
+        raise error.located(path=path, index=index) from None
+
+
+def _decoded(sample: bytes | memoryview, count: int) -> Folder:
     if len(sample) > SIZE_MAX:
         raise FormatError(
             f"the folder index has {len(sample)} bytes, more than the limit of {SIZE_MAX}",
@@ -66,7 +76,9 @@ def decode(sample: bytes | memoryview, count: int) -> Folder:
     machine = _Machine(bytes(sample[len(MAGIC) :]))
     try:
         structure: Folder = machine.run()
-    except (IndexError, KeyError, ValueError, TypeError) as error:
+    except ValueError as error:
+        raise _bad(machine, str(error)) from None
+    except (IndexError, KeyError, TypeError) as error:
         raise _bad(machine, f"{type(error).__name__}: {error}") from None
     _check(structure, count)
     return structure

@@ -444,14 +444,13 @@ def _structure(reader: FileReader) -> tuple[Folder, int]:
             hint="read it with FileReader",
         )
     if not all(packed):  # one folder over several files, with one index at the end of the last
-        return folder_index.decode(samples[-1].data, reader.n - 1), reader.n - 1
+        index = reader.n - 1
+        path = reader.fnames[-1]
+        return folder_index.decode(samples[-1].data, index, path=path, index=index), index
     merged: Folder = OrderedDict()
     first = 0
     for end, sample, shard in zip(last, samples, (s for s in shards if s.count), strict=True):
-        try:
-            part = folder_index.decode(sample.data, end - first)
-        except FormatError as error:
-            raise error.located(path=shard.path, index=end) from None
+        part = folder_index.decode(sample.data, end - first, path=shard.path, index=end)
         if len(samples) == 1:
             return part, end
         _merge(merged, part, first, shard.path)

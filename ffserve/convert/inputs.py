@@ -88,7 +88,8 @@ class RecordFiles:
         last = {shard.first + shard.count - 1: shard for shard in reader.shards if shard.count}
         for index in self._skipped:
             shard = last[index]
-            folder = folder_index.decode(reader[index].data, shard.count - 1)
+            sample = reader[index]
+            folder = folder_index.decode(sample.data, shard.count - 1, path=shard.path, index=index)
             self._names.update(_flat_names(folder, shard.first))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:

@@ -176,6 +176,17 @@ def test_a_file_that_may_not_be_read_is_usage() -> None:
                 assert f"{place}: Permission denied" in done.stdout + done.stderr
 
 
+def test_errors_about_names_did_not_name_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [b"abc", b"piouhjgbr\x80\x04garbage."])
+    for command in (
+        ["inspect", path],
+        ["cat", path, "tom.txt"],
+        ["convert", path, tmp_path / "b.recordio"],
+    ):
+        error = error_of(*command, code=1)
+        assert f"{path}, sample 1: invalid folder index: opcode GET" in error
+
+
 def test_debug_shows_the_place() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ffserve", "--debug", "status", "--socket", "/none/x.sock"],
