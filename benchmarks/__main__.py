@@ -61,14 +61,20 @@ def _parser() -> argparse.ArgumentParser:
         "each row and their quotient")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the result to FILE")
     add("--record", type=Path, metavar="FILE", help="merge the measured rows into FILE")
-    add("--compare", type=Path, metavar="FILE",
+    add("--compare", type=_existing, metavar="FILE",
         help="compare with the rows recorded in FILE; exit code 1 if any is worse")  # fmt: skip
     add("--picture", type=Path, metavar="FILE",
         help="draw the measured rows, or those in --record's file, as PNG or SVG")  # fmt: skip
-    add("--readme", type=Path, metavar="FILE",
+    add("--readme", type=_existing, metavar="FILE",
         help="write the measured section of README FILE from the same rows")  # fmt: skip
     add("--draw-only", action="store_true", help="measure nothing")
     return parser
+
+
+def _existing(name: str) -> Path:
+    if not (path := Path(name)).is_file():
+        raise argparse.ArgumentTypeError(f"missing file {name}")
+    return path
 
 
 def _print(table: report.Table) -> None:
