@@ -26,7 +26,7 @@ from command import ENVIRONMENT, error_of, run, spawned, text_of
 from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
-from ffserve.cli import COMMANDS
+from ffserve.cli import COMMANDS, report
 from ffserve.cli.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
 from ffserve.engine.codec import crc32c
@@ -79,6 +79,7 @@ def test_a_wrong_call_is_usage() -> None:
     assert "No such command" in error_of("srve", code=2)
     assert "No such option" in error_of("status", "--jsn", code=2)
     assert "--arena: invalid size '4Q'" in error_of("serve", "--arena", "4Q", code=2)
+    assert "invalid size '4Q'" in error_of("resize", "4Q", code=2)
     run("pack", "somewhere", code=2)
 
 
@@ -185,6 +186,16 @@ def test_errors_about_names_did_not_name_the_file(tmp_path: Path) -> None:
     ):
         error = error_of(*command, code=1)
         assert f"{path}, sample 1: invalid folder index: opcode GET" in error
+
+
+def test_an_error_of_the_operating_system_about_a_path_is_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        os.listdir("/no/such/directory")
+    assert report(caught.value) == 2
+    assert capsys.readouterr().err.startswith("error: /no/such/directory: No such file")
+    assert report(OSError(28, "No space left on device")) == 1
 
 
 def test_debug_shows_the_place() -> None:
