@@ -165,11 +165,12 @@ class Channel:
         packed = protocol.pack_indices(indices)
         with self.lock:
             tag = self._tag()
-            if sink is not None:
-                self._sinks[tag] = sink
             acknowledged, hits, hit_size = self._take_counters()
             message = protocol.Get(tag, dataset, packed, acknowledged, hits, hit_size)
-            return self._request(message, dataset)
+            self._request(message, dataset)
+            if sink is not None:
+                self._sinks[tag] = sink
+            return tag
 
     def lease(self, dataset: int, indices: Int64s, tags: list[int]) -> int:
         """Queue a LEASE; return its tag.
@@ -299,6 +300,7 @@ class Channel:
             closed = protocol.error_to_wire(_closed_error(self.path))
             failed = [tag for tag, _ in self._kept_back if self._waiting[tag].dataset == dataset]
             for tag in failed:
+                self._sinks.pop(tag, None)
                 self._waiting[tag].answer = protocol.Fail(tag, closed)
             kept = (each for each in self._kept_back if self._waiting[each[0]].answer is None)
             self._kept_back = deque(kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -144,6 +146,23 @@ class Sink:
 
     def filled(self, size: int) -> None:
         self.at += size
+
+
+def test_destinations_of_requests_for_a_closed_data_set_were_never_freed() -> None:
+    client = channel(inline=True)
+    for _ in range(protocol.MOST_REQUESTS):
+        client.get(1, ONE)
+    sinks = [Sink(), Sink()]
+    alive = [weakref.ref(sink) for sink in sinks]
+    kept = client.get(2, ONE, sinks[0])
+    client.close_dataset(2)
+    with pytest.raises(ServerUnavailable):
+        client.collect(kept)
+    with pytest.raises(ServerUnavailable):
+        client.get(2, ONE, sinks[1])
+    sinks.clear()
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
 
 
 @given(st.lists(st.integers(1, 30), max_size=40))
