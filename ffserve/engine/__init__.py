@@ -1,5 +1,5 @@
 """The engine: a C core, and one Python face per subject.
 
 ``io``: reading files. ``shm``: the directory and the arena in shared memory. ``codec``: checksums,
-and scanners of frames and chunks. ``plan`` and its neighbours: tables of the cache.
+and scanners of frames and chunks. ``slots``: the cache's tables.
 """

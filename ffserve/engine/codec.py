@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.core import ffi, lib
+from ffserve.engine.core import DESTS, I64S, U8S, U32S, U64S, ffi, from_buffer, lib
 from ffserve.errors import UsageError
 
 Int64s = NDArray[np.int64]
@@ -23,18 +23,12 @@ CRC_NONE: int = lib.FFS_CRC_NONE
 CRC_32: int = lib.FFS_CRC_32
 CRC_32C: int = lib.FFS_CRC_32C
 
-_I64S = ffi.typeof("int64_t[]")
-_U64S = ffi.typeof("uint64_t[]")
-_U32S = ffi.typeof("uint32_t[]")
-_U8S = ffi.typeof("uint8_t[]")
-_DESTS = ffi.typeof("uint8_t *[]")
-_from_buffer = ffi.from_buffer
 _FIRST_ROOM = 1024
 
 
 def checksum(kind: int, data: Any, seed: int = 0) -> int:
     """Return the CRC of a bytes-like object; ``seed`` is the CRC of the bytes before it."""
-    with _from_buffer(_U8S, data) as bytes_:
+    with from_buffer(U8S, data) as bytes_:
         return int(lib.ffs_checksum(kind, seed, bytes_, len(bytes_)))
 
 
@@ -45,7 +39,7 @@ def checksums(kind: int, data: Any, offsets: UInt64s, lengths: UInt64s) -> UInt3
     """
     offsets = np.ascontiguousarray(offsets, np.uint64)
     lengths = np.ascontiguousarray(lengths, np.uint64)
-    with _from_buffer(_U8S, data) as bytes_:
+    with from_buffer(U8S, data) as bytes_:
         size = np.uint64(len(bytes_))
         if len(offsets) != len(lengths) or bool(
             np.any(lengths > size) or np.any(offsets > size - np.minimum(lengths, size))
@@ -55,10 +49,10 @@ def checksums(kind: int, data: Any, offsets: UInt64s, lengths: UInt64s) -> UInt3
         lib.ffs_checksums(
             kind,
             bytes_,
-            _from_buffer(_U64S, offsets),
-            _from_buffer(_U64S, lengths),
+            from_buffer(U64S, offsets),
+            from_buffer(U64S, lengths),
             len(offsets),
-            _from_buffer(_U32S, out),
+            from_buffer(U32S, out),
         )
     return out
 
@@ -94,10 +88,10 @@ def frame_all(payloads: NDArray[np.uint8], edges: NDArray[np.int64]) -> NDArray[
     out = np.empty(len(payloads) + FRAME_SIZE * (len(edges) - 1), np.uint8)
     places = np.ascontiguousarray(edges, np.uint64)
     lib.ffs_frame_all(
-        _from_buffer(_U8S, payloads),
-        _from_buffer(_U64S, places),
+        from_buffer(U8S, payloads),
+        from_buffer(U64S, places),
         len(edges) - 1,
-        _from_buffer(_U8S, out),
+        from_buffer(U8S, out),
     )
     return out
 
@@ -158,7 +152,7 @@ class FrameScanner:
 
         Returns: MORE, END, BAD_HEADER, CUT_HEADER or CUT_RECORD.
         """
-        with _from_buffer(_U8S, window) as bytes_:
+        with from_buffer(U8S, window) as bytes_:
             while (why := int(lib.ffs_frames(self._c, bytes_, base, len(bytes_)))) == self._FULL:
                 self._grow(2 * len(self._lengths))
         return why
@@ -181,9 +175,9 @@ class FrameScanner:
         self._offsets = np.resize(self._offsets, room)
         self._lengths = np.resize(self._lengths, room)
         self._checksums = np.resize(self._checksums, room)
-        self._c.offsets = _from_buffer(_U64S, self._offsets)
-        self._c.lengths = _from_buffer(_U64S, self._lengths)
-        self._c.checksums = _from_buffer(_U32S, self._checksums)
+        self._c.offsets = from_buffer(U64S, self._offsets)
+        self._c.lengths = from_buffer(U64S, self._lengths)
+        self._c.checksums = from_buffer(U32S, self._checksums)
         self._c.room = room
 
     def tables(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
@@ -225,7 +219,7 @@ class FrameFinder:
 
     def feed(self, window: memoryview, base: int) -> bool:
         """Continue through the file's bytes from ``base`` on; True: found."""
-        with _from_buffer(_U8S, window) as bytes_:
+        with from_buffer(U8S, window) as bytes_:
             return bool(lib.ffs_frame_search(self._c, bytes_, base, len(bytes_)))
 
     def refuse(self) -> None:
@@ -236,12 +230,12 @@ class FrameFinder:
 # ---- RecordIO chunks ---------------------------------------------------------------------------
 
 _CHUNK_TABLES = {
-    "begins": (np.int64, "int64_t[]"),
-    "ends": (np.int64, "int64_t[]"),
-    "firsts": (np.int64, "int64_t[]"),
-    "sizes": (np.int64, "int64_t[]"),
-    "checksums": (np.uint32, "uint32_t[]"),
-    "compressors": (np.uint8, "uint8_t[]"),
+    "begins": (np.int64, I64S),
+    "ends": (np.int64, I64S),
+    "firsts": (np.int64, I64S),
+    "sizes": (np.int64, I64S),
+    "checksums": (np.uint32, U32S),
+    "compressors": (np.uint8, U8S),
 }
 
 
@@ -313,7 +307,7 @@ class ChunkScanner:
         Args: window: holds 20 bytes from ``wanted`` on, or all that are left.
         Returns: MORE, END or FAULT.
         """
-        with _from_buffer(_U8S, window) as bytes_:
+        with from_buffer(U8S, window) as bytes_:
             while (why := int(lib.ffs_chunks(self._c, bytes_, base, len(bytes_)))) == self._FULL:
                 self._grow(2 * self.count)
         return why
@@ -338,7 +332,7 @@ class ChunkScanner:
             table = np.empty(room + 1, kind)
             table[: self.count + 1] = self._tables[name][: self.count + 1]
             self._tables[name] = table
-            setattr(self._c, name, _from_buffer(ffi.typeof(c_type), table))
+            setattr(self._c, name, from_buffer(c_type, table))
         self._c.room = room
 
     def table(self, name: str) -> NDArray[Any]:
@@ -357,13 +351,13 @@ def split_records(data: Any, count: int) -> tuple[Int64s, Int64s, int]:
     """
     starts, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
     end = ffi.new("uint64_t *")
-    with _from_buffer(_U8S, data) as bytes_:
+    with from_buffer(U8S, data) as bytes_:
         found = lib.ffs_split(
             bytes_,
             len(bytes_),
             count,
-            _from_buffer(_I64S, starts),
-            _from_buffer(_I64S, lengths),
+            from_buffer(I64S, starts),
+            from_buffer(I64S, lengths),
             end,
         )
     return starts[:found], lengths[:found], int(end[0])
@@ -383,9 +377,9 @@ def scatter(
     if int(min(starts.min(), lengths.min())) < 0 or int((starts + lengths).max()) > data.nbytes:
         raise UsageError("a piece is outside the data")
     lib.ffs_scatter(
-        _from_buffer(_U8S, data),
-        _from_buffer(_I64S, np.ascontiguousarray(starts, np.int64)),
-        _from_buffer(_I64S, np.ascontiguousarray(lengths, np.int64)),
+        from_buffer(U8S, data),
+        from_buffer(I64S, np.ascontiguousarray(starts, np.int64)),
+        from_buffer(I64S, np.ascontiguousarray(lengths, np.int64)),
         len(starts),
-        _from_buffer(_DESTS, np.ascontiguousarray(dests, np.uint64)),
+        from_buffer(DESTS, np.ascontiguousarray(dests, np.uint64)),
     )

@@ -30,4 +30,8 @@ if _found and getattr(lib, "FFS_SOURCES", None) != _found:
         hint=_BUILD,
     )
 
-__all__ = ["ffi", "lib"]
+I64S, U64S = ffi.typeof("int64_t[]"), ffi.typeof("uint64_t[]")
+I32S, U32S = ffi.typeof("int32_t[]"), ffi.typeof("uint32_t[]")
+U8S, DESTS = ffi.typeof("uint8_t[]"), ffi.typeof("uint8_t *[]")
+DOUBLES = ffi.typeof("double[]")
+from_buffer, NULL = ffi.from_buffer, ffi.NULL

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import codec
-from ffserve.engine.core import ffi, lib
+from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
@@ -86,10 +86,6 @@ _NO_READS: NDArray[Any] = np.empty(0, READ_DTYPE)
 _NO_RECORDS: NDArray[Any] = np.empty(0, RECORD_DTYPE)
 
 _POINTER = ffi.typeof("uintptr_t")
-_I64S = ffi.typeof("int64_t[]")
-_U8S = ffi.typeof("uint8_t[]")
-_from_buffer = ffi.from_buffer
-_NULL = ffi.NULL
 
 # Waits in C are cut into slices, so that Ctrl-C takes effect.
 _WAIT_SLICE_MS = 200
@@ -119,7 +115,7 @@ class EngineBatch:
         self._own(lib.ffs_batch_new(read_count, record_count))
 
     def _own(self, c: Any) -> None:
-        if c == _NULL:
+        if c == NULL:
             raise MemoryError("no memory for a batch")
         self._c: Any = ffi.gc(c, lib.ffs_batch_free)
         self._held: dict[int, EngineBatch] | None = None
@@ -133,8 +129,8 @@ class EngineBatch:
         cls,
         shards: Shards,
         blocks: NDArray[np.int64],
-        places: NDArray[np.int64],
-        rooms: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        sizes: NDArray[np.int64],
         arena_address: int,
         merge: tuple[int, int, int],
     ) -> EngineBatch:
@@ -142,7 +138,7 @@ class EngineBatch:
 
         Args:
             shards, blocks: see `ffserve.engine.slots`; n blocks, with a record per sample.
-            places, rooms: int64[n], offset in the arena and size of each slot.
+            offsets, sizes: int64[n], of the slots in the arena.
             merge: most, gap and size of `merge_reads`. Blocks that are merged are read through a
                 buffer.
         Raises: UsageError when a record is not inside its block.
@@ -150,14 +146,14 @@ class EngineBatch:
         batch = cls.__new__(cls)
         c = lib.ffs_batch_blocks(
             shards.c,
-            _from_buffer(_I64S, blocks),
+            from_buffer(I64S, blocks),
             blocks.shape[1],
-            _from_buffer(_I64S, places),
-            _from_buffer(_I64S, rooms),
+            from_buffer(I64S, offsets),
+            from_buffer(I64S, sizes),
             ffi.cast("uint8_t *", arena_address),
             *merge,
         )
-        if c == _NULL:
+        if c == NULL:
             raise UsageError("no memory for a batch, or a record is outside its block")
         batch._own(c)
         return batch
@@ -395,7 +391,7 @@ class Engine:
         ended: list[EngineBatch] = []
         while True:
             c = lib.ffs_engine_pop(core)
-            if c == _NULL:
+            if c == NULL:
                 return ended
             batch = self._in_flight.pop(int(ffi.cast(_POINTER, c)))
             batch._held = None
@@ -460,7 +456,7 @@ class ReplySocket:
 
     def __init__(self, fd: int) -> None:
         c = lib.ffs_reply_socket_new(fd)
-        if c == _NULL:
+        if c == NULL:
             raise MemoryError("no memory for a reply socket")
         self.c: Any = ffi.gc(c, lib.ffs_reply_socket_free)
         self.blocked = False
@@ -493,7 +489,7 @@ class DirectReply:
 
     def cancel(self) -> None:
         """Never send the reply."""
-        lib.ffs_reply_wait_for(self._c, _NULL)
+        lib.ffs_reply_wait_for(self._c, NULL)
 
     def arm(self) -> None:
         """Wait for no further batch; the reply is not sent before this call."""
@@ -525,9 +521,9 @@ class PayloadRun:
         self._arena = arena
         self._keep = (head, starts, lengths)
         c = self._c = ffi.new("ffs_payload *")
-        c.arena = _from_buffer(_U8S, arena)
-        c.head, c.head_size = _from_buffer(_U8S, head), len(head)
-        c.starts, c.lengths = _from_buffer(_I64S, starts), _from_buffer(_I64S, lengths)
+        c.arena = from_buffer(U8S, arena)
+        c.head, c.head_size = from_buffer(U8S, head), len(head)
+        c.starts, c.lengths = from_buffer(I64S, starts), from_buffer(I64S, lengths)
         c.count = len(starts)
         self.size = len(head) + int(lengths.sum())
         """Total bytes."""
@@ -586,14 +582,14 @@ def merge_reads(
     """
     firsts = np.empty(len(begins), np.int64)
     count = lib.ffs_merge(
-        _from_buffer(_I64S, begins),
-        _from_buffer(_I64S, ends),
-        _from_buffer(_I64S, files),
+        from_buffer(I64S, begins),
+        from_buffer(I64S, ends),
+        from_buffer(I64S, files),
         len(begins),
         most,
         gap,
         size,
-        _from_buffer(_I64S, firsts),
+        from_buffer(I64S, firsts),
     )
     return firsts[:count]
 

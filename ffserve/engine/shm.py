@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.core import ffi, lib
+from ffserve.engine.core import DESTS, I64S, NULL, U8S, U64S, ffi, from_buffer, lib
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
@@ -36,12 +36,6 @@ _INT64 = np.dtype(np.int64)
 _UINT8 = np.dtype(np.uint8)
 _UINT64 = np.dtype(np.uint64)
 _TOGETHER = (_INT64.itemsize,)
-_I64S = ffi.typeof("int64_t[]")
-_U64S = ffi.typeof("uint64_t[]")
-_U8S = ffi.typeof("uint8_t[]")
-_DESTS = ffi.typeof("uint8_t *[]")
-_from_buffer = ffi.from_buffer
-_NULL = ffi.NULL
 
 
 class Batch(Sequence[Bytes]):
@@ -137,10 +131,10 @@ class View:
         if indices.dtype != _INT64:
             indices = indices.astype(np.int64)
         out = np.empty(2 * n + 3, np.int64)
-        c = _from_buffer(_I64S, out)
+        c = from_buffer(I64S, out)
         missing = lib.ffs_locate(
             self._c,
-            _from_buffer(_I64S, indices),
+            from_buffer(I64S, indices),
             n,
             c,
             c + (n + 1),
@@ -180,27 +174,27 @@ class View:
         if dests is not None:
             if len(dests) != n or dests.dtype != _UINT64:
                 raise UsageError("dests must be one uint64 address per sample")
-            to, tos = _NULL, _from_buffer(_DESTS, dests)
+            to, tos = NULL, from_buffer(DESTS, dests)
         elif buffer is None or buffer.nbytes < offsets[n]:
             raise UsageError("the buffer is smaller than the samples")
         else:
-            to, tos = _from_buffer(_U8S, buffer, True), _NULL
+            to, tos = from_buffer(U8S, buffer, True), NULL
         if positions is None:
-            count, which = n, _NULL
+            count, which = n, NULL
         else:
             if positions.dtype != _INT64:
                 raise UsageError("positions must be int64")
-            count, which = len(positions), _from_buffer(_I64S, positions)
+            count, which = len(positions), from_buffer(I64S, positions)
         left = np.empty(count, np.int64)
         rc = lib.ffs_gather(
             self._c,
-            _from_buffer(_I64S, indices),
-            _from_buffer(_I64S, offsets),
+            from_buffer(I64S, indices),
+            from_buffer(I64S, offsets),
             to,
             tos,
             which,
             count,
-            _from_buffer(_I64S, left),
+            from_buffer(I64S, left),
         )
         if rc >= 0:
             return left[:rc]
@@ -230,14 +224,14 @@ class View:
             return None
         n = len(indices)
         found = np.empty(2 * n + 3, _INT64)
-        which, edges = _from_buffer(_I64S, indices), _from_buffer(_I64S, found)
+        which, edges = from_buffer(I64S, indices), from_buffer(I64S, found)
         if out is None:
             least = room = self._last_size  # a guess, since other threads copy batches too
             to = empty(room)
         else:
             least, room, to = 0, len(out), out
         copy, c, likely = lib.ffs_copy_batch, self._c, self._alike and self._last_size <= room
-        rc = copy(c, which, n, edges, _from_buffer(_U8S, to), least, room, likely)
+        rc = copy(c, which, n, edges, from_buffer(U8S, to), least, room, likely)
         if rc == 0 or rc == 1:
             total = edges[n]
             self._alike = total == self._last_size
@@ -245,7 +239,7 @@ class View:
         if rc == 1 and out is None:
             room = edges[n]
             to = empty(room)
-            rc = copy(c, which, n, edges, _from_buffer(_U8S, to), room, room, False)
+            rc = copy(c, which, n, edges, from_buffer(U8S, to), room, room, False)
         if rc == 0:
             return Batch(to if out is None else to[: edges[n]], found[: n + 1])
         if rc == lib.FFS_ERANGE:
@@ -263,7 +257,7 @@ class View:
             indices = indices.astype(np.int64)
         out = np.empty(len(indices), np.uint64)
         rc = lib.ffs_places(
-            self._c, _from_buffer(_I64S, indices), len(indices), _from_buffer(_U64S, out)
+            self._c, from_buffer(I64S, indices), len(indices), from_buffer(U64S, out)
         )
         if rc >= 0:
             return out
@@ -274,7 +268,7 @@ class View:
 
 def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
     """Return the address of each array's bytes. Cost: 0.1 us per array."""
-    pointers = ffi.new(_DESTS, [_from_buffer(_U8S, array) for array in arrays])
+    pointers = ffi.new(DESTS, [from_buffer(U8S, array) for array in arrays])
     return np.frombuffer(ffi.buffer(pointers), np.uint64)
 
 
@@ -290,10 +284,10 @@ def retract(
         raise UsageError("firsts, counts, slots and sizes must have the same length")
     lib.ffs_retract(
         ffi.cast("ffs_entry *", entries_address),
-        _from_buffer(_I64S, firsts),
-        _from_buffer(_I64S, counts),
-        _from_buffer(_U64S, slots),
-        _from_buffer(_U64S, sizes),
+        from_buffer(I64S, firsts),
+        from_buffer(I64S, counts),
+        from_buffer(U64S, slots),
+        from_buffer(U64S, sizes),
         len(firsts),
     )
 
@@ -312,8 +306,8 @@ def publish_run(
         first,
         len(starts),
         base,
-        _from_buffer(_I64S, starts),
-        _from_buffer(_I64S, lengths),
+        from_buffer(I64S, starts),
+        from_buffer(I64S, lengths),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.core import ffi, lib
+from ffserve.engine.core import DOUBLES, I32S, I64S, U8S, ffi, from_buffer, lib
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -31,12 +31,6 @@ FAILED: int = lib.FFS_SLOT_FAILED
 NO_KEY: int = lib.FFS_NO_KEY
 """The key of a slot in no bucket."""
 MIXED: int = lib.FFS_MIXED
-
-_I64S = ffi.typeof("int64_t[]")
-_I32S = ffi.typeof("int32_t[]")
-_U8S = ffi.typeof("uint8_t[]")
-_DOUBLES = ffi.typeof("double[]")
-_from_buffer = ffi.from_buffer
 
 
 class Shards:
@@ -82,9 +76,9 @@ class Shards:
             "used": used,
             "singly": singly,
         }
-        kept = {name: _from_buffer(_I64S, array) for name, array in wide.items()}
+        kept = {name: from_buffer(I64S, array) for name, array in wide.items()}
         kept |= {
-            name: _from_buffer(_I32S, array) for name, array in (("files", files), ("kinds", kinds))
+            name: from_buffer(I32S, array) for name, array in (("files", files), ("kinds", kinds))
         }
         for name, pointer in kept.items():
             setattr(c, name, pointer)
@@ -95,7 +89,7 @@ class Shards:
         have more than `largest` bytes."""
         table = np.empty((ROWS, len(numbers)), np.int64)
         rc = lib.ffs_blocks(
-            self.c, _from_buffer(_I64S, numbers), len(numbers), largest, _from_buffer(_I64S, table)
+            self.c, from_buffer(I64S, numbers), len(numbers), largest, from_buffer(I64S, table)
         )
         assert rc == 0, "samples belong to open shards"
         return table
@@ -144,16 +138,16 @@ class Slots:
         self._keep: list[Any] = []
         assert len(states) == len(pins) == len(firsts) == len(counts) == len(loads) == len(sizes)
         for name, kind, array in (
-            ("slot_of", _I32S, slot_of),
-            ("states", _U8S, states),
-            ("pins", _I32S, pins),
-            ("firsts", _I64S, firsts),
-            ("counts", _I32S, counts),
-            ("loads", _I32S, loads),
-            ("offsets", _I64S, offsets),
-            ("sizes", _I64S, sizes),
+            ("slot_of", I32S, slot_of),
+            ("states", U8S, states),
+            ("pins", I32S, pins),
+            ("firsts", I64S, firsts),
+            ("counts", I32S, counts),
+            ("loads", I32S, loads),
+            ("offsets", I64S, offsets),
+            ("sizes", I64S, sizes),
         ):
-            pointer = _from_buffer(kind, array)
+            pointer = from_buffer(kind, array)
             setattr(c, name, pointer)
             self._keep.append(pointer)
         c.sample_count, c.slot_count = len(slot_of), len(states)
@@ -168,9 +162,9 @@ class Slots:
         """
         n = len(numbers)
         out = np.empty(3 * n, np.int64)
-        c, found = _from_buffer(_I64S, out), self._found
+        c, found = from_buffer(I64S, out), self._found
         rc = lib.ffs_slots_split(
-            self.c, _from_buffer(_I64S, numbers), n, most, c, c + n, c + 2 * n, found
+            self.c, from_buffer(I64S, numbers), n, most, c, c + n, c + 2 * n, found
         )
         assert rc == 0, "samples belong to open shards"
         held = found[2]
@@ -186,7 +180,7 @@ class Slots:
         """
         n, found = len(positions), self._found
         kept = lib.ffs_slots_cut(
-            self.c, _from_buffer(_I64S, blocks), _from_buffer(_I64S, positions), n, most, found
+            self.c, from_buffer(I64S, blocks), from_buffer(I64S, positions), n, most, found
         )
         assert kept >= 0, "a block that is to be read is in no slot, not even in part"
         if kept < n:
@@ -197,14 +191,14 @@ class Slots:
         """Pin slots, once each; return the bytes of all, and those in state LOADING."""
         loading, size = np.empty(len(slots), np.int64), self._found
         count = lib.ffs_slots_pin(
-            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_I64S, loading), size
+            self.c, from_buffer(I64S, slots), len(slots), from_buffer(I64S, loading), size
         )
         assert count >= 0
         return size[0], loading[:count]
 
     def unpin(self, slots: Int64s) -> int:
         """Release pins; return the number of FAILED slots that have none left."""
-        failed: int = lib.ffs_slots_unpin(self.c, _from_buffer(_I64S, slots), len(slots))
+        failed: int = lib.ffs_slots_unpin(self.c, from_buffer(I64S, slots), len(slots))
         assert failed >= 0, "only pinned slots are released"
         return failed
 
@@ -217,12 +211,12 @@ class Slots:
         size = lib.ffs_slots_enter(
             self.c,
             self._shards.c,
-            _from_buffer(_I64S, blocks),
-            _from_buffer(_I64S, slots),
+            from_buffer(I64S, blocks),
+            from_buffer(I64S, slots),
             len(slots),
             load,
-            _from_buffer(_I64S, offsets),
-            _from_buffer(_I64S, sizes),
+            from_buffer(I64S, offsets),
+            from_buffer(I64S, sizes),
         )
         assert size >= 0, "a block that is to be read is in no slot, not even in part"
         return size, offsets, sizes
@@ -238,7 +232,7 @@ class Slots:
     def _of(self, numbers: Int64s, state: int) -> Int64s:
         slots = np.empty(len(numbers), np.int64)
         count = lib.ffs_slots_of(
-            self.c, _from_buffer(_I64S, numbers), len(numbers), state, _from_buffer(_I64S, slots)
+            self.c, from_buffer(I64S, numbers), len(numbers), state, from_buffer(I64S, slots)
         )
         assert count >= 0, "samples belong to open shards"
         return slots[:count]
@@ -247,7 +241,7 @@ class Slots:
         """Return for each slot whether it is resident and has no pin."""
         usable = np.empty(len(slots), np.bool_)
         rc = lib.ffs_slots_usable(
-            self.c, _from_buffer(_I64S, slots), len(slots), _from_buffer(_U8S, usable)
+            self.c, from_buffer(I64S, slots), len(slots), from_buffer(U8S, usable)
         )
         assert rc == 0
         return usable
@@ -259,9 +253,9 @@ class Slots:
         rc = lib.ffs_slots_vacate(
             self.c,
             self._shards.c,
-            _from_buffer(_I64S, slots),
+            from_buffer(I64S, slots),
             len(slots),
-            _from_buffer(_I64S, contents),
+            from_buffer(I64S, contents),
         )
         assert rc == 0
         return contents
@@ -292,11 +286,11 @@ class Residents:
         assert slots_per_slab & (slots_per_slab - 1) == 0
         c = self.c = ffi.new("ffs_residents *")
         self._keep = [
-            _from_buffer(_I64S, keys),
-            _from_buffer(_I32S, groups),
-            _from_buffer(_U8S, prefetched),
-            _from_buffer(_I64S, sizes),
-            _from_buffer(_I32S, classes),
+            from_buffer(I64S, keys),
+            from_buffer(I32S, groups),
+            from_buffer(U8S, prefetched),
+            from_buffer(I64S, sizes),
+            from_buffer(I32S, classes),
         ]
         c.keys, c.groups, c.prefetched, c.sizes, c.classes = self._keep
         c.slot_count, c.slab_shift, c.large = len(keys), slots_per_slab.bit_length() - 1, large
@@ -311,27 +305,27 @@ class Residents:
         slots = np.empty(len(entries), np.int64)
         count = lib.ffs_residents_take(
             self.c,
-            _from_buffer(_I32S, entries),
+            from_buffer(I32S, entries),
             len(entries),
             key,
             after,
             group,
             size_class,
-            _from_buffer(_I64S, slots),
+            from_buffer(I64S, slots),
         )
         assert count >= 0
         return slots[:count]
 
     def group(self, slots: Int64s) -> int:
         """Return the group of all slots, or MIXED, also for none."""
-        group: int = lib.ffs_residents_group(self.c, _from_buffer(_I64S, slots), len(slots))
+        group: int = lib.ffs_residents_group(self.c, from_buffer(I64S, slots), len(slots))
         assert group >= MIXED
         return group
 
     def put(self, slots: Int64s, key: int) -> int:
         """Give slots a key; return the group of all, or MIXED."""
         found = self._found
-        rc = lib.ffs_residents_put(self.c, _from_buffer(_I64S, slots), len(slots), key, found)
+        rc = lib.ffs_residents_put(self.c, from_buffer(I64S, slots), len(slots), key, found)
         assert rc == 0
         group: int = found[0]
         return group
@@ -345,10 +339,10 @@ class Residents:
         moved, found = np.empty(len(slots), np.int64), self._found
         count = lib.ffs_residents_invalidate(
             self.c,
-            _from_buffer(_I64S, slots),
+            from_buffer(I64S, slots),
             len(slots),
             key,
-            _from_buffer(_I64S, moved),
+            from_buffer(I64S, moved),
             found,
         )
         assert count >= 0
@@ -360,7 +354,7 @@ class Residents:
         Returns: the group of all or MIXED, their bytes, the number of those prefetched and unused.
         """
         found = self._found
-        rc = lib.ffs_residents_leave(self.c, _from_buffer(_I64S, slots), len(slots), found)
+        rc = lib.ffs_residents_leave(self.c, from_buffer(I64S, slots), len(slots), found)
         assert rc == 0
         return found[0], found[1], found[2]
 
@@ -374,12 +368,12 @@ def by_key(slots: Int64s, keys: Int64s, far: int) -> tuple[Int64s, Int64s]:
     assert len(keys) == n
     sorted_slots, sorted_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     if lib.ffs_sort_by_key(
-        _from_buffer(_I64S, slots),
-        _from_buffer(_I64S, keys),
+        from_buffer(I64S, slots),
+        from_buffer(I64S, keys),
         n,
         far,
-        _from_buffer(_I64S, sorted_slots),
-        _from_buffer(_I64S, sorted_keys),
+        from_buffer(I64S, sorted_slots),
+        from_buffer(I64S, sorted_keys),
     ):
         return sorted_slots, sorted_keys
     rising = np.argsort(keys, kind="stable")
@@ -391,7 +385,7 @@ def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
     that comes twice is counted once."""
     found = ffi.new("int64_t[2]")
     rc = lib.ffs_mark(
-        _from_buffer(_U8S, seen), len(seen), _from_buffer(_I64S, numbers), len(numbers), low, found
+        from_buffer(U8S, seen), len(seen), from_buffer(I64S, numbers), len(numbers), low, found
     )
     assert rc == 0, "samples belong to the dataset"
     return found[0], found[1]
@@ -405,7 +399,7 @@ class OrderParts:
 
     def __init__(self, parts: Bytes, low: int) -> None:
         self.c = ffi.new("ffs_order *")
-        self._keep = self.c.parts = _from_buffer(_U8S, parts)
+        self._keep = self.c.parts = from_buffer(U8S, parts)
         self.c.size, self.c.low = len(parts), low
         self._found = ffi.new("int64_t[3]")
 
@@ -414,7 +408,7 @@ class OrderParts:
         the last position in `numbers` of the highest."""
         parts, found = np.empty(len(numbers), np.uint8), self._found
         lib.ffs_order_parts(
-            self.c, _from_buffer(_I64S, numbers), len(numbers), _from_buffer(_U8S, parts), found
+            self.c, from_buffer(I64S, numbers), len(numbers), from_buffer(U8S, parts), found
         )
         return parts, found[0], found[1], found[2]
 
@@ -434,7 +428,7 @@ class SilentJobs:
         for job, (seen, low, again, first) in zip(self.c, jobs, strict=True):
             job.low, job.again, job.first = low, again, first
             if seen is not None:
-                job.seen, job.size = pointer, _ = _from_buffer(_U8S, seen), len(seen)
+                job.seen, job.size = pointer, _ = from_buffer(U8S, seen), len(seen)
                 self._keep.append(pointer)
 
     def __len__(self) -> int:
@@ -457,7 +451,7 @@ class Future:
         self._keep: list[Any] = [orders, announced, silent]
         for order, (parts, times) in zip(orders, announced, strict=True):
             order.order, order.time_count = parts.c[0], len(times)
-            order.times = pointer = _from_buffer(_DOUBLES, times)
+            order.times = pointer = from_buffer(DOUBLES, times)
             self._keep.append(pointer)
         c = self._c = ffi.new("ffs_future *")
         c.announced, c.announced_count = orders, len(announced)
@@ -475,14 +469,14 @@ class Future:
         keys = np.empty(len(slots), np.int64)
         rc = lib.ffs_keys(
             self._c,
-            _from_buffer(_I64S, firsts),
-            _from_buffer(_I32S, counts),
+            from_buffer(I64S, firsts),
+            from_buffer(I32S, counts),
             len(firsts),
-            _from_buffer(_I64S, slots),
+            from_buffer(I64S, slots),
             len(slots),
             width,
             far,
-            _from_buffer(_I64S, keys),
+            from_buffer(I64S, keys),
         )
         assert rc == 0, "there is a time for each part"
         return keys
