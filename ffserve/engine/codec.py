@@ -372,9 +372,7 @@ def scatter(
     """
     if not len(starts) == len(lengths) == len(dests):
         raise UsageError("starts, lengths and dests must have the same length")
-    if len(starts) == 0:
-        return
-    if int(min(starts.min(), lengths.min())) < 0 or int((starts + lengths).max()) > data.nbytes:
+    if ((starts < 0) | (lengths < 0) | (lengths > data.nbytes - starts)).any():
         raise UsageError("a piece is outside the data")
     lib.ffs_scatter(
         from_buffer(U8S, data),

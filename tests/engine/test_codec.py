@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum, checksums
+from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum, checksums, scatter
 from ffserve.errors import UsageError
 
 
@@ -74,6 +74,20 @@ def test_piece_outside_the_data(offset: int, length: int) -> None:
     place = np.array([offset], np.uint64)
     with pytest.raises(UsageError):
         checksums(CRC_32, b"0123456789", place, np.array([length], np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("start", "length"), [(0, 11), (11, 0), (10, 1), (-1, 1), (1, -1), (2**63 - 1, 2)]
+)
+def test_a_piece_whose_end_overflowed_was_copied_from_elsewhere(start: int, length: int) -> None:
+    data, into = np.arange(10, dtype=np.uint8), np.zeros(20, np.uint8)
+    dests = np.array([into.ctypes.data, into.ctypes.data + 5], np.uint64)
+    starts, lengths = np.array([7, start], np.int64), np.array([3, length], np.int64)
+    with pytest.raises(UsageError):
+        scatter(data, starts, lengths, dests)
+    assert not into.any()
+    scatter(data, starts[:1], lengths[:1], dests[:1])
+    assert into[:4].tolist() == [7, 8, 9, 0]
 
 
 def test_any_buffer() -> None:
