@@ -1,8 +1,4 @@
-/* TFRecord frames and RecordIO chunks: see codec.h.
- *
- * The chunk scan accepts valid chunks only and does not say what is wrong with others: that is
- * found out in Python (formats/recordio_scan.py), which knows the names of the layouts.
- */
+/* TFRecord frames and RecordIO chunks: see codec.h. */
 #include <string.h>
 
 #include "codec.h"
@@ -123,16 +119,11 @@ int ffs_frame_search(ffs_frame_finder *f, const uint8_t *window, uint64_t base, 
 #define MAGIC 0x01020304u
 #define PY 0
 #define GO 1
-#define NONE 0 /* compressors, numbered from the first one of the dialect */
+#define NONE 0 /* compressions, as in COMPRESSIONS of formats/recordio_codec.py */
 #define SNAPPY 1
 #define GZIP 2
 #define SNAPPY_FRAME_MOST 65536 /* decoded size of a frame of a snappy stream, at most */
-
-typedef struct {
-    uint64_t records, size; /* size: of the payload */
-    uint32_t checksum, compressor;
-    uint32_t compression;
-} header;
+#define UNREAD -1               /* not a fault: bytes from w->wanted on are needed */
 
 /* The file's bytes [place, place + n), or NULL when they are not in the window. */
 static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size,
@@ -144,22 +135,31 @@ static const uint8_t *look(ffs_chunk_scan *w, const uint8_t *window, uint64_t ba
     return NULL;
 }
 
-/* Whether the words may be a header of the file's dialect. The numbers of the compressions here, in
- * stated_size and in plausible are those of ffserve/formats/recordio_codec.py: change both. */
-static int parse_header(ffs_chunk_scan *w, header *h)
+static uint32_t compression_of(const ffs_chunk_scan *w)
 {
-    const uint32_t *words = w->words;
-    int dialect = words[3] <= 3 ? PY : GO;
+    return w->compressor - (w->dialect == PY ? 1 : 0);
+}
 
-    if (words[0] != MAGIC || (w->dialect >= 0 && w->dialect != dialect))
-        return 0;
+/* Read the header at w->at. Returns 0 or what is wrong with it. */
+static int parse_header(ffs_chunk_scan *w, const uint8_t *p)
+{
+    uint32_t words[5];
+
+    for (int k = 0; k < 5; k++)
+        words[k] = get32(p + 4 * k);
+    int dialect = words[3] <= 3 ? PY : GO;
+    if (words[0] != MAGIC)
+        return FFS_CHUNK_NO_HEADER;
+    if (w->dialect >= 0 && w->dialect != dialect)
+        return FFS_CHUNK_DIALECT;
     w->dialect = dialect;
-    h->records = dialect == PY ? words[1] : words[4];
-    h->checksum = dialect == PY ? words[2] : words[1];
-    h->compressor = dialect == PY ? words[3] : words[2];
-    h->size = dialect == PY ? words[4] : words[3];
-    h->compression = h->compressor - (dialect == PY ? 1 : 0);
-    return h->compression <= GZIP && h->size && h->size <= w->file_size - w->at - CHUNK_HEADER;
+    w->records = dialect == PY ? words[1] : words[4];
+    w->checksum = dialect == PY ? words[2] : words[1];
+    w->compressor = dialect == PY ? words[3] : words[2];
+    w->size = dialect == PY ? words[4] : words[3];
+    if (compression_of(w) > GZIP)
+        return FFS_CHUNK_COMPRESSOR;
+    return w->size > w->file_size - w->at - CHUNK_HEADER ? FFS_CHUNK_CUT : 0;
 }
 
 /* The u32 at the start of a raw snappy block, or -1. */
@@ -196,90 +196,103 @@ static int64_t snappy_frame(const uint8_t *p, uint64_t left, uint64_t *size)
     return decoded <= SNAPPY_FRAME_MOST ? decoded : -1;
 }
 
-/* Find the decoded size that the payload states. FFS_CHUNKS_END: it is in w->decoded. */
-static int stated_size(ffs_chunk_scan *w, const header *h, const uint8_t *window, uint64_t base,
-                       uint64_t size)
+/* Find the decoded size that the payload states, for w->decoded. Returns 0, UNREAD or
+ * FFS_CHUNK_PAYLOAD. */
+static int stated_size(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size)
 {
-    uint64_t begin = w->at + CHUNK_HEADER, end = begin + h->size, n = 0;
+    uint64_t begin = w->at + CHUNK_HEADER, end = begin + w->size, n = 0;
     const uint8_t *p;
 
-    if (h->compression == NONE) {
-        w->decoded = h->size;
-    } else if (h->compression == GZIP) {
-        if (h->size < 18)
-            return FFS_CHUNKS_FAULT;
+    if (compression_of(w) == NONE) {
+        w->decoded = w->size;
+    } else if (compression_of(w) == GZIP) {
+        if (w->size < 18)
+            return FFS_CHUNK_PAYLOAD;
         if (!(p = look(w, window, base, size, end - 4, 4)))
-            return FFS_CHUNKS_MORE;
+            return UNREAD;
         w->decoded = get32(p);
     } else if (w->dialect == PY) {
-        n = h->size < 5 ? h->size : 5;
-        if (!(p = look(w, window, base, size, begin, n)))
-            return FFS_CHUNKS_MORE;
-        int64_t value = varint(p, n);
+        n = w->size < 5 ? w->size : 5;
+        if (n && !(p = look(w, window, base, size, begin, n)))
+            return UNREAD;
+        int64_t value = n ? varint(p, n) : -1;
         if (value < 0)
-            return FFS_CHUNKS_FAULT;
+            return FFS_CHUNK_PAYLOAD;
         w->decoded = (uint64_t)value;
     } else {
         while (w->place < end) {
             uint64_t left = end - w->place, whole = 0;
             n = left < 13 ? left : 13;
             if (!(p = look(w, window, base, size, w->place, n)))
-                return FFS_CHUNKS_MORE;
+                return UNREAD;
             int64_t more = snappy_frame(p, n, &whole);
             if (more < 0 || whole > left)
-                return FFS_CHUNKS_FAULT;
+                return FFS_CHUNK_PAYLOAD;
             w->decoded += (uint64_t)more;
             w->place += whole;
         }
     }
-    return FFS_CHUNKS_END;
+    return 0;
 }
 
-/* Whether the sizes that a chunk states are possible for its encoded size. */
-static int plausible(const ffs_chunk_scan *w, const header *h)
+/* Whether the sizes that the chunk states are possible: 0 or what is wrong. */
+static int implausible(const ffs_chunk_scan *w)
 {
-    static const uint64_t times[] = {1, 22, 1032}; /* as most_decoded in recordio_codec.py */
-    uint64_t end = w->at + CHUNK_HEADER + h->size;
+    /* By compression: a snappy element of 3 bytes decodes to at most 64, a deflate code of 2 bits to
+     * at most 258 (zlib's technical notes). */
+    static const uint64_t times[] = {1, 22, 1032};
+    uint64_t end = w->at + CHUNK_HEADER + w->size;
 
-    return w->decoded <= UINT32_MAX && w->decoded <= h->size * times[h->compression] &&
-           h->records > 0 && h->records <= w->decoded / 4 &&
-           (uint64_t)w->firsts[w->count] + h->records <=
-               w->records_allowed + w->records_a_byte * end;
+    if (w->decoded > UINT32_MAX || w->decoded > w->size * times[compression_of(w)])
+        return FFS_CHUNK_SIZE;
+    if (!w->records || w->records > w->decoded / 4)
+        return FFS_CHUNK_RECORDS;
+    if ((uint64_t)w->firsts[w->count] + w->records > w->records_allowed + w->records_a_byte * end)
+        return FFS_CHUNK_LIMIT;
+    return 0;
+}
+
+/* Examine the chunk at w->at. Returns 0, UNREAD or what is wrong. */
+static int examine(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size)
+{
+    int fault = 0;
+
+    if (!w->inside) {
+        if (w->file_size - w->at < CHUNK_HEADER)
+            return FFS_CHUNK_NO_HEADER;
+        const uint8_t *p = look(w, window, base, size, w->at, CHUNK_HEADER);
+        if (!p)
+            return UNREAD;
+        if ((fault = parse_header(w, p)))
+            return fault;
+        w->inside = 1;
+        w->place = w->at + CHUNK_HEADER;
+        w->decoded = 0;
+    }
+    if ((fault = stated_size(w, window, base, size)) == UNREAD)
+        return fault;
+    w->inside = 0;
+    return fault ? fault : implausible(w);
 }
 
 int ffs_chunks(ffs_chunk_scan *w, const uint8_t *window, uint64_t base, uint64_t size)
 {
-    header h;
-
     while (w->at != w->file_size) {
-        if (w->count == w->room)
+        if (w->count == w->room && !w->single)
             return FFS_CHUNKS_FULL;
-        if (w->file_size - w->at < CHUNK_HEADER)
-            return FFS_CHUNKS_FAULT;
-        if (!w->inside) {
-            const uint8_t *p = look(w, window, base, size, w->at, CHUNK_HEADER);
-            if (!p)
-                return FFS_CHUNKS_MORE;
-            for (int k = 0; k < 5; k++)
-                w->words[k] = get32(p + 4 * k);
-            w->inside = 1;
-            w->place = w->at + CHUNK_HEADER;
-            w->decoded = 0;
-        }
-        int why = parse_header(w, &h) ? stated_size(w, &h, window, base, size) : FFS_CHUNKS_FAULT;
-        if (why == FFS_CHUNKS_MORE)
-            return why;
-        w->inside = 0;
-        if (why == FFS_CHUNKS_FAULT || !plausible(w, &h))
-            return FFS_CHUNKS_FAULT;
+        w->fault = examine(w, window, base, size);
+        if (w->fault)
+            return w->fault == UNREAD ? FFS_CHUNKS_MORE : FFS_CHUNKS_FAULT;
+        if (w->single)
+            return FFS_CHUNKS_VALID;
         int64_t k = w->count++;
         w->begins[k] = (int64_t)w->at;
-        w->at += CHUNK_HEADER + h.size;
+        w->at += CHUNK_HEADER + w->size;
         w->ends[k] = (int64_t)w->at;
-        w->firsts[k + 1] = w->firsts[k] + (int64_t)h.records;
+        w->firsts[k + 1] = w->firsts[k] + (int64_t)w->records;
         w->sizes[k] = (int64_t)w->decoded;
-        w->checksums[k] = h.checksum;
-        w->compressors[k] = (uint8_t)h.compressor;
+        w->checksums[k] = w->checksum;
+        w->compressors[k] = (uint8_t)w->compressor;
     }
     return FFS_CHUNKS_END;
 }

@@ -66,7 +66,18 @@ int ffs_frame_search(ffs_frame_finder *finder, const uint8_t *window, uint64_t b
 #define FFS_CHUNKS_MORE 0  /* needs a window with 20 bytes from `wanted` on, or all that is left */
 #define FFS_CHUNKS_FULL 1  /* the tables have no room for another chunk */
 #define FFS_CHUNKS_END 2   /* the file ends after a complete chunk */
-#define FFS_CHUNKS_FAULT 3 /* there is no valid chunk at `at` */
+#define FFS_CHUNKS_FAULT 3 /* there is no valid chunk at `at`: see `fault` */
+#define FFS_CHUNKS_VALID 4 /* single: there is one */
+
+/* What is wrong with a chunk, in the order of examination. */
+#define FFS_CHUNK_NO_HEADER 1  /* no magic, or the file ends inside the header */
+#define FFS_CHUNK_DIALECT 2    /* not that of the chunks before */
+#define FFS_CHUNK_COMPRESSOR 3 /* unknown */
+#define FFS_CHUNK_CUT 4        /* the file ends inside the payload */
+#define FFS_CHUNK_PAYLOAD 5    /* it does not state its decoded size */
+#define FFS_CHUNK_SIZE 6       /* a payload of this size cannot decode to so many bytes */
+#define FFS_CHUNK_RECORDS 7    /* none, or more than fit into the decoded bytes */
+#define FFS_CHUNK_LIMIT 8      /* the file has more records up to here than allowed */
 
 /* Scan of a file's chunk headers: the current position and the chunks found so far. */
 typedef struct {
@@ -81,10 +92,12 @@ typedef struct {
     int64_t count, room;
     uint64_t records_allowed, records_a_byte; /* limit: so many, plus so many per byte of file */
     int32_t dialect;                          /* 0 py, 1 go, -1: the first chunk decides */
-    int32_t inside;                           /* private: the header at `at` was read, */
-    uint64_t place;                           /*   the payload is examined from here on, */
-    uint64_t decoded;                         /*   and decodes to so many bytes up to there */
-    uint32_t words[5];
+    int32_t single; /* examine the chunk at `at` only, and leave `at` and the tables as they are */
+    int32_t fault;  /* out: with FFS_CHUNKS_FAULT */
+    int32_t inside; /* private: the header at `at` was read, its payload is being examined */
+    uint32_t records, checksum, compressor, size; /* out: the header read last */
+    uint64_t decoded; /* out: bytes to which its payload decodes, as far as it was examined: */
+    uint64_t place;   /*   up to here */
 } ffs_chunk_scan;
 
 /* Continue through the file's bytes [base, base + size). Returns one of FFS_CHUNKS_*. */

@@ -242,8 +242,9 @@ _CHUNK_TABLES = {
 class ChunkScanner:
     """Scan of the chunks of one RecordIO file.
 
-    It accepts valid chunks only and stops at any other, without saying what is wrong there. Its
-    tables take 37 bytes per chunk; a chunk takes at least 21 bytes of the file.
+    It accepts valid chunks only and stops at any other; `fault` is one of NO_HEADER and the
+    constants after it. Its tables take 37 bytes per chunk; a chunk takes at least 21 bytes of the
+    file.
 
     Args:
         file_size: in bytes.
@@ -254,7 +255,17 @@ class ChunkScanner:
     MORE: int = lib.FFS_CHUNKS_MORE
     END: int = lib.FFS_CHUNKS_END
     FAULT: int = lib.FFS_CHUNKS_FAULT
+    VALID: int = lib.FFS_CHUNKS_VALID
     _FULL: int = lib.FFS_CHUNKS_FULL
+
+    NO_HEADER: int = lib.FFS_CHUNK_NO_HEADER
+    DIALECT: int = lib.FFS_CHUNK_DIALECT
+    COMPRESSOR: int = lib.FFS_CHUNK_COMPRESSOR
+    CUT: int = lib.FFS_CHUNK_CUT
+    PAYLOAD: int = lib.FFS_CHUNK_PAYLOAD
+    SIZE: int = lib.FFS_CHUNK_SIZE
+    RECORDS: int = lib.FFS_CHUNK_RECORDS
+    LIMIT: int = lib.FFS_CHUNK_LIMIT
 
     def __init__(self, file_size: int, *, records_allowed: int, records_a_byte: int) -> None:
         self._c = ffi.new("ffs_chunk_scan *")
@@ -301,12 +312,37 @@ class ChunkScanner:
     def dialect(self, number: int | None) -> None:
         self._c.dialect = -1 if number is None else number
 
-    def feed(self, window: memoryview, base: int) -> int:
+    @property
+    def fault(self) -> int:
+        """What is wrong with the chunk at which it stopped."""
+        return int(self._c.fault)
+
+    @property
+    def header(self) -> tuple[int, int, int, int]:
+        """Records, checksum, compressor and payload size of the last header of a known dialect."""
+        c = self._c
+        return c.records, c.checksum, c.compressor, c.size
+
+    @property
+    def decoded(self) -> int:
+        """Bytes to which the payload of that chunk decodes, or to which its part before
+        `examined` does."""
+        return int(self._c.decoded)
+
+    @property
+    def examined(self) -> int:
+        """Where a damaged frame of that payload begins."""
+        return int(self._c.place)
+
+    def feed(self, window: memoryview, base: int, *, single: bool = False) -> int:
         """Continue through the file's bytes from ``base`` on; return the reason for stopping.
 
-        Args: window: holds 20 bytes from ``wanted`` on, or all that are left.
-        Returns: MORE, END or FAULT.
+        Args:
+            window: holds 20 bytes from ``wanted`` on, or all that are left.
+            single: examine the chunk at `at` only, and do not enter it.
+        Returns: MORE, END or FAULT; VALID for a single chunk.
         """
+        self._c.single = single
         with from_buffer(U8S, window) as bytes_:
             while (why := int(lib.ffs_chunks(self._c, bytes_, base, len(bytes_)))) == self._FULL:
                 self._grow(2 * self.count)

@@ -32,15 +32,7 @@ U32_MAX = (1 << 32) - 1
 
 NONE, SNAPPY, GZIP = "none", "snappy", "gzip"
 COMPRESSIONS = (NONE, SNAPPY, GZIP)
-"""By number. `parse_header`, `stated_size` and `plausible` in engine/codec.c repeat these numbers,
-the rule of `dialect_of` and the ratios of `most_decoded`: change both."""
-
-_MOST_BY_SNAPPY = 22
-"""A snappy element of 3 bytes decodes to at most 64 bytes."""
-_MOST_BY_GZIP = 1032
-"""A deflate code of 2 bits decodes to at most 258 bytes (zlib's technical notes)."""
-_FRAME_MOST = 65_536
-"""Largest decoded size of one frame of a snappy stream."""
+"""By number, as in engine/codec.c, which reads headers and decides which are valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +58,6 @@ class Dialect:
     framed: bool
     default_chunk_size: int
 
-    def unpack(self, words: tuple[int, ...]) -> Header:
-        """Parse the words of a header."""
-        if self.name == "py":
-            return Header(words[1], words[2], words[3], words[4])
-        return Header(words[4], words[1], words[2], words[3])
-
     def pack(self, header: Header) -> bytes:
         """Return the 20 bytes of a header."""
         if self.name == "py":
@@ -93,58 +79,6 @@ class Dialect:
 PY = Dialect("py", CHECKSUM_CRC32C, "CRC-32C", 1, False, 1024)
 GO = Dialect("go", CHECKSUM_CRC32, "CRC-32", 0, True, 32 << 20)
 DIALECTS = {"py": PY, "go": GO}
-
-
-def dialect_of(words: tuple[int, ...]) -> Dialect:
-    """Detect the dialect of a header by its word 3."""
-    return PY if words[3] <= 3 else GO
-
-
-def most_decoded(compression: str, size: int) -> int:
-    """Return the largest decoded size of a payload of `size` bytes."""
-    if compression == NONE:
-        return size
-    return size * (_MOST_BY_SNAPPY if compression == SNAPPY else _MOST_BY_GZIP)
-
-
-def varint(head: bytes) -> tuple[int, int]:
-    """Return (value, bytes read) of the u32 at the beginning of a raw snappy block.
-
-    Raises: ValueError: invalid.
-    """
-    value = 0
-    for k, byte in enumerate(head[:5]):
-        value |= (byte & 0x7F) << 7 * k
-        if byte < 0x80:
-            if value > U32_MAX:
-                break
-            return value, k + 1
-    raise ValueError("invalid length at its beginning")
-
-
-def frame(head: bytes) -> tuple[int, int]:
-    """Parse the header of one frame of a snappy stream.
-
-    Args: head: the first 13 bytes of the frame, or the rest of the stream.
-    Returns: (bytes of the frame, decoded bytes).
-    Raises: ValueError: not a frame.
-    """
-    if len(head) < 4:
-        raise ValueError("a frame is truncated")
-    kind, size = head[0], int.from_bytes(head[1:4], "little")
-    decoded = 0
-    if kind == 0x00:
-        decoded = varint(head[8:13])[0]
-    elif kind == 0x01:
-        decoded = size - 4
-    elif kind == 0xFF:
-        if size != 6:
-            raise ValueError("invalid stream identifier")
-    elif kind < 0x80:
-        raise ValueError(f"unknown frame type {kind:#04x}")
-    if not 0 <= decoded <= _FRAME_MOST:
-        raise ValueError(f"a frame claims {decoded} decoded bytes")
-    return 4 + size, decoded
 
 
 def compress(compression: str, payload: bytes | bytearray, *, framed: bool) -> bytes | memoryview:

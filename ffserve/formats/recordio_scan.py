@@ -1,9 +1,8 @@
 """Scan of the chunk headers of a RecordIO file.
 
-The scan runs in C over intact chunks. It stops at a fault, and ``Scan._parse`` determines what is
-wrong; the two agree (``tests/formats/test_recordio_scan.py``). Every number in a header is
-checked: the payload against the file size, the decoded size against the best possible
-compression, the number of records against the decoded size.
+The scanner in C (engine/codec.c) has the rules: every number in a header is checked, the payload
+against the file size, the decoded size against the best possible compression, the number of records
+against the decoded size. It stops at a fault, which becomes an error here.
 
 A header has no checksum of its own. So a tolerant scan reads the whole file, verifies every payload
 against its checksum, and after a mismatch searches for the next chunk with a matching checksum.
@@ -11,8 +10,7 @@ against its checksum, and after a mismatch searches for the next chunk with a ma
 
 from __future__ import annotations
 
-from ffserve.engine import codec
-from ffserve.engine.codec import checksum
+from ffserve.engine.codec import ChunkScanner, checksum
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 from ffserve.formats.base import PIECE_SIZE, ReadAt, read_exactly
 from ffserve.formats.recordio_codec import (
@@ -20,16 +18,9 @@ from ffserve.formats.recordio_codec import (
     GZIP,
     HEADER,
     MAGIC,
-    NONE,
-    PREFIX,
     PY,
-    U32_MAX,
     Dialect,
     Header,
-    dialect_of,
-    frame,
-    most_decoded,
-    varint,
 )
 
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
@@ -92,7 +83,7 @@ class Scan:
     """
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
-        self.table = codec.ChunkScanner(
+        self.table = ChunkScanner(
             size, records_allowed=_RECORDS_ALLOWED, records_a_byte=_RECORDS_A_BYTE
         )
         self.problems: dict[int, FFServeError] = {}
@@ -116,23 +107,19 @@ class Scan:
     def dialect(self, dialect: Dialect | None) -> None:
         self.table.dialect = None if dialect is None else _DIALECTS.index(dialect)
 
+    def _feed(self, *, single: bool = False) -> int:
+        window, base = self._window.holding(self.table.wanted, HEADER.size)
+        return self.table.feed(window, base, single=single)
+
     def strictly(self) -> None:
         """Scan to the end of the file; raise at the first fault."""
         while self.at < self._size:
-            window, base = self._window.holding(self.table.wanted, HEADER.size)
-            if self.table.feed(window, base) == codec.ChunkScanner.FAULT:
-                self._add(*self._parse(self.at))
+            if self._feed() == ChunkScanner.FAULT:
+                raise self._fault(self.at)
 
     def _add(self, header: Header, decoded: int) -> None:
         """Add the chunk at `at` to the table and advance."""
         table, end = self.table, self.at + HEADER.size + header.size
-        records = table.records + header.records
-        if records > _RECORDS_ALLOWED + _RECORDS_A_BYTE * end:
-            raise self._wrong(
-                self.at,
-                f"the first {end} bytes of the file claim {records} records, more than allowed",
-                "the file is damaged or hostile; files with this many empty records are refused",
-            )
         table.add(self.at, end, header.records, decoded, header.checksum, header.compressor)
         table.at = end
 
@@ -149,9 +136,11 @@ class Scan:
             self.dialect = None
         while self.at < self._size:
             try:
-                header, decoded = self._parse(self.at)
+                header, decoded = self._examine(self.at)
                 problem: FFServeError | None = self._mismatch(self.at, header)
-            except (FormatError, TruncatedError) as error:
+            except FormatError as error:
+                if self.table.fault == ChunkScanner.LIMIT:
+                    raise
                 header, decoded, problem = Header(0, 0, 0, 0), 0, error
             if problem is None:
                 self._add(header, decoded)
@@ -168,68 +157,69 @@ class Scan:
         """Whether no intact chunk follows `at`."""
         return self._next_intact(self.at + 1) is None
 
-    def _parse(self, at: int) -> tuple[Header, int]:
-        """Return the header at an offset, checked, and the decoded size of the payload."""
-        head = self._window.get(at, HEADER.size)
-        if not head.startswith(MAGIC_BYTES[: len(head)]):
-            raise self._not_a_chunk(at, head)
-        if len(head) < HEADER.size:
-            raise self._truncated(at, f"the file has only {len(head)} bytes of its header")
-        words = HEADER.unpack(head)
-        dialect = dialect_of(words)
-        if self.dialect is None:
-            self.dialect = dialect
-        elif dialect is not self.dialect:
-            raise self._wrong(
-                at, f"its header has dialect {dialect.name}, unlike the chunks before it"
+    def _examine(self, at: int) -> tuple[Header, int]:
+        """Return the header at an offset and the decoded size of the payload; raise if the chunk
+        is not valid."""
+        table, resume = self.table, self.at
+        table.at = at
+        while (found := self._feed(single=True)) == ChunkScanner.MORE:
+            pass
+        table.at = resume
+        if found == ChunkScanner.FAULT:
+            raise self._fault(at)
+        return Header(*table.header), table.decoded
+
+    def _fault(self, at: int) -> FormatError:
+        """Return the error for the chunk at an offset, which the scanner has just refused."""
+        fault = self.table.fault
+        if fault == ChunkScanner.NO_HEADER:
+            head = self._window.get(at, HEADER.size)
+            if not head.startswith(MAGIC_BYTES[: len(head)]):
+                return self._not_a_chunk(at, head)
+            return self._truncated(at, f"the file has only {len(head)} bytes of its header")
+        dialect = self.dialect
+        assert dialect is not None
+        if fault == ChunkScanner.DIALECT:
+            other = GO if dialect is PY else PY
+            return self._wrong(
+                at, f"its header has dialect {other.name}, unlike the chunks before it"
             )
-        header = dialect.unpack(words)
-        compression = dialect.compression(header.compressor)
-        if compression is None:
+        header, decoded = Header(*self.table.header), self.table.decoded
+        if fault == ChunkScanner.COMPRESSOR:
             hint = "PaddlePaddle Fluid writes such files; its format is not supported"
-            raise self._wrong(at, f"unknown compressor {header.compressor}", hint)
-        if header.size > self._size - at - HEADER.size:
-            raise self._truncated(
+            return self._wrong(at, f"unknown compressor {header.compressor}", hint)
+        if fault == ChunkScanner.CUT:
+            return self._truncated(
                 at,
                 f"the file has only {self._size - at - HEADER.size} of the {header.size} bytes of "
                 "its payload",
             )
-        try:
-            decoded = self._decoded_size(compression, at + HEADER.size, header.size)
-        except ValueError as error:
-            raise self._wrong(at, f"invalid {compression} payload: {error}") from None
-        if decoded > min(most_decoded(compression, header.size), U32_MAX):
-            raise self._wrong(
+        compression = dialect.compression(header.compressor)
+        if fault == ChunkScanner.PAYLOAD:
+            reason = "invalid length at its beginning"
+            if compression == GZIP:
+                reason = "it is too short"
+            elif dialect.framed:
+                reason = f"invalid frame at byte {self.table.examined} of the file"
+            return self._wrong(at, f"invalid {compression} payload: {reason}")
+        if fault == ChunkScanner.SIZE:
+            return self._wrong(
                 at,
                 f"its payload of {header.size} bytes claims {decoded} decoded bytes, more than "
                 f"{compression} allows",
             )
-        if not 0 < header.records <= decoded // PREFIX.size:
-            raise self._wrong(
+        if fault == ChunkScanner.RECORDS:
+            return self._wrong(
                 at, f"its header counts {header.records} records in {decoded} decoded bytes"
             )
-        return header, decoded
-
-    def _decoded_size(self, compression: str, begin: int, size: int) -> int:
-        """Return the decoded size that a payload claims."""
-        if compression == NONE:
-            return size
-        end = begin + size
-        if compression == GZIP:
-            if size < 18:
-                raise ValueError("it is too short")
-            return int.from_bytes(self._window.get(end - 4, 4), "little")
-        assert self.dialect is not None
-        if not self.dialect.framed:
-            return varint(self._window.get(begin, min(5, size)))[0]
-        decoded, at = 0, begin
-        while at < end:
-            frame_size, more = frame(self._window.get(at, min(13, end - at)))
-            decoded += more
-            at += frame_size
-        if at != end:
-            raise ValueError("a frame is truncated")
-        return decoded
+        assert fault == ChunkScanner.LIMIT
+        end = at + HEADER.size + header.size
+        return self._wrong(
+            at,
+            f"the first {end} bytes of the file claim {self.table.records + header.records} "
+            "records, more than allowed",
+            "the file is damaged or hostile; files with this many empty records are refused",
+        )
 
     def _mismatch(self, at: int, header: Header) -> FFServeError | None:
         """Read a payload and verify its checksum; return the error for a mismatch."""
@@ -263,7 +253,7 @@ class Scan:
             while at >= 0:
                 self.dialect = known
                 try:
-                    header, _ = self._parse(start + at)
+                    header, _ = self._examine(start + at)
                     budget -= header.size
                     if budget >= 0 and self._mismatch(start + at, header) is None:
                         return start + at
