@@ -54,7 +54,6 @@ typedef struct {
     uint32_t read_count, record_count;
     uint32_t failed; /* out: records whose status is not 0 */
     uint32_t done;   /* out */
-    uint64_t tag;    /* the caller's */
     uint64_t bytes;  /* out: bytes read from files, over-read included */
 } ffs_batch;         /* private fields follow */
 

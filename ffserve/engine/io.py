@@ -188,15 +188,6 @@ class EngineBatch:
         return int(self._c.read_count)
 
     @property
-    def tag(self) -> int:
-        """A number for the caller's use."""
-        return int(self._c.tag)
-
-    @tag.setter
-    def tag(self, value: int) -> None:
-        self._c.tag = value
-
-    @property
     def failed(self) -> int:
         """Number of records whose status is not 0, when the batch has ended."""
         return int(self._c.failed)

@@ -454,17 +454,14 @@ class TestEngine:
         fd = engine.fileno()
         assert engine.completed() == []
         waiting = {}
-        for tag in range(30):
-            batch, dests = pieces(engine, file, [(tag * 1000, 5000)] * 5)
-            batch.tag = tag
-            waiting[tag] = (batch, dests)
+        for k in range(30):
+            batch, dests = pieces(engine, file, [(k * 1000, 5000)] * 5)
+            waiting[batch] = dests
             engine.submit(batch)
         while waiting:
             assert select.select([fd], [], [], 10)[0]
             for batch in engine.completed():
-                mine, dests = waiting.pop(batch.tag)
-                assert mine is batch
-                check(file, batch, dests)
+                check(file, batch, waiting.pop(batch))
         assert select.select([fd], [], [], 0)[0] == []
         assert engine.completed() == []
 
