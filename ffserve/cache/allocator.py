@@ -129,13 +129,16 @@ class Allocator:
                     parts.append((size_class, found[fresh:], True))
                 if fresh:
                     parts.append((size_class, found[:fresh], False))
-            if len(classes) == 1 and len(found) == len(sizes):
-                return found, parts, int(np.minimum.reduce(found)) >= 0
+            filled = len(found) == len(wanted)
+            if size_class == self._large:
+                filled = bool((found >= 0).all())
+            if filled and len(classes) == 1:
+                return found, parts, True
             self._state[found[found >= 0]] = LOADING
             if len(classes) == 1:
                 slots = np.full(len(sizes), -1, np.int64)
             slots[np.arange(len(sizes))[rows][: len(found)]] = found
-            complete &= len(found) == len(wanted) and bool((found >= 0).all())
+            complete &= filled
         return slots, parts, complete
 
     def _take(
@@ -145,7 +148,8 @@ class Allocator:
         the group's own."""
         found = self._arena.take(size_class, wanted)
         if len(found) < wanted:
-            found = joined((found, self._from_idle(size_class, wanted - len(found))))
+            idle = self._from_idle(size_class, wanted - len(found))
+            found = joined((found, idle)) if len(idle) else found
         while len(found) < wanted and (self._idle_slabs or self._idle_found):
             self._state[found] = LOADING
             if not self._steal_idle():
@@ -155,7 +159,7 @@ class Allocator:
         if len(found) < wanted:
             missing = wanted - len(found)
             victims, others = self._from_policy(size_class, missing, group, latest)
-            found = joined((found, victims))
+            found = joined((found, victims)) if len(found) else victims
             fresh += others
         while len(found) < wanted and latest is None:
             self._state[found] = LOADING

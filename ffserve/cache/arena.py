@@ -34,6 +34,7 @@ _FREE = -1
 _RETIRED = -3
 """The class of slabs beyond the size."""
 _ALL = slice(None)
+_NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class FreeSlots:
@@ -211,17 +212,20 @@ class Arena:
         return self._offset, self._size
 
     def take(self, size_class: int, count: int) -> NDArray[np.int64]:
-        """Take up to `count` slots of a class that are free or can be cut from a free slab."""
+        """Take up to `count` slots, at least 1, of a class that are free or can be cut from a free
+        slab."""
         if self._free_slabs:
             self._cut_slabs(size_class, count)
-        taken = self._free_slots[size_class].take(count)
-        if len(taken):
-            slabs = taken // self.slots_per_slab
-            if np.count_nonzero(slabs != slabs[0]) == 0:
-                self.slab_used[slabs[0]] += len(taken)
-            else:
-                np.add.at(self.slab_used, slabs, 1)
-            self.used_size += len(taken) * int(self.class_sizes[size_class])
+        free = self._free_slots[size_class]
+        if not free.count:
+            return _NO_SLOTS
+        taken = free.take(count)
+        slabs = taken // self.slots_per_slab
+        if np.count_nonzero(slabs != slabs[0]) == 0:
+            self.slab_used[slabs[0]] += len(taken)
+        else:
+            np.add.at(self.slab_used, slabs, 1)
+        self.used_size += len(taken) * int(self.class_sizes[size_class])
         return taken
 
     def _cut_slabs(self, size_class: int, count: int) -> None:
@@ -307,7 +311,7 @@ def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]
-    return np.concatenate(filled) if filled else np.zeros(0, np.int64)
+    return np.concatenate(filled) if filled else _NO_SLOTS
 
 
 def first_run(free: NDArray[np.bool_], need: int) -> int | None:

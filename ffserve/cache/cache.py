@@ -173,6 +173,8 @@ class Cache:
             if cut == 0 and handled > 1:
                 # The pins of the part's other samples may have been in the way.
                 load, cut = self._admit(fetch, part[:1], absent[:1], size)
+            if cut < len(part):
+                absent = absent[: absent.searchsorted(cut)]
             handled = cut
         if len(touched):
             fetch.pins.append(touched)
@@ -185,7 +187,7 @@ class Cache:
         fetch.cursor += handled
         if fetch.latest is None:
             self.counters.asked += handled
-            self.counters.resident += handled - int(absent.searchsorted(handled))
+            self.counters.resident += handled - len(absent)
         return load
 
     def _join(self, fetch: Fetch, loading: Int64s) -> None:
@@ -241,7 +243,7 @@ class Cache:
     ) -> Load:
         number = self._next_load
         self._next_load = number % MOST_LOADS + 1
-        held, offsets, sizes = self._slots.enter(blocks.table, slots, number)
+        held, size, offsets, sizes = self._slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group, held)
         if fetch.latest is not None:
             self.policy.prefetched(slots)
@@ -249,7 +251,6 @@ class Cache:
         fetch.pins.append(slots)
         fetch.pinned_size += held
         self.counters.blocks_read += len(slots)
-        size = int(np.add.reduce(blocks.sizes))
         load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots))
         self._loading[number] = load
         return load

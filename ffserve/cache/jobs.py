@@ -313,11 +313,12 @@ class JobProgress:
 
     def same_set(self) -> bool:
         """Whether every epoch visits the same samples once, as far as is known."""
-        order, following = self.order, self.orders.get(self.epoch + 1)
+        order = self.order
         if order is None:
             return not self.replacement
         if order.following is not None:
             return False
+        following = self.orders.get(self.epoch + 1)
         if order.count == self.sample_count or following is None:
             return True
         if self._compared is None or self._compared[0] is not following:

@@ -7,6 +7,7 @@ There is no clock: the caller sets `now`, monotonic seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from weakref import WeakSet
 
 import numpy as np
@@ -95,8 +96,9 @@ class NextUse:
         self.most_size = most_size
         self._jobs: dict[tuple[str, bytes], JobProgress] = {}
         self._arriving: WeakSet[Arriving] = WeakSet()
-        self._bases = np.zeros(0, np.int64)
-        self._group_of_base = np.zeros(0, np.int64)
+        self._bases: list[int] = []
+        """First samples of the shards of all datasets, rising."""
+        self._group_of_base: dict[int, int] = {}
         self._next_group = 1
 
     # ---- jobs and groups ------------------------------------------------------------------
@@ -110,18 +112,15 @@ class NextUse:
             low = int(bases[filled].min(initial=1 << 62)) if filled.any() else 0
             high = int((bases + counts)[filled].max(initial=0))
             progress = self._jobs[key] = JobProgress(job, int(counts.sum()), low, high - low)
-            progress.group = self._unite(np.unique(bases[filled]))
+            progress.group = self._unite(bases[filled].tolist())
             self.groups[progress.group].jobs.append(progress)
         progress.sessions += 1
         return progress
 
-    def _unite(self, bases: Int64s) -> int:
+    def _unite(self, bases: list[int]) -> int:
         """Return the group of these shards; several become one."""
-        rows = np.searchsorted(self._bases, bases)
-        known = np.zeros(len(bases), np.bool_)
-        inside = rows < len(self._bases)
-        known[inside] = self._bases[rows[inside]] == bases[inside]
-        found = np.unique(self._group_of_base[rows[known]]).tolist()
+        groups = self._group_of_base
+        found = sorted({groups[base] for base in bases if base in groups})
         if found:
             number = found[0]
         else:
@@ -129,18 +128,15 @@ class NextUse:
             self._next_group += 1
         group = self.groups.setdefault(number, Group(number))
         for old in found[1:]:
-            self._group_of_base[self._group_of_base == old] = number
+            for base in [base for base, other in groups.items() if other == old]:
+                groups[base] = number
             for progress in self.groups.pop(old, Group(old)).jobs:
                 progress.group = number
                 group.jobs.append(progress)
             self.merged.append((old, number))
-        fresh = bases[~known]
-        if len(fresh):
-            every = np.concatenate((self._bases, fresh))
-            groups = np.concatenate((self._group_of_base, np.full(len(fresh), number)))
-            rising = np.argsort(every)
-            self._bases, self._group_of_base = every[rising], groups[rising]
-        return int(number)
+        groups.update(dict.fromkeys(bases, number))
+        self._bases = sorted(groups)
+        return number
 
     def leave(self, progress: JobProgress, announcer: object) -> None:
         """A session closes the dataset."""
@@ -152,16 +148,16 @@ class NextUse:
 
     def drop(self, base: int) -> None:
         """A shard is closed."""
-        others = self._bases != base
-        self._bases, self._group_of_base = self._bases[others], self._group_of_base[others]
-        left = set(self._group_of_base.tolist())
+        self._group_of_base.pop(base, None)
+        self._bases = sorted(self._group_of_base)
+        left = set(self._group_of_base.values())
         for number in [n for n, g in self.groups.items() if n not in left and not g.jobs]:
             del self.groups[number]
 
     def group_of(self, number: int) -> int:
         """Return the group of a sample, 0 for none."""
-        row = int(self._bases.searchsorted(number, "right")) - 1
-        return int(self._group_of_base[row]) if row >= 0 else 0
+        row = bisect_right(self._bases, number)
+        return self._group_of_base[self._bases[row - 1]] if row else 0
 
     @property
     def jobs(self) -> list[JobProgress]:

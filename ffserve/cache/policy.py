@@ -163,7 +163,8 @@ class Policy:
         """
         if self._next_use.merged:
             self._merge()
-        if self.buckets.of_class[size_class].keys() == {taker}:
+        bucket_sets = self.buckets.of_class[size_class]
+        if len(bucket_sets) == 1 and taker in bucket_sets:
             return self._take(taker, size_class, count, usable, latest), 0
         found, others = [_NO_SLOTS], 0
         own = _NO_SLOTS
@@ -260,7 +261,7 @@ class Policy:
         else:
             assert group is not None
             rest = self._search.take(group, bucket_set, count - len(ready), usable, latest)
-        return joined((ready, rest))
+        return joined((ready, rest)) if len(ready) else rest
 
     def _take_ready(
         self, bucket_set: BucketSet, count: int, usable: Usable, latest: float | None

@@ -316,9 +316,10 @@ int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n)
 
 int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int64_t *blocks,
                         const int64_t *slots, int64_t n, int32_t load, int64_t *offsets,
-                        int64_t *sizes)
+                        int64_t *sizes, int64_t *read_size)
 {
     int64_t bytes = 0;
+    *read_size = 0;
     if (!inside(slots, n, s->slot_count) || !inside(blocks + SHARD * n, n, shards->shard_count))
         return FFS_ERANGE;
     for (int64_t k = 0; k < n; k++) {
@@ -339,6 +340,7 @@ int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int6
         offsets[k] = s->offsets[slot];
         sizes[k] = s->sizes[slot];
         bytes += sizes[k];
+        *read_size += blocks[SIZE * n + k];
         shards->used[blocks[SHARD * n + k]] += sizes[k];
     }
     return bytes;

@@ -91,12 +91,12 @@ int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64
 int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
 
 /* Give slots[k] to block k of n: it becomes LOADING, gets a pin and belongs to the load; its bytes
- * count as used by its shard. offsets[], sizes[]: of the slots. Returns the bytes of the slots, or
- * FFS_ERANGE when a sample of a block is in a slot already, a slot has a pin, or something is outside
- * the tables. */
+ * count as used by its shard. offsets[], sizes[]: of the slots; *read_size: bytes of the blocks.
+ * Returns the bytes of the slots, or FFS_ERANGE when a sample of a block is in a slot already, a slot
+ * has a pin, or something is outside the tables. */
 int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int64_t *blocks,
                         const int64_t *slots, int64_t n, int32_t load, int64_t *offsets,
-                        int64_t *sizes);
+                        int64_t *sizes, int64_t *read_size);
 
 /* Find the slots of n samples that are in this state, or in any if that is below 0; in order, with
  * repeats. Returns their number, or FFS_ERANGE. */

@@ -202,13 +202,14 @@ class Slots:
         assert failed >= 0, "only pinned slots are released"
         return failed
 
-    def enter(self, blocks: Int64s, slots: Int64s, load: int) -> tuple[int, Int64s, Int64s]:
+    def enter(self, blocks: Int64s, slots: Int64s, load: int) -> tuple[int, int, Int64s, Int64s]:
         """Give slots to blocks that a load reads; each becomes LOADING and gets a pin.
 
-        Returns: bytes of the slots together; offset and size of each.
+        Returns: bytes of the slots together, and of the blocks; offset and size of each slot.
         """
         offsets, sizes = np.empty((2, len(slots)), np.int64)
-        size = lib.ffs_slots_enter(
+        found = self._found
+        held = lib.ffs_slots_enter(
             self.c,
             self._shards.c,
             from_buffer(I64S, blocks),
@@ -217,9 +218,10 @@ class Slots:
             load,
             from_buffer(I64S, offsets),
             from_buffer(I64S, sizes),
+            found,
         )
-        assert size >= 0, "a block that is to be read is in no slot, not even in part"
-        return size, offsets, sizes
+        assert held >= 0, "a block that is to be read is in no slot, not even in part"
+        return held, found[0], offsets, sizes
 
     def resident(self, numbers: Int64s) -> Int64s:
         """Return the slots of the samples that are resident, in order, with repeats."""

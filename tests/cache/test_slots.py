@@ -126,10 +126,11 @@ def test_cut_leaves_each_block_once(wanted: list[tuple[int, int]], most: int) ->
 def test_pins_and_what_is_read() -> None:
     tables = Tables()
     blocks = np.zeros((ROWS, 2), np.int64)
-    blocks[0], blocks[1], blocks[5] = [12, 20], [1, 3], [0, 1]
-    size, offsets, sizes = tables.c.enter(blocks, np.array([11, 10]), 7)
+    blocks[0], blocks[1], blocks[4], blocks[5] = [12, 20], [1, 3], [400, 90], [0, 1]
+    held, size, offsets, sizes = tables.c.enter(blocks, np.array([11, 10]), 7)
     assert tables.used.tolist() == [2750 + 1150, 1050]
-    assert (size, offsets.tolist(), sizes.tolist()) == (2200, [11000, 10000], [1150, 1050])
+    assert (held, size) == (2200, 490)
+    assert (offsets.tolist(), sizes.tolist()) == ([11000, 10000], [1150, 1050])
     assert tables.slot_of[[12, 19, 20, 21, 22, 23]].tolist() == [12, 0, 11, 11, 11, 0]
     assert tables.firsts[10:].tolist() == [20, 12] and tables.counts[10:].tolist() == [3, 1]
     assert tables.loads[10:].tolist() == [7, 7]
