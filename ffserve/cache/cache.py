@@ -177,7 +177,8 @@ class Cache:
                 absent = absent[: absent.searchsorted(cut)]
             handled = cut
         if len(touched):
-            fetch.pins.append(touched)
+            # A copy: `touched` is a view of an array three times as long as the part.
+            fetch.pins.append(touched.copy())
             fetch.pinned_size += held
             if len(loading):
                 self._join(fetch, loading)

@@ -763,6 +763,19 @@ def test_a_client_that_never_acknowledged_made_its_pins_grow_for_ever() -> None:
     node.directory.close()
 
 
+def test_pins_of_a_repeated_sample_held_arrays_of_the_whole_request() -> None:
+    node = Node([[4000] * 10], arena_size=16 * MIB)
+    scheduler, loads, finished, owner = scheduled(node)
+    scheduler.add(asked(owner, 1, [0]), 0.0)
+    scheduler.loaded(loads[0], {}, 0.0)
+    scheduler.add(asked(owner, 2, [0] * 10_000), 0.0)
+    assert [request.count for request in finished] == [1, 10_000]
+    held = [pins if pins.base is None else pins.base for pins in owner.unacknowledged[2]]
+    assert sum(array.nbytes for array in held) == 8 * len(held) == 8 * 40
+    scheduler.leave(owner, 0.0)
+    node.directory.close()
+
+
 def test_leases_of_samples_that_failed_were_kept_without_a_limit() -> None:
     """They pin nothing, so no limit on leased memory counts them."""
     node = Node([[3_000_000] * 2, [4000]])
