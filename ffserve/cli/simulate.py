@@ -33,7 +33,7 @@ SMALLEST = 300
 @click.option(
     "--speeds",
     metavar="A,B,…",
-    help="Relative speeds of the jobs, such as 1,0.6, repeated for more jobs.  [default: equal]",
+    help="Relative speeds, such as 1,0.6; if there are more jobs, they repeat.  [default: equal]",
 )
 @click.option("--same-seed", is_flag=True, help="All jobs use the same order.")
 @click.option("--silent", is_flag=True, help="The jobs do not announce their order.")
