@@ -32,7 +32,7 @@ def processes_of(place: Path) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                line = os.fsdecode((entry / "cmdline").read_bytes().replace(b"\0", b" "))
             except OSError:
                 continue
             if str(place) in line:
