@@ -210,7 +210,6 @@ def daemon(
     arena: int,
     options: Sequence[str] = (),
     *,
-    socket: str | None = None,
     installation: Installation = THIS,
     before_exec: Callable[[], None] | None = None,
 ) -> Iterator[Daemon]:
@@ -220,14 +219,12 @@ def daemon(
         roots: directories to serve.
         arena: bytes.
         options: further flags of `ffserve serve`.
-        socket: its path, beside which the log is written; in a temporary directory if None.
         before_exec: called in the child process, for example to join a cgroup.
     Raises: FFServeError with the daemon's log when it does not start.
     """
     with contextlib.ExitStack() as stack:
-        if socket is None:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-daemon-"))
-            socket = os.path.join(directory, "s")
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-daemon-"))
+        socket = os.path.join(directory, "s")
         command = [*installation.command("ffserve"), "serve", "--socket", socket]
         command += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
         for root in roots:

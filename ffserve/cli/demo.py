@@ -1,8 +1,9 @@
 """``ffserve demo``: pack, serve, train and train again, on files that every machine has.
 
 It packs the standard library's sources, starts a daemon, trains on them, starts a second job on the
-same data, and shows from the daemon's counters what was read. Its files are in one temporary
-directory and its processes are children of this one; both are gone when it ends.
+same data, and shows from the daemon's counters what was read. Its files are in two temporary
+directories, one of them short enough for a socket, and its processes are children of this one; all
+are gone when it ends.
 """
 
 from __future__ import annotations
@@ -99,7 +100,6 @@ def demo(
                 [data],
                 max(2 * packed.size, min(512 << 20, default_arena_size())),
                 ["--engine", engine],
-                socket=os.path.join(work, "ffserve.sock"),
             )
         )
         facts = daemon.status()

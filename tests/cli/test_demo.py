@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ import pytest
 from daemon import until
 
 EPOCHS = 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_beside_the_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The daemon's socket is not below --dir, which may be too long a path for one."""
+    with tempfile.TemporaryDirectory(prefix="ffs-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
+        assert not list(Path(directory).glob("ffserve-*"))
 
 
 def command(place: Path, *arguments: str) -> list[str]:
@@ -97,7 +108,8 @@ def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
 
 
 def test_the_text_explains_each_step(tmp_path: Path) -> None:
-    place = tmp_path / "place"
+    place = tmp_path / "a-directory-whose-path-is-too-long-for-a-socket" / ("x" * 60)
+    place.parent.mkdir()
     done = subprocess.run(
         command(place, "--no-torch", "--engine", "threads"),
         capture_output=True, text=True, timeout=100,
