@@ -405,8 +405,8 @@ def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
 def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     """The other one is a copy of this tree's package, changed where it would be seen."""
     other = tmp_path / "other"
-    shutil.copytree(ROOT / "ffserve", other / "ffserve")
-    shutil.rmtree(other / "ffserve" / "bench")
+    leave = shutil.ignore_patterns("__pycache__", "bench")
+    shutil.copytree(ROOT / "ffserve", other / "ffserve", ignore=leave)
     folder = tmp_path / "data"
     some = (*TINY, "--folder", folder, "--only", "hot/4KiB/batch64/clients1")
     file = tmp_path / "both.json"

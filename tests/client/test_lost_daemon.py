@@ -66,7 +66,7 @@ def test_one_dead_daemon_blocked_all_connections_of_the_process(
             with daemon.open(path) as reader:
                 assert bytes(reader[3]) == sample(3, [SIZE])
             assert time.monotonic() - began < SOON_S and waiting.is_alive()
-            waiting.join()
+        waiting.join()
     assert len(errors) == 1
 
 

@@ -166,7 +166,7 @@ class TestReader:
             3,
             3.5,
             [1, "x"],
-            [object()],
+            [...],
             np.array(["1"]),
             "12",
             b"12",

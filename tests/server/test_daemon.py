@@ -925,7 +925,9 @@ def test_a_missing_root_is_reported_at_the_start(tmp_path: Path) -> None:
             assert reader[0].tobytes() == b"x"
 
 
-@pytest.mark.parametrize("arena", ["4096TiB", str(usable_memory() - (16 << 20))])
+@pytest.mark.parametrize(
+    "arena", ["4096TiB", str(usable_memory() - (16 << 20))], ids=["huge", "all-memory"]
+)
 def test_an_arena_larger_than_memory_is_refused(tmp_path: Path, arena: str) -> None:
     done = subprocess.run(
         [

@@ -81,8 +81,9 @@ def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> Non
 
 
 def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
-    shutil.copytree(ENGINE.parent, tmp_path / "ffserve")
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for package in ("ffserve", "benchmarks"):
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=leave)
     engine = tmp_path / "ffserve" / "engine"
 
     def loaded(*arguments: str) -> str:
