@@ -11,6 +11,8 @@
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
+# A process per core; one that has run out of tests takes half of what another has left.
+parallel := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test lint check interop bench docs soak fuzz asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
@@ -29,12 +31,12 @@ lint: setup
 
 check: lint
 	@mkdir -p .coverage && rm -f .coverage/*
-	@$(python) -m coverage run -m pytest -q --timeout 600
+	@$(python) -m coverage run -m pytest -q $(parallel) --timeout 600
 	@$(python) -m coverage combine -q
 	@$(python) -m coverage report
 
 test: lint
-	@if $(pytest) -q; then \
+	@if $(pytest) -q $(parallel); then \
 	    echo "make test: passed (lint, types and tests)"; \
 	else \
 	    code=$$?; echo "make test: FAILED (see above)"; exit $$code; \

@@ -316,7 +316,6 @@ def _in_child(work: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_copy_neither_finishes_nor_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
