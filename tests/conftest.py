@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Hundreds of processes are started here; to compile the sources anew takes each a quarter of its
 # start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# Each worker of "forkserver" begins with what the server has imported; torch takes seconds.
+multiprocessing.set_forkserver_preload(["__main__", "torch"])
 
 
 # A slow or busy machine is no failure.
