@@ -26,10 +26,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats
-from ffserve import reader as readers
+# Functions, not modules: where ffserve is not in site-packages, Hugging Face's pickler copies the
+# modules that a program's function uses, with all that these import.
 from ffserve.dataset import expand_paths
 from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.formats import suffixes
+from ffserve.reader import open as open_files
 
 Kind = Literal["int64", "float", "bytes"]
 Value = NDArray[np.int64] | NDArray[np.float32] | list[bytes]
@@ -266,8 +268,8 @@ def infer(
              ``Reader.read``.
     Cost:    one pass over the records.
     """
-    chosen = expand_paths(paths, suffixes=formats.suffixes())[:files]
-    with readers.open(chosen, server=server) as reader:
+    chosen = expand_paths(paths, suffixes=suffixes())[:files]
+    with open_files(chosen, server=server) as reader:
         return infer_from(islice(_samples(reader), records), record=record)
 
 

@@ -31,8 +31,10 @@ TESTING = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 )
 def test_under_the_real_framework(name: str, packages: list[str]) -> None:
     python = python_with(*packages, *NEEDED, *TESTING)
+    # With tests/ on the module path, the folder tests/torch would be taken for PyTorch.
+    options = ["-q", "-rs", "--import-mode=importlib"]
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-rs", f"tests/frameworks/test_{name}.py"],
+        [python, "-m", "pytest", *options, f"tests/frameworks/test_{name}.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
