@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from arena import descriptors
+from daemon import until
 
 import ffserve
 from ffserve.cache.arena import Arena
@@ -122,6 +123,11 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     os.close(held)
 
 
+def _waits(thread: str) -> bool:
+    stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"
+
+
 @pytest.mark.skipif("uring" not in io.probe(), reason="no io_uring")
 def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: Path) -> None:
     """Other reads report a broken engine by `on_broken`, so that the daemon ends."""
@@ -132,7 +138,7 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     fd = os.open(path, os.O_RDONLY)
     shard = open_shard(fd, path)
     assert isinstance(shard, ChunkedShard) and len(shard.chunks) > 2
-    before = descriptors("[eventfd]")
+    before, threads = descriptors("[eventfd]"), set(os.listdir("/proc/self/task"))
     reading = Reading("uring")
     own = descriptors("[eventfd]") - before
     reading.engines.loaded = lambda *_: None
@@ -143,6 +149,9 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     reading.engines.on_broken = lambda: (broke.append(None), reading.loop.stop())
     reading.add(fd, 0, int(shard.chunks.sizes.sum()), shard)
     [wakes] = own - {reading.engines._engines[0].fileno()}
+    # A thread that does not wait yet is not woken, and would read the batch.
+    new = set(os.listdir("/proc/self/task")) - threads
+    until(lambda: all(map(_waits, new)), "the I/O thread waits")
     # Writing to it fails from now on. Only closed, its number could be given to another file.
     unwritable = os.open(os.devnull, os.O_RDONLY)
     os.dup2(unwritable, wakes)
