@@ -280,7 +280,7 @@ class Reader(BaseReader, Sequence[Bytes]):
                 their samples, the others being there.
 
         Returns: one array a sample: uint8[size], writable. No two share bytes; small ones of one
-            call may share an allocation.
+            call may share an allocation, and then begin at any byte of it.
 
         Raises:
             SampleIndexError: an index outside the data set; nothing is read.
