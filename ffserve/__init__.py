@@ -28,9 +28,21 @@ from ffserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from ffserve import aio, convert, example, grain, hf, recordio, tensorflow, torch, utils
+    from ffserve import (
+        aio,
+        convert,
+        example,
+        fileio,
+        grain,
+        hf,
+        package,
+        recordio,
+        tensorflow,
+        torch,
+        utils,
+    )
     from ffserve.client.source import Batch
-    from ffserve.compat.ffrecord import FileReader, FileWriter
+    from ffserve.compat.ffrecord import FileReader, FileWriter, checkFsAlign
     from ffserve.compat.packed_folder import PackedFolder, pack_folder
     from ffserve.reader import Reader, open
     from ffserve.writer import Writer, create
@@ -45,6 +57,7 @@ _HOMES = {
     "Writer": "ffserve.writer",
     "FileReader": "ffserve.compat.ffrecord",
     "FileWriter": "ffserve.compat.ffrecord",
+    "checkFsAlign": "ffserve.compat.ffrecord",
     "PackedFolder": "ffserve.compat.packed_folder",
     "pack_folder": "ffserve.compat.packed_folder",
 }
@@ -52,8 +65,10 @@ _MODULES = (
     "aio",
     "convert",
     "example",
+    "fileio",
     "grain",
     "hf",
+    "package",
     "recordio",
     "tensorflow",
     "torch",
@@ -79,13 +94,16 @@ __all__ = [
     "UsageError",
     "Writer",
     "aio",
+    "checkFsAlign",
     "convert",
     "create",
     "example",
+    "fileio",
     "grain",
     "hf",
     "open",
     "pack_folder",
+    "package",
     "recordio",
     "tensorflow",
     "torch",

@@ -97,6 +97,15 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         index = as_index(indices)
         return self.process([index], self.reader.read([index]))[0]
 
+    def __add__(self, other: Any) -> Any:
+        """Return this dataset and another as one, in this order.
+
+        Returns: a ConcatDataset; torch's if ``other`` cannot be asked for a batch.
+        """
+        if isinstance(other, Dataset) or has_batch_method(other):
+            return ConcatDataset([self, other])
+        return super().__add__(other)
+
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Answer torch's fetcher, which asks for a whole batch by this name."""
         return self[indices if isinstance(indices, list) else list(indices)]

@@ -71,6 +71,10 @@ _POSITION = ("batches", "epoch", "generator")
 """The entries in which two states of one loader may differ."""
 
 
+class StepError(UsageError, AssertionError):
+    """A step that a loader cannot begin at."""
+
+
 class DataLoader(torch.utils.data.DataLoader[Any]):
     """Load batches like torch's DataLoader, with one dataset call per batch.
 
@@ -210,17 +214,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Args:   step: 0 <= step < the number of batches of a whole epoch. Their samples are not
             read; the order remains that of a whole epoch.
-        Raises: UsageError if it is outside, if the loader was made with ``skippable=False``, or
-            for an IterableDataset.
+        Raises: StepError (also an AssertionError) if it is outside, if the loader was made with
+            ``skippable=False``, or for an IterableDataset.
         """
         if not self.skippable:
-            raise UsageError("this loader was made with skippable=False")
+            raise StepError("this loader was made with skippable=False")
         if isinstance(self.dataset, torch.utils.data.IterableDataset):
-            raise UsageError("an IterableDataset cannot skip batches unread")
+            raise StepError("an IterableDataset cannot skip batches unread")
         step = operator.index(step)
         count = super().__len__()
         if step != 0 and not 0 <= step < count:
-            raise UsageError(f"step {step} is outside an epoch of {count} batches")
+            raise StepError(f"step {step} is outside an epoch of {count} batches")
         self._plan.step = step
 
     def state_dict(self) -> dict[str, Any]:

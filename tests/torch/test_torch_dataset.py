@@ -289,6 +289,32 @@ def test_concatenations_load_in_workers() -> None:
         assert got == [*range(7), *range(8, 0, -1)]
 
 
+def test_the_sum_of_two_datasets_is_indexed_by_a_list(
+    file: str, tmp_path: Path, samples: list[bytes]
+) -> None:
+    other = written(tmp_path / "other.ffr", [b"other %d" % i for i in range(5)])
+    first, second = RawDataset(file), RawDataset(other)
+    both = first + second
+    assert type(both) is ConcatDataset and len(both) == len(samples) + 5
+    assert [bytes(one) for one in both[[40, 3, 44, 3]]] == [
+        b"other 0", samples[3], b"other 4", samples[3],
+    ]  # fmt: skip
+    assert bytes(both[-1]) == b"other 4"
+    three = first + second + Subset(first, [7])
+    assert bytes(three[[45]][0]) == samples[7]
+    loader = DataLoader(second + second, batch_size=3, collate_fn=list, num_workers=1)
+    assert [bytes(one) for batch in loader for one in batch] == [
+        b"other %d" % (i % 5) for i in range(10)
+    ]
+
+
+def test_a_sum_with_a_dataset_of_torch_is_that_of_torch(file: str) -> None:
+    numbers = torch.utils.data.TensorDataset(torch.arange(3))
+    both = RawDataset(file) + numbers
+    assert type(both) is torch.utils.data.ConcatDataset
+    assert both[41] == (torch.tensor(1),)
+
+
 def test_ffserve_itself_does_not_import_torch() -> None:
     script = "import sys, ffserve.order, ffserve; assert 'torch' not in sys.modules"
     subprocess.run(

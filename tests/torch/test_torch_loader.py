@@ -241,15 +241,17 @@ def test_set_step_skips_the_first_batches(num_workers: int, batch_size: int, shu
 @pytest.mark.parametrize("step", [-1, 3, 4])
 def test_a_step_outside_the_epoch_is_refused(step: int) -> None:
     loader = DataLoader(cases.Numbers(12), batch_size=4)
-    with pytest.raises(UsageError, match="3 batches"):
-        loader.set_step(step)
+    for kind in (UsageError, AssertionError):  # the original's
+        with pytest.raises(kind, match="3 batches"):
+            loader.set_step(step)
     assert len(loader) == 3
 
 
 def test_a_loader_that_is_not_skippable_says_so() -> None:
     loader = DataLoader(cases.Numbers(12), batch_size=4, skippable=False)
-    with pytest.raises(UsageError, match="skippable"):
-        loader.set_step(1)
+    for kind in (UsageError, AssertionError):  # the original's
+        with pytest.raises(kind, match="skippable"):
+            loader.set_step(1)
     assert len(drained(loader)) == 3
 
 

@@ -39,7 +39,7 @@ LAYERS = {
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order engine client compat",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
-    "recordio utils": "compat",
+    "fileio package recordio utils": "compat",
     # the command line
     "examples": "torch ffserve",
     "bench": "engine formats output client ffserve",
