@@ -285,10 +285,10 @@ class Reader(BaseReader):
 
     def stats(self) -> dict[str, int | float | str]:
         """Return what was read through this reader in this loop, as `ffserve.Reader.stats`."""
-        source = self._here().source
-        if source is None:
+        selection = self._here().selection
+        if selection.source is None:
             raise UsageError("nothing was read from this loop yet")
-        return self._summed(source)
+        return self._summed(selection.source, selection.spare)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -299,13 +299,11 @@ class Reader(BaseReader):
         self._drop_closed_loops()
         selectors, self._selectors = self._selectors, {}
         for loop, selector in selectors.items():
-            source = selector.close()
-            if source is None:
-                continue
-            if loop is here:
-                source.close()
-            else:
-                loop.call_soon_threadsafe(source.close)
+            for source in selector.close():
+                if loop is here:
+                    source.close()
+                else:
+                    loop.call_soon_threadsafe(source.close)
 
     async def __aenter__(self) -> Reader:
         return self

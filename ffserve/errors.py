@@ -130,6 +130,20 @@ class ReadError(FFServeError, OSError):
     retryable = True
 
 
+class ArenaError(ReadError):
+    """The daemon's arena cannot hold a sample, or the chunk that contains it."""
+
+    code = "arena"
+    retryable = False
+
+
+class ArenaBusyError(ArenaError):
+    """No memory of the daemon's arena became free for a sample."""
+
+    code = "busy"
+    retryable = True
+
+
 class MissingFile(ReadError, FileNotFoundError):
     """The path does not exist, the directory has no record files, or no file matches a pattern."""
 
@@ -161,6 +175,8 @@ BY_CODE: dict[str, type[FFServeError]] = {
         ServerUnavailable,
         ProtocolError,
         ReadError,
+        ArenaError,
+        ArenaBusyError,
         MissingFile,
         UsageError,
     )
@@ -192,13 +208,13 @@ _BY_STATUS: dict[int, tuple[type[FFServeError], str, str]] = {
     ),
     STATUS_TRUNCATED: (TruncatedError, "the file ends inside this sample", _VERIFY),
     STATUS_TOO_LARGE: (
-        ReadError,
+        ArenaError,
         "the sample, or the chunk that contains it, takes {length} bytes in whole disk blocks and "
         "does not fit into the daemon's arena of {arena_size} bytes",
         "start the daemon with a larger --arena, or open with server='off'",
     ),
     STATUS_ARENA_BUSY: (
-        ReadError,
+        ArenaBusyError,
         "no memory became free: the daemon's arena stayed full of samples that are leased or being "
         "read",
         "release leases sooner, start the daemon with a larger --arena, or check for a disk that "

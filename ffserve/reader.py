@@ -28,7 +28,7 @@ from ffserve.client.local import LocalSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Source, cut
 from ffserve.client.stream import RecordStream
 from ffserve.dataset import PathLike, ShardInfo, as_int64, check_range, expand_paths
-from ffserve.errors import FFServeError, SampleIndexError, ServerUnavailable, UsageError
+from ffserve.errors import ArenaError, FFServeError, SampleIndexError, ServerUnavailable, UsageError
 from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT, InOrderOnlyError
 
@@ -193,10 +193,13 @@ class BaseReader:
         if bad:
             self._intact = np.delete(np.arange(self._request.count, dtype=np.int64), list(bad))
 
-    def _summed(self, current: Source) -> dict[str, int | float | str]:
+    def _summed(self, current: Source, spare: Source | None) -> dict[str, int | float | str]:
         facts = dict(current.stats())
-        for name, value in self._request.totals.items():
-            facts[name] = int(facts[name]) + value
+        others: list[dict[str, Any]] = [self._request.totals]
+        if spare is not None:
+            others.append(spare.stats())
+        for name in ("hits", "misses", "bytes"):
+            facts[name] = int(facts[name]) + sum(int(other.get(name, 0)) for other in others)
         hits, misses = int(facts["hits"]), int(facts["misses"])
         facts["samples"] = hits + misses
         facts["hit_rate"] = hits / max(1, hits + misses)
@@ -476,6 +479,14 @@ class Reader(BaseReader, Sequence[Bytes]):
                 self._selector.replace(source, error)
             _, source, pending = self._start(numbers)
             return self._finish(numbers, source, pending)
+        except ArenaError:
+            return self._retrying(lambda source: self._batch(source, numbers))
+        return Batch(pending.target.buffer, pending.target.offsets), failed
+
+    @staticmethod
+    def _batch(source: Source, numbers: Int64s) -> tuple[Batch, dict[int, FFServeError]]:
+        pending: Any = source.start(numbers, apart=False)
+        failed = source.finish(pending)
         return Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
@@ -593,8 +604,9 @@ class Reader(BaseReader, Sequence[Bytes]):
     def stats(self) -> dict[str, int | float | str]:
         """Return what this process read through this reader: samples, bytes, hits (copied
         without asking the daemon), misses, hit_rate, and the source; unserved: why a daemon that
-        is there is not that, where this is so."""
-        return self._summed(self._selector.current())
+        is there is not that, or not of all samples, where this is so."""
+        current = self._selector.current()
+        return self._summed(current, self._selector.selection.spare)
 
     # ---- life -----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from ffserve.dataset import check_same_content, combined_fingerprint
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
+    ArenaError,
     FFServeError,
     ProtocolError,
     ReadError,
@@ -95,7 +96,7 @@ class OpenRequest:
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
-    unserved: why a daemon that is running does not serve the files.
+    unserved: why a daemon that is running does not serve the files, or some samples.
     """
 
     paths: tuple[str, ...]
@@ -138,6 +139,8 @@ class SourceSelection:
     def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
         self.request = request
         self.source: Source | None = None
+        self.spare: LocalSource | None = None
+        """Reads what the daemon's arena cannot hold; opened when that happens."""
         self.away_since: float | None = None
         """When the daemon went away, or was looked for last; None: there is no reason to look."""
         self._announced = announced
@@ -192,12 +195,40 @@ class SourceSelection:
             source.close()
             raise
 
-    def close(self) -> Source | None:
-        """Refuse all use from now on; return the source, which the caller closes."""
+    def sparing(self, source: Source, error: ArenaError) -> SelectionSteps[LocalSource | None]:
+        """Have the spare source for samples that the daemon's arena cannot hold. None: this process
+        cannot open the files; the daemon's source gives errors for each sample from now on.
+
+        Raises: the error, if the reader may not read without the daemon.
+        """
+        if not isinstance(source, DaemonSource) or not source.replaceable:
+            raise error
+        if self.spare is None:
+            try:
+                spare = yield OpenSource.LOCAL
+            except FFServeError:
+                source.replaceable, source.refused = False, None
+                return None
+            try:
+                self.request.check(spare)
+                with self._swapping:
+                    if self.request.closed:
+                        raise closed_error()
+                    self.spare = spare
+            except BaseException:
+                spare.close()
+                raise
+        if self._first_time(error, key=error.code):
+            log.warning("the daemon has no memory for samples, reading these without it: %s", error)
+        return self.spare
+
+    def close(self) -> list[Source]:
+        """Refuse all use from now on; return the sources, which the caller closes."""
         with self._swapping:
             self.request.closed = True
-            source, self.source = self.source, None
-            return source
+            sources = [source for source in (self.source, self.spare) if source is not None]
+            self.source = self.spare = None
+            return sources
 
     def after_fork(self) -> None:
         """This process is a child: have another source at the next use."""
@@ -206,6 +237,8 @@ class SourceSelection:
             self.source.after_fork()
         if not isinstance(self.source, LocalSource):
             self.source = None
+        if self.spare is not None:
+            self.spare.after_fork()
 
     def due(self) -> bool:
         """Whether the daemon that went away is to be looked for; then not soon again."""
@@ -257,7 +290,7 @@ class SourceSelection:
                 if final or time.monotonic() >= deadline:
                     if server != "auto":
                         raise
-                    if self._first_time(error, lost=True):
+                    if self._first_time(error, key=f"lost {error.path or error}"):
                         log.warning("the daemon went away, reading without it: %s", error)
                     break
             yield pause
@@ -266,11 +299,11 @@ class SourceSelection:
         self.away_since = time.monotonic()
         return source
 
-    def _first_time(self, error: FFServeError, *, lost: bool = False) -> bool:
+    def _first_time(self, error: FFServeError, *, key: str = "") -> bool:
         """Note why the daemon does not serve; return whether to log it: once per process for a
-        daemon that does not answer, whatever the files, and once for one that was lost."""
+        daemon that does not answer, whatever the files, and once for each other key."""
         self.request.unserved = str(error)
-        key = f"{lost} {error.path or error}"
+        key = key or f"{error.path or error}"
         new = key not in _logged
         _logged.add(key)
         return new
@@ -285,13 +318,15 @@ def closed_error() -> UsageError:
 
 
 def source_over(
-    connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]
+    connection: Driver, opened: protocol.Opened, request: OpenRequest
 ) -> SharedMemorySource | InlineSource:
     """Return the source that suits the connection. Raises, and closes the data set:
     ProtocolError, ReadError."""
     kind = InlineSource if connection.handshake.inline else SharedMemorySource
     try:
-        return kind(connection, opened, paths)
+        source = kind(connection, opened, request.paths)
+        source.replaceable = request.server == "auto"
+        return source
     except BaseException:
         connection.close_dataset(opened.dataset)
         raise
@@ -365,7 +400,7 @@ class SourceSelector:
             opened = connection.open(
                 request.paths, request.format, request.verify, request.tolerant
             )
-            return source_over(connection, opened, request.paths)
+            return source_over(connection, opened, request)
         except BaseException:
             connection.leave()
             raise
@@ -396,7 +431,8 @@ class SourceSelector:
             return selection.source
 
     def retrying(self, attempt: Callable[[Source], T]) -> T:
-        """Run a request; if the daemon goes away meanwhile, run it again as a whole."""
+        """Run a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, run it again as a whole."""
         while True:
             source = self.current()
             try:
@@ -407,6 +443,12 @@ class SourceSelector:
                         raise
                     continue
                 self.replace(source, error)
+                continue
+            except ArenaError as error:
+                with self._searching:
+                    spare = self._run(self.selection.sparing(source, error))
+            if spare is not None:
+                return attempt(spare)
 
     def replace(self, lost: Source, error: FFServeError) -> None:
         """The daemon is gone: have another source."""
@@ -461,7 +503,7 @@ class SourceSelector:
     def close(self) -> None:
         """Give everything back; idempotent. It does not wait: a thread that looks for a source
         finds the reader closed."""
-        sources = self.selection.close(), self._former
+        sources = *self.selection.close(), self._former
         self._closing.set()
         self._former = None
         for source in sources:
@@ -538,7 +580,7 @@ class LoopSelector:
             opened = await connection.open(
                 request.paths, request.format, request.verify, request.tolerant
             )
-            return source_over(connection, opened, request.paths)
+            return source_over(connection, opened, request)
         except BaseException:
             connection.leave()
             raise
@@ -587,6 +629,12 @@ class LoopSelector:
                     continue
                 async with self._alone():
                     await self._run(self.selection.replacing(source))
+                continue
+            except ArenaError as error:
+                async with self._lock:
+                    spare = await self._run(self.selection.sparing(source, error))
+            if spare is not None:
+                return await attempt(spare)
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -605,15 +653,16 @@ class LoopSelector:
                 self._failure = error
                 raise
 
-    def close(self) -> Source | None:
-        """Have no source any more; return it, to be closed in the thread of this loop."""
+    def close(self) -> list[Source]:
+        """Have no sources any more; return them, to be closed in the thread of this loop."""
         return self.selection.close()
 
     def abandon(self) -> None:
         """The loop was closed, or is that of the parent process: close the source without it."""
-        if self.source is not None:
-            self.source.after_fork()
-            self.source.close()
+        for source in (self.source, self.selection.spare):
+            if source is not None:
+                source.after_fork()
+                source.close()
 
 
 async def announce(source: Source, order: Order) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.channel import MOST_BUFFERS, Steps
-from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource, ready_errors
+from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.engine.shm import Located
 from ffserve.errors import FFServeError, ProtocolError, UsageError
@@ -67,6 +67,8 @@ class InlineSource(DaemonSource):
         """Ask for all samples."""
         if out is not None:
             check_out(out, 0)
+        if self.refused is not None:
+            self.check_refused(0)
         request = InlineReadRequest(self, indices, apart, out)
         request.ask()
         self.connection.flush()
@@ -124,7 +126,7 @@ class InlineReadRequest:
             tag, positions, sink = self._asked[0]
             ready: protocol.Ready = yield tag
             self._asked.popleft()
-            for k, error in ready_errors(ready, len(positions)).items():
+            for k, error in self._source.errors_of(ready, len(positions)).items():
                 errors[int(positions[k])] = error
             if sink.refused is not None:
                 raise sink.refused

@@ -12,6 +12,7 @@ once stays known.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -27,6 +28,8 @@ from ffserve.client.statistics import ClientStatistics
 from ffserve.dataset import Layout, ShardInfo
 from ffserve.engine.shm import Located, View
 from ffserve.errors import (
+    ArenaBusyError,
+    ArenaError,
     FFServeError,
     ProtocolError,
     ReadError,
@@ -45,6 +48,9 @@ SMALL_SIZE, SHARED_SIZE = 8 << 10, 1 << 20
 """Cached samples of this mean size share an allocation in batches of this size, in bytes: half the
 cost of 64 arrays of 4 KiB."""
 _MOST_EMPTY_ROUNDS = 1000
+REFUSED_S = 30.0
+"""How long the daemon is not asked again for what its arena could not hold. The arena can be
+resized, and leases end."""
 
 
 class DaemonSource:
@@ -82,6 +88,11 @@ class DaemonSource:
         self.description = f"daemon {connection.path}"
         self.statistics = ClientStatistics(connection, opened.dataset)
         self.closed = False
+        self.replaceable = False
+        """Whether a request ends at its first ArenaError, since the reader can read without the
+        daemon; else every error is one of its sample."""
+        self.refused: tuple[float, int, FFServeError] | None = None
+        """Until when requests for a sample of this many bytes or more end with this error."""
 
     @property
     def blocking(self) -> Connection:
@@ -112,6 +123,36 @@ class DaemonSource:
         """Wait for a request; return the errors by position."""
         failed: dict[int, FFServeError] = self.blocking.run(request)
         return failed
+
+    def errors_of(
+        self, ready: protocol.Ready, count: int, sizes: Int64s | None = None
+    ) -> dict[int, FFServeError]:
+        """Return the errors of a READY by position.
+
+        Args: sizes: of the samples asked for, in bytes; None: not known.
+        Raises: ProtocolError; ArenaError if the source is replaceable.
+        """
+        failed = ready_errors(ready, count)
+        if failed and self.replaceable:
+            for k, error in failed.items():
+                if isinstance(error, ArenaError):
+                    size = 0 if sizes is None else int(sizes[k])
+                    if size or isinstance(error, ArenaBusyError):
+                        self.refused = time.monotonic() + REFUSED_S, size, error.located()
+                    raise error
+        return failed
+
+    def check_refused(self, size: int) -> None:
+        """Raise what the daemon answered lately to such a request; `refused` is not None.
+
+        Args: size: bytes of the largest sample that is missing, 0 if it is not known.
+        """
+        assert self.refused is not None
+        until, refused_size, error = self.refused
+        if time.monotonic() >= until:
+            self.refused = None
+        elif size >= refused_size:
+            raise error.located()
 
     def copies(self, indices: Int64s) -> list[Bytes]:
         """Return read-only copies. Raises: the error of the first sample that failed."""
@@ -225,6 +266,8 @@ class SharedMemorySource(DaemonSource):
         found = self.view.locate(indices) if found is None else found
         request = ReadRequest(self, indices, found, apart, out)
         if len(found.missing):
+            if self.refused is not None:
+                self.check_refused(request.largest_missing())
             self.statistics.report_hits()
             request.ask()
             self.connection.flush()
@@ -238,7 +281,9 @@ class SharedMemorySource(DaemonSource):
         The daemon pins the samples; those beyond what it pins (leases together take at most half
         of the arena) are copied.
         """
-        offsets, missing, _ = self.view.locate(indices)
+        offsets, missing, unknown = self.view.locate(indices)
+        if self.refused is not None and len(missing):
+            self.check_refused(0 if unknown else int(np.diff(offsets)[missing].max()))
         held = _Held(self.blocking)
         try:
             starts = self._pinned(indices, held)
@@ -267,7 +312,7 @@ class SharedMemorySource(DaemonSource):
         while first < len(indices):
             part = indices[first : first + protocol.MAX_GET_COUNT]
             ready = held.ask(self.dataset, part)
-            for _, error in sorted(ready_errors(ready, len(part)).items()):
+            for _, error in sorted(self.errors_of(ready, len(part)).items()):
                 raise error
             if not ready.count:
                 break
@@ -348,6 +393,10 @@ class ReadRequest:
         others[positions] = False
         return np.flatnonzero(others)
 
+    def largest_missing(self) -> int:
+        """Return the bytes of the largest missing sample; 0 if lengths are not known."""
+        return int(np.diff(self.target.offsets)[self._missing].max()) if self._lengths_known else 0
+
     def ask(self) -> None:
         """Queue GETs, as many as may be on their way."""
         source = self._source
@@ -401,7 +450,9 @@ class ReadRequest:
         """Take the answer to the oldest GET; return the positions that are readable, and those
         that are still missing."""
         _, positions = self._asked.popleft()
-        failed = ready_errors(ready, len(positions))
+        offsets = self.target.offsets
+        sizes = np.diff(offsets)[positions] if ready.errors and self._lengths_known else None
+        failed = self._source.errors_of(ready, len(positions), sizes)
         done, rest = positions[: ready.count], positions[ready.count :]
         if failed:
             self.errors.update((int(done[k]), error) for k, error in failed.items())

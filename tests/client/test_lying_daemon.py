@@ -16,7 +16,7 @@ import ffserve
 from ffserve import protocol
 from ffserve.client import connection as connections
 from ffserve.client.connection import Connection
-from ffserve.client.failover import RECONNECT_S, source_over
+from ffserve.client.failover import RECONNECT_S, OpenRequest, source_over
 from ffserve.errors import ProtocolError
 
 SOON_S = 5.0
@@ -119,7 +119,7 @@ def test_a_data_set_that_could_not_be_used_stayed_open(tmp_path: Path) -> None:
         connection = Connection(liar.path, "job")
         opened = connection.open(("/a",), None, verify=True)
         with pytest.raises(ProtocolError, match="invalid OPENED"):
-            source_over(connection, opened, ("/a",))
+            source_over(connection, opened, OpenRequest(("/a",), None, "require", True, False))
         until(lambda: received, "the data set is closed")
         assert received == [protocol.Close(5)]
         connection.close()
