@@ -49,8 +49,11 @@ SMALL_SIZE, SHARED_SIZE = 8 << 10, 1 << 20
 cost of 64 arrays of 4 KiB."""
 _MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
-"""How long the daemon is not asked again for what its arena could not hold. The arena can be
-resized, and leases end."""
+"""How long the daemon is not asked again for what its arena could not hold: the arena can be
+resized, and leases end. Each time that the arena was busy, which costs a wait of 20 s, twice as
+long as before, but not more often than"""
+_MOST_DOUBLED = 4
+"""times."""
 
 
 class DaemonSource:
@@ -93,6 +96,7 @@ class DaemonSource:
         daemon; else every error is one of its sample."""
         self.refused: tuple[float, int, FFServeError] | None = None
         """Until when requests for a sample of this many bytes or more end with this error."""
+        self._busy_count = 0
 
     @property
     def blocking(self) -> Connection:
@@ -136,11 +140,18 @@ class DaemonSource:
         if failed and self.replaceable:
             for k, error in failed.items():
                 if isinstance(error, ArenaError):
-                    size = 0 if sizes is None else int(sizes[k])
-                    if size or isinstance(error, ArenaBusyError):
-                        self.refused = time.monotonic() + REFUSED_S, size, error.located()
+                    self._refuse(error, 0 if sizes is None else int(sizes[k]))
                     raise error
         return failed
+
+    def _refuse(self, error: ArenaError, size: int) -> None:
+        busy = isinstance(error, ArenaBusyError)
+        if not busy and not size:
+            return
+        # Without its traceback, which holds the buffers of the request.
+        refused_s = REFUSED_S * 2 ** (min(self._busy_count, _MOST_DOUBLED) if busy else 0)
+        self.refused = time.monotonic() + refused_s, size, error.located()
+        self._busy_count += busy
 
     def check_refused(self, size: int) -> None:
         """Raise what the daemon answered lately to such a request; `refused` is not None.

@@ -173,7 +173,7 @@ def test_files_that_this_process_cannot_open_fail_alone(
             pass
 
 
-BUSY = "import ffserve.server.scheduler as scheduler; scheduler.GIVE_UP_S = 0.5"
+BUSY = "import ffserve.server.scheduler as scheduler; scheduler.GIVE_UP_S = 0.25"
 
 
 def test_an_arena_full_of_leases_delays_one_read_only(
@@ -190,13 +190,29 @@ def test_an_arena_full_of_leases_delays_one_read_only(
                 other.read([10])
             assert caught.value.retryable
             began = time.monotonic()
-            for _ in range(20):
+            for _ in range(40):
                 assert plain(reader.read([10, 11, 12, 0])) == [*truth[10:], truth[0]]
-            assert time.monotonic() - began < 20 * 0.5, "the daemon was asked once"
+            assert time.monotonic() - began < 40 * 0.25, "the daemon was asked once"
             assert plain(reader.read([3])) == [truth[3]], "what is cached is copied"
             assert int(reader.stats()["hits"]) >= 1
         assert caplog.text.count(SAYS) == 1 and "no memory became free" in caplog.text
         caplog.clear()
+
+
+def test_an_arena_that_stays_full_is_asked_ever_more_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.ffr", [*[bytes(190_000)] * 10, bytes(3_000_000)])
+    monkeypatch.setattr(failover, "_logged", {"busy"})
+    monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 0.05)
+    with serving(arena="4MiB", patch=BUSY) as daemon, daemon.open(path) as other:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        with other.lease(range(10)), ffserve.open(path) as reader:
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:
+                assert reader.read([10])[0].nbytes == 3_000_000
+            # At 0, 0.3, 0.65, 1.1, 1.75, 2.8, 3.85 s; with equal pauses 14 times.
+            assert 2 <= daemon.status()["jobs"][0]["errors"] <= 7
 
 
 def test_the_daemon_is_asked_again_later(
