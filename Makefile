@@ -5,7 +5,7 @@
 # make soak    long tests (9 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
-#              Grain and Hugging Face datasets over files of ffserve
+#              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord
 # make docs    draw docs/images/architecture.svg (needs graphviz)
 # make clean   remove what was built (make distclean: .venv as well)
 
