@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as connections
@@ -195,14 +195,11 @@ class SourceSelection:
             source.close()
             raise
 
-    def sparing(self, source: Source, error: ArenaError) -> SelectionSteps[LocalSource | None]:
+    def sparing(
+        self, source: DaemonSource, error: ArenaError
+    ) -> SelectionSteps[LocalSource | None]:
         """Have the spare source for samples that the daemon's arena cannot hold. None: this process
-        cannot open the files; the daemon's source gives errors for each sample from now on.
-
-        Raises: the error, if the reader may not read without the daemon.
-        """
-        if not isinstance(source, DaemonSource) or not source.replaceable:
-            raise error
+        cannot open the files; the daemon's source gives errors for each sample from now on."""
         if self.spare is None:
             try:
                 spare = yield OpenSource.LOCAL
@@ -219,7 +216,10 @@ class SourceSelection:
                 spare.close()
                 raise
         if self._first_time(error, key=error.code):
-            log.warning("the daemon has no memory for samples, reading these without it: %s", error)
+            log.warning(
+                "the daemon has no memory for samples, reading these without it: %s",
+                str(error),  # a handler that keeps the record must not keep the request's buffers
+            )
         return self.spare
 
     def close(self) -> list[Source]:
@@ -315,6 +315,11 @@ _logged: set[str] = set()
 def closed_error() -> UsageError:
     """Return the error for the use of a closed reader."""
     return UsageError("this reader is closed")
+
+
+def replaceable(source: Source) -> TypeGuard[DaemonSource]:
+    """Return whether the reader may read without this source what the arena cannot hold."""
+    return isinstance(source, DaemonSource) and source.replaceable
 
 
 def source_over(
@@ -445,6 +450,8 @@ class SourceSelector:
                 self.replace(source, error)
                 continue
             except ArenaError as error:
+                if not replaceable(source):
+                    raise
                 with self._searching:
                     spare = self._run(self.selection.sparing(source, error))
             if spare is not None:
@@ -631,6 +638,8 @@ class LoopSelector:
                     await self._run(self.selection.replacing(source))
                 continue
             except ArenaError as error:
+                if not replaceable(source):
+                    raise
                 async with self._lock:
                     spare = await self._run(self.selection.sparing(source, error))
             if spare is not None:

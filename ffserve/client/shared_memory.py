@@ -141,16 +141,16 @@ class DaemonSource:
             for k, error in failed.items():
                 if isinstance(error, ArenaError):
                     self._refuse(error, 0 if sizes is None else int(sizes[k]))
-                    raise error
+                    # No variable of this frame names the error: it is freed with the request.
+                    raise error.located()
         return failed
 
     def _refuse(self, error: ArenaError, size: int) -> None:
         busy = isinstance(error, ArenaBusyError)
         if not busy and not size:
             return
-        # Without its traceback, which holds the buffers of the request.
         refused_s = REFUSED_S * 2 ** (min(self._busy_count, _MOST_DOUBLED) if busy else 0)
-        self.refused = time.monotonic() + refused_s, size, error.located()
+        self.refused = time.monotonic() + refused_s, size, error
         self._busy_count += busy
 
     def check_refused(self, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import time
@@ -17,6 +18,9 @@ from daemon import Daemon, run_python, sample, serving, write
 import ffserve
 from ffserve import aio
 from ffserve.client import failover
+from ffserve.client.inline import InlineReadRequest
+from ffserve.client.local import ChunkedRequest, LocalRequest
+from ffserve.client.shared_memory import ReadRequest
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import ArenaBusyError, ArenaError, ChecksumError, ReadError
 from ffserve.torch import DataLoader, RawDataset
@@ -123,6 +127,33 @@ def test_the_drop_in_and_its_loader_do_the_same(
     processed = DataLoader(cases.Raw(path), collate_fn=list, **options)
     assert [each for batch in processed for each in batch] == TRUTH
     assert caplog.text.count(SAYS) == 1
+    caplog.clear()
+
+
+@pytest.mark.parametrize("name", ["path", "chunked"])
+def test_a_refused_request_is_freed_at_once(
+    name: str,
+    auto: Daemon,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = request.getfixturevalue(name)
+    monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        with ffserve.open(path) as reader:
+            for _ in range(3):
+                assert plain(reader.read([0, 1, 2])) == plain(reader.read_batch(range(3)))
+                with reader.lease([1]) as views:
+                    assert views[0].nbytes == len(TRUTH[1])
+                assert len(reader.sizes()) == 9
+                assert sum(1 for _ in reader) == 9
+            kinds = ReadRequest, InlineReadRequest, LocalRequest, ChunkedRequest
+            assert not [each for each in gc.get_objects() if type(each) in kinds]
+    finally:
+        gc.enable()
     caplog.clear()
 
 
