@@ -32,7 +32,6 @@ from ffserve.errors import (
     ArenaError,
     FFServeError,
     ProtocolError,
-    ReadError,
     SampleIndexError,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -450,7 +449,7 @@ class ReadRequest:
             progress = bool(ready.errors) or len(vanished) < len(done)
             empty_rounds = 0 if progress else empty_rounds + 1
             if empty_rounds > _MOST_EMPTY_ROUNDS:
-                raise ReadError(
+                raise ArenaBusyError(
                     "the daemon's arena is too busy: samples are evicted before they are copied",
                     hint="start the daemon with a larger --arena",
                 )

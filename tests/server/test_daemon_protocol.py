@@ -453,6 +453,7 @@ class Hostile:
         self.fds = [self.arena, self.directory, self.index]
         self.count = 3
         self.base = 0
+        self.fingerprint = 0
         self.on_hello: Answer = self.welcome
         self.on_open: Answer = self.opened
         self.on_get: Answer = lambda sock, message: None
@@ -491,6 +492,7 @@ class Hostile:
         assert isinstance(message, protocol.Open)
         table = np.zeros(1, protocol.SHARD_DTYPE)
         table["base"], table["count"], table["size"] = self.base, self.count, 1000
+        table["fingerprint"] = self.fingerprint
         sock.sendall(
             protocol.encode(protocol.Opened(message.tag, 1, table.tobytes(), ["ffrecord"]))
         )
@@ -708,6 +710,13 @@ def test_samples_that_are_ready_but_never_readable(
             reader.read(range(3))
         with pytest.raises(ReadError, match="too busy"), reader.lease(range(3)):
             pass
+    # A reader that need not have the daemon reads them without it.
+    with ffserve.open(path, server="off") as reader:
+        hostile.fingerprint = reader.shards[0].fingerprint
+    monkeypatch.setenv("FFSERVE_SOCKET", hostile.socket)
+    with ffserve.open(path) as reader:
+        assert [each.tobytes() for each in reader.read(range(3))] == [sample(i) for i in range(3)]
+        assert reader.source.startswith("daemon ") and "too busy" in str(reader.stats()["unserved"])
 
 
 @pytest.mark.parametrize(
