@@ -12,6 +12,11 @@ and last 4 KiB), match its own checksum, and its records must fill the file to t
 index file is ignored and the file is scanned again. Payloads are verified when they are read, as
 always.
 
+Size and modification time of a file can be kept while its middle changes; its ctime cannot. If the
+ctime is later than the index file, `shardfile.py` compares some records with the file first. An
+index file that contradicts its file is replaced by a new one, or by one without records, which is
+never valid. The newest one counts, so the cache can override a file beside that is read-only.
+
 Layout, little-endian::
 
     0    8 bytes   "ffserve\n"
@@ -71,6 +76,8 @@ class Indexed:
     """Of the index file."""
     lengths: NDArray[np.uint64]
     checksums: NDArray[np.uint32]
+    written_ns: int = 0
+    """Modification time of the index file."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ def encode(identity: Identity, lengths: NDArray[np.uint64], checksums: NDArray[n
     return body + struct.pack("<I", crc32c(body))
 
 
-def decode(content: bytes, identity: Identity, path: str = "") -> Indexed | None:
+def decode(
+    content: bytes, identity: Identity, path: str = "", written_ns: int = 0
+) -> Indexed | None:
     """Parse the bytes of an index file; None if it is damaged or describes another file."""
     if len(content) < _HEADER.size + 4:
         return None
@@ -133,7 +142,7 @@ def decode(content: bytes, identity: Identity, path: str = "") -> Indexed | None
         return None
     lengths = np.frombuffer(content, f"<u{width}", count, _HEADER.size)
     checksums = np.frombuffer(content, "<u4", count, _HEADER.size + width * count)
-    return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32))
+    return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32), written_ns)
 
 
 def beside(path: str) -> str | None:
@@ -160,7 +169,7 @@ def cached(path: str) -> str | None:
 
 
 def find(fd: int, path: str, identity: Identity) -> Indexed | None:
-    """Return the content of a trusted index file of an open file, or None.
+    """Return the content of the newest trusted index file of an open file, or None.
 
     Args:
         fd: the file.
@@ -169,16 +178,18 @@ def find(fd: int, path: str, identity: Identity) -> Indexed | None:
     Cost:    one read of 8 bytes per record; the file itself is not read.
     """
     owners = {0, os.geteuid(), os.fstat(fd).st_uid}
+    found = []
     for candidate in (beside(path), cached(path)):
-        if candidate and (content := _read(candidate, owners, identity.size)) is not None:
-            indexed = decode(content, identity, candidate)
-            if indexed is not None:
-                return indexed
-    return None
+        if candidate and (read := _read(candidate, owners, identity.size)) is not None:
+            content, written_ns = read
+            if (indexed := decode(content, identity, candidate, written_ns)) is not None:
+                found.append(indexed)
+    return max(found, key=lambda indexed: indexed.written_ns, default=None)
 
 
-def _read(path: str, owners: set[int], file_size: int) -> bytes | None:
-    """Return the bytes of an index file if one of `owners` owns it and nobody else may write."""
+def _read(path: str, owners: set[int], file_size: int) -> tuple[bytes, int] | None:
+    """Return bytes and modification time of an index file if one of `owners` owns it and nobody
+    else may write."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags)
@@ -194,7 +205,7 @@ def _read(path: str, owners: set[int], file_size: int) -> bytes | None:
             return None
         content = bytearray(status.st_size)
         got = read_at_of(fd, path)(0, memoryview(content))
-        return bytes(content) if got == len(content) else None
+        return (bytes(content), status.st_mtime_ns) if got == len(content) else None
     except FFServeError:
         return None
     finally:
@@ -214,10 +225,23 @@ def store(fd: int, path: str, identity: Identity, scanned: ScannedShard, keep: K
     """
     if Identity.of(fd, path, identity.format) != identity:
         return None
+    return _keep(fd, path, encode(identity, scanned.lengths, scanned.checksums), keep)
+
+
+def discard(fd: int, path: str, identity: Identity, keep: Keep) -> None:
+    """Make the index files of a file invalid, so that its next opening scans it.
+
+    Args: as for `store`. Nothing happens where `store` could not write either.
+    """
+    nothing = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+    _keep(fd, path, encode(identity, *nothing), keep)
+
+
+def _keep(fd: int, path: str, content: bytes, keep: Keep) -> str | None:
+    """Write an index file to the first place that can be written; return that."""
     places = [cached(path)]
     if keep == "beside" or (keep == "own" and _own(fd, path)):
         places.insert(0, beside(path))
-    content = encode(identity, scanned.lengths, scanned.checksums)
     return next((p for p in places if p is not None and _write(p, content)), None)
 
 

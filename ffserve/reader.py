@@ -243,8 +243,9 @@ class Reader(BaseReader, Sequence[Bytes]):
         server: str,
         verify: bool,
         tolerant: bool = False,
+        use_index: bool = True,
     ) -> None:
-        super().__init__(OpenRequest(paths, format, server, verify, tolerant))
+        super().__init__(OpenRequest(paths, format, server, verify, tolerant, use_index))
         self._selector.open()
 
     def _set_up(self) -> None:

@@ -1,13 +1,23 @@
-"""Opening a shard: detect the format of an open file and load its tables or its index file."""
+"""Opening a shard: detect the format of an open file and load its tables or its index file.
+
+A read that later finds a sample that does not match its checksum asks here for the cause
+(`FileState.explain`): the file changed since, the index file was stale, or the sample is damaged.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+
+import numpy as np
 
 from ffserve import formats, index_file
-from ffserve.errors import ReadError
+from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.files import open_regular, read_at_of
 from ffserve.formats.base import HEAD_SIZE, ReadAt, ScannedFormat, ScannedShard
+
+COMPARED_COUNT = 16
+"""Records of a file that are compared with an index file that is older than the file's ctime."""
 
 
 def open_shard(
@@ -18,6 +28,7 @@ def open_shard(
     verify: bool = True,
     tolerant: bool = False,
     keep: index_file.Keep = "own",
+    use_index: bool = True,
 ) -> formats.Shard:
     """Open the shard in an open file.
 
@@ -27,6 +38,8 @@ def open_shard(
         format_name: format; None detects it by content, then by suffix.
         verify, tolerant: see ``formats.base.Format.open``.
         keep: where an index file may be written.
+        use_index: False scans a file without tables even if it has an index file. An index file
+            that contradicts the scan is replaced.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
     Cost:    that of the format; an index file saves the scan of a format without tables.
     """
@@ -34,14 +47,133 @@ def open_shard(
     if not isinstance(chosen, ScannedFormat) or size < index_file.MIN_INDEXED_SIZE:
         return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
     identity = index_file.Identity.of(fd, path, chosen.name)
-    if (indexed := index_file.find(fd, path, identity)) is not None:
-        shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
+    indexed = index_file.find(fd, path, identity)
+    if use_index and indexed is not None:
+        shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
             return shard
     scanned = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
-    if verify and scanned.sound:
-        index_file.store(fd, path, identity, scanned, keep)
+    if verify and not (indexed is not None and _same(indexed, scanned)):
+        if scanned.sound:
+            index_file.store(fd, path, identity, scanned, keep)
+        elif indexed is not None and len(indexed.lengths):
+            index_file.discard(fd, path, identity, keep)
     return scanned
+
+
+def _restored(
+    fd: int,
+    path: str,
+    chosen: ScannedFormat,
+    read_at: ReadAt,
+    size: int,
+    indexed: index_file.Indexed,
+) -> ScannedShard | None:
+    """Return the shard of an index file; None if the index file contradicts the file."""
+    shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
+    if shard is None or os.fstat(fd).st_ctime_ns <= indexed.written_ns:
+        return shard
+    some = np.linspace(0, shard.count - 1, min(shard.count, COMPARED_COUNT)).astype(np.int64)
+    tables = shard.offsets[some], shard.lengths[some], shard.checksums[some]
+    return shard if chosen.agrees(read_at, *tables) else None
+
+
+def _same(indexed: index_file.Indexed, scanned: ScannedShard) -> bool:
+    return np.array_equal(indexed.lengths, scanned.lengths) and np.array_equal(
+        indexed.checksums, scanned.checksums
+    )
+
+
+def _discard_stale(
+    fd: int, path: str, scanned: str, record: tuple[int, int, int], keep: index_file.Keep
+) -> bool:
+    """Whether the file has another record than its tables say; make its index file invalid then."""
+    chosen = formats.by_name(scanned)
+    assert isinstance(chosen, ScannedFormat)
+    plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        offset, length, checksum = record
+        row = (
+            np.array([offset], np.uint64),
+            np.array([length], np.uint64),
+            np.array([checksum], np.uint32),
+        )
+        if chosen.agrees(read_at_of(plain, path), *row):
+            return False
+        index_file.discard(plain, path, index_file.Identity.of(plain, path, scanned), keep)
+        return True
+    finally:
+        os.close(plain)
+
+
+def scanned_as(shard: formats.Shard) -> str | None:
+    """Return the format of a shard whose tables are those of a scan that skipped nothing, or of
+    its index file; else None."""
+    return shard.format if isinstance(shard, ScannedShard) and shard.sound else None
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Size and times of a file before its tables were read, to explain later mismatches."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> FileState:
+        """Return the state of an open file."""
+        status = os.fstat(fd)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def explain(
+        self,
+        error: FFServeError,
+        fd: int,
+        path: str,
+        scanned: str | None,
+        record: tuple[int, int, int] | None,
+        keep: index_file.Keep = "own",
+    ) -> FFServeError:
+        """Return the error of a sample whose bytes do not match the tables of its shard.
+
+        Args:
+            error: what the read found; any but a FormatError is returned as it is.
+            fd: the file, opened with or without O_DIRECT.
+            path: its name.
+            scanned: `scanned_as` its shard.
+            record: payload offset, length and checksum of the sample; None: it is in a chunk.
+            keep: where an index file may be written: a stale one is made invalid.
+        Returns: a ReadError if the file changed since it was opened, or if its index file was
+            stale; else `error`.
+        """
+        if not isinstance(error, FormatError):
+            return error
+        try:
+            changed = FileState.of(fd) != self
+            stale = False
+            if not changed and record and scanned and isinstance(error, ChecksumError):
+                stale = _discard_stale(fd, path, scanned, record, keep)
+        except OSError:  # of a file system that is gone: nothing more is known
+            return error
+        if changed:
+            return ReadError(
+                f"the file changed since it was opened: {error.message}",
+                path=error.path,
+                index=error.index,
+                offset=error.offset,
+                hint="open it again; to replace a file in use, write a new one and rename it",
+            )
+        if not stale:
+            return error
+        return ReadError(
+            "the index file of this file was stale: the file was changed with its size and time "
+            "kept",
+            path=error.path,
+            index=error.index,
+            offset=error.offset,
+            hint="open the file again: it is scanned, and gets a new index file",
+        )
 
 
 def write_index_file(
@@ -65,7 +197,7 @@ def write_index_file(
             return None
         identity = index_file.Identity.of(fd, path, chosen.name)
         if not renew and (indexed := index_file.find(fd, path, identity)) is not None:
-            shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
+            shard = _restored(fd, path, chosen, read_at, size, indexed)
             if shard is not None:
                 return shard, indexed.path
         scanned = chosen.open(read_at, size, path)

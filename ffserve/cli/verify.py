@@ -64,8 +64,9 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
         if format_name in (None, "tfrecord") and is_compressed(path):
             _verify_stream(StreamReader((path,), tolerant=True), path, findings)
             return
-        # Tolerant: a file with damage between its samples is read to its end.
-        with Reader((path,), format_name, "off", True, tolerant=True) as reader:
+        # Tolerant: a file with damage between its samples is read to its end. An index file would
+        # hide damage of the records' headers.
+        with Reader((path,), format_name, "off", True, tolerant=True, use_index=False) as reader:
             for first, batch, failed in reader.scan():
                 for position, error in failed.items():
                     findings.sample(path, first + position, error)

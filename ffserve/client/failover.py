@@ -95,6 +95,7 @@ class OpenRequest:
     """The arguments of `ffserve.open`, and facts about the data set that outlive a source.
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
+    use_index: see `shardfile.open_shard`; only for reading without a daemon.
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
     unserved: why a daemon that is running does not serve the files, or some samples.
     """
@@ -104,6 +105,7 @@ class OpenRequest:
     server: str
     verify: bool
     tolerant: bool
+    use_index: bool = True
     count: int = 0
     closed: bool = False
     totals: dict[str, int] = field(default_factory=dict)
@@ -390,7 +392,13 @@ class SourceSelector:
             return self._open_remote()
         if step is OpenSource.LOCAL:
             request = self._request
-            return LocalSource(request.paths, request.format, request.verify, request.tolerant)
+            return LocalSource(
+                request.paths,
+                request.format,
+                request.verify,
+                request.tolerant,
+                use_index=request.use_index,
+            )
         if isinstance(step, Announce):
             step.source.announce(*step.order)
             return None

@@ -90,6 +90,8 @@ os.register_at_fork(after_in_child=_drop_engine)
 class _File:
     fd: int
     alignment: int
+    opened: shardfile.FileState
+    scanned: str | None
     number: int = -1
 
 
@@ -136,6 +138,7 @@ class LocalSource:
         verify: bool,
         tolerant: bool = False,
         engine: Callable[[], Engine] = process_engine,
+        use_index: bool = True,
     ) -> None:
         self._choose_engine = engine
         self._files: list[_File] = []
@@ -146,21 +149,26 @@ class LocalSource:
         self._served = self._size = 0
         self._closed = False
         try:
-            self._open(paths, format, verify, tolerant)
+            self._open(paths, format, verify, tolerant, use_index)
         except BaseException:
             self._close_files()
             raise
         self.description = f"engine {engine().kind}"
 
     def _open(
-        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
+        self,
+        paths: tuple[str, ...],
+        format: str | None,
+        verify: bool,
+        tolerant: bool,
+        use_index: bool,
     ) -> None:
         if len(paths) > 256:
             raise_file_limit()
         parsed: list[formats.Shard] = []
         tables: list[tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]]] = []
         for path in paths:
-            shard, table, file = open_shard(path, format, verify, tolerant)
+            shard, table, file = open_shard(path, format, verify, tolerant, use_index)
             self._files.append(file)
             parsed.append(shard)
             tables.append(table)
@@ -386,7 +394,10 @@ class LocalSource:
         chunks, plain, positions = request.chunks, request.plain, request.positions
         chunks.finish()
         indices = request.indices.tolist()
-        errors = {k: error.located(index=indices[k]) for k, error in chunks.failed.items()}
+        errors = {
+            k: self._explained(error.located(index=indices[k]), indices[k], None)
+            for k, error in chunks.failed.items()
+        }
         size = 0
         if plain is not None:
             assert plain.batch is not None and plain.target.buffer is not None
@@ -439,16 +450,27 @@ class LocalSource:
             index = int(indices[position])
             record = batch.records[position]
             shard = int(self.layout.shards(indices[position : position + 1])[0])
-            errors[position] = status_error(
+            offset, length = int(self._offsets[index]), int(self._lengths[index])
+            expected = int(record["checksum"])
+            error = status_error(
                 int(status[position]),
                 path=self.shards[shard].path,
                 index=index,
-                offset=int(self._offsets[index]),
-                length=int(self._lengths[index]),
+                offset=offset,
+                length=length,
                 found=int(record["found"]),
-                expected=int(record["checksum"]),
+                expected=expected,
             )
+            errors[position] = self._explained(error, index, (offset, length, expected))
         return errors
+
+    def _explained(
+        self, error: FFServeError, index: int, record: tuple[int, int, int] | None
+    ) -> FFServeError:
+        shard = int(self.layout.shards(np.array([index], np.int64))[0])
+        file = self._files[shard]
+        path = self.shards[shard].path
+        return file.opened.explain(error, file.fd, path, file.scanned, record)
 
     def _cut(self, indices: Int64s) -> Int64s:
         lengths = self._lengths[indices]
@@ -533,7 +555,7 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def open_shard(
-    path: str, format: str | None, verify: bool, tolerant: bool = False
+    path: str, format: str | None, verify: bool, tolerant: bool = False, use_index: bool = True
 ) -> tuple[formats.Shard, tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]], _File]:
     """Open a file for reading, and parse its tables (payload offsets, lengths, checksums).
 
@@ -543,7 +565,10 @@ def open_shard(
     """
     plain = open_regular(path)
     try:
-        shard = shardfile.open_shard(plain, path, format, verify=verify, tolerant=tolerant)
+        opened = shardfile.FileState.of(plain)
+        shard = shardfile.open_shard(
+            plain, path, format, verify=verify, tolerant=tolerant, use_index=use_index
+        )
         chunked = isinstance(shard, ChunkedShard)
         if isinstance(shard, ChunkedShard):
             shard.limit(MAX_CHUNK_SIZE)
@@ -558,7 +583,11 @@ def open_shard(
         fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
     finally:
         os.close(plain)
-    return shard, (offsets, kept, checksums), _File(fd, alignment)
+    return (
+        shard,
+        (offsets, kept, checksums),
+        _File(fd, alignment, opened, shardfile.scanned_as(shard)),
+    )
 
 
 # ---- records in chunks ---------------------------------------------------------------------------

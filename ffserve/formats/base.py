@@ -241,6 +241,7 @@ class Format(Protocol):
 class ScannedShard(Shard, Protocol):
     """A shard that can be restored from the lengths and checksums of its records."""
 
+    offsets: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
     """Of the payloads."""
     checksums: NDArray[np.uint32]
@@ -271,6 +272,16 @@ class ScannedFormat(Format, Protocol):
         self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
     ) -> ScannedShard | None:
         """Return the shard of an earlier scan; None if such records do not fill the file."""
+        ...
+
+    def agrees(
+        self,
+        read_at: ReadAt,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        checksums: NDArray[np.uint32],
+    ) -> bool:
+        """Whether a file has records with these payloads; the payloads are not read."""
         ...
 
 

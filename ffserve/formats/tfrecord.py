@@ -314,6 +314,28 @@ class TFRecord:
             return None
         return _shard(ends - lengths - np.uint64(FRAME_FOOTER_SIZE), lengths, checksums, size, path)
 
+    def agrees(
+        self,
+        read_at: ReadAt,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        checksums: NDArray[np.uint32],
+    ) -> bool:
+        """Whether a file has records with these payloads.
+
+        Args:    offsets, lengths, checksums: of the payloads, as a scan returns them.
+        Cost:    two small reads per record, of its header and of its checksum.
+        """
+        frame = memoryview(bytearray(FRAME_SIZE))
+        header, footer = frame[:FRAME_HEADER_SIZE], frame[FRAME_HEADER_SIZE:]
+        rows = zip(offsets.tolist(), lengths.tolist(), checksums.tolist(), strict=True)
+        for offset, length, checksum in rows:
+            got = read_at(offset - FRAME_HEADER_SIZE, header) + read_at(offset + length, footer)
+            expected = frame_header(length) + _FOOTER.pack(codec.mask(checksum))
+            if got != FRAME_SIZE or frame != expected:
+                return False
+        return True
+
     def writer(
         self,
         *,

@@ -33,7 +33,7 @@ from ffserve.formats.base import HEAD_SIZE, ChunkedShard
 from ffserve.server import access
 from ffserve.server.access import Peer
 from ffserve.server.io import Engines
-from ffserve.shardfile import open_shard
+from ffserve.shardfile import FileState, open_shard, scanned_as
 
 Key = tuple[Any, ...]
 
@@ -63,8 +63,12 @@ class OpenShard:
     alignment: int
     payload_size: int
     device: int
+    opened: FileState
+    scanned: str | None
     chunked: ChunkedShard | None = None
     sessions: int = 0
+    stale: bool = False
+    """The file has other records by now; the next data set with it opens it anew."""
 
 
 class Catalog:
@@ -247,6 +251,7 @@ class Catalog:
             if _identity(plain)[:4] != key[:4]:
                 raise ReadError("the file changed while it was opened", path=path, hint="try again")
             size, name, verify, tolerant = key[2], *key[5:]
+            opened = FileState.of(plain)
             parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
             chunked = parsed if isinstance(parsed, ChunkedShard) else None
             if chunked is not None:
@@ -284,6 +289,8 @@ class Catalog:
             payload_size=payload_size,
             chunked=chunked,
             device=key[0],
+            opened=opened,
+            scanned=scanned_as(parsed),
         )
 
     def _hold(self, shard: OpenShard) -> None:
@@ -302,6 +309,21 @@ class Catalog:
             if shard.sessions == 0:
                 self._idle[shard.key] = shard
                 self._cache.allocator.idle_changed = True
+
+    def explain(
+        self, shard: OpenShard, error: FFServeError, record: tuple[int, int, int]
+    ) -> FFServeError:
+        """Return the error of a sample of a shard that a session has open; see
+        `FileState.explain`. Nobody else gets tables that contradict their file."""
+        scanned = shard.scanned
+        found = shard.opened.explain(error, shard.fd, shard.path, scanned, record, "cache")
+        if found is not error and not shard.stale:
+            assert shard.sessions, "it is not idle"
+            shard.stale = True
+            future = self._open.pop(shard.key)
+            shard.key = (*shard.key, shard.base)
+            self._open[shard.key] = future
+        return found
 
     def _room_for(self, keys: list[Key]) -> bool:
         return len(self._open.keys() | keys) <= self._most_open

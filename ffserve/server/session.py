@@ -544,21 +544,24 @@ class Session:
             shard = int(dataset.layout.shards(indices[position : position + 1])[0])
             one = request.numbers[position : position + 1]
             path = dataset.paths[shard]
+            offset = int(state.directory.offsets[number])
+            length = failure.size or int(state.directory.lengths(one)[0])
             if failure.error is not None:
                 error = failure.error.located(index=index)
                 error.path = path
-                errors.append([position, *protocol.error_to_wire(error)])
-                continue
-            error = status_error(
-                failure.status,
-                path=path,
-                index=index,
-                offset=int(state.directory.offsets[number]),
-                length=failure.size or int(state.directory.lengths(one)[0]),
-                found=failure.found,
-                expected=failure.expected,
-                arena_size=state.cache.arena.size,
-            )
+            else:
+                error = status_error(
+                    failure.status,
+                    path=path,
+                    index=index,
+                    offset=offset,
+                    length=length,
+                    found=failure.found,
+                    expected=failure.expected,
+                    arena_size=state.cache.arena.size,
+                )
+            record = offset, length, failure.expected
+            error = state.catalog.explain(dataset.shards[shard], error, record)
             errors.append([position, *protocol.error_to_wire(error)])
         assert self.job is not None
         self.job.errors += len(errors)

@@ -29,7 +29,7 @@ from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
-from ffserve.errors import ProtocolError
+from ffserve.errors import FFServeError, ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.resize import Resizing
@@ -79,6 +79,11 @@ class Shards:
 
     def shards(self) -> list[Shard]:
         return []
+
+    def explain(
+        self, shard: Shard, error: FFServeError, record: tuple[int, int, int]
+    ) -> FFServeError:
+        return error
 
 
 class Pages:

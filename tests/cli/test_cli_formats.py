@@ -95,3 +95,37 @@ def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) 
         error = error_of("cat", tmp_path / "none.tfrecord.gz", which, code=2)
         assert "sample 0: the index is outside the dataset of 0 samples" in error
     assert run("cat", tmp_path / "none.tfrecord.gz", "0:0").stdout == b""
+
+
+def keeping_times(path: Path, content: bytes) -> None:
+    """Replace the content of a file in place, as rsync --inplace --times does."""
+    times = os.stat(path)
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_verify_believed_the_index_file(tmp_path: Path) -> None:
+    samples = [bytes([k]) * 5000 for k in range(250)]
+    path = Path(write(tmp_path / "a.tfrecord", samples))
+    text_of("index", path)
+    sound = bytearray(path.read_bytes())
+    content, frame = bytearray(sound), 5000 + 16
+    for at in (70 * frame, 140 * frame + 9, 211 * frame - 1):  # a length, its checksum, a payload's
+        content[at] ^= 1
+    keeping_times(path, content)
+    for _ in range(2):
+        found = json.loads(text_of("verify", "--json", path, code=1))
+        assert [entry["index"] for entry in found["damaged"]] == [70, 140, 210]
+    assert "length of record 70" in error_of("inspect", path, code=1)
+    keeping_times(path, sound)
+    assert "250 samples" in text_of("verify", path) and "all intact" in text_of("verify", path)
+
+
+def test_verify_called_replaced_records_damaged(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.tfrecord", [bytes([k]) * 5000 for k in range(250)]))
+    text_of("index", path)
+    others = [bytes([k ^ (20 < k < 230)]) * 5000 for k in range(250)]
+    keeping_times(path, Path(write(tmp_path / "b.tfrecord", others)).read_bytes())
+    assert "all intact" in text_of("verify", path)
+    with ffserve.open(path, server="off") as reader:
+        assert [sample.tobytes() for sample in reader] == others

@@ -572,6 +572,21 @@ class TestReader:
             with pytest.raises(SampleIndexError):
                 reader.read([0])
 
+    @pytest.mark.parametrize("suffix", ["ffr", "recordio", "tfrecord"])
+    def test_a_file_overwritten_while_it_was_open_was_called_damaged(
+        self, tmp_path: Path, server: str, suffix: str
+    ) -> None:
+        path = write(tmp_path / f"a.{suffix}", [bytes([k]) * 3000 for k in range(40)])
+        other = write(tmp_path / f"b.{suffix}", [bytes([k + 1]) * 3000 for k in range(40)])
+        with ffserve.open(path, server=server) as reader:
+            Path(path).write_bytes(Path(other).read_bytes())  # in place
+            for ask in (reader.read, reader.read_batch):
+                with pytest.raises(ReadError, match="changed since") as caught:
+                    ask([5, 6])
+                assert (caught.value.path, caught.value.index) == (path, 5)
+        with ffserve.open(path, server=server) as reader:
+            assert reader[5].tobytes() == bytes([6]) * 3000
+
     def test_damaged_samples(self, tmp_path: Path, server: str) -> None:
         paths = [write(tmp_path / f"{k}.ffr", TRUTH[:20]) for k in range(2)]
         damage(paths[1], 5)

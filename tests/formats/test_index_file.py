@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import ffserve
 from ffserve import index_file, shardfile
-from ffserve.engine.codec import crc32c
+from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, ReadError, TruncatedError
-from ffserve.formats.tfrecord import TFRecord
+from ffserve.formats.tfrecord import TFRecord, frame_header
 from ffserve.index_file import Identity, decode, encode
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
@@ -279,6 +279,84 @@ def test_change_in_the_middle_gives_an_error_never_other_bytes(path: str) -> Non
         isinstance(f, ChecksumError) or f.tobytes() == s
         for f, s in zip(found, SAMPLES, strict=True)
     )
+
+
+def replace_records(path: str, *which: int) -> list[bytes]:
+    """Write other records over some, with size and time kept; return all samples."""
+    samples = list(SAMPLES)
+    for number in which:
+        samples[number] = bytes(reversed(range(256))) * 4 + samples[number][1024:]
+
+    def change(content: bytearray) -> None:
+        content[:] = b"".join(
+            frame_header(len(sample)) + sample + struct.pack("<I", mask(crc32c(sample)))
+            for sample in samples
+        )
+
+    rewrite(path, change, keep_time=True)
+    return samples
+
+
+LONG = [number for number in range(30, len(SAMPLES) - 30) if len(SAMPLES[number]) >= 1024]
+
+
+@pytest.mark.parametrize("source", ["off", "daemon"])
+def test_sound_records_replaced_in_place_were_called_damaged(path: str, source: str) -> None:
+    check(path)
+    samples = replace_records(path, *LONG)
+    with serving() as daemon:
+        where = "off" if source == "off" else str(daemon.socket)
+        with ffserve.open(path, server=where) as reader:
+            assert [sample.tobytes() for sample in reader] == samples
+    with ffserve.open(path, server="off", on_error="skip") as reader:
+        assert len(reader) == len(samples)
+
+
+@pytest.mark.parametrize("source", ["off", "daemon"])
+def test_one_replaced_record_makes_the_index_anew(path: str, source: str, scans: list[str]) -> None:
+    """That one is not among the records that are compared at opening."""
+    check(path)
+    number = LONG[40]
+    samples = replace_records(path, number)
+    with serving() as daemon:
+        where = "off" if source == "off" else str(daemon.socket)
+        with ffserve.open(path, server=where) as reader:
+            for _ in range(2):
+                with pytest.raises(ReadError, match=r"stale.*open the file again") as raised:
+                    reader.read([number])
+                assert raised.value.path == path and raised.value.index == number
+            assert reader[number - 1].tobytes() == samples[number - 1]
+            with ffserve.open(path, server=where) as other:
+                assert [sample.tobytes() for sample in other] == samples
+            assert reader[number - 1].tobytes() == samples[number - 1]
+        with ffserve.open(path, server=where) as reader:
+            assert reader[number].tobytes() == samples[number]
+    done = len(scans)
+    with ffserve.open(path, server="off") as reader:
+        assert [sample.tobytes() for sample in reader] == samples
+    assert len(scans) == done
+
+
+@needs_root
+def test_stale_index_that_may_not_be_replaced_is_overridden(path: str, cache: Path) -> None:
+    check(path)
+    samples = replace_records(path, LONG[40])
+    os.chmod(os.path.dirname(path), 0o1777)  # nothing is written beside the file any more
+    with ffserve.open(path, server="off") as reader, pytest.raises(ReadError, match="stale"):
+        reader.read(range(len(samples)))
+    for _ in range(2):
+        with ffserve.open(path, server="off") as reader:
+            assert [sample.tobytes() for sample in reader] == samples
+    assert len(os.listdir(cache)) == 1
+
+
+def test_damaged_record_is_no_reason_to_scan_again(path: str, scans: list[str]) -> None:
+    check(path)
+    rewrite(path, lambda content: content.__setitem__(500_000, 1), keep_time=True)
+    for _ in range(2):
+        with ffserve.open(path, server="off") as reader, pytest.raises(ChecksumError):
+            reader.read(range(len(SAMPLES)))
+    assert len(scans) == 1
 
 
 def hostile(path: str) -> bytes:

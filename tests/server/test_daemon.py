@@ -477,7 +477,7 @@ def test_only_the_missing_samples_of_a_truncated_file_fail(daemon: Daemon, path:
             if i < 150 or lengths[i] == 0:
                 assert text(one) == sample(i)
             else:
-                assert isinstance(one, TruncatedError)
+                assert isinstance(one, ReadError) and "the file changed since" in str(one)
                 assert (one.path, one.index, one.offset) == (path, i, int(offsets[i]))
         with daemon.open(path, verify=False) as late:
             assert late[3].tobytes() == sample(3)
@@ -497,10 +497,10 @@ def test_file_rewritten_in_place_gives_an_old_session_errors_not_wrong_bytes(
             assert [s.tobytes() for s in new.read(range(200))] == [other(i) for i in range(200)]
         for i, one in enumerate(old.read(range(200), errors="return")):
             if isinstance(one, FFServeError):
-                assert isinstance(one, ChecksumError) and one.index == i
+                assert isinstance(one, ReadError) and one.index == i
             else:
                 assert one.tobytes() == sample(i)
-        assert isinstance(old.read([12], errors="return")[0], ChecksumError)
+        assert "the file changed since" in str(old.read([12], errors="return")[0])
 
 
 def test_file_rewritten_with_its_size_and_time_kept_gives_a_new_session_new_bytes(
