@@ -247,6 +247,13 @@ def writing(path: str) -> Iterator[None]:
         raise write_error(error, path) from error
 
 
+_WRONG_PATH = {
+    errno.ENAMETOOLONG: f"choose a shorter name; a file system takes {_NAME_MAX} bytes at most",
+    errno.ENOTDIR: "a parent of this path is a file, not a directory: choose another path",
+    errno.ELOOP: "the symbolic links of this path lead in a circle: remove one",
+}
+
+
 def write_error(error: OSError, path: str) -> FFServeError:
     """Return the FFServeError for an OSError while `path` was written."""
     if isinstance(error, FFServeError):
@@ -258,9 +265,8 @@ def write_error(error: OSError, path: str) -> FFServeError:
             hint="check the directory's permissions (`ls -ld`) and mount options (`findmnt -T`)",
         )
     if is_missing(error):
-        return MissingFile(
-            f"cannot write: {error.strerror}", path=path, hint="create the directory first"
-        )
+        wrong = _WRONG_PATH.get(error.errno or 0, "create the directory first")
+        return MissingFile(f"cannot write: {error.strerror}", path=path, hint=wrong)
     if isinstance(error, FileExistsError):
         return UsageError(
             "cannot write: a parent of this path is a file, not a directory",

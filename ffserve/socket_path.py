@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from ffserve.errors import AccessDenied
+from ffserve.errors import AccessDenied, MissingFile
 
 SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
@@ -49,15 +49,21 @@ def find_socket(explicit: str | None = None) -> str:
 
 
 def prepare_socket_directory(socket: str) -> None:
-    """Create the directory of ``socket`` if it is missing, so that a daemon can bind there.
+    """Create the directory of ``socket`` if it is ffserve's own, so that a daemon can bind there.
 
-    A new directory has mode 0755 under ``/run`` (the socket's mode decides who may connect) and
-    0700 elsewhere.
+    The directories of the default paths are ffserve's own. A new one has mode 0755 under ``/run``
+    (the socket's mode decides who may connect) and 0700 elsewhere.
 
-    Raises:  AccessDenied: the directory cannot be created, or the private directory belongs to
-             another user.
+    Raises:  MissingFile: another directory, which is not there. AccessDenied: the directory cannot
+             be created, or the private directory belongs to another user.
     """
     directory = os.path.dirname(os.path.abspath(socket))
+    if directory not in _own_directories() and not os.path.isdir(directory):
+        raise MissingFile(
+            "the directory of the socket does not exist",
+            path=socket,
+            hint=f"create {directory} first, or choose another socket path with --socket",
+        )
     if directory == _private_directory():
         _check_private(directory)
     try:
@@ -72,6 +78,18 @@ def prepare_socket_directory(socket: str) -> None:
         ) from error
     if directory == _private_directory():
         _check_private(directory)
+
+
+def _own_directories() -> list[str]:
+    """Return the directories of the default paths, by whoever is asked."""
+    passed = os.environ.get("RUNTIME_DIRECTORY", "").split(":")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return [
+        os.path.dirname(SYSTEM_SOCKET),
+        *(directory for directory in passed if directory),
+        *([os.path.join(runtime, "ffserve")] if runtime and _is_own(runtime) else []),
+        _private_directory(),
+    ]
 
 
 def _is_root() -> bool:

@@ -4,8 +4,8 @@ A new file takes its name only when it is completely written and synced; see ``o
 
 FFRecord puts tables in front of the samples, and their size depends on the number of samples. If
 that number is not given, the samples first go to a spool (a second, nameless file) and ``close``
-moves them behind the tables, last piece first, while the spool shrinks: the disk never holds them
-twice. Samples that fit into the write buffer never touch the spool.
+moves them behind the tables, last piece first, while the spool shrinks: the disk holds no more than
+8 MiB of them twice. Samples that fit into the write buffer never touch the spool.
 
 ``Appender`` scans the file first and cuts off an incomplete chunk at its end, which a writer that
 died leaves behind. It refuses the file if intact chunks follow, because then a header is damaged.
@@ -38,7 +38,8 @@ from ffserve.output import OutputFile, write_error, writing
 BUFFER_SIZE = 4 << 20
 """Smaller pieces are collected into writes of this size."""
 
-_MOVE_SIZE = 64 << 20
+_MOVE_SIZE = 8 << 20
+"""Bytes of samples that the disk holds twice while they are moved behind the tables."""
 _NOT_COPYABLE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 

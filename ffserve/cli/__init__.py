@@ -85,6 +85,10 @@ class CommandLine(click.Group):
             # Python flushes it once more at exit and would report the error again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise click.exceptions.Exit(EXIT_BROKEN_PIPE) from None
+        except KeyboardInterrupt:
+            # click would end the line of the terminal's ^C, which leaves an empty one elsewhere.
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
         except (FFServeError, OSError, MemoryError) as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()

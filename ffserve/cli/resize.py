@@ -45,8 +45,9 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
     wanted = parse_size(size)
     connection = Connection(find_socket(socket), "resize")
     try:
+        before = connection.status()["arena"]["size"]
         facts = connection.resize(wanted)
-        before, target = facts["size"], facts["target"]
+        target = facts["target"]
         patience, reported = time.monotonic() + _PATIENCE_S, False
         while wait and _under_way(facts):
             if facts["target"] != target:
@@ -68,9 +69,13 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
     if as_json:
         print_json(facts)
     elif _under_way(facts):
-        click.echo(
-            f"resizing the arena from {format_size(before)} to {format_size(facts['target'])}"
-        )
+        to = format_size(facts["target"])
+        if before == facts["target"]:
+            click.echo(
+                f"the arena has {to}, of which {format_size(facts['populated'])} are allocated"
+            )
+        else:
+            click.echo(f"resizing the arena from {format_size(before)} to {to}")
     else:
         click.echo(f"the arena has {format_size(facts['size'])}")
     return 0

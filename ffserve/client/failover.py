@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -95,7 +96,8 @@ class OpenRequest:
     """The arguments of `ffserve.open`, and facts about the data set that outlive a source.
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
-    use_index: see `shardfile.open_shard`; only for reading without a daemon.
+    use_index: see `shardfile.open_shard`; only for reading without a daemon. served_by: the socket
+    of the daemon that served last.
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
     unserved: why a daemon that is running does not serve the files, or some samples.
     """
@@ -106,6 +108,7 @@ class OpenRequest:
     verify: bool
     tolerant: bool
     use_index: bool = True
+    served_by: str = ""
     count: int = 0
     closed: bool = False
     totals: dict[str, int] = field(default_factory=dict)
@@ -114,9 +117,10 @@ class OpenRequest:
 
     @property
     def socket(self) -> str:
-        """The daemon's socket."""
+        """The daemon's socket. If there is none, the one that was used last."""
         named = self.server not in ("auto", "require", "off")
-        return find_socket(self.server if named else None)
+        found = find_socket(self.server if named else None)
+        return self.served_by if self.served_by and not os.path.exists(found) else found
 
     def check(self, source: Source) -> None:
         """Note what a new source opened. Raises when it is not what the last one had."""
@@ -413,6 +417,7 @@ class SourceSelector:
             opened = connection.open(
                 request.paths, request.format, request.verify, request.tolerant
             )
+            request.served_by = connection.path
             return source_over(connection, opened, request)
         except BaseException:
             connection.leave()
@@ -595,6 +600,7 @@ class LoopSelector:
             opened = await connection.open(
                 request.paths, request.format, request.verify, request.tolerant
             )
+            request.served_by = connection.path
             return source_over(connection, opened, request)
         except BaseException:
             connection.leave()

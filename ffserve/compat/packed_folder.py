@@ -238,14 +238,20 @@ def pack(
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         progress: called with the samples and bytes done since the last call.
     Returns: the written files, and the number and total size of the packed files.
-    Raises:  UsageError: an input cannot be packed. ReadError, AccessDenied: reading or writing
-             failed. No file is left behind.
+    Raises:  UsageError: an input cannot be packed, or there is no file. ReadError,
+             AccessDenied: reading or writing failed. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
     if shards < 1 or jobs < 1:
         raise UsageError(f"shards={shards} and jobs={jobs} must be at least 1")
     target = os.fsdecode(out)
     tree = _scan([os.fsdecode(path) for path in paths], target)
+    if not tree.count:
+        raise UsageError(
+            "nothing to pack: there is no file in the input",
+            path=os.fsdecode(paths[0]),
+            hint="give at least one file, or a directory with files",
+        )
     if shards == 1:
         size = _write_shard(_checked_out(target), tree, progress or parallel.no_progress)
         return PackReport((target,), tree.count, size)

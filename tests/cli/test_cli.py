@@ -110,12 +110,36 @@ def test_an_output_that_cannot_be_created_is_named(
 
 def test_a_path_that_cannot_exist_is_usage(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "turns").symlink_to(tmp_path / "turns")
-    for path in (packed / "below.ffr", tmp_path / "turns", tmp_path / ("n" * 300)):
+    for path, hint in (
+        (packed / "below.ffr", "a parent of this path is a file"),
+        (tmp_path / "turns", "lead in a circle"),
+        (tmp_path / ("n" * 300), "choose a shorter name"),
+        (tmp_path / "none", "create the directory first"),
+    ):
         assert "check the path" in error_of("inspect", path, code=2)
         assert "1 unreadable file" in text_of("verify", path, code=2)
         for options in (["pack", packed, "-o"], ["convert", packed]):
-            error = error_of(*options, path / "out.ffr", code=2)
-            assert "create the directory first" in error
+            assert hint in error_of(*options, path / "out.ffr", code=2)
+
+
+def test_a_name_that_is_too_long_was_to_be_made_a_directory(packed: Path, tmp_path: Path) -> None:
+    for options in (["pack", packed, "-o"], ["convert", packed]):
+        error = error_of(*options, tmp_path / ("n" * 300 + ".ffr"), code=2)
+        assert "choose a shorter name" in error and "directory" not in error
+
+
+def test_serve_made_the_directory_of_any_socket(tmp_path: Path) -> None:
+    error = error_of("serve", "--socket", tmp_path / "nowhere" / "x", code=2)
+    assert f"create {tmp_path / 'nowhere'} first" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pack_of_an_empty_directory_succeeded(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    for out in (["x.ffr"], ["x", "--shards", "2"]):
+        error = error_of("pack", tmp_path / "empty", "-o", tmp_path / out[0], *out[1:], code=2)
+        assert f"{tmp_path / 'empty'}: nothing to pack" in error
+    assert os.listdir(tmp_path) == ["empty"]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +268,7 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path) -> None:
         out, error = process.communicate(timeout=DEADLINE_S)
         os.close(fd)
     assert process.returncode == 130
-    assert (out, error.strip()) == ("", "")
+    assert (out, error) == ("", "interrupted\n")
 
 
 def test_a_sample_too_large_for_memory_is_named_and_the_others_are_read(
@@ -276,7 +300,7 @@ def test_ctrl_c_waits_for_no_search_through_damage(tmp_path: Path) -> None:
             _, error = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
-    assert (process.returncode, error.strip()) == (130, "")
+    assert (process.returncode, error) == (130, "interrupted\n")
 
 
 def test_ctrl_c_at_a_terminal_shows_no_traceback_of_a_worker(folder: Path, tmp_path: Path) -> None:
@@ -301,7 +325,7 @@ def test_ctrl_c_at_a_terminal_shows_no_traceback_of_a_worker(folder: Path, tmp_p
         until(awake, "a worker begins")
         os.killpg(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, error.strip()) == (130, "")
+    assert (process.returncode, error) == (130, "interrupted\n")
     assert not (tmp_path / "out").exists()
 
 

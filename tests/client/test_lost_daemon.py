@@ -13,6 +13,7 @@ import pytest
 from daemon import DEADLINE_S, sample, serving, stopped, until, write
 
 import ffserve
+from ffserve import socket_path
 from ffserve.client import handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable, UsageError
@@ -68,6 +69,24 @@ def test_one_dead_daemon_blocked_all_connections_of_the_process(
             assert time.monotonic() - began < SOON_S and waiting.is_alive()
         waiting.join()
     assert len(errors) == 1
+
+
+def test_the_error_about_a_lost_daemon_named_another_socket(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the system's socket, a client looks at its user's."""
+    monkeypatch.setitem(RECONNECT_S, "require", 0.1)
+    monkeypatch.delenv("FFSERVE_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(socket_path, "_is_root", lambda: False)
+    with serving() as daemon:
+        monkeypatch.setattr(socket_path, "SYSTEM_SOCKET", daemon.socket)
+        with ffserve.open(path, server="require") as reader:
+            daemon.end()
+            with pytest.raises(ServerUnavailable) as raised:
+                reader.read_batch(range(COUNT))
+            assert raised.value.path == daemon.socket
+        daemon.start()
 
 
 def test_close_waited_for_a_thread_that_looked_for_the_daemon(
