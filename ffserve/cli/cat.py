@@ -11,12 +11,11 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli.record_files import batches_of, format_option
+from ffserve.cli.record_files import batches_of, folders_of, format_option
 from ffserve.dataset import outside
 from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
-    import ffserve
     from ffserve.compat.folder_index import Folder
     from ffserve.reader import StreamReader
 
@@ -90,7 +89,7 @@ def cat(
             _cat_stream(reader, which, file, force=force)
             return 0
         asked = [(word, _as_indices(word, len(reader))) for word in which]
-        folders = _folders(reader) if any(indices is None for _, indices in asked) else []
+        folders = folders_of(reader) if any(indices is None for _, indices in asked) else []
         # All words are checked before anything is written.
         wanted = [
             [_named(folders, word, file)] if indices is None else indices for word, indices in asked
@@ -150,23 +149,6 @@ def _turns(wanted: list[range]) -> Iterator[tuple[int, bool]]:
             yield index, not any(index in later for later in wanted[k + 1 :])
 
 
-def _folders(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
-    """Return the first index and the names of each shard that has names."""
-    from ffserve.compat import folder_index
-
-    folders = []
-    for shard in reader.shards:
-        if shard.count:
-            last = shard.first + shard.count - 1
-            [sample] = reader.read([last])
-            if folder_index.is_index(sample[:16].tobytes()):
-                folder = folder_index.decode(
-                    sample.data, shard.count - 1, path=shard.path, index=last
-                )
-                folders.append((shard.first, folder))
-    return folders
-
-
 def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
     """Return the index of the sample with a name."""
     for first, folder in folders:
@@ -180,5 +162,5 @@ def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
         if folders
         else f"{name!r} is not an index, and the file has no names",
         path=file,
-        hint="'ffserve inspect' shows the number of samples and names",
+        hint="'ffserve ls' lists the samples and their names",
     )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
+
+if TYPE_CHECKING:
+    import ffserve
+    from ffserve.compat.folder_index import Folder
 
 BATCH_SIZE = 32 << 20
 """Bytes that one read of cat requests, unless a single sample is larger."""
@@ -48,6 +53,23 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
                 raise
             files.append(os.path.abspath(path))
     return files
+
+
+def folders_of(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
+    """Return the first index and the names of each shard that has names."""
+    from ffserve.compat import folder_index
+
+    folders = []
+    for shard in reader.shards:
+        if shard.count:
+            last = shard.first + shard.count - 1
+            [sample] = reader.read([last])
+            if folder_index.is_index(sample[:16].tobytes()):
+                folder = folder_index.decode(
+                    sample.data, shard.count - 1, path=shard.path, index=last
+                )
+                folders.append((shard.first, folder))
+    return folders
 
 
 def batches_of(sizes: NDArray[np.int64]) -> Iterator[range]:

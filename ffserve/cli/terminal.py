@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ from ffserve.config import format_size
 
 LINE_EVERY_S = 5.0
 """Interval of progress lines where no bar can be drawn."""
+
+LINES_AT_ONCE = 1024
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -98,9 +101,39 @@ def printable(text: str) -> str:
 
 def print_json(facts: Any) -> None:
     """Write facts as JSON, one document, keys in the order given."""
-    text = json.dumps(facts, indent=2, ensure_ascii=False)
+    click.echo(_json(json.dumps(facts, indent=2, ensure_ascii=False)))
+
+
+def write_json_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a JSON array, one per line, as they come."""
+    texts = (_json(json.dumps(row, ensure_ascii=False)) for row in rows)
+    last = next(texts, None)
+    if last is None:
+        click.echo("[]")
+        return
+
+    def lines() -> Iterator[str]:
+        nonlocal last
+        yield "["
+        for text in texts:
+            yield f"  {last},"
+            last = text
+        yield f"  {last}"
+        yield "]"
+
+    write_lines(lines())
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write many lines, some at a time."""
+    lines = iter(lines)
+    while some := list(itertools.islice(lines, LINES_AT_ONCE)):
+        click.echo("\n".join(some))
+
+
+def _json(text: str) -> str:
     # File names that are not UTF-8 have lone surrogates, which JSON writes as escapes.
-    click.echo(text.encode("utf-8", "backslashreplace").decode())
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from ffserve.errors import FormatError, UsageError
@@ -46,6 +47,26 @@ def encode(structure: Folder) -> bytes:
 def is_index(head: bytes) -> bool:
     """Whether a sample that begins with ``head`` is a folder index."""
     return head[: len(MAGIC)] == MAGIC and len(head) > len(MAGIC)
+
+
+def walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (parts of the name, node), depth first, without recursive calls."""
+    stack: list[tuple[tuple[str, ...], Iterator[tuple[str, Any]]]] = [((), iter(folder.items()))]
+    while stack:
+        above, items = stack[-1]
+        for name, node in items:
+            yield (*above, name), node
+            if recursive and isinstance(node, OrderedDict):
+                stack.append(((*above, name), iter(node.items())))
+                break
+        else:
+            stack.pop()
+
+
+def names(structure: Folder) -> dict[int, str]:
+    """Return the name of each sample, its parts joined by "/"."""
+    files = walk(structure, recursive=True)
+    return {node: "/".join(parts) for parts, node in files if isinstance(node, int)}
 
 
 def decode(

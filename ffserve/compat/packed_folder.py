@@ -123,7 +123,7 @@ class PackedFolder:
                 f"{os.fspath(path or '')!r} is a file, not a directory", path=self.reader.fnames[0]
             )
         found: list[str | Path] = []
-        for parts, node in _walk(folder, recursive):
+        for parts, node in folder_index.walk(folder, recursive):
             if list_file if isinstance(node, int) else list_dir:
                 found.append(parts[0] if len(parts) == 1 else Path(*parts))
         return found
@@ -486,17 +486,3 @@ def _merge(target: Folder, part: Folder, first: int, path: str) -> None:
                     path=path,
                     hint="read the shards separately",
                 )
-
-
-def _walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (parts of the name, node), depth first, without recursive calls."""
-    stack: list[tuple[tuple[str, ...], Iterator[tuple[str, Any]]]] = [((), iter(folder.items()))]
-    while stack:
-        above, items = stack[-1]
-        for name, node in items:
-            yield (*above, name), node
-            if recursive and isinstance(node, OrderedDict):
-                stack.append(((*above, name), iter(node.items())))
-                break
-        else:
-            stack.pop()

@@ -9,20 +9,17 @@ import contextlib
 import fcntl
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command import ENVIRONMENT, error_of, run, spawned, text_of
+from command import ENVIRONMENT, error_of, on_a_terminal, run, spawned, text_of
 from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
@@ -547,33 +544,6 @@ def test_a_second_daemon_on_the_socket_refuses(daemon: Path, tmp_path: Path) -> 
     error = error_of("serve", "--config", os.devnull, "--socket", daemon, "--arena", "2M", code=2)
     assert "another daemon" in error and "--socket" in error
     run("status", "--socket", daemon)
-
-
-# ---------------------------------------------------------------- with a terminal
-
-
-def on_a_terminal(*arguments: str | Path) -> tuple[bytes, int]:
-    """Run ``ffserve`` with a terminal for its output; return what it wrote and the exit code."""
-    ours, theirs = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ffserve", *map(str, arguments)],
-            stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs,
-            env={**ENVIRONMENT, "TERM": "xterm"},
-        )  # fmt: skip
-        os.close(theirs)
-        output = b""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if select.select([ours], [], [], 1)[0]:
-                try:
-                    piece = os.read(ours, 65536)
-                except OSError:  # the other side was closed
-                    break
-                output += piece
-        return output, process.wait(10)
-    finally:
-        os.close(ours)
 
 
 def test_a_histogram_shows_every_count() -> None:

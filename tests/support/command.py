@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pty
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,30 @@ def error_of(*arguments: str | Path, code: int) -> str:
     lines = done.stderr.decode().splitlines()
     assert 1 <= len(lines) <= 4
     return "\n".join(lines)
+
+
+def on_a_terminal(
+    *arguments: str | Path, keyboard: bool = False, **environment: str
+) -> tuple[bytes, int]:
+    """Run ``ffserve`` with a terminal for its output, and with `keyboard` for its input as well;
+    return what it wrote and the exit code."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ffserve", *map(str, arguments)],
+            stdin=theirs if keyboard else subprocess.DEVNULL, stdout=theirs, stderr=theirs,
+            env={**ENVIRONMENT, "TERM": "xterm", **environment},
+        )  # fmt: skip
+        os.close(theirs)
+        output = b""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 1)[0]:
+                try:
+                    piece = os.read(ours, 65536)
+                except OSError:  # the other side was closed
+                    break
+                output += piece
+        return output, process.wait(10)
+    finally:
+        os.close(ours)

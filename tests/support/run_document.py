@@ -48,7 +48,10 @@ def _end_daemon() -> None:
         return
     with open("daemon.pid") as file:
         pid = int(file.read())
-    os.kill(pid, signal.SIGTERM)
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:  # the document stopped it
+        return
     for _ in range(600):
         if not os.path.exists(os.environ["FFSERVE_SOCKET"]):
             return

@@ -43,8 +43,8 @@ LAYERS = {
     # the command line
     "examples": "torch ffserve",
     "bench": "engine formats output client ffserve",
-    "cli": "socket_path config formats dataset files shardfile cache server client reader compat "
-    "convert bench ffserve",
+    "cli": "socket_path config engine formats dataset files shardfile cache server client reader "
+    "compat convert bench ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import
