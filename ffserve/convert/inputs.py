@@ -322,7 +322,7 @@ class Grouped:
         features: dict[str, Any] = {}
         for record in self._source.records(0, None):
             assert isinstance(record, Record)
-            key, extension = split_name(record.name or "")
+            key, extension = self._stored(record.name or "")
             if features and (features["__key__"] != key or extension in features):
                 yield Record(example.encode(features))
                 features = {}
@@ -330,6 +330,20 @@ class Grouped:
             features[extension] = bytes(record.payload)
         if features:
             yield Record(example.encode(features))
+
+    def _stored(self, name: str) -> tuple[bytes, str]:
+        """Return key and extension as an Example stores them: as bytes, and as the name of a
+        feature, which has to be UTF-8."""
+        key, extension = split_name(name)
+        try:
+            extension.encode()
+            return os.fsencode(key), extension
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"cannot store the name {name!r} in a tf.train.Example: its extension is not UTF-8",
+                path=self.files[0] if len(self.files) == 1 else None,
+                hint="rename the file, convert to FFRecord, or drop names (--drop-names)",
+            ) from None
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -239,6 +239,33 @@ def test_names_become_examples_elsewhere(tmp_path: Path, folder: Path, tar: Path
     assert grouped(tmp_path / "from-packed.tfrecord") == EXAMPLES
 
 
+def test_a_name_that_is_not_utf_8_ended_in_a_traceback(tmp_path: Path) -> None:
+    top = os.fsencode(tmp_path / "folder")
+    os.makedirs(top + b"/\xe9t\xe9")
+    for name, content in ((b"/\xe9t\xe9/\xff.cls", b"7"), (b"/\xe9t\xe9/\xff.txt", b"text")):
+        with open(top + name, "wb") as file:
+            file.write(content)
+    run("pack", os.fsdecode(top), "-o", tmp_path / "a.ffr")
+    run("convert", tmp_path / "a.ffr", tmp_path / "b.ffr", "--verify")
+    assert (tmp_path / "b.ffr").read_bytes() == (tmp_path / "a.ffr").read_bytes()
+    for source in (tmp_path / "a.ffr", os.fsdecode(top)):
+        run("convert", source, tmp_path / "c.tfrecord", "--verify")
+        with ffserve.open(tmp_path / "c.tfrecord", server="off") as reader:
+            [record] = [example.decode(bytes(sample)) for sample in reader]
+        assert {name: bytes(value[0]) for name, value in record.items()} == {
+            "__key__": b"\xe9t\xe9/\xff",
+            "cls": b"7",
+            "txt": b"text",
+        }
+    with open(top + b"/other.\xff", "wb"):
+        pass
+    for options in ([], ["--shards", "2", "--jobs", "2"]):
+        out = tmp_path / "d.tfrecord"
+        error = error_of("convert", os.fsdecode(top), out, "--format", "tfrecord", *options, code=2)
+        assert "its extension is not UTF-8" in error and "--drop-names" in error
+    run("convert", os.fsdecode(top), tmp_path / "e.tfrecord", "--drop-names")
+
+
 def test_names_can_be_dropped(tmp_path: Path, folder: Path, tar: Path) -> None:
     for source in (folder, tar):
         for target in ("out.ffr", "out.tfrecord"):
