@@ -185,20 +185,23 @@ _STEP = 1 << 20
 
 def bound_lengths(
     offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int, path: str
-) -> None:
+) -> bool:
     """Shorten, in place, the lengths of samples that reach beyond the end of a truncated file.
 
     Such a length becomes one byte more than the file has left: a read still meets the end of the
     file, and no length stored in a file can cause an allocation larger than the file.
 
+    Returns: whether there are such samples.
     Raises: FormatError: a record of 256 TiB or more, or one that begins beyond any valid offset.
     """
+    truncated = False
     for start in range(0, len(lengths), _STEP):
         piece = lengths[start : start + _STEP]
         begins = offsets[start : start + _STEP]
         cut = (piece > 0) & ((begins > size) | (piece > size))
         cut |= (piece > 0) & ~cut & (begins + piece > size)
         if cut.any():
+            truncated = True
             held = np.uint64(size) - np.minimum(begins[cut], np.uint64(size))
             piece[cut] = held + np.uint64(1)
         if int(piece.max()) >= UNKNOWN_LENGTH:
@@ -215,6 +218,7 @@ def bound_lengths(
                 path=path,
                 hint="the file is damaged: restore it from a copy or write it again",
             )
+    return truncated
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

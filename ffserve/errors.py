@@ -258,3 +258,19 @@ def status_error(
         )
     message = text.format(found=found, expected=expected, length=length, arena_size=arena_size)
     return kind(message, path=path, index=index, offset=offset, hint=hint)
+
+
+def raise_first(failed: dict[int, FFServeError]) -> None:
+    """Raise the error of the lowest position, if there is one.
+
+    It empties the dict: the error's traceback holds the frames of the callers, and with them the
+    dict and the buffers of the batch. If the dict held the error in turn, all of this would stay in
+    memory until the cyclic garbage collector runs.
+    """
+    if failed:
+        error = failed[min(failed)]
+        failed.clear()
+        try:
+            raise error
+        finally:
+            del error

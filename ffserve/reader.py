@@ -28,7 +28,14 @@ from ffserve.client.local import LocalSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Source, cut
 from ffserve.client.stream import RecordStream
 from ffserve.dataset import PathLike, ShardInfo, as_int64, check_range, expand_paths
-from ffserve.errors import ArenaError, FFServeError, SampleIndexError, ServerUnavailable, UsageError
+from ffserve.errors import (
+    ArenaError,
+    FFServeError,
+    SampleIndexError,
+    ServerUnavailable,
+    UsageError,
+    raise_first,
+)
 from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT, InOrderOnlyError
 
@@ -172,7 +179,8 @@ class BaseReader:
     def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
         if failed:
             position = min(failed)
-            raise self._named(failed[position], position, numbers)
+            failed[position] = self._named(failed[position], position, numbers)
+            raise_first(failed)
 
     def _mixed(
         self, arrays: list[Any], failed: dict[int, FFServeError], numbers: Int64s,

@@ -25,7 +25,7 @@ from ffserve.client import connection as connections
 from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
-from ffserve.client.loop import LoopConnection, LoopState, in_thread
+from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Int64s, Source
 from ffserve.dataset import check_same_content, combined_fingerprint
@@ -99,7 +99,9 @@ class OpenRequest:
     use_index: see `shardfile.open_shard`; only for reading without a daemon. served_by: the socket
     of the daemon that served last.
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
-    unserved: why a daemon that is running does not serve the files, or some samples.
+    unserved: why a daemon that is running does not serve the files, or some samples. share: of the
+    data that a local source reads through the page cache, the same in all processes that got the
+    reader; None: not chosen yet.
     """
 
     paths: tuple[str, ...]
@@ -113,6 +115,7 @@ class OpenRequest:
     closed: bool = False
     totals: dict[str, int] = field(default_factory=dict)
     unserved: str = ""
+    share: float | None = None
     _expected: int | None = None
 
     @property
@@ -396,13 +399,16 @@ class SourceSelector:
             return self._open_remote()
         if step is OpenSource.LOCAL:
             request = self._request
-            return LocalSource(
+            local = LocalSource(
                 request.paths,
                 request.format,
                 request.verify,
                 request.tolerant,
                 use_index=request.use_index,
+                share=request.share,
             )
+            request.share = local.share
+            return local
         if isinstance(step, Announce):
             step.source.announce(*step.order)
             return None
@@ -609,12 +615,20 @@ class LoopSelector:
     async def _open_local(self) -> Source:
         await in_thread(probe)
         engine, request = self.state.engine().engine, self._request
-        return await in_thread(
+        local = await in_thread(
             lambda: LocalSource(
-                request.paths, request.format, request.verify, request.tolerant, lambda: engine
+                request.paths,
+                request.format,
+                request.verify,
+                request.tolerant,
+                lambda: engine,
+                share=request.share,
+                most_at_once=LARGE_COPY_SIZE,
             ),
             LocalSource.close,
         )
+        request.share = local.share
+        return local
 
     # ---- the source -----------------------------------------------------------------------
 

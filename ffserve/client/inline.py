@@ -19,7 +19,7 @@ from ffserve.client.channel import MOST_BUFFERS, Steps
 from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.engine.shm import Located
-from ffserve.errors import FFServeError, ProtocolError, UsageError
+from ffserve.errors import FFServeError, ProtocolError, UsageError, raise_first
 
 _UNKNOWN = (1 << 48) - 1
 
@@ -193,8 +193,7 @@ class LookupRequest:
         if len(unknown):
             self._read = self.source.start(self.indices[unknown], apart=False)
             errors = yield from self._read.steps()
-            for _, error in sorted(errors.items()):
-                raise error
+            raise_first(errors)
             lengths[unknown] = np.diff(self._read.target.offsets)
         return offsets, lengths, checksums
 

@@ -1,8 +1,8 @@
-"""Samples through an engine in this process, for reading without a daemon.
+"""Samples read by this process itself, for reading without a daemon.
 
-The C core reads past the page cache into buffers of its own, verifies, and copies each payload to
-its destination while the bytes are warm; nothing is kept. Neighbours in one request are read
-together.
+What `page_cache` says is in memory is copied in the calling thread. An engine of this process reads
+the rest into buffers of its own, verifies, and copies each payload to its destination while the
+bytes are warm. Neighbours in one request are read together.
 
 Records in chunks: the chunks are read as a few batches (`ffserve/decoding.py`) and decoded by a few
 threads while the caller continues. Decoded chunks are kept for a while, so that a request for their
@@ -11,7 +11,6 @@ neighbours does not decode them again; a scan in order decodes each chunk once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
+from ffserve.client.page_cache import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.decoding import (
@@ -36,10 +36,10 @@ from ffserve.decoding import (
 )
 from ffserve.engine import io
 from ffserve.engine.codec import scatter
-from ffserve.engine.io import MERGED_SIZE, Engine, merge_reads, open_direct
+from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
 from ffserve.engine.shm import NOWHERE, Located
-from ffserve.errors import FFServeError, ServerUnavailable, status_error
-from ffserve.files import open_regular, raise_file_limit, wrap_os_error
+from ffserve.errors import FFServeError, ServerUnavailable, raise_first, status_error
+from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 
 SIZES_AT_ONCE = 65_536
@@ -63,7 +63,7 @@ def process_engine() -> Engine:
     global _engine
     with _lock:
         if _engine is None:
-            _engine = Engine("auto", depth=128)
+            _engine = local_engine()
         return _engine
 
 
@@ -87,20 +87,13 @@ os.register_at_fork(after_in_child=_drop_engine)
 
 
 @dataclass(slots=True)
-class _File:
-    fd: int
-    alignment: int
-    opened: shardfile.FileState
-    scanned: str | None
-    number: int = -1
-
-
-@dataclass(slots=True)
 class LocalRequest:
-    """A request whose reads are a batch of an engine; None: there is nothing to read."""
+    """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
+    to read."""
 
     indices: Int64s
     target: Target
+    positions: Int64s
     batch: io.EngineBatch | None
     engine: Engine
 
@@ -125,7 +118,10 @@ class ChunkedRequest:
 class LocalSource:
     """Shards opened by this process.
 
-    Args: paths: absolute, of the shards. engine: returns the engine to read with.
+    Args:
+        paths: absolute, of the shards. engine: returns the engine to read with.
+        share: of the data that is read through the page cache; None: as much as fits into memory.
+        most_at_once: bytes of samples that `start` may copy out of the page cache.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: the first shard
         that cannot be opened.
@@ -139,9 +135,13 @@ class LocalSource:
         tolerant: bool = False,
         engine: Callable[[], Engine] = process_engine,
         use_index: bool = True,
+        *,
+        share: float | None = None,
+        most_at_once: int = 1 << 62,
     ) -> None:
         self._choose_engine = engine
-        self._files: list[_File] = []
+        self._most_at_once = most_at_once
+        self._files = ShardFiles()
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
         self._pending = 0
@@ -150,8 +150,10 @@ class LocalSource:
         self._closed = False
         try:
             self._open(paths, format, verify, tolerant, use_index)
+            size = int(self._sizes.sum())
+            self._files.choose_share(fitting_share(size) if share is None else share)
         except BaseException:
-            self._close_files()
+            self._files.close()
             raise
         self.description = f"engine {engine().kind}"
 
@@ -165,18 +167,18 @@ class LocalSource:
     ) -> None:
         if len(paths) > 256:
             raise_file_limit()
-        parsed: list[formats.Shard] = []
-        tables: list[tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]]] = []
+        opened: list[OpenShard] = []
         for path in paths:
-            shard, table, file = open_shard(path, format, verify, tolerant, use_index)
-            self._files.append(file)
-            parsed.append(shard)
-            tables.append(table)
+            opened.append(open_shard(path, format, verify, tolerant, use_index))
+            self._files.add(path, opened[-1].fd, opened[-1].shard.fingerprint)
+        parsed = [one.shard for one in opened]
+        self._states = [(one.state, one.scanned) for one in opened]
+        self._truncated = any(one.truncated for one in opened)
         self.layout = Layout(np.array([shard.count for shard in parsed], np.int64))
         self.count = self.layout.count
-        self._offsets = _joined([table[0] for table in tables])
-        self._lengths = _joined([table[1] for table in tables])
-        self._checksums = _joined([table[2] for table in tables])
+        self._offsets = _joined([one.offsets for one in opened])
+        self._lengths = _joined([one.lengths for one in opened])
+        self._checksums = _joined([one.checksums for one in opened])
         self._sizes = np.array([shard.size for shard in parsed], np.uint64)
         self._kinds = np.array([s.checksum_kind if verify else 0 for s in parsed], np.int32)
         self.shards = [
@@ -201,9 +203,7 @@ class LocalSource:
                 raise ServerUnavailable("this source of samples was closed")
             if self._engine is None:
                 engine = self._choose_engine()
-                for file in self._files:
-                    file.number = engine.add_file(file.fd, file.alignment)
-                self._numbers = np.array([file.number for file in self._files], np.int32)
+                self._numbers = self._files.attach(engine)
                 self._engine = engine
                 self._attach_decoding(engine)
             self._pending += 1
@@ -214,8 +214,7 @@ class LocalSource:
         self._decoding, self._decoding_numbers = engine, self._numbers
         if self._chunked and engine is not process_engine():
             self._decoding = process_engine()
-            added = [self._decoding.add_file(file.fd, file.alignment) for file in self._files]
-            self._decoding_numbers = np.array(added, np.int32)
+            self._decoding_numbers = self._files.attach(self._decoding)
 
     def _detach(self) -> None:
         with self._attaching:
@@ -230,9 +229,13 @@ class LocalSource:
             unknown = chosen[self._lengths[chosen] == UNKNOWN_LENGTH]
             for start in range(0, len(unknown), SIZES_AT_ONCE):
                 request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
-                for _, error in sorted(self.finish(request).items()):
-                    raise error
+                raise_first(self.finish(request))
         return self._lengths[chosen].astype(np.int64)
+
+    @property
+    def share(self) -> float:
+        """Of the data that is read through the page cache."""
+        return self._files.share
 
     @property
     def knows_sizes(self) -> bool:
@@ -289,7 +292,7 @@ class LocalSource:
     def _submit(
         self,
         engine: Engine,
-        files: NDArray[np.int32],
+        files: Numbers,
         indices: Int64s,
         apart: bool,
         out: Bytes | None,
@@ -298,35 +301,35 @@ class LocalSource:
         lengths = self._lengths[indices].astype(np.int64)
         starts = self._offsets[indices].astype(np.int64)
         shards = self.layout.shards(indices)
-        # No memory for records beyond the end of a truncated file.
-        held = np.where(starts + lengths > self._sizes[shards].astype(np.int64), 0, lengths)
+        held = lengths
+        if self._truncated:
+            # No memory for records beyond the end of a file.
+            held = np.where(starts + lengths > self._sizes[shards].astype(np.int64), 0, lengths)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(held, out=offsets[1:])
         if out is not None:
             out = check_out(out, int(offsets[-1]))
         target = Target(offsets, apart=apart, out=out)
-        if not count:
-            return LocalRequest(indices, target, None, engine)
-        firsts = merge_reads(starts, starts + held, shards, MERGED_SIZE)
-        counts = np.diff(np.append(firsts, count))
-        batch = engine.batch(len(firsts), count)
-        reads, records = batch.reads, batch.records
-        lasts = firsts + counts - 1
-        reads["offset"] = starts[firsts]
-        reads["length"] = starts[lasts] + held[lasts] - starts[firsts]
-        reads["slot"] = NOWHERE
-        reads["file"] = files[shards[firsts]]
-        reads["checksum_kind"] = self._kinds[shards[firsts]]
-        reads["first_record"] = firsts
-        reads["record_count"] = counts
+        records = np.zeros(count, io.RECORD_DTYPE)
         records["offset"] = starts
         records["length"] = held
         records["entry"] = NOWHERE
         records["dest"] = target.places()
         records["checksum"] = self._checksums[indices]
-        batch.keep = target
-        engine.submit(batch)
-        return LocalRequest(indices, target, batch, engine)
+        kinds = self._kinds[shards]
+        through = self._files.through_cache(shards, starts)
+        left = None
+        if int(offsets[-1]) <= self._most_at_once:
+            left = self._files.read_cached(shards, through, records, kinds)
+        if left is None:
+            left = np.arange(count)
+        request = LocalRequest(indices, target, left, None, engine)
+        if len(left):
+            numbers = files[through.view(np.int8), shards]
+            request.batch = _engine_batch(engine, records[left], numbers[left], kinds[left])
+            request.batch.keep = target, self._files
+            engine.submit(request.batch)
+        return request
 
     def _submit_chunks(
         self,
@@ -340,7 +343,12 @@ class LocalSource:
         shards = self.layout.shards(indices[packed])
         records = indices[packed] - self.layout.firsts[shards]
         wanted = deque(self._chunk_cache.wanted(shards, records, packed))
-        chunks = ChunkReads(self._chunk_cache, self._decoding, self._decoding_numbers, wanted)
+        numbers = self._decoding_numbers
+
+        def number_of(shard: int, offset: int) -> int:
+            return self._files.number(numbers, shard, offset)
+
+        chunks = ChunkReads(self._chunk_cache, self._decoding, number_of, wanted)
         chunks.begin()
         others = None
         if len(plain):
@@ -372,14 +380,14 @@ class LocalSource:
             self._detach()
 
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
-        if request.batch is None:
-            return {}
         self._served += len(request.indices)
         self._size += int(request.target.offsets[-1])
-        if request.batch.failed and len(request.batch.reads) < len(request.batch.records):
-            self._read_singly(request.engine, request.batch)
-        errors = self._errors(request, request.batch)
-        request.batch.free()
+        batch = request.batch
+        if batch is not None and batch.failed and len(batch.reads) < len(batch.records):
+            self._read_singly(request.engine, batch)
+        errors = self._errors(request)
+        if batch is not None:
+            batch.free()
         return errors
 
     def _finish_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
@@ -400,8 +408,9 @@ class LocalSource:
         }
         size = 0
         if plain is not None:
-            assert plain.batch is not None and plain.target.buffer is not None
-            plain.engine.wait(plain.batch)
+            assert plain.target.buffer is not None
+            if plain.batch is not None:
+                plain.engine.wait(plain.batch)
             failed = self._collect(plain)
             errors.update((int(positions[k]), error) for k, error in failed.items())
             edges = plain.target.offsets
@@ -438,27 +447,29 @@ class LocalSource:
         batch.records["found"][rows] = again.records["found"]
         again.free()
 
-    def _errors(self, request: LocalRequest, batch: io.EngineBatch) -> dict[int, FFServeError]:
-        indices = request.indices
+    def _errors(self, request: LocalRequest) -> dict[int, FFServeError]:
+        indices, batch = request.indices, request.batch
         cut = self._cut(indices)
         errors: dict[int, FFServeError] = {}
-        if not batch.failed and not len(cut):
+        if (batch is None or not batch.failed) and not len(cut):
             return errors
-        status = batch.records["status"].copy()
+        status, found = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.uint32)
+        if batch is not None:
+            status[request.positions] = batch.records["status"]
+            found[request.positions] = batch.records["found"]
         status[cut] = io.ETRUNCATED
         for position in np.flatnonzero(status).tolist():
             index = int(indices[position])
-            record = batch.records[position]
             shard = int(self.layout.shards(indices[position : position + 1])[0])
             offset, length = int(self._offsets[index]), int(self._lengths[index])
-            expected = int(record["checksum"])
+            expected = int(self._checksums[index])
             error = status_error(
                 int(status[position]),
                 path=self.shards[shard].path,
                 index=index,
                 offset=offset,
                 length=length,
-                found=int(record["found"]),
+                found=int(found[position]),
                 expected=expected,
             )
             errors[position] = self._explained(error, index, (offset, length, expected))
@@ -468,11 +479,13 @@ class LocalSource:
         self, error: FFServeError, index: int, record: tuple[int, int, int] | None
     ) -> FFServeError:
         shard = int(self.layout.shards(np.array([index], np.int64))[0])
-        file = self._files[shard]
+        state, scanned = self._states[shard]
         path = self.shards[shard].path
-        return file.opened.explain(error, file.fd, path, file.scanned, record)
+        return state.explain(error, self._files.fd(shard), path, scanned, record)
 
     def _cut(self, indices: Int64s) -> Int64s:
+        if not self._truncated:
+            return indices[:0]
         lengths = self._lengths[indices]
         ends = self._offsets[indices] + lengths
         return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
@@ -480,8 +493,7 @@ class LocalSource:
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of one buffer."""
         request = self.start(indices, apart=False)
-        for _, error in sorted(self.finish(request).items()):
-            raise error
+        raise_first(self.finish(request))
         buffer, offsets = request.target.buffer, request.target.offsets
         assert buffer is not None
         buffer.flags.writeable = False
@@ -522,6 +534,7 @@ class LocalSource:
     def after_fork(self) -> None:
         """The engine belongs to the parent; tables and descriptors are the child's as well."""
         self._engine = None
+        self._files.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
         self._chunk_cache = ChunkCache(self._chunked, self._learned)
@@ -534,60 +547,82 @@ class LocalSource:
             self._closed = True
 
     def _release(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            for file in self._files:
-                engine.remove_file(file.number)
-            if self._decoding is not engine:
-                for number in self._decoding_numbers.tolist():
-                    self._decoding.remove_file(number)
-        self._close_files()
+        self._engine = None
+        self._files.close()
 
-    def _close_files(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                os.close(file.fd)
-        self._files = []
+
+def _engine_batch(
+    engine: Engine, records: NDArray[Any], files: NDArray[np.int32], kinds: NDArray[np.int32]
+) -> io.EngineBatch:
+    """Return a batch that reads records (RECORD_DTYPE), neighbours together."""
+    starts = records["offset"].astype(np.int64)
+    ends = starts + records["length"].astype(np.int64)
+    firsts = merge_reads(starts, ends, files.astype(np.int64), MERGED_SIZE)
+    counts = np.diff(np.append(firsts, len(records)))
+    batch = engine.batch(len(firsts), len(records))
+    reads = batch.reads
+    reads["offset"] = starts[firsts]
+    reads["length"] = ends[firsts + counts - 1] - starts[firsts]
+    reads["slot"] = NOWHERE
+    reads["file"] = files[firsts]
+    reads["checksum_kind"] = kinds[firsts]
+    reads["first_record"] = firsts
+    reads["record_count"] = counts
+    batch.records[:] = records
+    return batch
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+@dataclass(slots=True)
+class OpenShard:
+    """A shard, its tables (lengths in u32 where they fit), and its descriptor, the caller's.
+
+    truncated: records reach beyond the end of the file. state: of the file when it was opened.
+    scanned: see `shardfile.scanned_as`.
+    """
+
+    shard: formats.Shard
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[Any]
+    checksums: NDArray[np.uint32]
+    fd: int
+    truncated: bool
+    state: shardfile.FileState
+    scanned: str | None
+
+
 def open_shard(
     path: str, format: str | None, verify: bool, tolerant: bool = False, use_index: bool = True
-) -> tuple[formats.Shard, tuple[NDArray[np.uint64], NDArray[Any], NDArray[np.uint32]], _File]:
-    """Open a file for reading, and parse its tables (payload offsets, lengths, checksums).
-
-    Lengths are u32 where they fit, which halves a reader's memory.
+) -> OpenShard:
+    """Open a file for reading, and parse its tables.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
     """
-    plain = open_regular(path)
+    fd = open_regular(path)
     try:
-        opened = shardfile.FileState.of(plain)
+        state = shardfile.FileState.of(fd)
         shard = shardfile.open_shard(
-            plain, path, format, verify=verify, tolerant=tolerant, use_index=use_index
+            fd, path, format, verify=verify, tolerant=tolerant, use_index=use_index
         )
-        chunked = isinstance(shard, ChunkedShard)
+        offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
+        lengths: NDArray[Any] = np.empty(shard.count, np.uint64)
+        truncated = False
         if isinstance(shard, ChunkedShard):
             shard.limit(MAX_CHUNK_SIZE)
-        size = shard.size
-        offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
-        lengths = np.empty(shard.count, np.uint64)
-        shard.load(offsets, lengths, checksums)
-        if not chunked:
-            bound_lengths(offsets, lengths, size, path)
-        narrow = size < (1 << 32) - 1 and not chunked
-        kept = lengths.astype(np.uint32) if narrow else lengths
-        fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
-    finally:
-        os.close(plain)
-    return (
-        shard,
-        (offsets, kept, checksums),
-        _File(fd, alignment, opened, shardfile.scanned_as(shard)),
-    )
+            shard.load(offsets, lengths, checksums)
+        else:
+            shard.load(offsets, lengths, checksums)
+            truncated = bound_lengths(offsets, lengths, shard.size, path)
+            if shard.size < (1 << 32) - 1:
+                lengths = lengths.astype(np.uint32)
+    except BaseException:
+        os.close(fd)
+        raise
+    scanned = shardfile.scanned_as(shard)
+    return OpenShard(shard, offsets, lengths, checksums, fd, truncated, state, scanned)
 
 
 # ---- records in chunks ---------------------------------------------------------------------------
@@ -595,6 +630,9 @@ def open_shard(
 
 Key: TypeAlias = tuple[int, int]
 """A shard and its chunk."""
+
+NumberOf: TypeAlias = Callable[[int, int], int]
+"""Gives the engine's number of the file for a read, by shard and offset."""
 
 Outcome: TypeAlias = "DecodedChunk | FFServeError"
 
@@ -659,18 +697,18 @@ class ChunkCache:
         """Return the bytes of a decoded chunk."""
         return int(self._shards[key[0]].chunks.sizes[key[1]])
 
-    def fetch(self, engine: Engine, files: NDArray[np.int32], keys: list[Key]) -> list[_Entry]:
+    def fetch(self, engine: Engine, files: NumberOf, keys: list[Key]) -> list[_Entry]:
         """Start to read and decode chunks that are not kept; return at once."""
         with self._lock:
             for _, runs in batches((engine, run) for run in self._missing(files, keys)):
-                self._read(engine, runs)
+                self._read(engine, files, runs)
             found = [self._entries[key] for key in keys]
             while self._kept_size > KEPT_SIZE and len(self._entries) > 1:
                 _, entry = self._entries.popitem(last=False)
                 self._kept_size -= entry.size
             return found
 
-    def _missing(self, files: NDArray[np.int32], keys: list[Key]) -> Iterator[_Chunk]:
+    def _missing(self, files: NumberOf, keys: list[Key]) -> Iterator[_Chunk]:
         for key in keys:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -678,10 +716,11 @@ class ChunkCache:
             number, k = key
             shard = self._shards[number]
             begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
-            yield _Chunk(shard, k, k + 1, begin, end, int(files[number]), key)
+            yield _Chunk(shard, k, k + 1, begin, end, files(number, begin), key)
 
-    def _read(self, engine: Engine, chunks: list[_Chunk]) -> None:
+    def _read(self, engine: Engine, files: NumberOf, chunks: list[_Chunk]) -> None:
         reading = ChunkBatch(chunks, self._buffers)
+        reading.batch.keep = reading.batch.keep, files
         engine.submit(reading.batch)
 
         def decode() -> list[Outcome]:
@@ -718,7 +757,7 @@ class ChunkReads:
 
     cache: ChunkCache
     engine: Engine
-    files: NDArray[np.int32]
+    files: NumberOf
     waiting: deque[ChunkRecords]
     begun: deque[tuple[ChunkRecords, _Entry]] = field(default_factory=deque)
     found: list[tuple[Int64s, Bytes, Int64s, Int64s]] = field(default_factory=list)

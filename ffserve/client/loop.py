@@ -24,7 +24,7 @@ from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Bytes, Source, Target
-from ffserve.engine.io import Engine, EngineBatch
+from ffserve.engine.io import EngineBatch, local_engine
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 
 T = TypeVar("T")
@@ -283,7 +283,7 @@ class LoopEngine:
     """An engine whose batches are awaited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.engine = Engine("auto", depth=128)
+        self.engine = local_engine()
         self._loop = loop
         self._ended: dict[int, asyncio.Future[None]] = {}
         loop.add_reader(self.engine.fileno(), self._reap)

@@ -33,6 +33,7 @@ from ffserve.errors import (
     FFServeError,
     ProtocolError,
     SampleIndexError,
+    raise_first,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 
@@ -167,8 +168,7 @@ class DaemonSource:
     def copies(self, indices: Int64s) -> list[Bytes]:
         """Return read-only copies. Raises: the error of the first sample that failed."""
         request = self.start(indices, apart=True)  # type: ignore[attr-defined]
-        for _, error in sorted(self.finish(request).items()):
-            raise error
+        raise_first(self.finish(request))
         arrays: list[Bytes] = request.target.arrays
         for array in arrays:
             array.flags.writeable = False
@@ -322,8 +322,7 @@ class SharedMemorySource(DaemonSource):
         while first < len(indices):
             part = indices[first : first + protocol.MAX_GET_COUNT]
             ready = held.ask(self.dataset, part)
-            for _, error in sorted(self.errors_of(ready, len(part)).items()):
-                raise error
+            raise_first(self.errors_of(ready, len(part)))
             if not ready.count:
                 break
             parts.append(self.view.places(part[: ready.count]).view(np.int64))  # NOWHERE: -1
@@ -536,8 +535,7 @@ class SizeRequest:
             self._read = self._source.start(blank, apart=False)
             yield from self._read.decode_missing()
             self._read.give_up()
-            for _, error in sorted(self._read.errors.items()):
-                raise error
+            raise_first(self._read.errors)
             offsets = view.locate(self._indices).offsets
         return np.diff(offsets)
 

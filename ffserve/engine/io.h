@@ -131,6 +131,16 @@ void ffs_file_remove(ffs_engine *e, int id); /* only when no read of it is queue
  * where the file does not support it. 0, or -errno (-EOPNOTSUPP: the kernel does not say). */
 int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);
 
+/* Read records that are in the page cache, in the calling thread, and verify them at their dest.
+ * Waits for no device: it stops at the first record that is not wholly in memory. fds: of each
+ * record; -1: not to be read. kinds: of checksum. in_memory: the files lie in memory (tmpfs).
+ * Status 0: read; -EAGAIN: left to an engine, which also tells what is wrong with it. Returns how many
+ * were read, or -EOPNOTSUPP: the file system cannot tell. */
+int64_t ffs_read_cached(const int32_t *fds, const int32_t *kinds, ffs_record *records,
+                        int64_t count, int in_memory);
+/* Whether a file lies in memory (tmpfs, ramfs): it is in the page cache, and has no other copy. */
+int ffs_in_memory(int fd);
+
 int ffs_submit(ffs_engine *e, ffs_batch *b);
 /* Wait until the batch is done or timeout_ms have passed (-1: no limit): 1 done, 0 not yet. */
 int ffs_wait(ffs_engine *e, ffs_batch *b, int64_t timeout_ms);

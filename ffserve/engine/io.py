@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import codec
-from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
+from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
@@ -585,6 +585,44 @@ def merge_reads(
     return firsts[:count]
 
 
+# ---- reading in the calling thread --------------------------------------------------------------
+
+_RECORDS = ffi.typeof("ffs_record[]")
+
+
+def read_cached(
+    fds: NDArray[np.int32], kinds: NDArray[np.int32], records: NDArray[Any], *, in_memory: bool
+) -> int:
+    """Read records that are in the page cache to their ``dest``, and verify them there.
+
+    It stops at the first record that is not wholly in memory; an engine reads those that are left,
+    and says what is wrong with them. It waits for no device.
+
+    Args:
+        fds: int32[n], the descriptor of each record, opened without O_DIRECT; -1: not to be read.
+        kinds: int32[n], of checksums. records: RECORD_DTYPE[n]; status 0: read.
+        in_memory: the files lie in memory, see `in_memory`.
+    Returns: how many were read.
+    Raises: OSError with EOPNOTSUPP where the file system cannot tell (overlayfs, NFS).
+    """
+    rc = lib.ffs_read_cached(
+        from_buffer(I32S, fds),
+        from_buffer(I32S, kinds),
+        from_buffer(_RECORDS, records),
+        len(records),
+        in_memory,
+    )
+    if rc < 0:
+        raise OSError(-rc, os.strerror(-rc))
+    return int(rc)
+
+
+def in_memory(fd: int) -> bool:
+    """Whether a file lies in memory (tmpfs, ramfs), so that nothing is gained by reading past the
+    page cache."""
+    return bool(lib.ffs_in_memory(fd))
+
+
 # ---- opening files -----------------------------------------------------------------------------
 
 _LARGEST_ALIGNMENT = 128 << 10
@@ -751,6 +789,15 @@ def _best() -> Kind:
         if _trial(kind) is None:
             return kind
     raise ReadError(f"no engine works on this machine: {describe()}")
+
+
+def local_engine() -> Engine:
+    """Return an engine for a process that also reads through the page cache.
+
+    Linux AIO carries out buffered reads one after another; threads take its place.
+    """
+    best = _best()
+    return Engine("threads" if best == "aio" else best, depth=128)
 
 
 def describe() -> str:

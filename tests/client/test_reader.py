@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -671,3 +672,28 @@ def in_a_child(call: Callable[[], bool]) -> bool:
 def _waited(pid: int) -> tuple[int, int] | None:
     got, status = os.waitpid(pid, os.WNOHANG)
     return (got, status) if got else None
+
+
+@pytest.mark.parametrize("how", ["read", "read_batch", "lease"])
+def test_failed_batches_kept_their_buffers_until_garbage_collection(
+    tmp_path: Path, server: str, how: str
+) -> None:
+    path = write(tmp_path / "large.ffr", [bytes(1 << 20)] * 8)
+    damage(path, 5)
+    with ffserve.open(path, server=server) as reader:
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                with contextlib.suppress(ChecksumError):
+                    if how == "lease":
+                        with reader.lease(range(8)):
+                            pass
+                    else:
+                        getattr(reader, how)(range(8))
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert held < 12 << 20

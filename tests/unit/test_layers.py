@@ -30,7 +30,7 @@ LAYERS = {
     "server": "machine protocol socket_path config engine formats decoding dataset files shardfile "
     "cache",
     # the client
-    "client": "protocol socket_path engine formats decoding dataset files shardfile",
+    "client": "machine protocol socket_path engine formats decoding dataset files shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use

@@ -1,0 +1,186 @@
+"""The files of a local source, and which of their records are read through the page cache.
+
+Reads with O_DIRECT are the cheapest way to bytes that are not in memory, but a second epoch costs
+as much as the first. The page cache keeps what it reads, so a second epoch over data that fit into
+memory needs no disk. Where they do not fit, its replacement (least recently used) keeps almost
+nothing of an epoch in random order: 15 % of data twice as large as memory, instead of half of them.
+So a fixed share of the data goes through the page cache, as much as fits, and the rest past it. The
+share consists of regions of 1 MiB that a hash chooses. It needs no state, all processes choose the
+same regions, and those of a smaller share belong to every larger one.
+
+Records of chosen regions are first looked for in the calling thread (`ffs_read_cached`, which waits
+for no device). From the first one on that is not in memory, an engine reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.client.source import Int64s
+from ffserve.engine import io
+from ffserve.engine.io import Engine, open_direct
+from ffserve.errors import UsageError
+from ffserve.files import wrap_os_error
+from ffserve.machine import free_memory
+
+REGION_BITS = 20
+"""log2 of the bytes of a region."""
+MOST_OF_FREE_MEMORY = 0.8
+"""Part of the free memory that the share may fill."""
+SHARE_STEPS = 16
+"""A share is a multiple of 1/16, so that processes which open the files one after another agree."""
+
+Numbers = NDArray[np.int32]
+"""int32[2, n]: an engine's number of each file, past the page cache and through it."""
+
+
+def fitting_share(size: int) -> float:
+    """Return which share of `size` bytes fits into free memory: 0 to 1, a multiple of 1/16."""
+    if not size:
+        return 1.0
+    return min(int(MOST_OF_FREE_MEMORY * free_memory() / size * SHARE_STEPS), SHARE_STEPS) / (
+        SHARE_STEPS
+    )
+
+
+@dataclass(slots=True)
+class _File:
+    path: str
+    fd: int
+    """Through the page cache."""
+    seed: int
+    in_memory: bool
+    direct: int = -1
+    """Past the page cache; -1: not opened."""
+    alignment: int = 1
+
+
+def _open_direct(file: _File) -> tuple[int, int]:
+    return wrap_os_error(lambda _: open_direct(file.fd), file.path)
+
+
+class ShardFiles:
+    """The open files of a source.
+
+    `add` each of them, then `choose_share`. Files that are never closed are closed with the last
+    reference; a batch in flight holds one.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[_File] = []
+        self._attached: list[tuple[Engine, Numbers]] = []
+        self._finalizer = weakref.finalize(self, _close, self._files, self._attached)
+        self._finalizer.atexit = False
+        self.share = 1.0
+        """Of the data that is read through the page cache."""
+        self._tells = True
+        """Whether the file systems tell what is in memory."""
+
+    def add(self, path: str, fd: int, fingerprint: int) -> None:
+        """Take an open file; it is closed by `close`."""
+        self._files.append(_File(path, fd, fingerprint, io.in_memory(fd)))
+        # With O_NONBLOCK io_uring fails a read where it would wait.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def choose_share(self, share: float) -> None:
+        """Open what a share needs. Raises: ReadError, AccessDenied."""
+        self.share = share
+        for file in self._files:
+            if share < 1 and not file.in_memory:
+                file.direct, file.alignment = _open_direct(file)
+        self._in_memory = all(file.in_memory for file in self._files)
+        always = [file.direct < 0 or file.alignment == 1 for file in self._files]
+        limit = int(share * (1 << 32))
+        self._limits = np.array([1 << 32 if a else limit for a in always], np.uint64)
+        self._seeds = np.array([file.seed for file in self._files], np.uint64)
+        self._fds = np.array([file.fd for file in self._files], np.int32)
+        self._all = all(always)
+
+    def fd(self, shard: int) -> int:
+        """Return the descriptor of a file, without O_DIRECT."""
+        return self._files[shard].fd
+
+    def through_cache(self, shards: Int64s, offsets: Int64s) -> NDArray[np.bool_]:
+        """Return which records are read through the page cache."""
+        if self._all:
+            return np.ones(len(shards), np.bool_)
+        x = (offsets >> REGION_BITS).astype(np.uint64) + self._seeds[shards]
+        x *= np.uint64(0x9E3779B97F4A7C15)
+        x ^= x >> np.uint64(29)
+        x *= np.uint64(0xBF58476D1CE4E5B9)
+        return (x >> np.uint64(32)) < self._limits[shards]
+
+    def number(self, numbers: Numbers, shard: int, offset: int) -> int:
+        """Return the engine's number of the file for one read."""
+        through = self.through_cache(np.array([shard]), np.array([offset]))
+        return int(numbers[int(through[0]), shard])
+
+    def read_cached(
+        self,
+        shards: Int64s,
+        through: NDArray[np.bool_],
+        records: NDArray[Any],
+        kinds: NDArray[np.int32],
+    ) -> Int64s | None:
+        """Read records that are in memory to their destinations, and verify them.
+
+        Returns: the positions of those that are left; None: all.
+        """
+        if not self._tells:
+            return None
+        fds = self._fds[shards]
+        if not self._all:
+            fds[~through] = -1
+        try:
+            if io.read_cached(fds, kinds, records, in_memory=self._in_memory) == len(records):
+                return _NONE
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            self._tells = False
+            return None
+        return np.flatnonzero(records["status"])
+
+    def attach(self, engine: Engine) -> Numbers:
+        """Add the files to an engine."""
+        numbers = np.full((2, len(self._files)), -1, np.int32)
+        self._attached.append((engine, numbers))
+        for k, file in enumerate(self._files):
+            numbers[:, k] = engine.add_file(file.fd, 1)
+            if file.direct >= 0:
+                numbers[0, k] = engine.add_file(file.direct, file.alignment)
+        return numbers
+
+    def after_fork(self) -> None:
+        """This process is a child: the engines are the parent's."""
+        self._attached.clear()
+
+    def close(self) -> None:
+        """Close all files; no read of them may be queued or in flight."""
+        self._finalizer()
+
+
+def _close(files: list[_File], attached: list[tuple[Engine, Numbers]]) -> None:
+    for engine, numbers in attached:
+        with contextlib.suppress(UsageError):  # the engine is closed
+            for number in set(numbers.ravel().tolist()) - {-1}:
+                engine.remove_file(number)
+    for file in files:
+        for fd in {file.fd, file.direct} - {-1}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    attached.clear()
+    files.clear()
+
+
+_NONE = np.zeros(0, np.int64)

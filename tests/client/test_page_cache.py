@@ -1,0 +1,289 @@
+"""A local source and the page cache: what is read through it, and what in the calling thread."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemon import damage, sample, write
+
+import ffserve
+from ffserve import aio
+from ffserve.client import page_cache
+from ffserve.client.local import LocalSource, process_engine
+from ffserve.client.loop import loop_state
+from ffserve.client.page_cache import ShardFiles, fitting_share
+from ffserve.engine import io
+from ffserve.errors import ChecksumError, ReadError
+
+COUNT = 700
+TRUTH = [sample(i) for i in range(COUNT)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write(tmp_path / "a.ffr", TRUTH)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    """Larger than a few regions."""
+    rng = np.random.default_rng(3)
+    return write(tmp_path / "large.ffr", [rng.bytes(100_000) for _ in range(200)])
+
+
+@pytest.fixture
+def memory_path() -> Iterator[str]:
+    directory = Path("/dev/shm") / f"ffserve-test-{os.getpid()}"
+    directory.mkdir()
+    yield write(directory / "a.ffr", TRUTH)
+    shutil.rmtree(directory)
+
+
+def evict(path: str) -> None:
+    """Drop a file from the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def engine_reads() -> int:
+    """Reads that the engine of this process carried out."""
+    return int(process_engine().counters()["reads"])
+
+
+def check(reader: ffserve.Reader, indices: list[int]) -> None:
+    for index, got in zip(indices, reader.read(indices), strict=True):
+        assert bytes(got) == TRUTH[index]
+
+
+def test_every_epoch_read_the_disk_again(path: str) -> None:
+    """The kernel may drop pages at any time, so one epoch of several must need no disk."""
+    evict(path)
+    rng = np.random.default_rng(0)
+    reads = []
+    with ffserve.open(path, server="off") as reader:
+        for _ in range(6):
+            before = engine_reads()
+            check(reader, rng.permutation(COUNT).tolist())
+            assert bytes(reader.read_batch(np.arange(COUNT)).buffer) == b"".join(TRUTH)
+            reads.append(engine_reads() - before)
+    assert reads[0] > 0
+    assert 0 in reads
+
+
+def test_file_that_was_just_written_was_fetched_from_the_disk(tmp_path: Path) -> None:
+    reads = []
+    for attempt in range(5):
+        path = write(tmp_path / f"{attempt}.ffr", TRUTH)
+        before = engine_reads()
+        with ffserve.open(path, server="off") as reader:
+            check(reader, list(range(COUNT)))
+        reads.append(engine_reads() - before)
+    assert 0 in reads
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_any_share_gives_the_same_samples(large: str, share: float) -> None:
+    with ffserve.open(large, server="off") as truth:
+        wanted = [bytes(one) for one in truth.read(list(range(len(truth))))]
+    evict(large)
+    source = LocalSource((large,), None, True, share=share)
+    try:
+        for _ in range(2):
+            indices = np.random.default_rng(1).integers(0, len(wanted), 500)
+            request = source.start(indices, apart=True)
+            assert source.finish(request) == {}
+            arrays = request.target.arrays
+            assert arrays is not None
+            assert [bytes(one) for one in arrays] == [wanted[i] for i in indices]
+    finally:
+        source.close()
+
+
+def test_only_the_chosen_regions_are_kept_in_memory(large: str) -> None:
+    evict(large)
+    source = LocalSource((large,), None, True, share=0.5)
+    indices = np.arange(200)
+    source.finish(source.start(indices, apart=False))
+    source.close()
+    regions = resident(large)
+    # A record at a region's edge brings some pages of the next one.
+    full = sum(part > 0.8 for part in regions)
+    empty = sum(part < 0.2 for part in regions)
+    assert full and empty and full + empty >= len(regions) - 2, regions
+
+
+def resident(path: str) -> list[float]:
+    """Return the part of each region whose pages are in the page cache."""
+    size = os.stat(path).st_size
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking reads no more than the page
+    try:
+        parts = []
+        for start in range(0, size, 1 << page_cache.REGION_BITS):
+            pages = range(start, min(start + (1 << page_cache.REGION_BITS), size), 4096)
+            parts.append(sum(_in_page_cache(fd, page) for page in pages) / len(pages))
+        return parts
+    finally:
+        os.close(fd)
+
+
+def _in_page_cache(fd: int, offset: int) -> bool:
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+
+
+def test_smaller_share_lies_in_a_larger_one() -> None:
+    shards = np.zeros(20_000, np.int64)
+    offsets = np.arange(20_000, dtype=np.int64) << page_cache.REGION_BITS
+    before = np.zeros(20_000, np.bool_)
+    for step in range(page_cache.SHARE_STEPS + 1):
+        files = ShardFiles()
+        fd = os.open(__file__, os.O_RDONLY)
+        files.add(__file__, fd, 12345)
+        files.choose_share(step / page_cache.SHARE_STEPS)
+        now = files.through_cache(shards, offsets)
+        files.close()
+        assert (now | ~before).all()
+        assert abs(now.mean() - step / page_cache.SHARE_STEPS) < 0.02
+        before = now
+
+
+def test_fitting_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "free_memory", lambda: 1000)
+    assert fitting_share(0) == 1
+    assert fitting_share(800) == 1
+    assert fitting_share(1600) == 0.5
+    assert fitting_share(1700) == 7 / 16
+    assert fitting_share(10**9) == 0
+
+
+def test_damage_is_told_alike_in_memory_and_on_disk(path: str) -> None:
+    damage(path, 73)
+    told = []
+    for cached in (False, True):
+        with ffserve.open(path, server="off") as reader:
+            if cached:
+                check(reader, [72, 74])
+            else:
+                evict(path)
+            with pytest.raises(ChecksumError) as caught:
+                reader.read(list(range(64, 128)))
+            told.append(str(caught.value))
+            check(reader, [72, 74])
+    assert told[0] == told[1]
+
+
+def test_file_cut_while_it_is_open(path: str) -> None:
+    with ffserve.open(path, server="off") as reader:
+        check(reader, [COUNT - 1])
+        offsets, _, _ = reader.tables(0)
+        os.truncate(path, int(offsets[COUNT - 1]) + 1)
+        with pytest.raises(ReadError, match="changed since it was opened"):
+            reader.read([COUNT - 1])
+        check(reader, [0, 5])
+
+
+def test_files_in_memory_need_no_engine(memory_path: str) -> None:
+    before = engine_reads()
+    with ffserve.open(memory_path, server="off") as reader:
+        check(reader, list(range(COUNT)))
+    assert engine_reads() == before
+
+
+OVERLAY = """
+import os, subprocess, sys
+import ffserve
+from ffserve.client.local import process_engine
+below, name = os.path.split(sys.argv[1])
+made = [os.path.join(sys.argv[2], part) for part in ("upper", "work", "merged")]
+for part in made:
+    os.mkdir(part)
+options = f"lowerdir={below},upperdir={made[0]},workdir={made[1]}"
+mount = ["mount", "-t", "overlay", "overlay", "-o", options, made[2]]
+if subprocess.run(mount).returncode:
+    sys.exit(77)
+with ffserve.open(sys.argv[1], server="off") as plain:
+    wanted = [bytes(one) for one in plain.read(list(range(500)))]
+before = process_engine().counters()["reads"]
+with ffserve.open(os.path.join(made[2], name), server="off") as reader:
+    for _ in range(2):
+        assert [bytes(one) for one in reader.read(list(range(500)))] == wanted
+assert process_engine().counters()["reads"] > before
+"""
+
+
+def test_overlay_cannot_tell_what_is_in_memory(path: str, tmp_path: Path) -> None:
+    """There an engine reads everything, through the page cache of the files below."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid():
+        pytest.skip("mounting an overlay needs root and unshare (util-linux)")
+    other = tmp_path / "overlay"
+    other.mkdir()
+    command = [unshare, "-m", sys.executable, "-c", OVERLAY, path, str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77:
+        pytest.skip(f"no overlay can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+def _share_of(reader: ffserve.Reader) -> float:
+    check(reader, [7])
+    share = reader._request.share
+    assert share is not None
+    return share
+
+
+def test_workers_choose_the_same_regions(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = os.stat(path).st_size
+    monkeypatch.setattr(page_cache, "free_memory", lambda: size)
+    with ffserve.open(path, server="off") as reader:
+        assert _share_of(reader) == 12 / 16
+        monkeypatch.undo()
+        assert _share_of(pickle.loads(pickle.dumps(reader))) == 12 / 16
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(_share_of, (reader,)) == 12 / 16
+
+
+async def test_event_loop_copies_no_large_batch(large: str) -> None:
+    """A batch of 20 MB is read by the engine's thread, although it is in memory."""
+    async with await aio.open(large, server="off") as reader:
+        small = await reader.read([0])
+        engine = loop_state().engine().engine
+        before = engine.counters()["reads"]
+        batch = await reader.read_batch(list(range(200)))
+        assert bytes(batch[0]) == bytes(small[0])
+        assert engine.counters()["reads"] > before
+        before = engine.counters()["reads"]
+        await reader.read([1, 2, 3])
+        assert engine.counters()["reads"] == before
+
+
+def test_readers_dropped_without_close_leaked_their_files(path: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        reader = ffserve.open(path, server="off")
+        check(reader, [1, 2])
+        del reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # of the engine, if it is new
+
+
+def test_linux_aio_read_the_page_cache_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux AIO waits for each buffered read, so a process that reads by itself uses threads."""
+    monkeypatch.setattr(io, "_best", lambda: "aio")
+    with io.local_engine() as engine:
+        assert engine.kind == "threads"
