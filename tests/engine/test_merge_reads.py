@@ -96,7 +96,6 @@ def test_one_bad_block_does_not_take_its_neighbours_along(tmp_path: Path) -> Non
         libc.munmap(ctypes.c_void_p(hole), ctypes.c_size_t(page))
         memory = os.open("/proc/self/mem", os.O_RDONLY)
         os.dup2(memory, source._files.fd(0))
-        source._files[0].alignment = 1
         os.close(memory)
         got = reader.read(usable, errors="return")
         libc.munmap(ctypes.c_void_p(low), ctypes.c_size_t(end - low))
