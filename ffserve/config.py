@@ -365,6 +365,18 @@ class ServerConfig:
             "3600.",
         ),
     )
+    idle_timeout_s: float = field(
+        default=0.0,
+        metadata=_documented(
+            "idle_timeout",
+            "--idle-timeout",
+            "SECONDS",
+            "0",
+            _seconds,
+            "Seconds after its last client after which the daemon exits by itself, at most 3600; "
+            "0 means never. A client is a process that opens files.",
+        ),
+    )
     log_level: LogLevel = field(
         default="info",
         metadata=_documented(

@@ -78,7 +78,9 @@ def open(
             through them in order.
         format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
-            one it is stands in `reader.source`. "require": the daemon. "off": no daemon. Else a
+            one it is stands in `reader.source`. "start", and "auto" with FFSERVE_START=1 in the
+            environment: the same, but a daemon is started for this user if none answers; it ends
+            ten minutes after its last client. "require": the daemon. "off": no daemon. Else a
             socket's path, which is required to answer.
         verify: check every sample against its checksum, and the files' tables at opening.
         on_error: "raise", or "skip" to leave out damaged samples: everything is read once to find
@@ -103,7 +105,7 @@ def open(
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
     if format in (None, "tfrecord") and is_compressed(files[0]):
-        if server not in ("auto", "off"):
+        if server not in ("auto", "start", "off"):
             raise InOrderOnlyError.of(files[0])
         return StreamReader(files, verify=verify, tolerant=tolerant)
     reader = Reader(files, format, server, verify, tolerant)
@@ -125,7 +127,7 @@ def check_options(format: str | None, server: str, on_error: str) -> Callable[[]
         raise UsageError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
     if not isinstance(server, str) or not server:
         raise UsageError(
-            f"server must be 'auto', 'require', 'off' or a socket's path, not {server!r}"
+            f"server must be 'auto', 'start', 'require', 'off' or a socket's path, not {server!r}"
         )
     if format is not None:
         formats.check_name(format)

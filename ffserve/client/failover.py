@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as connections
+from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
@@ -67,6 +68,11 @@ class OpenSource(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StartDaemon:
+    """A step: have a daemon that listens on the socket."""
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """A step: announce an order to a source."""
 
@@ -74,8 +80,9 @@ class Announce:
     order: Order
 
 
-SelectionSteps: TypeAlias = Generator["OpenSource | Announce | float", Any, T]
+Step: TypeAlias = OpenSource | StartDaemon | Announce | float
 """A float is a step as well: wait so many seconds."""
+SelectionSteps: TypeAlias = Generator[Step, Any, T]
 
 
 class AnnouncedOrders(Protocol):
@@ -121,9 +128,19 @@ class OpenRequest:
     @property
     def socket(self) -> str:
         """The daemon's socket. If there is none, the one that was used last."""
-        named = self.server not in ("auto", "require", "off")
+        named = self.server not in ("auto", "start", "require", "off")
         found = find_socket(self.server if named else None)
         return self.served_by if self.served_by and not os.path.exists(found) else found
+
+    @property
+    def optional(self) -> bool:
+        """Whether the files are read without a daemon that does not serve them."""
+        return self.server in ("auto", "start")
+
+    @property
+    def starts(self) -> bool:
+        """Whether a daemon is started if none answers."""
+        return self.server == "start" or (self.server == "auto" and start_wanted())
 
     def check(self, source: Source) -> None:
         """Note what a new source opened. Raises when it is not what the last one had."""
@@ -262,16 +279,22 @@ class SourceSelection:
         source.close()
 
     def _first(self, patience_s: float) -> SelectionSteps[Source]:
-        server = self.request.server
+        request = self.request
         deadline = time.monotonic() + patience_s
-        while server != "off":
+        may_start = request.starts
+        while request.server != "off":
             try:
                 source: Source = yield OpenSource.REMOTE
-                self.request.unserved = ""
+                request.unserved = ""
                 return source
             except NOT_SERVED as error:
                 away = isinstance(error, ServerUnavailable)
-                if server == "auto":
+                if may_start and away and not isinstance(error.__cause__, TimeoutError):
+                    may_start = False
+                    if (yield from self._starting()):
+                        continue
+                    break
+                if request.optional:
                     # That no daemon runs is not worth a warning; one that cannot be used is.
                     if not away or not isinstance(error.__cause__, _NOT_RUNNING):
                         if self._first_time(error):
@@ -285,9 +308,19 @@ class SourceSelection:
         source = yield OpenSource.LOCAL
         return source
 
+    def _starting(self) -> SelectionSteps[bool]:
+        """Have a daemon started; return whether one listens."""
+        try:
+            yield StartDaemon()
+        except FFServeError as error:
+            if self._first_time(error):
+                log.warning("reading without a daemon, none could be started: %s", error)
+            return False
+        return True
+
     def _after_loss(self) -> SelectionSteps[Source]:
-        server = self.request.server
-        deadline = time.monotonic() + RECONNECT_S["auto" if server == "auto" else "require"]
+        optional = self.request.optional
+        deadline = time.monotonic() + RECONNECT_S["auto" if optional else "require"]
         pause = 0.01
         while True:
             try:
@@ -297,7 +330,7 @@ class SourceSelection:
             except NOT_SERVED as error:
                 final = not isinstance(error, (ServerUnavailable, ProtocolError))
                 if final or time.monotonic() >= deadline:
-                    if server != "auto":
+                    if not optional:
                         raise
                     if self._first_time(error, key=f"lost {error.path or error}"):
                         log.warning("the daemon went away, reading without it: %s", error)
@@ -339,7 +372,7 @@ def source_over(
     kind = InlineSource if connection.handshake.inline else SharedMemorySource
     try:
         source = kind(connection, opened, request.paths)
-        source.replaceable = request.server == "auto"
+        source.replaceable = request.optional
         return source
     except BaseException:
         connection.close_dataset(opened.dataset)
@@ -392,7 +425,7 @@ class SourceSelector:
         finally:
             steps.close()
 
-    def _take(self, step: OpenSource | Announce | float) -> Source | None:
+    def _take(self, step: Step) -> Source | None:
         if self._request.closed:
             raise closed_error()
         if step is OpenSource.REMOTE:
@@ -409,6 +442,9 @@ class SourceSelector:
             )
             request.share = local.share
             return local
+        if isinstance(step, StartDaemon):
+            start_daemon(self._request.socket)
+            return None
         if isinstance(step, Announce):
             step.source.announce(*step.order)
             return None
@@ -585,13 +621,17 @@ class LoopSelector:
         finally:
             steps.close()
 
-    async def _take(self, step: OpenSource | Announce | float) -> Source | None:
+    async def _take(self, step: Step) -> Source | None:
         if self._request.closed:
             raise closed_error()
         if step is OpenSource.REMOTE:
             return await self._open_remote()
         if step is OpenSource.LOCAL:
             return await self._open_local()
+        if isinstance(step, StartDaemon):
+            path = self._request.socket
+            await in_thread(lambda: start_daemon(path))
+            return None
         if isinstance(step, Announce):
             await announce(step.source, step.order)
             return None

@@ -107,11 +107,14 @@ async def _run(
         state.engines.kind,
     )
     _notify("READY=1")
-    watchdog = loop.create_task(_watchdog())
+    tasks = [loop.create_task(_watchdog())]
+    if config.idle_timeout_s:
+        tasks.append(loop.create_task(_stop_when_idle(server, config.idle_timeout_s, stop)))
     await stop.wait()
     _notify("STOPPING=1")
     log.info("stopping: %d clients", server.connection_count)
-    watchdog.cancel()
+    for task in tasks:
+        task.cancel()
     broken = state.engines.broken
     patience_s = 0.0 if broken else config.drain_timeout_s
     if not await server.drain(patience_s):
@@ -123,6 +126,13 @@ async def _run(
             "so the daemon ends",
             hint="start the daemon again (systemd does so); see dmesg for the cause",
         )
+
+
+async def _stop_when_idle(server: Server, timeout_s: float, stop: asyncio.Event) -> None:
+    while (left_s := timeout_s - server.idle_s) > 0:
+        await asyncio.sleep(left_s)
+    log.info("no client for %g s", timeout_s)
+    stop.set()
 
 
 async def _watchdog() -> None:

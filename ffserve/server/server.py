@@ -207,6 +207,7 @@ class Server:
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._draining = False
+        self._used_at = time.monotonic()
         self._later: deque[ClientConnection] = deque()
         """Connections to be read again, in this order."""
         listener.setblocking(False)
@@ -249,6 +250,8 @@ class Server:
     def forget(self, connection: ClientConnection) -> None:
         """A connection has closed itself."""
         self._connections.discard(connection)
+        if connection.session.joined:
+            self._used_at = time.monotonic()
 
     def read_later(self, connection: ClientConnection) -> None:
         """Read a connection again after those that wait for the same.
@@ -317,6 +320,13 @@ class Server:
             self._timer = None
         self.state.scheduler.pump(time.monotonic())
         self.arm()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last client that opened files went; 0: there is one."""
+        if any(connection.session.joined for connection in self._connections):
+            return 0.0
+        return time.monotonic() - self._used_at
 
     @property
     def connection_count(self) -> int:

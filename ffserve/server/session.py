@@ -202,7 +202,8 @@ class Session:
         self._closing: set[Dataset] = set()
         self._next_dataset = 1
         self._opening = 0
-        self._joined = False
+        self.joined = False
+        """Whether it has opened a data set."""
         self._orders = OrderReceiver(state, self.fail)
 
     def receive(self, message: Message, now: float) -> None:  # noqa: C901 (one case per message)
@@ -305,9 +306,9 @@ class Session:
         """Count for the job from the first data set on: a client that asks for the status only is
         no job."""
         assert self.job is not None
-        if self._joined:
+        if self.joined:
             return
-        self._joined = True
+        self.joined = True
         self.job = self._state.job(self.job.name, now)
         self.job.sessions += 1
         self.job.pid = self.job.pid or self.peer.pid
@@ -595,7 +596,7 @@ class Session:
 
     def leave(self, now: float) -> None:
         """The connection is closed: give everything back."""
-        if self._joined:
+        if self.joined:
             assert self.job is not None
             self.job.sessions -= 1
         self.phase = OVER

@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "payload": ("inline", "inline"),
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
+    "idle_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
 }
 """Every key, a value that is not the default, and what the setting is then."""
