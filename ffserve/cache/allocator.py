@@ -87,7 +87,6 @@ class Allocator:
         self._policy = policy
         self._retract = retract
         self._counters = counters
-        self._large = len(arena.class_sizes)
         self._hand = self._retiring_hand = self._idle_hand = 0
         self._idle_slabs = 0
         """Slabs still to be examined for idle ones."""
@@ -120,8 +119,9 @@ class Allocator:
         complete = True
         for size_class, rows in classes:
             wanted = sizes[rows]
-            if size_class == self._large:
-                found, expendable = self._take_runs(wanted, latest)
+            domain, rank = divmod(size_class, self._arena.class_count)
+            if rank == self._arena.large:
+                found, expendable = self._take_runs(wanted, domain, latest)
                 parts += _parts(size_class, found, expendable)
             else:
                 found, fresh = self._take(size_class, len(wanted), group, latest)
@@ -130,7 +130,7 @@ class Allocator:
                 if fresh:
                     parts.append((size_class, found[:fresh], False))
             filled = len(found) == len(wanted)
-            if size_class == self._large:
+            if rank == self._arena.large:
                 filled = bool((found >= 0).all())
             if filled and len(classes) == 1:
                 return found, parts, True
@@ -167,7 +167,8 @@ class Allocator:
             if unwanted is None:
                 break
             stolen = self._arena.take(size_class, wanted - len(found))
-            assert len(stolen), "an emptied slab has slots"
+            if not len(stolen):
+                break  # its pages cannot be given to this domain
             if unwanted and fresh == len(found):
                 fresh += len(stolen)
             found = joined((found, stolen))
@@ -180,16 +181,17 @@ class Allocator:
         self._evict(victims)
         return victims, others
 
-    def _take_runs(self, sizes: Int64s, latest: float | None) -> tuple[Int64s, NDArray[np.bool_]]:
+    def _take_runs(
+        self, sizes: Int64s, domain: int, latest: float | None
+    ) -> tuple[Int64s, NDArray[np.bool_]]:
         """Return a large slot for each size, -1 where there is none, and which are expendable."""
         slots, expendable = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.bool_)
         for row, size in enumerate(sizes.tolist()):
-            slot = self._arena.take_run(size)
+            slot = self._arena.take_run(size, domain)
             if slot is None and latest is None:
                 unwanted = self._steal(-(-size // self._arena.slab_size))
                 if unwanted is not None:
-                    slot, expendable[row] = self._arena.take_run(size), not unwanted
-                    assert slot is not None, "a run was emptied"
+                    slot, expendable[row] = self._arena.take_run(size, domain), not unwanted
             if slot is not None:
                 slots[row] = slot
                 self._state[slot] = LOADING
@@ -411,8 +413,8 @@ class Allocator:
         return wanted
 
     def _classes(self, slots: Int64s) -> Int64s:
-        classes = self._arena.slab_class[slots // self._arena.slots_per_slab].astype(np.int64)
-        classes[classes < 0] = self._large
+        slabs = slots // self._arena.slots_per_slab
+        classes: Int64s = self._arena.slab_class[slabs].astype(np.int64)
         return classes
 
 

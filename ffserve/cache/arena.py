@@ -7,6 +7,11 @@ slab can also be emptied by eviction and given to another class. A sample larger
 run of whole slabs. Slots are contiguous because clients copy out of them and the kernel reads into
 them.
 
+A slab belongs to one *domain* at a time: its pages are those of the domain's own file (`domains`).
+So a size class is one of a domain: class number = domain × classes per domain + rank of the size,
+and nothing that goes by class can put a sample where readers of another domain look. An empty slab
+may be given to another domain; that is how memory moves between them.
+
 This is bookkeeping over numpy arrays: no memory of the arena is touched, so a simulation can drive
 it. Slot number = slab × slots_per_slab + number in the slab.
 """
@@ -14,7 +19,7 @@ it. Slot number = slab × slots_per_slab + number in the slab.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +34,6 @@ SLOT_ALIGNMENT = 512
 """The alignment of memory that O_DIRECT needs on every common device (statx: dio_mem_align)."""
 SMALLEST_ARENA = 1024 * 1024
 
-LARGE = -2
 _FREE = -1
 _RETIRED = -3
 """The class of slabs beyond the size."""
@@ -86,6 +90,9 @@ class Arena:
         size: bytes; rounded down to whole slabs.
         limit: bytes to which it can grow, at least `size`; None: it cannot.
     Raises: UsageError when smaller than SMALLEST_ARENA.
+
+    give: gives an empty slab, of this number, the pages of a domain, of this number; False: that is
+    not possible now. A simulation has no pages to give.
     """
 
     def __init__(self, size: int, limit: int | None = None) -> None:
@@ -103,18 +110,29 @@ class Arena:
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT
         self.class_sizes = _class_sizes(self.slab_size)
         self._class_sizes: list[int] = self.class_sizes.tolist()
+        self.large = len(self._class_sizes)
+        """The rank of the size class of slots larger than a slab, the last one of each domain."""
+        self.class_count = self.large + 1
+        """Size classes of one domain."""
+        self.domain_count = 0
+        self.give: Callable[[int, int], bool] = lambda slab, domain: True
         # Sized for the limit; the part beyond the size is not touched and takes no memory.
         self.slab_class = np.empty(slabs, np.int32)
+        self.slab_domain = np.zeros(slabs, np.int32)
+        """Whose pages each slab has, used or not."""
         self.slab_used = np.zeros(slabs, np.int64)
         """Slots in use in each slab."""
         self._run_length = np.zeros(slabs, np.int64)
         self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
         self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
         self.slab_count = self.open_count = 0
-        self._free_slabs: list[int] = []
-        self._free_slots = [FreeSlots() for _ in self.class_sizes]
+        self._free_slabs: list[list[int]] = []
+        """By domain."""
+        self._free_slots: list[FreeSlots] = []
+        """By size class."""
         self.used_size = 0
         """Bytes of the slots in use."""
+        self.add_domain()
         self.resize(size // self.slab_size)
 
     @property
@@ -153,7 +171,7 @@ class Arena:
         if count < self.open_count:
             beyond = self.slab_class[count : self.open_count]
             beyond[beyond == _FREE] = _RETIRED
-            self._free_slabs = [slab for slab in self._free_slabs if slab < count]
+            self._free_slabs = [[s for s in slabs if s < count] for slabs in self._free_slabs]
             first = count * self.slots_per_slab
             for free in self._free_slots:
                 free.keep(free.held < first)
@@ -166,8 +184,29 @@ class Arena:
                 self.slab_class[self.open_count : count] == _RETIRED
             )
             self.slab_class[again] = _FREE
-            self._free_slabs[:0] = again[::-1].tolist()
+            for domain in np.unique(self.slab_domain[again]).tolist():
+                fresh = again[self.slab_domain[again] == domain]
+                self._free_slabs[domain][:0] = fresh[::-1].tolist()
         self.open_count = count
+
+    def add_domain(self) -> int:
+        """Add size classes for another domain; return its number. The first one, 0, is there from
+        the start, and all slabs are its own."""
+        self._free_slabs.append([])
+        self._free_slots += [FreeSlots() for _ in range(self.class_count)]
+        self.domain_count += 1
+        return self.domain_count - 1
+
+    def is_empty(self, domain: int) -> bool:
+        """Whether no slab holds a slot of a domain."""
+        taken = self.slab_class[: self.slab_count] >= 0
+        return not (taken & (self.slab_domain[: self.slab_count] == domain)).any()
+
+    def slabs_in(self, domain: int) -> int:
+        """Return the number of slabs with slots of a domain."""
+        classes = self.slab_class[: self.slab_count]
+        low = domain * self.class_count
+        return int(np.count_nonzero((classes >= low) & (classes < low + self.class_count)))
 
     def retiring(self) -> NDArray[np.int64]:
         """Return the slabs beyond the size that are not empty yet."""
@@ -185,16 +224,20 @@ class Arena:
         return self.class_sizes.searchsorted(sizes)
 
     def by_class(
-        self, sizes: NDArray[np.int64], smallest: int, largest: int
+        self,
+        sizes: NDArray[np.int64],
+        smallest: int,
+        largest: int,
+        domains: int | NDArray[np.int32] = 0,
     ) -> list[tuple[int, NDArray[np.int64] | slice]]:
         """Return each size class of these sizes with the rows that have it; mostly there is one.
 
-        Args: smallest, largest: bounds of the sizes.
+        Args: smallest, largest: bounds of the sizes. domains: of all, or of each.
         """
         low = bisect_left(self._class_sizes, smallest)
-        if low == bisect_left(self._class_sizes, largest):
-            return [(low, _ALL)]
-        classes = self.classes(sizes)
+        if isinstance(domains, int) and low == bisect_left(self._class_sizes, largest):
+            return [(domains * self.class_count + low, _ALL)]
+        classes = self.classes(sizes) + domains * np.int64(self.class_count)
         return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
 
     def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -214,7 +257,7 @@ class Arena:
     def take(self, size_class: int, count: int) -> NDArray[np.int64]:
         """Take up to `count` slots, at least 1, of a class that are free or can be cut from a free
         slab."""
-        if self._free_slabs:
+        if any(self._free_slabs):
             self._cut_slabs(size_class, count)
         free = self._free_slots[size_class]
         if not free.count:
@@ -225,31 +268,66 @@ class Arena:
             self.slab_used[slabs[0]] += len(taken)
         else:
             np.add.at(self.slab_used, slabs, 1)
-        self.used_size += len(taken) * int(self.class_sizes[size_class])
+        self.used_size += len(taken) * self._class_sizes[size_class % self.class_count]
         return taken
 
     def _cut_slabs(self, size_class: int, count: int) -> None:
         free = self._free_slots[size_class]
-        while len(free) < count and self._free_slabs:
-            slab = self._free_slabs.pop()
+        domain, rank = divmod(size_class, self.class_count)
+        size = self._class_sizes[rank]
+        while len(free) < count and (slab := self._pop_free_slab(domain)) is not None:
             self.slab_class[slab] = size_class
             first = slab * self.slots_per_slab
-            size = int(self.class_sizes[size_class])
             per_slab = self.slab_size // size
             self._size[first : first + per_slab] = size
             begin = slab * self.slab_size
             self._offset[first : first + per_slab] = range(begin, begin + per_slab * size, size)
             free.add(np.arange(first + per_slab - 1, first - 1, -1))
 
-    def take_run(self, size: int) -> int | None:
+    def _pop_free_slab(self, domain: int) -> int | None:
+        own = self._free_slabs[domain]
+        if own:
+            return own.pop()
+        # The highest one: what is registered with the kernel is the part below (`resize.Pages`).
+        slab = max((slab for slabs in self._free_slabs for slab in slabs), default=None)
+        if slab is None or not self._give(slab, domain):
+            return None
+        own.remove(slab)
+        return slab
+
+    def _give(self, slab: int, domain: int) -> bool:
+        """Give a free slab to a domain."""
+        before = int(self.slab_domain[slab])
+        if before == domain:
+            return True
+        if not self.give(slab, domain):
+            return False
+        self._free_slabs[before].remove(slab)
+        self._free_slabs[domain].append(slab)
+        self.slab_domain[slab] = domain
+        return True
+
+    def give_back(self, domain: int) -> None:
+        """Give the slabs of a domain, which is empty, to the first one."""
+        for slab in list(self._free_slabs[domain]):
+            self._give(slab, 0)
+        beyond = self.slab_domain[self.open_count :]
+        for slab in (self.open_count + np.flatnonzero(beyond == domain)).tolist():
+            if self.give(slab, 0):
+                self.slab_domain[slab] = 0
+
+    def take_run(self, size: int, domain: int = 0) -> int | None:
         """Take a run of free slabs for a large slot of `size` bytes, or return None."""
         need = -(-size // self.slab_size)
         start = first_run(self.slab_class[: self.open_count] == _FREE, need)
         if start is None:
             return None
         members = set(range(start, start + need))
-        self._free_slabs = [slab for slab in self._free_slabs if slab not in members]
-        self.slab_class[start : start + need] = LARGE
+        if not all(self._give(slab, domain) for slab in sorted(members)):
+            return None
+        own = self._free_slabs[domain]
+        self._free_slabs[domain] = [slab for slab in own if slab not in members]
+        self.slab_class[start : start + need] = domain * self.class_count + self.large
         self._run_length[start] = need
         self.slab_used[start] = 1
         self.used_size += need * self.slab_size
@@ -270,7 +348,7 @@ class Arena:
         self._add_free(slots[staying], classes[staying])
         emptied = np.unique(slabs[~used])
         for size_class in np.unique(self.slab_class[emptied]).tolist():
-            if size_class >= 0 and self._free_slots[size_class]:
+            if self._free_slots[size_class]:
                 free = self._free_slots[size_class]
                 free.keep(~np.isin(free.held // self.slots_per_slab, emptied))
         for slab in emptied.tolist():
@@ -279,7 +357,8 @@ class Arena:
             self.slab_class[slab : slab + run] = _RETIRED
             end = min(slab + run, self.open_count)
             self.slab_class[slab:end] = _FREE
-            self._free_slabs.extend(range(end - 1, slab - 1, -1))
+            own = self._free_slabs[int(self.slab_domain[slab])]
+            own.extend(range(end - 1, slab - 1, -1))
 
     def _add_free(self, slots: NDArray[np.int64], classes: NDArray[np.int32]) -> None:
         for size_class in np.unique(classes).tolist():
@@ -293,7 +372,7 @@ class Arena:
     def members(self, slab: int) -> tuple[int, int]:
         """Return the slot numbers [low, high) in a slab, those of its large slot included."""
         head = slab
-        if self.slab_class[slab] == LARGE:
+        if self._is_large(slab):
             while not self._run_length[head]:
                 head -= 1
         return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
@@ -301,9 +380,15 @@ class Arena:
     def heads(self) -> NDArray[np.int64]:
         """Return for each slab the slab whose slots cover it: itself, or its large slot's first."""
         heads = np.arange(self.slab_count)
-        inside = self.slab_class[: self.slab_count] == LARGE
+        inside = self._is_large(slice(self.slab_count))
         heads[inside & (self._run_length[: self.slab_count] == 0)] = 0
         return np.maximum.accumulate(heads)
+
+    def _is_large(self, slabs: int | slice) -> NDArray[np.bool_]:
+        # Below 0 are the slabs of no class.
+        classes = self.slab_class[slabs]
+        large: NDArray[np.bool_] = (classes % self.class_count == self.large) & (classes >= 0)
+        return large
 
 
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

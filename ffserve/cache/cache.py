@@ -212,7 +212,8 @@ class Cache:
             blocks, wanted_by = blocks.take(fits), wanted_by[fits]
         if not len(wanted_by):
             return None, end
-        classes = self.arena.by_class(blocks.sizes, cut.smallest, cut.largest)
+        domains = self.shards.domain(blocks.shards)
+        classes = self.arena.by_class(blocks.sizes, cut.smallest, cut.largest, domains)
         group = self.next_use.group_of(int(numbers[0]))
         slots, parts, complete = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
         if not complete:

@@ -155,9 +155,7 @@ class NextUseBuckets:
         self.group = np.zeros(arena.slot_limit, np.int32)
         self.prefetched = np.zeros(arena.slot_limit, np.bool_)
         """Filled before a request, and not used since."""
-        self.large = len(arena.class_sizes)
-        """The size class of slots larger than a slab."""
-        self.of_class: list[dict[int, BucketSet]] = [{} for _ in range(self.large + 1)]
+        self.of_class: list[dict[int, BucketSet]] = []
         """By size class, by group."""
         self.residents = Residents(
             self.key,
@@ -166,12 +164,14 @@ class NextUseBuckets:
             arena.tables()[1],
             arena.slab_class,
             arena.slots_per_slab,
-            self.large,
         )
         self.follow_arena()
 
     def follow_arena(self) -> None:
-        """Add the slots of an arena that has grown: they are in no bucket."""
+        """Add the slots of an arena that has grown, which are in no bucket, and the classes of new
+        domains."""
+        classes = self._arena.domain_count * self._arena.class_count
+        self.of_class += [{} for _ in range(classes - len(self.of_class))]
         if self._arena.slot_count > self.known:
             self.key[self.known : self._arena.slot_count] = NONE
             self.known = self._arena.slot_count

@@ -127,9 +127,7 @@ class Policy:
         classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
         for size_class in np.unique(classes).tolist():
             rows = classes == size_class
-            self.buckets.put(
-                slots[rows], size_class if size_class >= 0 else self.buckets.large, STALE
-            )
+            self.buckets.put(slots[rows], size_class, STALE)
 
     # ---- victims --------------------------------------------------------------------------
 

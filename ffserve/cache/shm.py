@@ -33,6 +33,7 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -42,6 +43,7 @@ HUGE_PAGE = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
@@ -84,36 +86,72 @@ def _map(address: int | None, size: int, protection: int, flags: int, fd: int, o
     return mapped
 
 
-class SharedMemory:
-    """A sealed memfd and this process's writable mapping of it.
+class MemoryFile:
+    """A sealed memfd. Its pages are allocated when they are touched.
 
     Args:
         name: appears in /proc/PID/maps; not a path.
-        size: bytes, a multiple of the page size; pages are allocated when touched.
+        size: bytes, a multiple of the page size.
+    Raises: ReadError.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        try:
+            self.fd = sealed_file(name, size)
+        except OSError as error:
+            raise _setup_error(name, size, error) from error
+
+    def reader_fd(self) -> int:
+        """Open the file again, read-only. The caller closes the descriptor."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def punch(self, offset: int, size: int) -> None:
+        """Free the pages [offset, offset + size), whoever maps them; they read as zeros then.
+        fallocate(2): a mapping of this process is not needed.
+
+        Args: offset, size: multiples of the page size.
+        Raises: OSError.
+        """
+        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def close(self) -> None:
+        """Close the descriptor. The memory stays while anybody maps it."""
+        os.close(self.fd)
+
+
+class SharedMemory:
+    """This process's writable mapping of a memory file, parts of which may show other files.
+
+    Args: name, size: as of MemoryFile. Raises: ReadError.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.size = size
-        self.fd = -1
+        self.file = MemoryFile(name, size)
         try:
-            self.fd = sealed_file(name, size)
-            mapping = _Mapping(self.fd, 0, size, writable=True)
+            mapping = _Mapping(self.file.fd, 0, size, writable=True)
         except (OSError, ValueError) as error:
-            if self.fd >= 0:
-                os.close(self.fd)
-            reason, hint = str(error), None
-            if isinstance(error, OSError):
-                reason, hint = error.strerror or reason, os_hint(error)
-            raise ReadError(
-                f"cannot set up {size} bytes of shared memory for {name}: {reason}", hint=hint
-            ) from error
+            self.file.close()
+            raise _setup_error(name, size, error) from error
         self.array: NDArray[np.uint8] = np.asarray(mapping)
         self.address: int = self.array.ctypes.data
         self.view = self.array.data.toreadonly()
 
-    def reader_fd(self) -> int:
-        """Open the memory again, read-only. The caller closes the descriptor."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def show(self, file: MemoryFile, offset: int, size: int) -> None:
+        """Map [offset, offset + size) of another file of this size in the place of what is there.
+
+        Args: offset, size: multiples of the page size.
+        Raises: OSError; nothing has changed then. Each border between two files costs a mapping, of
+            which a process may have vm.max_map_count.
+        """
+        address = self.address + offset
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _map(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fd, offset)
+        _libc.madvise(address, size, mmap.MADV_DONTDUMP)
 
     def populate(self, offset: int, size: int) -> None:
         """Allocate pages [offset, offset + size) now, as huge pages where possible.
@@ -140,7 +178,14 @@ class SharedMemory:
         """Close. The memory stays mapped until the last array over it is gone."""
         self.view.release()
         del self.array
-        os.close(self.fd)
+        self.file.close()
+
+
+def _setup_error(name: str, size: int, error: OSError | ValueError) -> ReadError:
+    reason, hint = str(error), None
+    if isinstance(error, OSError):
+        reason, hint = error.strerror or reason, os_hint(error)
+    return ReadError(f"cannot set up {size} bytes of shared memory for {name}: {reason}", hint=hint)
 
 
 def sealed_file(name: str, size: int) -> int:

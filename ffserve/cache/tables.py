@@ -8,6 +8,11 @@ for all shards and take memory only for open ones, so they never move or grow un
 mapping. A shard owns one run of numbers; runs of shards that are opened together are adjacent, so a
 dataset of 10,000 shards is usually one run to its clients.
 
+Each domain has files of its own for the directory and the index, all of one size. The daemon's
+mapping of the first domain's shows another domain's file wherever a region of numbers belongs to
+that; a region is whole pages in both tables. So a number has one entry, and only clients that map
+the domain's file see it.
+
 *Shard table*: from sample numbers to extents of files. Records are read in *blocks*: one record,
 or, where records are far smaller than a disk's block, a run of neighbours that is read, verified
 and evicted together, since the device delivers them anyway. Where records are in chunks, a block is
@@ -17,12 +22,13 @@ a chunk, or a run of small neighbouring chunks, and its slot holds the decoded b
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.shm import SharedMemory, private_zeros
+from ffserve.cache.shm import MemoryFile, SharedMemory, private_zeros
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
@@ -31,6 +37,9 @@ ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")]
 CAPACITY = 1 << 32
 """Samples of all open shards: 64 + 48 GiB of address space, and no memory until it is used."""
 _SMALLEST_CAPACITY = 1 << 22
+REGION_UNIT = mmap.PAGESIZE // 4
+"""Numbers whose checksums take a page: regions of domains begin and end at multiples of that."""
+SMALLEST_REGION = 64 * REGION_UNIT
 
 SMALL_RECORD_SIZE = 2048
 """Mean record size in bytes below which neighbours share a block. On a disk with larger blocks the
@@ -42,6 +51,72 @@ LARGEST_SHARED_BLOCK = 65_536
 
 SHARD = 5
 """The row of shards in a table of blocks."""
+
+
+class NumberRuns:
+    """Runs of numbers that are assigned and given back.
+
+    Numbers are reused only when all have been assigned once: a disconnected client that has not
+    noticed yet would find another shard's samples under them.
+    """
+
+    def __init__(self) -> None:
+        self.next = self.end = 0
+        """The numbers from `next` to `end` were never assigned."""
+        self._free: list[tuple[int, int]] = []
+
+    def extend(self, start: int, count: int) -> None:
+        """Assign from these numbers next."""
+        self.give_back(self.next, self.end - self.next)
+        self.next, self.end = start, start + count
+
+    def take(self, count: int, unit: int = 1) -> int | None:
+        """Return the first of `count` numbers that were never assigned, a multiple of `unit`."""
+        start = -(-self.next // unit) * unit
+        if start + count > self.end:
+            return None
+        self.give_back(self.next, start - self.next)
+        self.next = start + count
+        return start
+
+    def reuse(self, count: int, unit: int = 1) -> int | None:
+        """Return the first of `count` numbers that were given back, a multiple of `unit`."""
+        self.extend(self.end, 0)
+        for k, (first, free) in enumerate(self._free):
+            start = -(-first // unit) * unit
+            if start + count <= first + free:
+                del self._free[k]
+                self.give_back(first, start - first)
+                self.give_back(start + count, first + free - start - count)
+                return start
+        return None
+
+    def give_back(self, start: int, count: int) -> None:
+        """Numbers are not used any more."""
+        if count == 0:
+            return
+        k = bisect.bisect(self._free, (start, count))
+        self._free.insert(k, (start, count))
+        self._merge(k)
+        self._merge(k - 1)
+
+    def _merge(self, k: int) -> None:
+        if 0 <= k < len(self._free) - 1:
+            (start, size), (following, more) = self._free[k], self._free[k + 1]
+            if start + size == following:
+                self._free[k : k + 2] = [(start, size + more)]
+
+
+class _Region(NumberRuns):
+    """The numbers of one domain, and the files that show them."""
+
+    def __init__(self, entries: MemoryFile, index: MemoryFile) -> None:
+        super().__init__()
+        self.entries = entries
+        self.index = index
+        self.parts: list[tuple[int, int]] = []
+        """All that it was given: first, count."""
+        self.count = 0
 
 
 class Directory:
@@ -67,35 +142,71 @@ class Directory:
         self._long = False
         self.offsets: NDArray[np.uint64] = self.index_memory.array[: capacity * 8].view(np.uint64)
         self.checksums: NDArray[np.uint32] = self.index_memory.array[capacity * 8 :].view(np.uint32)
-        self._unused = 0
-        """The lowest number that was never assigned."""
-        self._free: list[tuple[int, int]] = []
+        self._numbers = NumberRuns()
+        """Those of the first domain."""
+        self._numbers.extend(0, capacity)
+        self._regions: dict[int, _Region] = {}
+        """Those of the other domains."""
 
-    def reserve(self, count: int) -> int:
-        """Assign a run of `count` numbers; return the first.
+    def add_domain(self, domain: int, entries: MemoryFile, index: MemoryFile) -> None:
+        """Let another domain have numbers, shown by these files."""
+        self._regions[domain] = _Region(entries, index)
 
-        Numbers are reused only when all have been assigned once: a disconnected client that has not
-        noticed yet would find another shard's samples under them.
+    def drop_domain(self, domain: int) -> None:
+        """Take the numbers of a domain back, none of which is in use. Raises: OSError."""
+        region = self._regions[domain]
+        while region.parts:
+            start, count = region.parts[-1]
+            self._show(self.entries_memory.file, self.index_memory.file, start, count)
+            self._numbers.give_back(start, count)
+            region.parts.pop()
+        del self._regions[domain]
+
+    def reserve(self, count: int, domain: int = 0) -> int:
+        """Assign a run of `count` numbers to a shard of a domain; return the first.
 
         Raises: ReadError when no free run is long enough.
         """
-        if self._unused + count <= self.capacity:
-            self._unused += count
-            return self._unused - count
-        self._put_back(self._unused, self.capacity - self._unused)
-        self._unused = self.capacity
-        for k, (start, free) in enumerate(self._free):
-            if free >= count:
-                self._free[k] = (start + count, free - count)
-                if free == count:
-                    del self._free[k]
-                return start
-        raise ReadError(
-            f"the daemon's tables cannot hold another {count} samples",
-            hint="restart the daemon, or open fewer datasets at once",
-        )
+        region = self._regions.get(domain)
+        if region is None:
+            start = self._any(count)
+        elif (start := region.take(count)) is None:
+            # As many again as it has, so that a domain has few regions.
+            units = -(-max(count, region.count, SMALLEST_REGION) // REGION_UNIT)
+            size = units * REGION_UNIT
+            first = self._any(size, REGION_UNIT)
+            if first is not None:
+                try:
+                    self._show(region.entries, region.index, first, size)
+                except OSError as error:
+                    self._numbers.give_back(first, size)
+                    raise ReadError(
+                        f"the daemon cannot map tables for another {count} samples: {error}",
+                        hint="raise vm.max_map_count, or open fewer data sets at once",
+                    ) from error
+                region.parts.append((first, size))
+                region.count += size
+                region.extend(first, size)
+                start = region.take(count)
+            else:
+                start = region.reuse(count)
+        if start is None:
+            raise ReadError(
+                f"the daemon's tables cannot hold another {count} samples",
+                hint="restart the daemon, or open fewer datasets at once",
+            )
+        return start
 
-    def release(self, start: int, count: int) -> None:
+    def _any(self, count: int, unit: int = 1) -> int | None:
+        start = self._numbers.take(count, unit)
+        return self._numbers.reuse(count, unit) if start is None else start
+
+    def _show(self, entries: MemoryFile, index: MemoryFile, start: int, count: int) -> None:
+        self.entries_memory.show(entries, start * 16, count * 16)
+        self.index_memory.show(index, start * 8, count * 8)
+        self.index_memory.show(index, self.capacity * 8 + start * 4, count * 4)
+
+    def release(self, start: int, count: int, domain: int = 0) -> None:
         """Free a run and return its memory to the kernel. No client may have it in use."""
         if count == 0:
             return
@@ -103,21 +214,7 @@ class Directory:
         self.index_memory.discard(start * 8, count * 8)
         self.index_memory.discard(self.capacity * 8 + start * 4, count * 4)
         self.slot_of[start : start + count] = 0
-        self._put_back(start, count)
-
-    def _put_back(self, start: int, count: int) -> None:
-        if count == 0:
-            return
-        k = bisect.bisect(self._free, (start, count))
-        self._free.insert(k, (start, count))
-        self._merge(k)
-        self._merge(k - 1)
-
-    def _merge(self, k: int) -> None:
-        if 0 <= k < len(self._free) - 1:
-            (start, size), (following, more) = self._free[k], self._free[k + 1]
-            if start + size == following:
-                self._free[k : k + 2] = [(start, size + more)]
+        self._regions.get(domain, self._numbers).give_back(start, count)
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
         """Write the lengths of a shard's samples to unreadable entries: all known, or none."""
@@ -144,7 +241,7 @@ class Directory:
     @property
     def end(self) -> int:
         """The lowest number that was never assigned."""
-        return self._unused
+        return self._numbers.next
 
     def close(self) -> None:
         """Unmap everything."""
@@ -201,8 +298,8 @@ class ChunkRuns:
 class ShardTable:
     """The open shards, in rising order of their first sample's number.
 
-    `files`, `engines`: their numbers in server/io.py; `sessions`: how many have each open; `used`:
-    bytes of the slots that hold samples of each.
+    `files`, `engines`: their numbers in server/io.py; `domains`: to which each belongs; `sessions`:
+    how many have each open; `used`: bytes of the slots that hold samples of each.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -221,6 +318,9 @@ class ShardTable:
         self.checksum_kinds = np.zeros(0, np.int32)
         self.files = np.zeros(0, np.int32)
         self.engines = np.zeros(0, np.int32)
+        self.domains = np.zeros(0, np.int32)
+        self._sole_domain: int | None = 0
+        """The domain of all shards; None: they have several."""
         self.chunked = np.zeros(0, np.bool_)
         self.sessions = np.zeros(0, np.int64)
         self.used = np.zeros(0, np.int64)
@@ -232,6 +332,8 @@ class ShardTable:
 
     def _follow(self) -> None:
         self.has_chunks = bool(self.chunked.any())
+        each = np.unique(self.domains)
+        self._sole_domain = int(each[0]) if len(each) == 1 else None
         self._c.follow(
             self.bases,
             self.counts,
@@ -258,6 +360,7 @@ class ShardTable:
         checksum_kind: int,
         file: int,
         engine: int,
+        domain: int = 0,
         chunked: ChunkedShard | None = None,
     ) -> None:
         """Add a shard with at least one sample; `chunked` if its records are in chunks."""
@@ -272,6 +375,7 @@ class ShardTable:
         self.checksum_kinds = np.insert(self.checksum_kinds, row, checksum_kind)
         self.files = np.insert(self.files, row, file)
         self.engines = np.insert(self.engines, row, engine)
+        self.domains = np.insert(self.domains, row, domain)
         self.sessions = np.insert(self.sessions, row, 0)
         self.used = np.insert(self.used, row, 0)
         self._follow()
@@ -288,6 +392,7 @@ class ShardTable:
             "checksum_kinds",
             "files",
             "engines",
+            "domains",
             "chunked",
             "sessions",
             "used",
@@ -321,6 +426,13 @@ class ShardTable:
     def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each sample's shard."""
         return np.searchsorted(self.bases, numbers, side="right") - 1
+
+    def domain(self, rows: NDArray[np.int64]) -> int | NDArray[np.int32]:
+        """Return the domain of the shards of these rows, at least one; of each, if they differ."""
+        if self._sole_domain is not None:
+            return self._sole_domain
+        domains: NDArray[np.int32] = self.domains[rows]
+        return int(domains[0]) if (domains == domains[0]).all() else domains
 
     def idle(self) -> list[int]:
         """Return the rows of the idle shards: those with slots and without a session."""

@@ -14,8 +14,7 @@
 
 static int64_t class_of(const ffs_residents *r, int64_t slot)
 {
-    int64_t size_class = r->classes[slot >> r->slab_shift];
-    return size_class < 0 ? r->large : size_class;
+    return r->classes[slot >> r->slab_shift];
 }
 
 static bool inside(const ffs_residents *r, const int64_t *slots, int64_t n)

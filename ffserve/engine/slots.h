@@ -119,8 +119,8 @@ typedef struct {
     uint8_t *prefetched; /* 1: filled before a request, and not used since */
     const int64_t *sizes;
     int64_t slot_count;
-    const int32_t *classes; /* size class of each slab of 1 << slab_shift slots; below 0: large */
-    int64_t slab_shift, large;
+    const int32_t *classes; /* size class of each slab of 1 << slab_shift slots; below 0: none */
+    int64_t slab_shift;
 } ffs_residents;
 
 #define FFS_NO_KEY -1

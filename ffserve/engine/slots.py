@@ -269,7 +269,7 @@ class Residents:
     Args:
         keys: int64[slots]. groups: int32[slots]. prefetched: bool[slots], filled before a request.
         sizes: int64[slots], bytes.
-        classes: int32[slabs], below 0 of large slots, whose size class is `large`.
+        classes: int32[slabs], below 0 of slabs without slots.
         slots_per_slab: a power of two.
     """
 
@@ -281,7 +281,6 @@ class Residents:
         sizes: Int64s,
         classes: Int32s,
         slots_per_slab: int,
-        large: int,
     ) -> None:
         assert len(keys) == len(groups) == len(prefetched) == len(sizes)
         assert len(classes) * slots_per_slab >= len(keys)
@@ -295,7 +294,7 @@ class Residents:
             from_buffer(I32S, classes),
         ]
         c.keys, c.groups, c.prefetched, c.sizes, c.classes = self._keep
-        c.slot_count, c.slab_shift, c.large = len(keys), slots_per_slab.bit_length() - 1, large
+        c.slot_count, c.slab_shift = len(keys), slots_per_slab.bit_length() - 1
         self._found = ffi.new("int64_t[3]")
 
     def take(

@@ -153,7 +153,7 @@ class ClientConnection:
         memories = (state.memory, state.directory.entries_memory, state.directory.index_memory)
         fds: list[int] = []
         try:
-            fds.extend(memory.reader_fd() for memory in memories)
+            fds.extend(memory.file.reader_fd() for memory in memories)
             sent = socket.send_fds(self._sock, [frame], fds)
         except (BrokenPipeError, ConnectionResetError):
             # The client has gone away in the meantime.

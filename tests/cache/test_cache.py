@@ -72,27 +72,38 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena(2 * MIB)
+        assert [self.arena.add_domain(), self.arena.add_domain()] == [1, 2]
+        self.given = self.arena.slab_domain.copy()
+        self.arena.give = self.give
         self.held: dict[int, int] = {}
+        self.domains: dict[int, int] = {}
 
-    @rule(size=st.integers(0, 300_000), count=st.integers(1, 20))
-    def take(self, size: int, count: int) -> None:
-        (size_class,) = self.arena.classes(np.array([size])).tolist()
-        if size_class == len(self.arena.class_sizes):
-            slot = self.arena.take_run(size)
+    def give(self, slab: int, domain: int) -> bool:
+        low, high = slab * self.arena.slots_per_slab, (slab + 1) * self.arena.slots_per_slab
+        assert self.arena.slab_class[slab] < 0 and not any(low <= s < high for s in self.held)
+        self.given[slab] = domain
+        return True
+
+    @rule(size=st.integers(0, 300_000), count=st.integers(1, 20), domain=st.integers(0, 2))
+    def take(self, size: int, count: int, domain: int) -> None:
+        (rank,) = self.arena.classes(np.array([size])).tolist()
+        if rank == len(self.arena.class_sizes):
+            slot = self.arena.take_run(size, domain)
             taken = [] if slot is None else [slot]
         else:
+            ((size_class, _),) = self.arena.by_class(np.array([size]), size, size, domain)
             taken = self.arena.take(size_class, count)
             assert len(taken) <= count
         for slot in taken:
             assert slot not in self.held
-            self.held[slot] = size
+            self.held[slot], self.domains[slot] = size, domain
 
-    @rule(size=st.integers(262_145, 2 * MIB))
-    def take_run(self, size: int) -> None:
+    @rule(size=st.integers(262_145, 2 * MIB), domain=st.integers(0, 2))
+    def take_run(self, size: int, domain: int) -> None:
         free = self.arena.slab_class == -1
-        slot = self.arena.take_run(size)
+        slot = self.arena.take_run(size, domain)
         if slot is not None:
-            self.held[slot] = size
+            self.held[slot], self.domains[slot] = size, domain
         else:
             need = -(-size // self.arena.slab_size)
             assert "1" * need not in "".join("01"[bool(f)] for f in free)
@@ -108,10 +119,17 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_overlaps_and_nothing_is_lost(self) -> None:
         slots = np.array(sorted(self.held), np.int64)
+        assert (self.given == self.arena.slab_domain).all()
+        for domain, slabs in enumerate(self.arena._free_slabs):
+            assert (self.given[slabs] == domain).all()
+        for slot in self.held:
+            inside = self.arena.slabs_of([np.array([slot], np.int64)])
+            assert (self.given[inside] == self.domains[slot]).all()
         if not len(slots):
             assert self.arena.used_size == 0
             assert (self.arena.slab_class == -1).all()
-            assert sorted(self.arena._free_slabs) == list(range(self.arena.slab_count))
+            free = sorted(slab for slabs in self.arena._free_slabs for slab in slabs)
+            assert free == list(range(self.arena.slab_count))
             assert not any(self.arena._free_slots)
             return
         offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
@@ -237,7 +255,7 @@ def regions() -> dict[int, str]:
 def test_huge_pages_are_huge_for_clients_too(offset: int) -> None:
     """The kernel had put them at any page: not one huge page was ever in use."""
     memory = SharedMemory("ffserve-test", 8 * MIB)
-    mapped = map_read_only(memory.fd, offset, 8 * MIB - offset)
+    mapped = map_read_only(memory.file.fd, offset, 8 * MIB - offset)
     address = int(mapped.ctypes.data)
     try:
         assert memory.address % HUGE_PAGE == 0
@@ -262,8 +280,8 @@ def test_no_more_is_mapped_than_the_file_holds() -> None:
     try:
         for offset, size in [(0, 4 * PAGE + 1), (4 * PAGE, 1), (2**62, 5), (5, 2**62), (-1, 5)]:
             with pytest.raises(ReadError, match="cannot map"):
-                map_read_only(memory.fd, offset, size)
-        mapped = map_read_only(memory.fd, 4 * PAGE - 1, 1)
+                map_read_only(memory.file.fd, offset, size)
+        mapped = map_read_only(memory.file.fd, 4 * PAGE - 1, 1)
         assert not mapped.flags.writeable
         with pytest.raises(ValueError, match="WRITEABLE"):
             mapped.flags.writeable = True
@@ -274,7 +292,7 @@ def test_no_more_is_mapped_than_the_file_holds() -> None:
 
 def test_samples_stay_out_of_core_files() -> None:
     memory = SharedMemory("ffserve-test", 8 * PAGE)
-    mapped = map_read_only(memory.fd, 0, 8 * PAGE)
+    mapped = map_read_only(memory.file.fd, 0, 8 * PAGE)
     try:
         flags = [
             regions()[address].split("VmFlags:")[1].split()

@@ -16,7 +16,7 @@ FAR, STALE = 1 << 58, 1 << 60
 
 class Tables:
     """Slots by turns in groups 1 and 2 and under keys NO_KEY, 5, 6 and STALE; slabs of classes 0,
-    1 and 0, the last a large slot."""
+    1 and LARGE."""
 
     def __init__(self) -> None:
         slots = np.arange(SLOTS)
@@ -24,14 +24,13 @@ class Tables:
         self.groups = (1 + slots // 2 % 2).astype(np.int32)
         self.prefetched = slots % 3 == 0
         self.sizes = 100 + slots
-        self.slabs = np.array([0, 1, 0, -2], np.int32)
+        self.slabs = np.array([0, 1, 0, LARGE], np.int32)
         self.c = Residents(
-            self.keys, self.groups, self.prefetched, self.sizes, self.slabs, PER_SLAB, LARGE
+            self.keys, self.groups, self.prefetched, self.sizes, self.slabs, PER_SLAB
         )
 
     def size_class(self, slot: int) -> int:
-        found = int(self.slabs[slot // PER_SLAB])
-        return found if found >= 0 else LARGE
+        return int(self.slabs[slot // PER_SLAB])
 
     def of(self, slots: list[int]) -> tuple[int, int]:
         """Return the group and the size class of all, or MIXED."""
