@@ -307,14 +307,17 @@ class Arena:
         self.slab_domain[slab] = domain
         return True
 
-    def give_back(self, domain: int) -> None:
-        """Give the slabs of a domain, which is empty, to the first one."""
+    def give_back(self, domain: int) -> bool:
+        """Give the slabs of a domain, which is empty, to the first one; return whether it has none
+        left."""
         for slab in list(self._free_slabs[domain]):
-            self._give(slab, 0)
-        beyond = self.slab_domain[self.open_count :]
-        for slab in (self.open_count + np.flatnonzero(beyond == domain)).tolist():
-            if self.give(slab, 0):
-                self.slab_domain[slab] = 0
+            if not self._give(slab, 0):
+                return False
+        for slab in np.flatnonzero(self.slab_domain == domain).tolist():
+            if not self.give(slab, 0):
+                return False
+            self.slab_domain[slab] = 0
+        return True
 
     def take_run(self, size: int, domain: int = 0) -> int | None:
         """Take a run of free slabs for a large slot of `size` bytes, or return None."""

@@ -210,12 +210,13 @@ class SharedMemorySource(DaemonSource):
         super().__init__(connection, opened, paths)
         segments = []
         self._mappings = []
+        self._arena = arena = connection.handshake.arena
+        place = arena.__array_interface__["data"][0]
         for first, base, count in self.layout.runs():
             mapping = connection.handshake.entries(base, count)
             self._mappings.append(mapping)
-            segments.append((mapping.__array_interface__["data"][0], first, count))
-        self._arena = arena = connection.handshake.arena
-        self.view = View(arena.__array_interface__["data"][0], arena.nbytes, segments)
+            segments.append((mapping.__array_interface__["data"][0], first, count, place))
+        self.view = View(arena.nbytes, segments)
         self._mean_size = sum(shard.size for shard in self.shards) // max(1, self.count)
 
     # ---- lengths --------------------------------------------------------------------------

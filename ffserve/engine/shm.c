@@ -41,14 +41,20 @@ static inline int unchanged(const ffs_entry *entry, uint32_t seq)
     return __atomic_load_n(&entry->seq, __ATOMIC_RELAXED) == seq;
 }
 
-/* The entry of a sample, or NULL when the index is outside the view. *hint: the segment found last,
+/* Where a sample is looked up: its entry, and the arena that the entry names a place in. */
+typedef struct {
+    const ffs_entry *entry;
+    const uint8_t *arena;
+} spot;
+
+/* The entry of a sample, NULL when the index is outside the view. *hint: the segment found last,
  * which often holds the next sample too. */
-static inline const ffs_entry *find(const ffs_view *view, int64_t index, uint64_t *hint)
+static inline spot find(const ffs_view *view, int64_t index, uint64_t *hint)
 {
     const ffs_segment *s = view->segments + *hint;
     uint64_t i = (uint64_t)index;
     if (i - s->first < s->count)
-        return s->entries + (i - s->first);
+        return (spot){s->entries + (i - s->first), s->arena};
     uint64_t low = 0, n = view->segment_count;
     while (n > 1) {
         uint64_t half = n / 2;
@@ -57,9 +63,9 @@ static inline const ffs_entry *find(const ffs_view *view, int64_t index, uint64_
     }
     s = view->segments + low;
     if (i - s->first >= s->count)
-        return NULL;
+        return (spot){NULL, NULL};
     *hint = low;
-    return s->entries + (i - s->first);
+    return (spot){s->entries + (i - s->first), s->arena};
 }
 
 /* ---- copying -----------------------------------------------------------------------------
@@ -205,7 +211,7 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
         const ffs_entry *entry = k >= 0 ? ring[k & (AHEAD - 1)] : NULL;
         int64_t next = k + AHEAD;
         if (next < n) {
-            const ffs_entry *ahead = find(view, indices[next], &hint);
+            const ffs_entry *ahead = find(view, indices[next], &hint).entry;
             if (!ahead) {
                 *bad = next;
                 return FFS_ERANGE;
@@ -235,19 +241,20 @@ typedef struct {
     uint64_t size;
 } expected;
 
-static inline expected expect(const ffs_view *view, const ffs_entry *entry)
+static inline expected expect(const ffs_view *view, spot at)
 {
     /* Not verified: the processor drops the prefetch of an invalid address. */
-    uint64_t place = __atomic_load_n(&entry->place, __ATOMIC_RELAXED) & UNKNOWN;
-    uint32_t low = __atomic_load_n(&entry->length_low, __ATOMIC_RELAXED);
-    expected e = {view->arena + place, place < view->arena_size ? low : 0};
+    uint64_t place = __atomic_load_n(&at.entry->place, __ATOMIC_RELAXED) & UNKNOWN;
+    uint32_t low = __atomic_load_n(&at.entry->length_low, __ATOMIC_RELAXED);
+    expected e = {at.arena + place, place < view->arena_size ? low : 0};
     return e;
 }
 
 /* 0 copied, 1 not readable, or FFS_E*. */
-static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t *to,
-                           uint64_t length, expected next)
+static inline int copy_one(const ffs_view *view, spot at, uint8_t *to, uint64_t length,
+                           expected next)
 {
+    const ffs_entry *entry = at.entry;
     snapshot now = load_entry(entry);
     if (!(now.seq & 1))
         return 1;
@@ -255,7 +262,7 @@ static inline int copy_one(const ffs_view *view, const ffs_entry *entry, uint8_t
         return unchanged(entry, now.seq) ? FFS_ESTALE : 1;
     if (now.offset > view->arena_size || length > view->arena_size - now.offset)
         return unchanged(entry, now.seq) ? FFS_ERANGE : 1;
-    copy_payload(to, view->arena + now.offset, length, next.payload, next.size);
+    copy_payload(to, at.arena + now.offset, length, next.payload, next.size);
     return unchanged(entry, now.seq) ? 0 : 1;
 }
 
@@ -282,21 +289,21 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
                              uint8_t *buffer, uint8_t *const *dests, const int64_t *positions,
                              int64_t m, int64_t *left, int64_t *edges, uint64_t room)
 {
-    const ffs_entry *ring[AHEAD];
+    spot ring[AHEAD];
     uint64_t hint = 0;
     int64_t lost = 0;
 
     if (m > 0 && !view->segment_count)
         return FFS_ERANGE;
     for (int64_t k = -AHEAD; k < m; k++) {
-        const ffs_entry *entry = k >= 0 ? ring[k & (AHEAD - 1)] : NULL;
+        spot at = k >= 0 ? ring[k & (AHEAD - 1)] : (spot){NULL, NULL};
         int64_t next = k + AHEAD;
         if (next < m) {
             int64_t position = positions ? positions[next] : next;
-            const ffs_entry *ahead = find(view, indices[position], &hint);
-            if (!ahead)
+            spot ahead = find(view, indices[position], &hint);
+            if (!ahead.entry)
                 return FFS_ERANGE;
-            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead.entry);
             ring[next & (AHEAD - 1)] = ahead;
         }
         if (k + FAR >= 0 && k + FAR < m)
@@ -307,17 +314,17 @@ static inline int64_t gather(const ffs_view *view, const int64_t *indices, const
             continue;
         int64_t position = positions ? positions[k] : k;
         if (edges) {
-            uint64_t length = load_entry(entry).length;
+            uint64_t length = load_entry(at.entry).length;
             if (length > room - (uint64_t)edges[k])
                 return 1;
             edges[k + 1] = edges[k] + (int64_t)length;
         }
         uint8_t *to = dests ? dests[position] : buffer + offsets[position];
         uint64_t length = (uint64_t)(offsets[position + 1] - offsets[position]);
-        expected following = {view->arena, 0};
+        expected following = {at.arena, 0};
         if (k + 1 < m)
             following = expect(view, ring[(k + 1) & (AHEAD - 1)]);
-        int rc = copy_one(view, entry, to, length, following);
+        int rc = copy_one(view, at, to, length, following);
         if (rc < 0 || (rc && edges))
             return rc;
         if (rc && left)
@@ -365,14 +372,14 @@ int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint
     if (n > 0 && !view->segment_count)
         return FFS_ERANGE;
     for (int64_t k = 0; k < n; k++) {
-        const ffs_entry *entry = find(view, indices[k], &hint);
-        if (!entry)
+        spot at = find(view, indices[k], &hint);
+        if (!at.entry)
             return FFS_ERANGE;
-        snapshot now = load_entry(entry);
-        int stable = (now.seq & 1) && unchanged(entry, now.seq);
+        snapshot now = load_entry(at.entry);
+        int stable = (now.seq & 1) && unchanged(at.entry, now.seq);
         if (stable && (now.offset > view->arena_size || now.length > view->arena_size - now.offset))
             return FFS_ERANGE;
-        places[k] = stable ? now.offset : UINT64_MAX;
+        places[k] = stable ? (uint64_t)(at.arena - view->lowest) + now.offset : UINT64_MAX;
         lost += !stable;
     }
     return lost;

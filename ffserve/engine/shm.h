@@ -23,16 +23,19 @@ typedef struct {
     uint64_t place;
 } ffs_entry;
 
-/* Samples [first, first + count) of a dataset, whose entries are adjacent. */
+/* Samples [first, first + count) of a dataset, whose entries are adjacent and name places in one
+ * arena. */
 typedef struct {
     const ffs_entry *entries;
     uint64_t first;
     uint64_t count;
+    const uint8_t *arena;
 } ffs_segment;
 
-/* What a client needs to copy samples. segments: in rising order of `first`, from 0, no gaps. */
+/* What a client needs to copy samples. segments: in rising order of `first`, from 0, no gaps.
+ * arena_size: of each arena. lowest: the arena at the lowest address. */
 typedef struct {
-    const uint8_t *arena;
+    const uint8_t *lowest;
     uint64_t arena_size;
     const ffs_segment *segments;
     uint64_t segment_count;
@@ -69,8 +72,8 @@ int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int6
  * Returns the width that this processor then uses. */
 int ffs_copy_width(int most);
 
-/* Offsets in the arena, for reading in place samples that the caller has leased: places[k], or
- * UINT64_MAX when not readable. Returns how many were not readable, or FFS_ERANGE. */
+/* For reading in place samples that the caller has leased: places[k], counted from the lowest
+ * arena, or UINT64_MAX when not readable. Returns how many were not readable, or FFS_ERANGE. */
 int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint64_t *places);
 
 /* ---- daemon side ------------------------------------------------------------------------- */

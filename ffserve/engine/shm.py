@@ -89,33 +89,33 @@ class Located(NamedTuple):
 
 
 class View:
-    """The arena and the directory, as a client needs them to copy samples.
+    """Arenas and directories, as a client needs them to copy samples.
 
     Args:
-        arena_address, arena_size: the mapping, which must outlive the view.
-        segments: (address of the first entry, index of its sample, count), in rising order of
-            index, from 0, without gaps.
+        arena_size: bytes of each arena.
+        segments: (address of the first entry, index of its sample, count, address of the arena), in
+            rising order of index, from 0, without gaps. The mappings must outlive the view.
     """
 
     __slots__ = ("_alike", "_c", "_last_size", "_segments", "sample_count")
 
-    def __init__(
-        self, arena_address: int, arena_size: int, segments: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def __init__(self, arena_size: int, segments: Sequence[tuple[int, int, int, int]]) -> None:
         self.sample_count = 0
         self._last_size = 0
         self._alike = False
         """Whether the last two batches were of the same size."""
         self._segments = ffi.new("ffs_segment[]", len(segments))
-        for segment, (address, first, count) in zip(self._segments, segments, strict=True):
+        for segment, (address, first, count, arena) in zip(self._segments, segments, strict=True):
             if first != self.sample_count or count < 0:
                 raise UsageError("segments must cover the samples from 0 without gaps")
             segment.entries = ffi.cast("ffs_entry *", address)
             segment.first = first
             segment.count = count
+            segment.arena = ffi.cast("uint8_t *", arena)
             self.sample_count += count
         self._c = ffi.new("ffs_view *")
-        self._c.arena = ffi.cast("uint8_t *", arena_address)
+        lowest = min((arena for *_, arena in segments), default=0)
+        self._c.lowest = ffi.cast("uint8_t *", lowest)
         self._c.arena_size = arena_size
         self._c.segments = self._segments
         self._c.segment_count = len(segments)
@@ -248,7 +248,8 @@ class View:
         return Located(found[: n + 1], found[n + 1 : n + 1 + missing], edges[2 * n + 2])
 
     def places(self, indices: Int64s) -> UInt64s:
-        """Return the byte offset of each sample in the arena, NOWHERE if it is not readable now.
+        """Return the place of each sample, in bytes from the start of the arena with the lowest
+        address; NOWHERE if it is not readable now.
 
         Only a lease keeps the samples there.
         Raises: as ``gather``.

@@ -9,23 +9,31 @@ lasts; when all are empty, their pages go back to the kernel.
 `Resizing` has no clock and no loop: `step` is called until it is done. `Pages` takes pages from the
 kernel and gives them back in a thread of its own. Taking pages ahead keeps page faults out of the
 reads; a read that overtakes this thread takes its own pages. Before pages go, the engines are told,
-so that no registered buffer keeps them.
+so that no registered buffer keeps them. The same holds for a slab that moves to another domain: its
+old pages go at once, and the arena from there on is registered again when nothing has moved for
+CALM_S.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from typing import Protocol
 
 from ffserve.cache.cache import Cache
-from ffserve.cache.shm import SharedMemory
+from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.config import format_size
 from ffserve.errors import UsageError
 from ffserve.server.io import Engines
 from ffserve.server.scheduler import Scheduler
 
+log = logging.getLogger("ffserve")
+
 _STEP = 2 * 1024 * 1024
 _STEP_BACK = 32 * _STEP
+CALM_S = 1.0
+"""Registering 128 MiB keeps an I/O thread for some milliseconds."""
 
 
 class Memory(Protocol):
@@ -125,6 +133,10 @@ class Pages:
         self._changed = threading.Condition()
         self._wanted = self._touched = size
         self._stopping = False
+        self._moved = 0
+        """Slabs that were moved to another domain."""
+        self._calm_at = 0.0
+        """No pages are taken ahead before this time."""
         self.populated = 0
         """Bytes from the start that have been taken ahead of use."""
         self._thread = threading.Thread(target=self._run, name="ffserve-populate", daemon=True)
@@ -147,6 +159,32 @@ class Pages:
         with self._changed:
             return self._touched == self._wanted
 
+    def move(self, offset: int, size: int, before: MemoryFile, after: MemoryFile) -> bool:
+        """Show another file in a part of the arena that holds nothing, and free the pages of the
+        one before; return False if no mapping is left for it, and nothing has changed."""
+        with self._changed:
+            try:
+                self._withdraw(offset)
+                self._memory.show(after, offset, size)
+            except OSError as error:
+                log.warning(
+                    "cannot give memory to another user (%s): raise vm.max_map_count", error
+                )
+                return False
+            try:
+                before.punch(offset, size)
+            except OSError as error:
+                log.warning("cannot free memory that another user had: %s", error)
+            return True
+
+    def _withdraw(self, offset: int) -> None:
+        """Have the engines keep no page from here on."""
+        self._moved += 1
+        self._calm_at = time.monotonic() + CALM_S
+        if offset < self.populated:
+            self.populated = offset
+            self._engines.arena_ready(self.populated, self._wanted)
+
     def stop(self) -> None:
         """End the thread."""
         with self._changed:
@@ -163,21 +201,29 @@ class Pages:
                 self._changed.wait_for(self._something)
                 if self._stopping:
                     return
-                wanted, touched = self._wanted, self._touched
+                wanted, touched, moved = self._wanted, self._touched, self._moved
+                start, wait_s = self.populated, self._calm_at - time.monotonic()
+                if touched == wanted and wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
             if touched > wanted:
                 self._give_back(wanted, touched)
-            else:
-                step = min(_STEP, wanted - self.populated)
-                self._memory.populate(self.populated, step)
-                self.populated += step
-                self._engines.arena_ready(self.populated, wanted)
+                continue
+            step = min(_STEP, wanted - start)
+            self._memory.populate(start, step)
+            with self._changed:
+                # Else a part of this may have other pages by now.
+                if moved == self._moved:
+                    self.populated = start + step
+                    self._engines.arena_ready(self.populated, wanted)
 
     def _something(self) -> bool:
         return self._stopping or self._touched > self._wanted or self.populated < self._wanted
 
     def _give_back(self, wanted: int, touched: int) -> None:
-        self.populated = min(self.populated, wanted)
-        self._engines.arena_ready(self.populated, wanted)
+        with self._changed:
+            self.populated = min(self.populated, wanted)
+            self._engines.arena_ready(self.populated, wanted)
         start = max(wanted, touched - _STEP_BACK)
         self._memory.discard(start, touched - start)
         with self._changed:

@@ -28,6 +28,7 @@ from ffserve.errors import AccessDenied, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.server.access import Peer
 from ffserve.server.catalog import Catalog
+from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
@@ -92,6 +93,7 @@ class ServerState:
             config.max_chunk_size_bytes,
         )
         self.pages = Pages(self.memory, self.engines, self.arena.size)
+        self.domains = Domains(self.arena, self.memory, self.directory, self.pages.move)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
 

@@ -57,11 +57,12 @@ def take_back(entries: npt.NDArray[np.void], first: int, count: int, slot: int, 
 
 
 class Shelf:
-    """An arena of 1 MiB with ten samples in it, 100, 101, ... bytes long, sample 3 missing."""
+    """Two arenas of 1 MiB with five samples each, 100, 101, ... bytes long, sample 3 missing."""
 
     def __init__(self) -> None:
-        self.arena = shared(1 << 20)
-        self.arena[:] = np.random.default_rng(1).integers(0, 256, len(self.arena), np.uint8)
+        self.arenas = [shared(1 << 20), shared(1 << 20)]
+        for seed, arena in enumerate(self.arenas):
+            arena[:] = np.random.default_rng(seed).integers(0, 256, len(arena), np.uint8)
         self.entries = directory(10)
         for k in range(10):
             if k != 3:
@@ -69,19 +70,19 @@ class Shelf:
         address = self.entries.ctypes.data
         size = ENTRY_DTYPE.itemsize
         # Four segments of one array, for four shards, one of them empty.
+        first, second = (arena.ctypes.data for arena in self.arenas)
         self.view = View(
-            self.arena.ctypes.data,
-            len(self.arena),
+            1 << 20,
             [
-                (address, 0, 2),
-                (address + 2 * size, 2, 0),
-                (address + 2 * size, 2, 3),
-                (address + 5 * size, 5, 5),
+                (address, 0, 2, first),
+                (address + 2 * size, 2, 0, second),
+                (address + 2 * size, 2, 3, first),
+                (address + 5 * size, 5, 5, second),
             ],
         )
 
     def sample(self, k: int) -> bytes:
-        return self.arena[1000 * k + 7 : 1000 * k + 107 + k].tobytes()
+        return self.arenas[k // 5][1000 * k + 7 : 1000 * k + 107 + k].tobytes()
 
 
 @given(indices=st.lists(st.integers(0, 9), max_size=40))
@@ -100,7 +101,10 @@ def test_any_samples_in_any_order(indices: list[int]) -> None:
     expected = b"".join(shelf.sample(k) for k in indices if k != 3)
     assert buffer.tobytes() == expected
     places = shelf.view.places(wanted)
-    assert places.tolist() == [NOWHERE if k == 3 else 1000 * k + 7 for k in indices]
+    lowest = min(arena.ctypes.data for arena in shelf.arenas)
+    starts = [arena.ctypes.data - lowest for arena in shelf.arenas]
+    expected_places = [NOWHERE if k == 3 else starts[k // 5] + 1000 * k + 7 for k in indices]
+    assert places.tolist() == expected_places
 
 
 def test_to_addresses_and_some_positions() -> None:
@@ -135,7 +139,7 @@ def test_index_outside_is_named(index: int, at: int) -> None:
 
 
 def test_view_of_nothing() -> None:
-    view = View(0, 0, [])
+    view = View(0, [])
     empty = np.empty(0, np.int64)
     offsets, missing, unknown = view.locate(empty)
     assert (offsets.tolist(), missing.tolist(), unknown) == ([0], [], 0)
@@ -249,7 +253,7 @@ def test_no_whole_batch() -> None:
     small = np.full(202, 0xAA, np.uint8)  # one byte short
     assert whole(shelf.view, good, small) is None
     assert (small == 0xAA).all()
-    assert whole(View(0, 0, []), good) is None
+    assert whole(View(0, []), good) is None
     shelf.entries["place"][2] = (1 << 20) - 50
     assert whole(shelf.view, good) is None
     with pytest.raises(ReadError):
@@ -276,7 +280,7 @@ def gathered(sizes: list[int], places: list[int], into: int = 0) -> None:
     entries = directory(len(sizes))
     for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
         publish(entries.ctypes.data, k, place, size)
-    view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, len(sizes))])
+    view = View(len(arena), [(entries.ctypes.data, 0, len(sizes), arena.ctypes.data)])
     wanted = np.arange(len(sizes))
     offsets, missing, _ = view.locate(wanted)
     assert not len(missing)
@@ -317,7 +321,7 @@ def test_the_next_entry_may_be_invalid(width: int) -> None:
     arena, entries = shared(1 << 20), directory(3)
     arena[:] = np.random.default_rng(2).integers(0, 256, len(arena), np.uint8)
     publish(entries.ctypes.data, 0, len(arena) - 8192, 8192)
-    view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, 3)])
+    view = View(len(arena), [(entries.ctypes.data, 0, 3, arena.ctypes.data)])
     offsets = np.array([0, 8192, 8192, 8192])
     for place, low in [
         ((1 << 48) - 1, 0xFFFFFFFF), (len(arena) - 1, 0xFFFFFFFF), (len(arena), 9), (0, 0)
@@ -351,7 +355,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(UsageError):
         shelf.view.gather(wanted, offsets, None)
     with pytest.raises(UsageError):
-        View(0, 0, [(0, 1, 5)])
+        View(0, [(0, 1, 5, 0)])
 
 
 def test_no_torn_copy_is_accepted() -> None:
@@ -374,7 +378,7 @@ def test_no_torn_copy_is_accepted() -> None:
         finally:
             os._exit(0)
     try:
-        view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, count)])
+        view = View(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
         wanted = np.arange(count)
         offsets = np.arange(count + 1) * size
         accepted = refused = 0
@@ -438,7 +442,7 @@ def test_no_sample_is_taken_for_another(kind: io.Kind, tmp_path: Path) -> None:
         finally:
             os._exit(status)
     try:
-        view = View(arena.ctypes.data, len(arena), [(entries.ctypes.data, 0, count)])
+        view = View(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
         wanted = np.arange(count)
         offsets = np.arange(count + 1) * size
         accepted = 0

@@ -27,7 +27,7 @@ class Arena:
         self.entries_address = self.entries.ctypes.data
 
     def view(self) -> View:
-        return View(self.address, len(self.bytes), [(self.entries_address, 0, len(self.entries))])
+        return View(len(self.bytes), [(self.entries_address, 0, len(self.entries), self.address)])
 
     def serve(self, engine: Engine) -> Arena:
         engine.set_arena(self.address, len(self.bytes), self.entries_address, len(self.entries))

@@ -1,0 +1,163 @@
+"""Trust domains: which users share cached samples, and the memory files of each domain.
+
+A client can read all memory that it maps. So samples of files that not everybody may read lie in
+files that only their readers get. A domain is the common one, whose samples everybody who may
+connect shares, or that of one owner (`access.Owner`). It has a file for its part of the arena, of
+the directory and of the index; all are as large as the daemon's own mappings, which show, slab by
+slab and region by region, the file of the domain that the place belongs to. Slabs move between
+domains as they move between size classes (`cache/arena.py`); the policy knows no domains.
+
+docs/decisions/domains.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ffserve.cache.arena import Arena
+from ffserve.cache.shm import MemoryFile, SharedMemory
+from ffserve.cache.tables import Directory
+from ffserve.errors import ReadError
+
+Owner: TypeAlias = tuple[int, int]
+"""User and namespace."""
+
+MOST_DOMAINS = 256
+"""Each has three descriptors."""
+MOST_OF_ONE_USER = 64
+"""A user can have as many namespaces as he likes."""
+
+
+@dataclass(slots=True, eq=False)
+class Domain:
+    """Users who share all of their cached samples.
+
+    owner: None: everybody who may connect. number: in arena and directory; used again for another
+    domain when this one is dissolved. serial: for clients; never used again. shards: that are open,
+    idle ones included.
+    """
+
+    owner: Owner | None
+    number: int
+    serial: int
+    arena: MemoryFile
+    directory: MemoryFile
+    index: MemoryFile
+    shards: int = 0
+
+    @property
+    def files(self) -> tuple[MemoryFile, MemoryFile, MemoryFile]:
+        """What its clients map."""
+        return self.arena, self.directory, self.index
+
+
+class Domains:
+    """The domains of a daemon.
+
+    The memory that exists from the start belongs to the first domain that is asked for, so a daemon
+    of one user moves no slab.
+
+    Args: move: gives an empty slab, at this offset, the pages of a file, and frees those of the
+        other; False: that is not possible. See `resize.Pages.move`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        memory: SharedMemory,
+        directory: Directory,
+        move: Callable[[int, int, MemoryFile, MemoryFile], bool],
+    ) -> None:
+        self._arena = arena
+        self._directory = directory
+        self._move = move
+        self._serials = itertools.count(1)
+        files = directory.entries_memory.file, directory.index_memory.file
+        self._first = Domain(None, 0, next(self._serials), memory.file, *files)
+        self._claimed = False
+        """Whether the first domain has its owner."""
+        self._by_owner: dict[Owner | None, Domain] = {}
+        self._by_number: dict[int, Domain] = {0: self._first}
+        self._unused_numbers: list[int] = []
+        arena.give = self._give
+
+    @property
+    def all(self) -> list[Domain]:
+        """Return every domain, the oldest first."""
+        return sorted(self._by_owner.values(), key=lambda domain: domain.serial)
+
+    def get(self, owner: Owner | None) -> Domain | None:
+        """Return the domain of an owner, if there is one; None: the common one."""
+        return self._by_owner.get(owner)
+
+    def is_full(self, owner: Owner | None) -> bool:
+        """Whether no further domain can be made for an owner."""
+        if not self._claimed or owner in self._by_owner:
+            return False
+        per_user = Counter(each[0] for each in self._by_owner if each is not None)
+        of_user = 0 if owner is None else per_user[owner[0]]
+        return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_OF_ONE_USER
+
+    def obtain(self, owner: Owner | None) -> Domain:
+        """Return the domain of an owner, made if there is none; None: the common one.
+
+        Raises: ReadError: there are too many, or no descriptors are left.
+        """
+        domain = self._by_owner.get(owner)
+        if domain is None:
+            domain = self._make(owner) if self._claimed else self._first
+            domain.owner = owner
+            self._claimed = True
+            self._by_owner[owner] = domain
+        return domain
+
+    def _make(self, owner: Owner | None) -> Domain:
+        if self.is_full(owner):
+            raise ReadError(
+                f"the daemon keeps the samples of {len(self._by_owner)} users or containers apart, "
+                "and has no room for another",
+                hint="try again when jobs of others have ended",
+            )
+        with contextlib.ExitStack() as undo:
+            files: list[MemoryFile] = []
+            for like in self._first.files:
+                files.append(MemoryFile(like.name, like.size))
+                undo.callback(files[-1].close)
+            undo.pop_all()
+        arena, directory, index = files
+        number = self._unused_numbers.pop() if self._unused_numbers else self._arena.add_domain()
+        self._directory.add_domain(number, directory, index)
+        domain = Domain(owner, number, next(self._serials), arena, directory, index)
+        self._by_number[number] = domain
+        return domain
+
+    def _give(self, slab: int, number: int) -> bool:
+        size = self._arena.slab_size
+        before = self._by_number[int(self._arena.slab_domain[slab])]
+        after = self._by_number[number]
+        return self._move(slab * size, size, before.arena, after.arena)
+
+    def dissolve(self, domain: Domain) -> bool:
+        """Free a domain without shards; return whether it is gone. The first one stays."""
+        number = domain.number
+        if number == 0 or domain.shards or not self._arena.is_empty(number):
+            return False
+        try:
+            if not self._arena.give_back(number):
+                return False
+            self._directory.drop_domain(number)
+        except OSError:
+            return False  # no mappings are left: later
+        for file in domain.files:
+            # Clients that still map it keep no memory by that.
+            with contextlib.suppress(OSError):
+                file.punch(0, file.size)
+            file.close()
+        del self._by_owner[domain.owner], self._by_number[number]
+        self._unused_numbers.append(number)
+        return True
