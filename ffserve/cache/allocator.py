@@ -5,11 +5,13 @@ Slots for samples to be read come from these sources, in this order:
 1. slots of the size class that are free, or can be cut from a free slab;
 2. slots of the size class with samples of idle shards (no session has them open);
 3. a slab of another size class that holds only samples of idle shards;
-4. victims that the policy chooses among the residents of the size class;
-5. any slab that can be emptied.
+4. a slab of another size class with samples of groups that have to give way (`Policy.givers`);
+5. victims that the policy chooses among the residents of the size class;
+6. any slab that can be emptied.
 
-Pinned slots and slots that are being read stay. All evictions happen here: the samples of a slot
-are made unreadable and forgotten.
+A size class is one of a domain, so sources 3, 4 and 6 move memory between users as well. Pinned
+slots and slots that are being read stay. All evictions happen here: the samples of a slot are made
+unreadable and forgotten.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ STEAL_WINDOW = 256
 
 MOST_LOOKED_AT = 65_536
 """Slots, or samples, examined together: 1 to 6 ms."""
+
+GIVING_PAUSE_S = 2e-6
+"""Pause per slot after all slots were examined in vain, which takes 40 ns for each."""
 
 RETIRE_WINDOW = 16
 """Slabs emptied together when the arena shrinks: 5 ms with slots of 4 KiB."""
@@ -94,6 +99,13 @@ class Allocator:
         """Slabs that were idle when they were examined."""
         self._idle_runs: list[tuple[int, int]] = []
         """Samples of idle shards that the policy does not know yet: first, end."""
+        self._giving_hand = 0
+        self._giving_found: list[int] = []
+        """Slabs that groups had to give when they were examined."""
+        self._giving_left = 0
+        """Slabs to be examined before that is given up for a time."""
+        self._giving_after = 0.0
+        """When it is tried again."""
 
     # ---- allocating -----------------------------------------------------------------------
 
@@ -155,6 +167,8 @@ class Allocator:
             if not self._steal_idle():
                 break
             found = joined((found, self._arena.take(size_class, wanted - len(found))))
+        if len(found) < wanted and latest is None:
+            found = self._take_given(size_class, wanted, group, found)
         fresh = len(found)
         if len(found) < wanted:
             missing = wanted - len(found)
@@ -265,6 +279,61 @@ class Allocator:
         busy, wanted, _ = self._census(heads, low, high)
         idle = ~busy & ~wanted & ~self._arena.free_slabs(low, high)
         found: list[int] = (low + np.flatnonzero(idle)).tolist()
+        return found
+
+    # ---- other groups -----------------------------------------------------------------------
+
+    def _take_given(self, size_class: int, wanted: int, group: int, found: Int64s) -> Int64s:
+        """Add slots from slabs that other groups have to give.
+
+        Groups whose samples are of other sizes, or of other users, meet in no size class: without
+        this, who came first would keep all memory.
+        """
+        if self._policy.now < self._giving_after:
+            return found
+        givers = self._policy.givers(size_class, group)
+        while len(found) < wanted and givers:
+            self._state[found] = LOADING
+            slab = self._given_slab(givers)
+            if slab is None:
+                break
+            self._empty(slab)
+            found = joined((found, self._arena.take(size_class, wanted - len(found))))
+            givers = self._policy.givers(size_class, group)
+        return found
+
+    def _given_slab(self, givers: list[int]) -> int | None:
+        """Return a slab that holds samples of these groups only, none of them busy; None: none is
+        among those examined this time."""
+        heads, total = self._arena.heads(), self._arena.open_count
+        if not self._giving_found:
+            if not self._giving_left:
+                self._giving_left = total
+            high = self._giving_hand if 0 < self._giving_hand <= total else total
+            self._giving_hand = low = max(high - self._window(), 0)
+            self._giving_left = max(self._giving_left - (high - low), 0)
+            self._giving_found = self._given_in(heads, low, high, givers)
+        while self._giving_found:
+            slab = self._giving_found.pop()
+            if slab < total and self._given_in(heads, slab, slab + 1, givers):
+                self._giving_left = 0
+                return slab
+        if not self._giving_left:
+            pause_s = GIVING_PAUSE_S * self._arena.slots_per_slab * total
+            self._giving_after = self._policy.now + pause_s
+        return None
+
+    def _given_in(self, heads: Int64s, low: int, high: int, givers: list[int]) -> list[int]:
+        """Return the slabs of [low, high) that these groups can give."""
+        first, per_slab = int(heads[low]), self._arena.slots_per_slab
+        span = slice(first * per_slab, high * per_slab)
+        states = self._state[span]
+        resident = states == RESIDENT
+        kept = (states == LOADING) | (states == FAILED) | (self._slots.pins[span] > 0)
+        kept |= resident & ~np.isin(self._policy.buckets.group[span], givers)
+        chosen = heads[low:high] - first
+        given = resident.reshape(-1, per_slab).any(axis=1) & ~kept.reshape(-1, per_slab).any(axis=1)
+        found: list[int] = (low + np.flatnonzero(given[chosen])).tolist()
         return found
 
     # ---- slabs ----------------------------------------------------------------------------

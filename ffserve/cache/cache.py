@@ -144,6 +144,12 @@ class Cache:
         self._loading: dict[int, Load] = {}
         self._next_load = 1
 
+    def add_domain(self) -> int:
+        """Let another domain have slots; return its number."""
+        number = self.arena.add_domain()
+        self.policy.buckets.follow_arena()
+        return number
+
     # ---- planning -------------------------------------------------------------------------
 
     def advance(self, fetch: Fetch, count: int, size: int) -> Load | None:

@@ -14,7 +14,8 @@ Two rules, each the best known for its case:
 
 Datasets that share no shard compete as *groups*. A group below its floor of size / 2J for each of
 its jobs takes slots from groups above theirs; otherwise a sample of another group is evicted if it
-is wanted later by a quarter or more.
+is wanted later by a quarter or more. Slots of another size class, or of another user's domain,
+change hands by whole slabs, by the same rule.
 
 There is no clock and no lock. The cache knows which slots are usable: resident and not pinned.
 """
@@ -70,6 +71,11 @@ class Policy:
         """Whether the last victims of each group were chosen by the static rule."""
         self.used: dict[int, int] = {}
         """Bytes of the slots of each group."""
+
+    @property
+    def now(self) -> float:
+        """Monotonic seconds, as of the last request."""
+        return self._next_use.now
 
     # ---- residents ------------------------------------------------------------------------
 
@@ -215,6 +221,30 @@ class Policy:
         first = [n for n in above if worth[n] > least]
         # A group without slots of this class has to take from another.
         return first + own if own or first else above or there
+
+    def givers(self, size_class: int, taker: int) -> list[int]:
+        """Return the groups whose slabs of other size classes a group may take: those that would
+        have to give it slots, but have none of its size class."""
+        if self._next_use.merged:
+            self._merge()
+        if len(self.used) - (taker in self.used) == 0:
+            return []
+        bucket_sets = self.buckets.of_class[size_class]
+        floors = self.floors()
+        above = [
+            number
+            for number, size in self.used.items()
+            if number != taker and number not in bucket_sets and size > floors.get(number, 0)
+        ]
+        if not above or self.used.get(taker, 0) < floors.get(taker, 0):
+            return above
+        least = ADVANTAGE * self._epoch_s(taker)
+        return [number for number in above if self._epoch_s(number) > least]
+
+    def _epoch_s(self, number: int) -> float:
+        """Return in how many seconds a group will have used all of its samples; inf: never."""
+        group, now = self._next_use.groups.get(number), self._next_use.now
+        return group.epoch_s(now) if group is not None else np.inf
 
     def floors(self) -> dict[int, int]:
         """Return the bytes of each group that other groups may not take."""

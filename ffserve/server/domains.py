@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ffserve.cache.arena import Arena
+from ffserve.cache.cache import Cache
 from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
@@ -68,12 +68,13 @@ class Domains:
 
     def __init__(
         self,
-        arena: Arena,
+        cache: Cache,
         memory: SharedMemory,
         directory: Directory,
         move: Callable[[int, int, MemoryFile, MemoryFile], bool],
     ) -> None:
-        self._arena = arena
+        self._cache = cache
+        self._arena = arena = cache.arena
         self._directory = directory
         self._move = move
         self._serials = itertools.count(1)
@@ -130,7 +131,7 @@ class Domains:
                 undo.callback(files[-1].close)
             undo.pop_all()
         arena, directory, index = files
-        number = self._unused_numbers.pop() if self._unused_numbers else self._arena.add_domain()
+        number = self._unused_numbers.pop() if self._unused_numbers else self._cache.add_domain()
         self._directory.add_domain(number, directory, index)
         domain = Domain(owner, number, next(self._serials), arena, directory, index)
         self._by_number[number] = domain

@@ -93,7 +93,7 @@ class ServerState:
             config.max_chunk_size_bytes,
         )
         self.pages = Pages(self.memory, self.engines, self.arena.size)
-        self.domains = Domains(self.arena, self.memory, self.directory, self.pages.move)
+        self.domains = Domains(self.cache, self.memory, self.directory, self.pages.move)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
 
