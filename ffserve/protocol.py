@@ -149,6 +149,13 @@ class Fail:
 
 
 @dataclass(slots=True)
+class Alive:
+    """The daemon works on the client's requests. Sent now and then while it owes an answer."""
+
+    TYPE: ClassVar[int] = 18
+
+
+@dataclass(slots=True)
 class Close:
     """Close a data set."""
 
@@ -274,6 +281,7 @@ Message: TypeAlias = (
     | Status
     | Report
     | Fail
+    | Alive
     | Close
     | Tell
     | Bye
@@ -303,7 +311,7 @@ FROM_CLIENT = (
     Lookup,
     Resize,
 )
-FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Sending, Payload, Found)
+FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Sending, Payload, Found)
 
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
 _TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {

@@ -34,6 +34,9 @@ Int64s = NDArray[np.int64]
 
 REPORT_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
+ANSWER_TIMEOUT_S = 120.0
+"""A daemon that lives but owes an answer for so long (its disk is dead) counts as gone. Its own
+limits on waiting are far below that."""
 ORDER_PIECE = 16_384
 """Positions in one ORDER: between the pieces the daemon serves others."""
 RECEIVE_SIZE = 256 * 1024
@@ -56,6 +59,10 @@ Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
 """The steps of a request, for a driver. Yields an int, the tag of an answer, and is sent that
 message; a float, a pause in seconds; positions (None: all of the request) to be copied, and is sent
 those that could not be."""
+
+
+class SilentError(ServerUnavailable):
+    """The daemon owes an answer and gives no sign of life: it is stopped."""
 
 
 class ChannelRequest(Protocol):
@@ -395,6 +402,9 @@ class Channel:
     def _take(self, message: Any, answered: list[int]) -> None:
         if isinstance(message, protocol.Welcome):
             raise ProtocolError("the daemon sent a second WELCOME", path=self.path)
+        if isinstance(message, protocol.Alive):
+            self._check_patience()
+            return
         tag: int = message.tag
         match message:
             case protocol.Sending(lengths=packed):
@@ -426,6 +436,15 @@ class Channel:
             return
         waiting.answer = message
         answered.append(tag)
+
+    def _check_patience(self) -> None:
+        since = self.owes_since
+        if since is not None and time.monotonic() - since > ANSWER_TIMEOUT_S:
+            raise ServerUnavailable(
+                f"the daemon has owed an answer for {ANSWER_TIMEOUT_S:g} s",
+                path=self.path,
+                hint="does its disk still answer?",
+            )
 
     def _pour(self, taken: bytes) -> None:
         """Put bytes of payload in place that came with a frame."""

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import multiprocessing.util
 import os
+import select
 import socket
 import struct
 import threading
@@ -28,13 +29,15 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, Int64s
+from ffserve.client.channel import ChannelRequest, Int64s, SilentError
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
 
-ANSWER_TIMEOUT_S = 120
-"""A daemon that answers nothing for so long (stopped, or waiting for a dead disk) counts as gone.
-The daemon's own limits on waiting are far below that."""
+SILENCE_S = 10
+"""A daemon that owes an answer and sends nothing for so long is stopped: while it works on
+requests it sends ALIVE (server.ALIVE_INTERVAL_S)."""
+SEND_TIMEOUT_S = 30
+"""So long the daemon may leave requests unread that fill the socket."""
 
 
 class Connection:
@@ -61,14 +64,23 @@ class Connection:
         self._socket = self.handshake.socket
         self._socket.settimeout(None)
         # The kernel's timeout costs no system call of its own.
-        limit = struct.pack("ll", ANSWER_TIMEOUT_S, 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        for option, limit_s in (
+            (socket.SO_RCVTIMEO, SILENCE_S),
+            (socket.SO_SNDTIMEO, SEND_TIMEOUT_S),
+        ):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+        self._hang_up = select.poll()
+        self._hang_up.register(self._socket, select.POLLRDHUP)
 
     @property
     def alive(self) -> bool:
         """False once it broke or was closed."""
         return self.channel.broken is None
+
+    def check(self) -> None:
+        """Break if the daemon has hung up; for a client that asks it for nothing."""
+        if self.alive and self._hang_up.poll(0):
+            self._break(ServerUnavailable("the daemon closed the connection", path=self.path))
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -293,12 +305,12 @@ class Connection:
         self.handshake.drop_fds()
 
 
-def silent_error(path: str) -> ServerUnavailable:
-    """Return the error for a daemon that does not answer."""
-    return ServerUnavailable(
-        f"the daemon has not answered for {ANSWER_TIMEOUT_S} s",
+def silent_error(path: str) -> SilentError:
+    """Return the error for a daemon that gives no sign of life."""
+    return SilentError(
+        f"the daemon owes an answer and has sent nothing for {SILENCE_S} s",
         path=path,
-        hint="is it stopped, or does its disk not answer?",
+        hint="is its process stopped, or the machine swapping?",
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 from ffserve import protocol
 from ffserve.client import connection as connections
 from ffserve.client.autostart import start_daemon, start_wanted
+from ffserve.client.channel import SilentError
 from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
@@ -49,7 +50,7 @@ RECONNECT_S = {"auto": 5.0, "require": 30.0}
 RETURN_AFTER_S = 30.0
 """How long a reader that lost its daemon reads by itself before it looks for one again."""
 LOOK_INTERVAL_S = 0.25
-"""How often a reader that only announces looks for a daemon that went away."""
+"""How often a reader that only announces, or only hits, looks for a daemon that went away."""
 NOT_SERVED = (ServerUnavailable, ProtocolError, AccessDenied, ReadError)
 """The daemon does not serve these files to this process; an engine of its own may read them."""
 _NOT_RUNNING = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
@@ -177,12 +178,18 @@ class SourceSelection:
         """Have a first source; a required daemon that is away is waited for."""
         yield from self.taking((yield from self._first(patience_s)))
 
-    def replacing(self, lost: Source) -> SelectionSteps[None]:
-        """The daemon is gone: wait for the next one, or read without it."""
+    def replacing(self, lost: Source, error: FFServeError) -> SelectionSteps[None]:
+        """The daemon is gone: wait for the next one, or read without it.
+
+        Raises: the error itself if the daemon is required and stopped.
+        """
         if self.source is lost:
             self._retire(lost)
             self.source = None
-            yield from self.taking((yield from self._after_loss()))
+            if isinstance(error, SilentError):
+                yield from self.taking((yield from self._instead_of_stopped(error)))
+            else:
+                yield from self.taking((yield from self._after_loss()))
 
     def returning(self) -> SelectionSteps[None]:
         """Look for the daemon that went away, and return to it if it is back."""
@@ -269,9 +276,15 @@ class SourceSelection:
     def due(self) -> bool:
         """Whether the daemon that went away is to be looked for; then not soon again."""
         now = time.monotonic()
-        if self.away_since is None or now - self.away_since < RETURN_AFTER_S:
+        if self.away_since is not None:
+            if now - self.away_since < RETURN_AFTER_S:
+                return False
+            self.away_since = now
+            return True
+        source = self.source
+        if not isinstance(source, DaemonSource) or not source.look_due:
             return False
-        self.away_since = now
+        source.look_at = now + LOOK_INTERVAL_S
         return True
 
     def _retire(self, source: Source) -> None:
@@ -338,6 +351,16 @@ class SourceSelection:
             yield pause
             pause = min(2 * pause, 0.25)
         source = yield OpenSource.LOCAL
+        self.away_since = time.monotonic()
+        return source
+
+    def _instead_of_stopped(self, error: SilentError) -> SelectionSteps[Source]:
+        # Another connection would wait for the same process.
+        if not self.request.optional:
+            raise error.located()
+        if self._first_time(error, key=f"stopped {error.path}"):
+            log.warning("the daemon gives no sign of life, reading without it: %s", error)
+        source: Source = yield OpenSource.LOCAL
         self.away_since = time.monotonic()
         return source
 
@@ -477,10 +500,9 @@ class SourceSelector:
         selection = self.selection
         source = selection.source
         if source is not None:
-            if selection.away_since is None or not selection.due():
-                return source
-            with self._searching:
-                self._run(selection.returning())
+            if selection.due():
+                self.look_for_daemon(source)
+            return source
         with self._searching:
             if self._request.closed:
                 raise closed_error()
@@ -517,7 +539,7 @@ class SourceSelector:
         with self._searching:
             if self._request.closed:
                 raise closed_error() from error
-            self._run(self.selection.replacing(lost))
+            self._run(self.selection.replacing(lost, error))
 
     def has(self, source: Source) -> bool:
         """Whether a request that was started at a source can be finished there."""
@@ -681,7 +703,7 @@ class LoopSelector:
         selection = self.selection
         source = selection.source
         if source is not None:
-            if selection.away_since is None or not selection.due():
+            if not selection.due():
                 return source
             async with self._lock:
                 await self._run(selection.returning())
@@ -697,13 +719,13 @@ class LoopSelector:
             source = await self.current()
             try:
                 return await attempt(source)
-            except ServerUnavailable:
+            except ServerUnavailable as error:
                 if isinstance(source, LocalSource):
                     if source is self.source:
                         raise
                     continue
                 async with self._alone():
-                    await self._run(self.selection.replacing(source))
+                    await self._run(self.selection.replacing(source, error))
                 continue
             except ArenaError as error:
                 if not replaceable(source):

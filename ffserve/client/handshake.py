@@ -192,6 +192,10 @@ class Driver(Protocol):
         """False once it broke or was closed."""
         ...
 
+    def check(self) -> None:
+        """Break if the daemon has hung up."""
+        ...
+
     def flush(self) -> None:
         """Send the requests that are queued."""
         ...

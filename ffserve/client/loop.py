@@ -157,7 +157,7 @@ class LoopConnection:
         self.flush()
         if self.alive and not self.channel.has_answer(tag):
             if self._timer is None:
-                self._timer = self._loop.call_later(blocking.ANSWER_TIMEOUT_S, self._check)
+                self._timer = self._loop.call_later(blocking.SILENCE_S, self._see_that_it_lives)
             future = self._awaited[tag] = self._loop.create_future()
             try:
                 await future
@@ -235,17 +235,22 @@ class LoopConnection:
         if future is not None and not future.done():
             future.set_result(None)
 
-    def _check(self) -> None:
-        """See that the daemon still answers."""
+    def check(self) -> None:
+        """Break if the daemon has hung up: the loop does so by itself."""
+
+    def _see_that_it_lives(self) -> None:
+        """End the connection if the daemon owes an answer and sends nothing."""
         self._timer = None
+        if self.alive:
+            self._readable()  # the loop itself may have been held up: it may have sent something
         since = self.channel.owes_since
         if not self.alive or since is None:
             return
-        left_s = max(since, self._heard) + blocking.ANSWER_TIMEOUT_S - time.monotonic()
+        left_s = max(since, self._heard) + blocking.SILENCE_S - time.monotonic()
         if left_s <= 0:
             self._break(blocking.silent_error(self.path))
         else:
-            self._timer = self._loop.call_later(left_s, self._check)
+            self._timer = self._loop.call_later(left_s, self._see_that_it_lives)
 
     # ---- the end --------------------------------------------------------------------------
 

@@ -97,6 +97,14 @@ class DaemonSource:
         self.refused: tuple[float, int, FFServeError] | None = None
         """Until when requests for a sample of this many bytes or more end with this error."""
         self._busy_count = 0
+        self.look_at = 0.0
+        """When to look for a daemon instead of one that has gone."""
+
+    @property
+    def look_due(self) -> bool:
+        """Whether the daemon has gone and another one is to be looked for. What is mapped can be
+        read as long as there is none."""
+        return self.connection.channel.broken is not None and time.monotonic() >= self.look_at
 
     @property
     def blocking(self) -> Connection:
@@ -238,6 +246,8 @@ class SharedMemorySource(DaemonSource):
 
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Copy a batch of cached samples. The most frequent call: it does no more than it must."""
+        if self.look_due:
+            return None
         if out is not None:
             check_out(out, 0)
         found = self.view.copy_batch(indices, out)
@@ -247,7 +257,7 @@ class SharedMemorySource(DaemonSource):
 
     def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
         """Copy cached samples, each to an array of its own; small ones share an allocation."""
-        if indices.dtype != np.int64 or indices.strides != (8,):
+        if indices.dtype != np.int64 or indices.strides != (8,) or self.look_due:
             return None
         if self._mean_size <= SMALL_SIZE and len(indices) * self._mean_size <= SHARED_SIZE:
             batch = self.cached_batch(indices, None)

@@ -18,8 +18,9 @@ from ffserve.client.handshake import Driver
 
 Int64s = NDArray[np.int64]
 
-COUNT_INTERVAL_S = 1.0
-"""How often cached samples enter the counters, besides before a look at them."""
+COUNT_INTERVAL_S = 0.25
+"""How often cached samples enter the counters, besides before a look at them, and how often a
+client that only hits looks whether its daemon is there."""
 _NONE: Int64s = np.zeros(0, np.int64)
 
 
@@ -84,6 +85,7 @@ class ClientStatistics:
             self._new_size += size
         if time.monotonic() > self._count_at:
             self.enter_hits()
+            self._connection.check()
 
     def enter_hits(self) -> None:
         """Enter the hits that were noted into the counters."""

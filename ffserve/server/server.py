@@ -31,6 +31,8 @@ MOST_UNSENT = 64 * 1024 * 1024
 """Bytes that wait for a client that does not read; beyond, the client is disconnected."""
 WRITES_AT_ONCE = 4
 """Frames and runs of one connection before others have their turn."""
+ALIVE_INTERVAL_S = 2.5
+"""How often a client that waits gets a sign of life; it gives up after four times as long."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
@@ -94,6 +96,11 @@ class ClientConnection:
         if self.session.receiving_order:
             self._loop.remove_reader(self._fd)
             self._server.read_later(self)
+
+    def show_life(self) -> None:
+        """Tell a client that waits that the daemon works, unless more is on its way to it."""
+        if self.session.owes_answer and not self._outbox:
+            self._send(protocol.Alive())
 
     def read_on(self) -> None:
         """Watch for messages again."""
@@ -213,6 +220,7 @@ class Server:
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
         state.engines.attach(self._loop)
+        self._alive_timer = self._loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def _accept(self) -> None:
         for _ in range(64):
@@ -267,6 +275,11 @@ class Server:
         self._later.popleft().read_on()
         if self._later:
             self._loop.call_soon(self._read_next)
+
+    def _show_life(self) -> None:
+        for connection in list(self._connections):
+            connection.show_life()
+        self._alive_timer = self._loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def open_dataset(
         self,
@@ -350,7 +363,7 @@ class Server:
         self.state.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
-        for timer in (self._timer, self._resize_timer):
+        for timer in (self._timer, self._resize_timer, self._alive_timer):
             if timer is not None:
                 timer.cancel()
         return drained

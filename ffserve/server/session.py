@@ -499,6 +499,11 @@ class Session:
         self._outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, end))
 
     @property
+    def owes_answer(self) -> bool:
+        """Whether the client waits for something."""
+        return bool(self._owner.waiting or self._opening or self._orders.receiving)
+
+    @property
     def receiving_order(self) -> bool:
         """Whether pieces of an order are still to come."""
         return self._orders.receiving

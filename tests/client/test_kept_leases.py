@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 1)
+    monkeypatch.setattr(connection, "SILENCE_S", 1)
     monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
 
@@ -100,7 +100,7 @@ def test_half_a_message_was_sent_and_then_another(
 ) -> None:
     """A signal's handler raised while a message of half a megabyte was sent. The daemon took what
     came next for the rest of it: other samples would have been leased than those looked at."""
-    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", int(2 * DEADLINE_S))
+    monkeypatch.setattr(connection, "SILENCE_S", int(2 * DEADLINE_S))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

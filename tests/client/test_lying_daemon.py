@@ -36,7 +36,7 @@ def answers_wrongly(peer: Peer) -> None:
 
 
 def test_an_answer_of_the_wrong_kind_left_other_threads_waiting(path: str, tmp_path: Path) -> None:
-    """They were not notified, nor was the socket shut down: they waited for ANSWER_TIMEOUT_S."""
+    """They were not notified, nor was the socket shut down: they waited for SILENCE_S."""
     errors: list[ProtocolError] = []
 
     def read(reader: ffserve.Reader) -> None:
@@ -88,7 +88,7 @@ async def test_a_pause_between_requests_counted_as_silence_of_the_daemon(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time limit of an answer ran from the last one, however long nothing was asked."""
-    monkeypatch.setattr(connections, "ANSWER_TIMEOUT_S", 2)
+    monkeypatch.setattr(connections, "SILENCE_S", 2)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
 
     def script(peer: Peer) -> None:
