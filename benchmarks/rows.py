@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import engine
+from benchmarks.local import Local
 from ffserve.bench.contestants import HOT_SHARE
 from ffserve.bench.harness import (
     MIB,
@@ -42,6 +43,7 @@ from ffserve.formats.ffrecord import tables_end
 KIB = 1024
 SMALL, LARGE, CHUNKED = 4 * KIB, 100 * KIB, 16 * KIB
 HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 128 * MIB
+EPOCH_SIZE = 256 * MIB
 PEER_SAMPLE_SIZES = (KIB, SMALL, LARGE, MIB)
 PEER_CLIENTS = (2, 4, 8)
 PEER_BATCH_SIZE = 32 * MIB
@@ -82,6 +84,9 @@ def groups(
     small, large = (_at_blocks(bench, size, scale) for size in (SMALL, LARGE))
     found += _aligned(bench, small)
     found += [engine.group(bench, each) for each in (small, large)]
+    for sample_size in (SMALL, LARGE):
+        local = Local(bench, data(sample_size, HOT_SIZE), data(sample_size, EPOCH_SIZE), note)
+        found += local.groups(data(sample_size, COLD_SIZE))
     found += _formats(bench, scale)
     for sample_size in (SMALL, LARGE):
         found += _crowd(bench, data(sample_size, COLD_SIZE))

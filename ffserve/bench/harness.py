@@ -620,6 +620,7 @@ class Bench:
         data: BenchmarkData | None = None,
         *,
         daemon: Daemon | None = None,
+        before_exec: Callable[[], None] | None = None,
         **case: Any,
     ) -> contextlib.AbstractContextManager[RunningContestant]:
         """Start a contestant.
@@ -628,6 +629,7 @@ class Bench:
             function: "module:function", see `ffserve.bench.contestants`.
             data: what it reads.
             daemon: the daemon that it reads through, whose work is counted.
+            before_exec: called in the child process.
             case: more for the function, such as ``clients``: the processes that do the same at
                 once, each in an order of its own.
         """
@@ -641,7 +643,9 @@ class Bench:
         if case["once"]:  # a small data set must last for some batches
             case["batch"] = min(case["batch"], max(1, case["count"] // 4))
             case["warm"] = min(case["warm"], case["count"] // case["batch"] - 1)
-        return contestant(case, daemon=daemon, installation=self.installation)
+        return contestant(
+            case, daemon=daemon, installation=self.installation, before_exec=before_exec
+        )
 
     def run(
         self,
@@ -649,13 +653,14 @@ class Bench:
         data: BenchmarkData | None = None,
         *,
         daemon: Daemon | None = None,
+        before_exec: Callable[[], None] | None = None,
         **case: Any,
     ) -> Result:
         """Run a contestant from its start to its end; see `start`.
 
         Raises: ContestantFailed.
         """
-        with self.start(function, data, daemon=daemon, **case) as running:
+        with self.start(function, data, daemon=daemon, before_exec=before_exec, **case) as running:
             running.begin()
             return running.finish()
 

@@ -595,8 +595,8 @@ def read_cached(
 ) -> int:
     """Read records that are in the page cache to their ``dest``, and verify them there.
 
-    It stops at the first record that is not wholly in memory; an engine reads those that are left,
-    and says what is wrong with them. It waits for no device.
+    An engine reads those that are left, and says what is wrong with them. Nothing waits for a
+    device; where many records are not in memory, most are not looked for.
 
     Args:
         fds: int32[n], the descriptor of each record, opened without O_DIRECT; -1: not to be read.
@@ -615,6 +615,18 @@ def read_cached(
     if rc < 0:
         raise OSError(-rc, os.strerror(-rc))
     return int(rc)
+
+
+def cached_pages(fd: int, offset: int, length: int) -> int:
+    """Return how many pages of an extent are in the page cache.
+
+    Raises: OSError with ENOSYS before Linux 6.5, with EPERM for a file that this process neither
+        owns nor may write.
+    """
+    rc = int(lib.ffs_cached_pages(fd, offset, length))
+    if rc < 0:
+        raise OSError(-rc, os.strerror(-rc))
+    return rc
 
 
 def in_memory(fd: int) -> bool:

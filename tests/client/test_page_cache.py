@@ -111,6 +111,23 @@ def test_file_that_was_just_written_was_fetched_from_the_disk(tmp_path: Path) ->
     assert 0 in reads
 
 
+def test_one_missing_record_left_the_rest_of_its_batch_to_the_engine(large: str) -> None:
+    """The kernel may drop pages at any time, hence some attempts."""
+    found = []
+    with ffserve.open(large, server="off") as reader:
+        offsets, _, _ = reader.tables(0)
+        for _ in range(5):
+            wanted = [bytes(one) for one in reader.read(range(200))]
+            fd = os.open(large, os.O_RDONLY)
+            os.posix_fadvise(fd, int(offsets[3]), 100_000, os.POSIX_FADV_DONTNEED)
+            missing = io.cached_pages(fd, int(offsets[3]), 100_000) < 20
+            os.close(fd)
+            before = engine_reads()
+            assert [bytes(one) for one in reader.read(range(200))] == wanted
+            found.append((missing, engine_reads() - before))
+    assert any(missing and 0 < reads < 10 for missing, reads in found), found
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_any_share_gives_the_same_samples(large: str, share: float) -> None:
     with ffserve.open(large, server="off") as truth:
@@ -130,40 +147,41 @@ def test_any_share_gives_the_same_samples(large: str, share: float) -> None:
 
 
 def test_only_the_chosen_regions_are_kept_in_memory(large: str) -> None:
-    evict(large)
-    source = LocalSource((large,), None, True, share=0.5)
-    indices = np.arange(200)
-    source.finish(source.start(indices, apart=False))
-    parts = np.array(resident(large))
-    starts = np.arange(len(parts), dtype=np.int64) << page_cache.REGION_BITS
-    chosen = source._files.through_cache(np.zeros(len(parts), np.int64), starts)
-    source.close()
-    assert chosen.any() and not chosen.all()
-    # A record at a region's edge brings some pages of the next one.
-    assert parts[chosen].mean() > 0.7, parts
-    assert parts[~chosen].mean() < 0.3, parts
+    """The kernel may take pages back at any time, but adds none: the best of some attempts."""
+    size, indices = 1 << page_cache.REGION_BITS, np.arange(200)
+    kept = 0.0
+    for _ in range(5):
+        evict(large)
+        source = LocalSource((large,), None, True, share=0.5)
+        source.finish(source.start(indices, apart=False))
+        parts = np.array(resident(large))
+        starts = np.arange(len(parts), dtype=np.int64) * size
+        chosen = source._files.through_cache(np.zeros(len(parts), np.int64), starts)
+        source.close()
+        assert chosen.any() and not chosen.all()
+        # A record at a region's edge brings some pages of the next one.
+        kept = max(kept, float(parts[chosen].mean()))
+        assert parts[~chosen].mean() < 0.3, parts
+        if kept > 0.7:
+            return
+    raise AssertionError(f"of the chosen regions only {kept:.2f} was in memory")
 
 
 def resident(path: str) -> list[float]:
     """Return the part of each region whose pages are in the page cache."""
-    size = os.stat(path).st_size
+    size, step = os.stat(path).st_size, 1 << page_cache.REGION_BITS
     fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # asking reads no more than the page
     try:
         parts = []
-        for start in range(0, size, 1 << page_cache.REGION_BITS):
-            pages = range(start, min(start + (1 << page_cache.REGION_BITS), size), 4096)
-            parts.append(sum(_in_page_cache(fd, page) for page in pages) / len(pages))
+        for start in range(0, size, step):
+            length = min(step, size - start)
+            try:
+                parts.append(io.cached_pages(fd, start, length) / -(-length // 4096))
+            except OSError as error:
+                pytest.skip(f"the kernel does not say what is in memory: {error}")
         return parts
     finally:
         os.close(fd)
-
-
-def _in_page_cache(fd: int, offset: int) -> bool:
-    try:
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
 
 
 def test_smaller_share_lies_in_a_larger_one() -> None:
