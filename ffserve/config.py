@@ -133,6 +133,31 @@ def _parse_roots(value: Any) -> tuple[str, ...]:
     return tuple(os.path.normpath(_parse_absolute(path)) for path in paths)
 
 
+USER_FILE_SYSTEMS = {"fuse": 0x65735546, "overlay": 0x794C7630}
+"""File systems that ordinary users can mount, by the f_type of statfs(2)."""
+
+
+def _parse_file_systems(value: Any) -> tuple[int, ...]:
+    names = [value] if isinstance(value, (str, int)) else value
+    if not isinstance(names, (list, tuple)):
+        raise UsageError(f"expected names of file systems, not {value!r}")
+    return tuple(_parse_file_system(name) for name in names)
+
+
+def _parse_file_system(name: Any) -> int:
+    if name in USER_FILE_SYSTEMS:
+        return USER_FILE_SYSTEMS[name]
+    try:
+        number = name if type(name) is int else int(name, 0)
+    except (ValueError, TypeError):
+        raise UsageError(
+            f"unknown file system {name!r}",
+            hint=f"use {' or '.join(USER_FILE_SYSTEMS)}, or the number that `stat -f -c 0x%t FILE` "
+            "prints",
+        ) from None
+    return int(number)
+
+
 def _parse_absolute(value: Any) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
@@ -232,6 +257,19 @@ class ServerConfig:
             _parse_roots,
             "Directories whose files are served; the flag can be repeated. A client still gets "
             "only files that its own user may read.",
+        ),
+    )
+    file_systems: tuple[int, ...] = field(
+        default=(),
+        metadata=_documented(
+            "file_systems",
+            "--file-system",
+            "NAME",
+            "none",
+            _parse_file_systems,
+            "File systems that are served besides the usual disks and network file systems: "
+            "'fuse', 'overlay', or the number that 'stat -f -c 0x%t FILE' prints; the flag can be "
+            "repeated. A user who can mount one of them can make the daemon's reads hang.",
         ),
     )
     socket: str = field(

@@ -63,9 +63,11 @@ MIN_INDEXED_SIZE = 1 << 20
 _HEADER = struct.Struct("<8sII16sQqIIQ")
 _NAME_MAX = 255
 
-Keep = Literal["beside", "own", "cache"]
+Keep = Literal["beside", "own", "inode"]
 """Where to write an index file. "beside": beside the file, else in the cache. "own": the same, but
-beside the file only if file and directory belong to this user alone. "cache": in the cache only."""
+beside the file only if file and directory belong to this user alone. "inode": in the cache only,
+where it is found by device and inode: the daemon does not know by which names its clients know the
+file, and opens nothing by a name of theirs."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,18 @@ def beside(path: str) -> str | None:
 
 
 def cached(path: str) -> str | None:
-    """Return the path of a file's index file in the user's cache; None without a cache directory.
+    """Return the path of a file's index file in the user's cache; None if there is no cache."""
+    return _in_cache(os.fsencode(os.path.realpath(path)))
+
+
+def cached_by_inode(fd: int) -> str | None:
+    """Return the same where files are known by device and inode."""
+    status = os.fstat(fd)
+    return _in_cache(b"%d:%d" % (status.st_dev, status.st_ino))
+
+
+def _in_cache(key: bytes) -> str | None:
+    """Return a path in the cache directory.
 
     The cache directory is the service's ``CacheDirectory=`` if systemd sets one, else
     ``$XDG_CACHE_HOME/ffserve``, else ``~/.cache/ffserve``.
@@ -164,37 +177,47 @@ def cached(path: str) -> str | None:
         root = os.path.join(base, "ffserve")
     if not os.path.isabs(root):
         return None
-    name = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
+    name = hashlib.blake2b(key, digest_size=16).hexdigest()
     return os.path.join(root, "index", f"{name}.ffx")
 
 
-def find(fd: int, path: str, identity: Identity) -> Indexed | None:
+def find(
+    fd: int, path: str, identity: Identity, keep: Keep = "own", passed: int | None = None
+) -> Indexed | None:
     """Return the content of the newest trusted index file of an open file, or None.
 
     Args:
         fd: the file.
-        path: its name; index files are found by name.
+        path: its name; index files are found by name, unless `keep` is "inode".
         identity: the file's current identity.
+        passed: descriptor of another index file, which a client opened.
     Cost:    one read of 8 bytes per record; the file itself is not read.
     """
     owners = {0, os.geteuid(), os.fstat(fd).st_uid}
-    found = []
-    for candidate in (beside(path), cached(path)):
-        if candidate and (read := _read(candidate, owners, identity.size)) is not None:
-            content, written_ns = read
-            if (indexed := decode(content, identity, candidate, written_ns)) is not None:
-                found.append(indexed)
-    return max(found, key=lambda indexed: indexed.written_ns, default=None)
+    places = (cached_by_inode(fd),) if keep == "inode" else (beside(path), cached(path))
+    read = [(place, _read(place, owners, identity.size)) for place in places if place]
+    if passed is not None:
+        read.append(("", _read_open(passed, owners, identity.size)))
+    found = (decode(c[0], identity, place, c[1]) for place, c in read if c is not None)
+    return max((f for f in found if f), key=lambda indexed: indexed.written_ns, default=None)
 
 
 def _read(path: str, owners: set[int], file_size: int) -> tuple[bytes, int] | None:
-    """Return bytes and modification time of an index file if one of `owners` owns it and nobody
-    else may write."""
+    """Return bytes and modification time of an index file that is trusted; see `_read_open`."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags)
     except OSError:
         return None
+    try:
+        return _read_open(fd, owners, file_size)
+    finally:
+        os.close(fd)
+
+
+def _read_open(fd: int, owners: set[int], file_size: int) -> tuple[bytes, int] | None:
+    """Return bytes and modification time of an open index file if one of `owners` owns it and
+    nobody else may write."""
     try:
         status = os.fstat(fd)
         trusted = stat.S_ISREG(status.st_mode) and status.st_uid in owners
@@ -204,12 +227,10 @@ def _read(path: str, owners: set[int], file_size: int) -> tuple[bytes, int] | No
         if status.st_size > _HEADER.size + 12 * file_size + 4:
             return None
         content = bytearray(status.st_size)
-        got = read_at_of(fd, path)(0, memoryview(content))
+        got = read_at_of(fd, "")(0, memoryview(content))
         return (bytes(content), status.st_mtime_ns) if got == len(content) else None
-    except FFServeError:
+    except (FFServeError, OSError):
         return None
-    finally:
-        os.close(fd)
 
 
 def store(fd: int, path: str, identity: Identity, scanned: ScannedShard, keep: Keep) -> str | None:
@@ -239,7 +260,7 @@ def discard(fd: int, path: str, identity: Identity, keep: Keep) -> None:
 
 def _keep(fd: int, path: str, content: bytes, keep: Keep) -> str | None:
     """Write an index file to the first place that can be written; return that."""
-    places = [cached(path)]
+    places = [cached_by_inode(fd) if keep == "inode" else cached(path)]
     if keep == "beside" or (keep == "own" and _own(fd, path)):
         places.insert(0, beside(path))
     return next((p for p in places if p is not None and _write(p, content)), None)

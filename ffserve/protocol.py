@@ -9,6 +9,7 @@ connection must be closed. `docs/PROTOCOL.md` is the normative text.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_SIZE = 16 * 1024 * 1024
 """Bytes of a body: enough for an OPEN of 100,000 paths, and a bound for a false size."""
 MAX_CONTAINERS = 16_384
@@ -30,6 +31,8 @@ MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
 MOST_REQUESTS = 64
 """GETs and LEASEs of one session without an answer; the client delays further ones."""
+MOST_FILES = 253
+"""Descriptors with one FILES: the most that Linux passes with one message (SCM_MAX_FD)."""
 MOST_TEXT = 8192
 """Characters of a text in an error. It may quote a message of the peer, of up to MAX_FRAME_SIZE."""
 
@@ -59,11 +62,15 @@ class Welcome:
 
 @dataclass(slots=True)
 class Open:
-    """Open a data set. `what`: paths (absolute), format or nil, verify, tolerant."""
+    """Open a data set. `what`: paths (absolute), format or nil, verify, tolerant.
+
+    `identities`: packed IDENTITY_DTYPE, one per path, as stat(2) reports them to the client.
+    """
 
     TYPE: ClassVar[int] = 3
     tag: int
     what: dict[str, Any]
+    identities: bytes
 
 
 @dataclass(slots=True)
@@ -219,6 +226,28 @@ class Seen:
 
 
 @dataclass(slots=True)
+class Need:
+    """The daemon needs descriptors for an OPEN. `positions`: packed u32, in its paths."""
+
+    TYPE: ClassVar[int] = 19
+    tag: int
+    positions: bytes
+
+
+@dataclass(slots=True)
+class Files:
+    """Descriptors that the client opened; they come with the first byte of this frame.
+
+    `kinds`: one byte per descriptor: RECORD_FILE, of the next position of NEED, or INDEX_FILE, of
+    the file before. Empty: the client gives up.
+    """
+
+    TYPE: ClassVar[int] = 25
+    tag: int
+    kinds: bytes
+
+
+@dataclass(slots=True)
 class Sending:
     """The samples of a GET follow, in an inline session.
 
@@ -288,6 +317,8 @@ Message: TypeAlias = (
     | Order
     | Reached
     | Seen
+    | Need
+    | Files
     | Sending
     | Payload
     | Lookup
@@ -308,10 +339,14 @@ FROM_CLIENT = (
     Order,
     Reached,
     Seen,
+    Files,
     Lookup,
     Resize,
 )
-FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Sending, Payload, Found)
+FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Payload, Found)
+
+RECORD_FILE, INDEX_FILE = 0, 1
+"""The kinds of descriptors in FILES."""
 
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
 _TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
@@ -341,6 +376,12 @@ SHARD_DTYPE = np.dtype(
 )
 """One shard in OPENED: its samples [base, base + count) in the tables of the daemon, the size of
 its file in bytes, the fingerprint of its content, its kind of checksum."""
+
+
+IDENTITY_DTYPE = np.dtype(
+    [("device", "<u8"), ("inode", "<u8"), ("size", "<u8"), ("mtime", "<i8"), ("ctime", "<i8")]
+)
+"""The state of one file in OPEN, as of stat(2); times in ns."""
 
 
 def encode(message: Message) -> bytes:
@@ -505,7 +546,7 @@ def unpack_order(packed: bytes) -> NDArray[np.int64]:
     return np.frombuffer(packed, "<u4").astype(np.int64)
 
 
-def unpack_numbers(packed: bytes, count: int, kind: str) -> NDArray[Any]:
+def unpack_numbers(packed: bytes, count: int, kind: str | np.dtype[Any]) -> NDArray[Any]:
     """Unpack `count` numbers of a little-endian kind such as "<u8"; read-only.
 
     Raises: ProtocolError when there is another number of them.
@@ -525,6 +566,35 @@ def unpack_tags(packed: bytes) -> list[int]:
     if len(packed) % 4:
         raise ProtocolError(f"invalid tags: {len(packed)} bytes")
     return np.frombuffer(packed, "<u4").tolist() if packed else []
+
+
+def pack_identities(states: list[os.stat_result]) -> bytes:
+    """Pack the states of files."""
+    rows = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in states]
+    return np.array(rows, IDENTITY_DTYPE).tobytes()
+
+
+def unpack_identities(packed: bytes, count: int) -> list[tuple[int, int, int, int, int]]:
+    """Unpack the states of `count` files. Raises: ProtocolError when there are fewer or more."""
+    rows: list[tuple[int, int, int, int, int]] = unpack_numbers(
+        packed, count, IDENTITY_DTYPE
+    ).tolist()
+    return rows
+
+
+def pack_positions(positions: list[int]) -> bytes:
+    """Pack positions in an OPEN; u32."""
+    return np.array(positions, "<u4").tobytes()
+
+
+def unpack_positions(packed: bytes, count: int) -> list[int]:
+    """Unpack the positions of a NEED in an OPEN of `count` files. Raises: ProtocolError."""
+    if len(packed) % 4 or not 0 < len(packed) <= 4 * MOST_FILES:
+        raise ProtocolError(f"invalid NEED message: {len(packed)} bytes of positions")
+    positions: list[int] = np.frombuffer(packed, "<u4").tolist()
+    if max(positions) >= count:
+        raise ProtocolError(f"invalid NEED message: position {max(positions)} of {count} files")
+    return positions
 
 
 def error_to_wire(error: FFServeError) -> list[Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ffserve import formats, index_file
+from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.files import open_regular, read_at_of
 from ffserve.formats.base import HEAD_SIZE, ReadAt, ScannedFormat, ScannedShard
@@ -29,6 +30,7 @@ def open_shard(
     tolerant: bool = False,
     keep: index_file.Keep = "own",
     use_index: bool = True,
+    passed_index: int | None = None,
 ) -> formats.Shard:
     """Open the shard in an open file.
 
@@ -40,6 +42,7 @@ def open_shard(
         keep: where an index file may be written.
         use_index: False scans a file without tables even if it has an index file. An index file
             that contradicts the scan is replaced.
+        passed_index: descriptor of an index file of the client; see `index_file.find`.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
     Cost:    that of the format; an index file saves the scan of a format without tables.
     """
@@ -47,7 +50,7 @@ def open_shard(
     if not isinstance(chosen, ScannedFormat) or size < index_file.MIN_INDEXED_SIZE:
         return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
     identity = index_file.Identity.of(fd, path, chosen.name)
-    indexed = index_file.find(fd, path, identity)
+    indexed = index_file.find(fd, path, identity, keep, passed_index)
     if use_index and indexed is not None:
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
@@ -90,8 +93,7 @@ def _discard_stale(
     """Whether the file has another record than its tables say; make its index file invalid then."""
     chosen = formats.by_name(scanned)
     assert isinstance(chosen, ScannedFormat)
-    plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with buffered(fd) as plain:
         offset, length, checksum = record
         row = (
             np.array([offset], np.uint64),
@@ -102,8 +104,6 @@ def _discard_stale(
             return False
         index_file.discard(plain, path, index_file.Identity.of(plain, path, scanned), keep)
         return True
-    finally:
-        os.close(plain)
 
 
 def scanned_as(shard: formats.Shard) -> str | None:

@@ -22,7 +22,7 @@ def _setting_flags(command: Command) -> Command:
             option["flag"],
             option["key"],
             metavar=option["metavar"],
-            multiple=option["key"] == "roots",
+            multiple=option["key"] in ("roots", "file_systems"),
             help=f"{option['doc']}  [default: {option['shown_default']}]",
         )(command)
     return command

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.client.descriptors import OpenFiles
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -44,16 +45,16 @@ INLINE_RECEIVE_SIZE = 4096
 """Bytes received at once where payload follows frames: payload behind a frame is copied twice."""
 MOST_BUFFERS = 512
 """Buffers that one call of the kernel fills."""
-_ANSWERS: dict[type[Message], type[Message]] = {
-    protocol.Open: protocol.Opened,
-    protocol.Get: protocol.Ready,
-    protocol.Lease: protocol.Ready,
-    protocol.Lookup: protocol.Found,
-    protocol.Order: protocol.Ready,
-    protocol.Status: protocol.Report,
-    protocol.Resize: protocol.Report,
+_ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
+    protocol.Open: (protocol.Opened, protocol.Need),
+    protocol.Get: (protocol.Ready,),
+    protocol.Lease: (protocol.Ready,),
+    protocol.Lookup: (protocol.Found,),
+    protocol.Order: (protocol.Ready,),
+    protocol.Status: (protocol.Report,),
+    protocol.Resize: (protocol.Report,),
 }
-"""The answer to each request, unless that is FAIL."""
+"""The answers to each request, besides FAIL."""
 
 Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
 """The steps of a request, for a driver. Yields an int, the tag of an answer, and is sent that
@@ -79,6 +80,15 @@ class ChannelRequest(Protocol):
     def give_up(self) -> None:
         """The request is not run any further."""
         ...
+
+
+class DatasetRequest(Protocol):
+    """The data set that an OPEN asks for; see `failover.OpenRequest`."""
+
+    paths: tuple[str, ...]
+    format: str | None
+    verify: bool
+    tolerant: bool
 
 
 class PayloadSink(Protocol):
@@ -141,6 +151,10 @@ class Channel:
         self._queue: list[bytes] = []
         self._front = memoryview(b"")
         """The bytes that are being sent."""
+        self._files: deque[tuple[bytes, OpenFiles]] = deque()
+        """FILES to be sent, each by itself, before the queue."""
+        self._passing: OpenFiles | None = None
+        """Goes with the first byte of `_front`."""
         self._waiting: dict[int, _Waiting] = {}
         self.unanswered: set[int] = set()
         """Tags of GETs and LEASEs that were sent."""
@@ -159,10 +173,36 @@ class Channel:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def open(self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool) -> int:
-        """Queue an OPEN; return its tag."""
-        what = {"paths": list(paths), "format": format, "verify": verify, "tolerant": tolerant}
-        return self._request(protocol.Open(self._tag(), what))
+    def open(self, request: DatasetRequest, identities: bytes) -> int:
+        """Queue an OPEN; return its tag. The answer may be a NEED: `pass_files` then, and wait for
+        the next answer to the tag."""
+        what = {
+            "paths": list(request.paths),
+            "format": request.format,
+            "verify": request.verify,
+            "tolerant": request.tolerant,
+        }
+        return self._request(protocol.Open(self._tag(), what, identities))
+
+    def pass_files(self, tag: int, files: OpenFiles) -> None:
+        """Queue a FILES, the answer to a NEED."""
+        with self.lock:
+            try:
+                self._check(None)
+                frame = protocol.encode(protocol.Files(tag, bytes(files.kinds)))
+            except BaseException:
+                files.close()
+                raise
+            self._waiting[tag] = _Waiting(protocol.Open, None, time.monotonic())
+            self._files.append((frame, files))
+            self.urgent = True
+
+    def pass_no_files(self, tag: int) -> None:
+        """Queue the answer to a NEED that gives the OPEN up; nobody waits for its end."""
+        with self.lock:
+            if self.broken is None:
+                self.pass_files(tag, OpenFiles())
+                self._waiting[tag].given_up = True
 
     def get(self, dataset: int, indices: Int64s, sink: PayloadSink | None = None) -> int:
         """Queue a GET, with acknowledgements and counters; return its tag.
@@ -316,7 +356,7 @@ class Channel:
     def queue_reports(self) -> None:
         """Queue the reports that are due, if everything queued before has been sent."""
         with self.lock:
-            if self._queue or self._front or self.broken is not None:
+            if self._queue or self._front or self._files or self.broken is not None:
                 return
             self.report_due = False
             acknowledged, hits, hit_size = self._take_counters()
@@ -342,17 +382,34 @@ class Channel:
     def output(self) -> memoryview:
         """Return the bytes to send next; empty: none. For one sender at a time."""
         with self.lock:
-            if not self._front and self._queue:
+            if not self._front and self._files:
+                frame, self._passing = self._files.popleft()
+                self._front = memoryview(frame)
+            elif not self._front and self._queue:
                 queued, self._queue = self._queue, []
                 self._front = memoryview(queued[0] if len(queued) == 1 else b"".join(queued))
             return self._front
 
+    @property
+    def passing(self) -> list[int]:
+        """The descriptors that go with the first byte of `output`."""
+        return self._passing.fds if self._passing is not None else []
+
     def sent(self, size: int) -> None:
         """The socket took so many bytes of `output`."""
         with self.lock:
+            if size and self._passing is not None:
+                self.drop_passing()
             self._front = self._front[size:]
-            if not self._front and not self._queue:
+            if not self._front and not self._queue and not self._files:
                 self.urgent = False
+
+    def drop_passing(self) -> None:
+        """Close the descriptors of `passing`: for the one who sends, since their numbers may be
+        those of other files as soon as they are closed."""
+        passing, self._passing = self._passing, None
+        if passing is not None:
+            passing.close()
 
     # ---- input ----------------------------------------------------------------------------
 
@@ -424,10 +481,10 @@ class Channel:
         if waiting is None:
             return
         due = _ANSWERS[waiting.kind]
-        if not isinstance(message, (due, protocol.Fail)):
+        if type(message) not in due and type(message) is not protocol.Fail:
             raise ProtocolError(
                 f"the daemon answered with {type(message).__name__.upper()} where "
-                f"{due.__name__.upper()} is due",
+                f"{due[0].__name__.upper()} is due",
                 path=self.path,
             )
         if waiting.given_up:
@@ -462,6 +519,8 @@ class Channel:
             self._acknowledged.append(answer.tag)
         elif isinstance(answer, protocol.Opened):
             self._closed_datasets.append(answer.dataset)
+        elif isinstance(answer, protocol.Need):
+            self.pass_no_files(answer.tag)
 
     # ---- answers --------------------------------------------------------------------------
 
@@ -519,6 +578,8 @@ class Channel:
             self.broken = self.broken or error
             self._kept_back.clear()
             self._queue.clear()
+            while self._files:
+                self._files.popleft()[1].close()
             self.urgent = False
 
     def gone(self) -> FFServeError:

@@ -29,7 +29,8 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, Int64s, SilentError
+from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s, SilentError
+from ffserve.client.descriptors import OpenFiles, identities, send
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
 
@@ -84,11 +85,23 @@ class Connection:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def open(
-        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool = False
-    ) -> protocol.Opened:
-        """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        opened: protocol.Opened = self.wait(self.channel.open(paths, format, verify, tolerant))
+    def open(self, request: DatasetRequest) -> protocol.Opened:
+        """Open a data set.
+
+        Raises: what the daemon answers; ServerUnavailable if it is gone; MissingFile, AccessDenied,
+            ReadError: this process cannot open a file.
+        """
+        paths = request.paths
+        tag = self.channel.open(request, identities(paths))
+        while isinstance(answer := self.wait(tag), protocol.Need):
+            try:
+                files = OpenFiles.of(paths, protocol.unpack_positions(answer.positions, len(paths)))
+            except BaseException:
+                self.channel.pass_no_files(tag)
+                self.flush()
+                raise
+            self.channel.pass_files(tag, files)
+        opened: protocol.Opened = answer
         return opened
 
     def announce(
@@ -166,10 +179,14 @@ class Connection:
         try:
             while self.channel.urgent and self._sending.acquire(blocking=False):
                 while output := self.channel.output():
-                    self._socket.sendall(output)
-                    self.channel.sent(len(output))
+                    if self.channel.passing:
+                        self.channel.sent(self._send_files(output))
+                    else:
+                        self._socket.sendall(output)
+                        self.channel.sent(len(output))
                 self._sending.release()
         except BaseException as error:
+            self.channel.drop_passing()
             self._failed(error)
 
     def report(self) -> None:
@@ -182,6 +199,7 @@ class Connection:
                     self.channel.sent(self._sent_at_once(output))
                 self._sending.release()
         except BaseException as error:
+            self.channel.drop_passing()
             with contextlib.suppress(FFServeError):
                 self._failed(error)
         # Another thread may have left its request to this one.
@@ -190,9 +208,20 @@ class Connection:
 
     def _sent_at_once(self, output: memoryview) -> int:
         try:
-            return self._socket.send(output, socket.MSG_DONTWAIT)
+            return send(self._socket, output, self.channel.passing, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
+
+    def _send_files(self, output: memoryview) -> int:
+        """Send bytes and descriptors, of which the kernel takes only so many for each user."""
+        deadline = time.monotonic() + SEND_TIMEOUT_S
+        while True:
+            try:
+                return send(self._socket, output, self.channel.passing)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
 
     # ---- receiving ------------------------------------------------------------------------
 
@@ -259,6 +288,9 @@ class Connection:
             self.channel.fail(error)
             self._state.notify_all()
             self._end()
+        if self._sending.acquire(blocking=False):
+            self.channel.drop_passing()
+            self._sending.release()
 
     def _end(self) -> None:
         """End the session, unless samples are leased over it: the last release ends it then."""
@@ -301,6 +333,7 @@ class Connection:
         self._state = threading.Condition(self.channel.lock)
         self.channel.leased.clear()
         self.channel.fail(ServerUnavailable("the process forked", path=self.path))
+        self.channel.drop_passing()
         self._socket.close()
         self.handshake.drop_fds()
 

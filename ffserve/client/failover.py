@@ -36,6 +36,7 @@ from ffserve.errors import (
     AccessDenied,
     ArenaError,
     FFServeError,
+    MissingFile,
     ProtocolError,
     ReadError,
     ServerUnavailable,
@@ -300,6 +301,8 @@ class SourceSelection:
                 source: Source = yield OpenSource.REMOTE
                 request.unserved = ""
                 return source
+            except MissingFile:
+                raise  # said by this machine's kernel, not by the daemon
             except NOT_SERVED as error:
                 away = isinstance(error, ServerUnavailable)
                 if may_start and away and not isinstance(error.__cause__, TimeoutError):
@@ -479,9 +482,7 @@ class SourceSelector:
         request = self._request
         connection = connections.connect(request.socket)
         try:
-            opened = connection.open(
-                request.paths, request.format, request.verify, request.tolerant
-            )
+            opened = connection.open(request)
             request.served_by = connection.path
             return source_over(connection, opened, request)
         except BaseException:
@@ -665,9 +666,7 @@ class LoopSelector:
         request = self._request
         connection = await self.state.connect(request.socket)
         try:
-            opened = await connection.open(
-                request.paths, request.format, request.verify, request.tolerant
-            )
+            opened = await connection.open(request)
             request.served_by = connection.path
             return source_over(connection, opened, request)
         except BaseException:

@@ -81,7 +81,9 @@ class Handshake:
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
                 self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(self.socket, RECEIVE_SIZE, 4)
+                chunk, fds, _flags, _address = socket.recv_fds(
+                    self.socket, RECEIVE_SIZE, 4, socket.MSG_CMSG_CLOEXEC
+                )
                 self._fds += fds
                 if not chunk:
                     raise ServerUnavailable(

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, Int64s
+from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s
+from ffserve.client.descriptors import OpenFiles, identities, send
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
@@ -76,12 +78,25 @@ class LoopConnection:
 
     # ---- requests -------------------------------------------------------------------------
 
-    async def open(
-        self, paths: tuple[str, ...], format: str | None, verify: bool, tolerant: bool
-    ) -> protocol.Opened:
-        """Open a data set. Raises what the daemon answers; ServerUnavailable if it is gone."""
-        tag = self.channel.open(paths, format, verify, tolerant)
-        opened: protocol.Opened = await self._ask(tag)
+    async def open(self, request: DatasetRequest) -> protocol.Opened:
+        """Open a data set.
+
+        Raises: what the daemon answers; ServerUnavailable if it is gone; MissingFile, AccessDenied,
+            ReadError: this process cannot open a file.
+        """
+        paths = request.paths
+        states = await in_thread(lambda: identities(paths))
+        tag = self.channel.open(request, states)
+        while isinstance(answer := await self._ask(tag), protocol.Need):
+            try:
+                positions = protocol.unpack_positions(answer.positions, len(paths))
+                files = await in_thread(partial(OpenFiles.of, paths, positions), OpenFiles.close)
+            except BaseException:
+                self.channel.pass_no_files(tag)
+                self.flush()
+                raise
+            self.channel.pass_files(tag, files)
+        opened: protocol.Opened = answer
         return opened
 
     async def announce(
@@ -173,7 +188,7 @@ class LoopConnection:
             return
         while output := self.channel.output():
             try:
-                sent = self._socket.send(output)
+                sent = send(self._socket, output, self.channel.passing)
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
@@ -258,6 +273,7 @@ class LoopConnection:
         if not self.alive:
             return
         self.channel.fail(error)
+        self.channel.drop_passing()
         if self._timer is not None:
             self._timer.cancel()
         if not self._loop.is_closed():
@@ -280,6 +296,7 @@ class LoopConnection:
         """Close the descriptors and nothing else: the loop is closed, or another process's."""
         self.channel.lock = threading.RLock()
         self.channel.fail(ServerUnavailable("this connection was closed", path=self.path))
+        self.channel.drop_passing()
         self._socket.close()
         self.handshake.drop_fds()
 

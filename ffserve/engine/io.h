@@ -143,8 +143,8 @@ int64_t ffs_read_cached(const int32_t *fds, const int32_t *kinds, ffs_record *re
 /* Pages of an extent that are in the page cache (cachestat, Linux 6.5), or -errno: -ENOSYS, or
  * -EPERM for a file that the process neither owns nor may write (Linux 6.14). */
 int64_t ffs_cached_pages(int fd, uint64_t offset, uint64_t length);
-/* Whether a file lies in memory (tmpfs, ramfs): it is in the page cache, and has no other copy. */
-int ffs_in_memory(int fd);
+/* The type of the file system that a file is on (f_type of statfs), or -errno. */
+int64_t ffs_file_system_type(int fd);
 
 int ffs_submit(ffs_engine *e, ffs_batch *b);
 /* Wait until the batch is done or timeout_ms have passed (-1: no limit): 1 done, 0 not yet. */

@@ -14,6 +14,7 @@ dropping it, or ``forget()``, frees its memory and descriptors without touching 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import mmap
@@ -22,6 +23,7 @@ import stat
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -632,7 +634,19 @@ def cached_pages(fd: int, offset: int, length: int) -> int:
 def in_memory(fd: int) -> bool:
     """Whether a file lies in memory (tmpfs, ramfs), so that nothing is gained by reading past the
     page cache."""
-    return bool(lib.ffs_in_memory(fd))
+    return int(lib.ffs_file_system_type(fd)) in _IN_MEMORY
+
+
+_IN_MEMORY = (0x01021994, 0x858458F6)
+"""TMPFS_MAGIC, RAMFS_MAGIC."""
+
+
+def file_system_type(fd: int) -> int:
+    """Return the type of the file system of an open file, the f_type of statfs(2)."""
+    rc = int(lib.ffs_file_system_type(fd))
+    if rc < 0:
+        raise OSError(-rc, os.strerror(-rc))
+    return rc
 
 
 # ---- opening files -----------------------------------------------------------------------------
@@ -701,7 +715,8 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
     """Open a regular file for direct I/O, or buffered where direct I/O does not work.
 
     Args:
-        path_or_fd: a path, or a descriptor, which is opened again (its own flags do not change).
+        path_or_fd: a path, or a descriptor, which is opened again. If this user may not open its
+            file, the result is a duplicate, which shares the flags of the given one.
     Returns: (fd, alignment): the caller closes fd; alignment 1: buffered.
     Raises: OSError as open() does; UsageError for anything but a regular file or block device.
     """
@@ -710,34 +725,57 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as refused:
-        fd = _open_buffered(path, given, refused)
+        if given is not None and isinstance(refused, PermissionError):
+            fd = os.dup(given)
+            set_direct(fd, True)
+        else:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
             raise UsageError("not a regular file", path=os.fspath(path))
-        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            return fd, 1
-        alignment = direct_alignment(fd)
-        if alignment == 1:
-            buffered = _open_buffered(path, given, None)
-            os.close(fd)
-            fd = buffered
+        alignment = 1
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            alignment = direct_alignment(fd)
+            if alignment == 1:
+                set_direct(fd, False)
     except BaseException:
         os.close(fd)
         raise
     return fd, alignment
 
 
-def _open_buffered(path: str, given: int | None, refused: OSError | None) -> int:
+def set_direct(fd: int, direct: bool) -> None:
+    """Switch O_DIRECT of an open file description on, if the file system can, or off; O_NONBLOCK,
+    with which io_uring fails a read where it would wait, is always switched off."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~(os.O_DIRECT | os.O_NONBLOCK)
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+@contextlib.contextmanager
+def buffered(fd: int) -> Iterator[int]:
+    """Return a descriptor of an open file that reads through the page cache.
+
+    The file is opened again. If this user may not open it, since another process passed the
+    descriptor, the result is the given one, with O_DIRECT switched off meanwhile.
+    """
+    try:
+        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:
-        # A descriptor that was passed to this process may be of a file that it may not open.
-        if given is None:
-            raise
-        return os.dup(given)
-    except OSError as error:
-        raise error from refused
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        set_direct(fd, False)
+        try:
+            yield fd
+        finally:
+            set_direct(fd, direct)
+        return
+    try:
+        yield plain
+    finally:
+        os.close(plain)
 
 
 # ---- which engines work on this machine --------------------------------------------------------

@@ -12,7 +12,6 @@
 #define _GNU_SOURCE /* AT_EMPTY_PATH, preadv2 */
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/magic.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -331,10 +330,10 @@ int64_t ffs_read_cached(const int32_t *fds, const int32_t *kinds, ffs_record *re
     return read;
 }
 
-int ffs_in_memory(int fd)
+int64_t ffs_file_system_type(int fd)
 {
     struct statfs fs;
-    return !fstatfs(fd, &fs) && (fs.f_type == TMPFS_MAGIC || fs.f_type == RAMFS_MAGIC);
+    return fstatfs(fd, &fs) ? -errno : (int64_t)fs.f_type;
 }
 
 int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset)

@@ -5,20 +5,23 @@ that was replaced or rewritten under its name is another shard, and sessions tha
 one go on reading the old one. Both times count: mtime can be set back by anybody who writes
 (`cp -p`, `rsync --inplace`), ctime by nobody. A shard that no session has open stays open, with its
 samples, for the next job until its descriptor is needed.
+
+The daemon reads a file through descriptors that clients opened (`access.py`). While a shard is
+open, its inode cannot belong to another file. So a client whose user has proven once that it may
+read the file names it by its identity from then on, and needs no descriptor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import resource
 import threading
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,30 +29,37 @@ from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dataset import bound_lengths
-from ffserve.engine.io import open_direct
-from ffserve.errors import AccessDenied, FFServeError, ReadError
-from ffserve.files import os_error, wrap_os_error
+from ffserve.engine.io import open_direct, set_direct
+from ffserve.errors import FFServeError, ReadError
+from ffserve.files import wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard
-from ffserve.server import access
-from ffserve.server.access import Peer
+from ffserve.protocol import MOST_FILES
+from ffserve.server.access import Owner, Peer, Rules
 from ffserve.server.io import Engines
 from ffserve.shardfile import FileState, open_shard, scanned_as
 
-Key = tuple[Any, ...]
+Identity: TypeAlias = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime, ctime."""
+Key: TypeAlias = tuple[Identity, str | None, bool, bool, int]
+"""Identity, format, verify, tolerant; and -1, or the base of a shard that is stale."""
+Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
+"""How clients ask for a shard: identity, format (or nil), the format that its suffix denotes if it
+names none, verify, tolerant."""
+T = TypeVar("T")
 
-_OPENERS = 4
-"""Threads that open shards, so that a hung network mount does not block other users."""
-
-_PATH_MAX = 4096
-"""Bytes of a path, the NUL at its end included, that the kernel accepts."""
-
+HOLD_COUNT = 256
+"""Shards that are looked up between two turns of the loop."""
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenShard:
-    """A shard in the tables of the daemon; `sessions`: data sets of sessions that contain it."""
+    """A shard in the tables of the daemon.
+
+    path: the name that the client gave who opened it first. sessions: data sets of sessions that
+    contain it; holders: the same by owner. proven: who has passed a descriptor of it.
+    """
 
     key: Key
     path: str
@@ -67,14 +77,51 @@ class OpenShard:
     scanned: str | None
     chunked: ChunkedShard | None = None
     sessions: int = 0
+    holders: Counter[Owner] = field(default_factory=Counter)
+    proven: set[Owner] = field(default_factory=set)
+    aliases: set[Alias] = field(default_factory=set)
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
+
+
+@dataclass(slots=True, eq=False)
+class PassedFile:
+    """A descriptor that a client passed for a file of its OPEN; `index`: of its index file."""
+
+    position: int
+    fd: int
+    index: int | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """What an OPEN asks for.
+
+    paths: the client's names; nothing is opened by them. identities: as the client sees the files.
+    """
+
+    paths: list[str]
+    identities: list[Identity]
+    format: str | None
+    verify: bool
+    tolerant: bool
+
+    def alias(self, position: int, identity: Identity) -> Alias:
+        """Return how this request asks for a shard."""
+        named = None if self.format else formats.by_suffix(self.paths[position])
+        by_suffix = named.name if named else ""
+        return identity, self.format, by_suffix, self.verify, self.tolerant
+
+
+Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
+"""Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
+one at least. Raises an FFServeError when none come."""
 
 
 class Catalog:
     """Opens, shares and closes shards.
 
-    Args: roots: see access.check. max_chunk_size: see ServerConfig.
+    Args: rules: which descriptors are taken. max_chunk_size: see ServerConfig.
     """
 
     def __init__(
@@ -83,7 +130,7 @@ class Catalog:
         table: ShardTable,
         cache: Cache,
         engines: Engines,
-        roots: tuple[str, ...],
+        rules: Rules,
         max_chunk_size: int,
     ) -> None:
         self._directory = directory
@@ -91,89 +138,150 @@ class Catalog:
         self._cache = cache
         self._engines = engines
         self._max_chunk_size = max_chunk_size
-        self._roots = tuple(os.path.realpath(root) for root in roots)
+        self._rules = rules
         self._open: dict[Key, asyncio.Future[OpenShard]] = {}
+        self._aliases: dict[Alias, OpenShard] = {}
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_OPENERS, thread_name_prefix="ffserve-open")
+        self._held: Counter[Owner] = Counter()
+        """Shards by owner."""
         self._reserving = threading.Lock()
         # Each shard has one descriptor; a quarter is left for sessions and everything else.
         self._most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
-    async def open(
-        self,
-        paths: list[str],
-        format_name: str | None,
-        verify: bool,
-        tolerant: bool,
-        peer: Peer,
-    ) -> list[OpenShard]:
+    # ---- opening --------------------------------------------------------------------------
+
+    async def open(self, request: Request, peer: Peer, passing: Passing) -> list[OpenShard]:
         """Open the shards of one data set for one session; `close` gives them back.
 
         Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: of the first
             shard that cannot be served; then none is held.
         """
-        loop = asyncio.get_running_loop()
-        keys = await loop.run_in_executor(
-            self._pool, self._identify, paths, format_name, verify, tolerant, peer
-        )
-        while not self._room_for(keys) and await self._drop_idle():
-            pass
-        if not self._room_for(keys):
-            new = sum(key not in self._open for key in set(keys))
+        found: dict[int, OpenShard] = {}
+        try:
+            left: list[int] = []
+            for first in range(0, len(request.paths), HOLD_COUNT):
+                some = range(first, min(first + HOLD_COUNT, len(request.paths)))
+                left += self._hold_proven(request, some, peer, found)
+                await asyncio.sleep(0)
+            if left:
+                await self._make_room(request, left, peer)
+            while left:
+                batch = self._hold_proven(request, left[:MOST_FILES], peer, found)
+                if batch:
+                    await self._make_room(request, batch, peer)
+                    await self._take(request, await passing(batch), peer, found)
+                head = [position for position in left[:MOST_FILES] if position not in found]
+                left = head + left[MOST_FILES:]
+        except BaseException:
+            self.close(list(found.values()), peer.owner)
+            raise
+        return [found[position] for position in range(len(request.paths))]
+
+    def _hold_proven(
+        self,
+        request: Request,
+        positions: Sequence[int],
+        peer: Peer,
+        found: dict[int, OpenShard],
+    ) -> list[int]:
+        """Hold the shards that this peer's owner has proven; return the positions of the others."""
+        owner, left = peer.owner, []
+        for position in positions:
+            shard = self._aliases.get(request.alias(position, request.identities[position]))
+            if shard is None or owner not in shard.proven:
+                left.append(position)
+            else:
+                self._hold(shard, owner)
+                found[position] = shard
+        return left
+
+    async def _make_room(self, request: Request, left: list[int], peer: Peer) -> None:
+        """Close idle shards, so that those of a request can be opened. Raises: ReadError."""
+        # Shards that others have proven need no room, but who has not must not learn of them.
+        new = len({request.identities[position] for position in left})
+        most = self._most_open
+        if peer.uid not in (0, os.geteuid()):
+            most //= 2
+            if self._held[peer.owner] + new > most:
+                raise ReadError(
+                    f"user {peer.uid} may have {most} files open in the daemon, half of its own "
+                    f"limit; {self._held[peer.owner]} are in use, and this data set has {new} more",
+                    path=request.paths[left[0]],
+                    hint="raise the daemon's limit on open files (LimitNOFILE= in the systemd "
+                    "unit, ulimit -n)",
+                )
+        used = len(self._open) - len(self._idle)
+        if used + new <= self._most_open:
+            while len(self._open) + new > self._most_open and await self._drop_idle():
+                pass
+        if len(self._open) + new > self._most_open:
             raise ReadError(
-                f"the daemon may have {self._most_open} files open; {len(self._open)} are in use, "
+                f"the daemon may have {self._most_open} files open; {used} are in use, "
                 f"and this data set has {new} more",
-                path=paths[0],
+                path=request.paths[left[0]],
                 hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )
-        wanted = dict(zip(keys, paths, strict=True))
-        while True:
-            mine: dict[Key, asyncio.Future[OpenShard]] = {}
-            for key in wanted:
-                if key not in self._open:
-                    self._open[key] = mine[key] = loop.create_future()
-            if mine:
-                await self._open_new(loop, wanted, mine, peer)
-            others = [f for key in wanted if (f := self._open.get(key)) and not f.done()]
-            if others:
-                await asyncio.wait(others)
-            elif all(key in self._open for key in wanted):
-                break
-            # Another session may have failed to open a shard for reasons of its own: try again.
-        shards = [self._open[key].result() for key in keys]
-        for shard in shards:
-            self._hold(shard)
-        return shards
+
+    async def _take(
+        self,
+        request: Request,
+        passed: list[PassedFile],
+        peer: Peer,
+        found: dict[int, OpenShard],
+    ) -> None:
+        """Hold the shards of passed descriptors, and close the descriptors."""
+        fds = [fd for one in passed for fd in (one.fd, one.index) if fd is not None]
+        try:
+            keys = await in_thread(lambda: [self._identify(request, one, peer) for one in passed])
+            left = list(zip(keys, passed, strict=True))
+            while left:
+                mine: dict[Key, asyncio.Future[OpenShard]] = {}
+                files: dict[Key, PassedFile] = {}
+                for key, one in left:
+                    if key not in self._open:
+                        self._open[key] = mine[key] = asyncio.Future()
+                        files[key] = one
+                if mine:
+                    await self._open_new(request, files, mine)
+                waiting = []
+                for key, one in left:
+                    future = self._open.get(key)
+                    if future is None or not future.done():
+                        # Another session opens the shard. If it fails for reasons of its own, the
+                        # next turn opens it for this one.
+                        waiting.append((key, one))
+                        continue
+                    found[one.position] = shard = future.result()
+                    self._hold(shard, peer.owner)
+                    self._proven(shard, request.alias(one.position, key[0]), peer.owner)
+                left = waiting
+                others = [f for key, _ in left if (f := self._open.get(key)) and not f.done()]
+                if others:
+                    await asyncio.wait(others)
+        except asyncio.CancelledError:
+            raise  # The daemon ends, and a thread may still read the files.
+        except BaseException:
+            await in_thread(lambda: close_fds(fds))
+            raise
+        await in_thread(lambda: close_fds(fds))
+
+    def _proven(self, shard: OpenShard, alias: Alias, owner: Owner) -> None:
+        shard.proven.add(owner)
+        shard.aliases.add(alias)
+        self._aliases[alias] = shard
 
     async def _open_new(
         self,
-        loop: asyncio.AbstractEventLoop,
-        paths: dict[Key, str],
+        request: Request,
+        files: dict[Key, PassedFile],
         mine: dict[Key, asyncio.Future[OpenShard]],
-        peer: Peer,
     ) -> None:
         try:
-            outcome = await loop.run_in_executor(
-                self._pool, self._parse_all, [(key, paths[key]) for key in mine], peer
-            )
+            outcome = await in_thread(lambda: self._parse_all(request, files))
             for key, shard in outcome:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
-                    if shard.count:
-                        engine, file = self._engines.add_file(
-                            shard.device, shard.fd, shard.alignment
-                        )
-                        self._table.add(
-                            shard.base,
-                            shard.count,
-                            payload_size=shard.payload_size,
-                            alignment=shard.alignment,
-                            checksum_kind=shard.checksum_kind,
-                            file=file,
-                            engine=engine,
-                            chunked=shard.chunked,
-                        )
-                    self._idle[key] = shard
+                    self._add(shard)
                     future.set_result(shard)
                 else:
                     del self._open[key]
@@ -188,92 +296,87 @@ class Catalog:
             if not isinstance(shard, OpenShard):
                 raise shard
 
-    def _identify(
-        self,
-        paths: list[str],
-        format_name: str | None,
-        verify: bool,
-        tolerant: bool,
-        peer: Peer,
-    ) -> list[Key]:
-        keys = []
-        for path in paths:
-            fd = self._open_plain(path, peer)
-            try:
-                identity = _identity(fd)
-                name = format_name or _format_of(fd, path, identity[2])
-                keys.append((*identity, name, verify, tolerant))
-            finally:
-                os.close(fd)
-        return keys
+    def _add(self, shard: OpenShard) -> None:
+        """Enter a parsed shard into the tables; it is idle."""
+        self._idle[shard.key] = shard
+        if not shard.count:
+            return
+        engine, file = self._engines.add_file(shard.device, shard.fd, shard.alignment)
+        self._table.add(
+            shard.base,
+            shard.count,
+            payload_size=shard.payload_size,
+            alignment=shard.alignment,
+            checksum_kind=shard.checksum_kind,
+            file=file,
+            engine=engine,
+            chunked=shard.chunked,
+        )
 
-    def _open_plain(self, path: str, peer: Peer) -> int:
-        """Open a file for a peer; a file that the peer may not read is not touched."""
-        if len(os.fsencode(path)) >= _PATH_MAX:
-            # Resolving it below would take the square of its length.
-            raise os_error(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)), path)
-        try:
-            path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError as error:
-            # An error must not tell which files exist outside the roots.
-            access.check_roots(os.path.realpath(path), path, self._roots)
-            raise _daemon_error(error, path) from error
-        try:
-            access.check(path_fd, path, self._roots, peer)
-            return os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            if isinstance(error, FFServeError):
-                raise
-            raise _daemon_error(error, path) from error
-        finally:
-            os.close(path_fd)
+    # ---- in a thread ------------------------------------------------------------------------
+
+    def _identify(self, request: Request, passed: PassedFile, peer: Peer) -> Key:
+        path = request.paths[passed.position]
+        status = self._rules.check(passed.fd, path, peer)
+        if passed.index is not None:
+            self._rules.check(passed.index, path, peer)
+        # The tables are read through the page cache.
+        set_direct(passed.fd, direct=False)
+        name = request.format or _format_of(passed.fd, path, status.st_size)
+        return _identity(status), name, request.verify, request.tolerant, -1
 
     def _parse_all(
-        self, wanted: list[tuple[Key, str]], peer: Peer
+        self, request: Request, files: dict[Key, PassedFile]
     ) -> list[tuple[Key, OpenShard | Exception]]:
         outcome: list[tuple[Key, OpenShard | Exception]] = []
         failed = False
-        for key, path in wanted:
+        for key, passed in files.items():
+            path = request.paths[passed.position]
             if failed:
                 outcome.append((key, ReadError("another shard of the data set failed", path=path)))
                 continue
             try:
-                outcome.append((key, self._parse(key, path, peer)))
+                outcome.append((key, self._parse(key, path, passed)))
             except Exception as error:
                 failed = True
                 outcome.insert(0, (key, error))
         return outcome
 
-    def _parse(self, key: Key, path: str, peer: Peer) -> OpenShard:
-        plain = self._open_plain(path, peer)
+    def _parse(self, key: Key, path: str, passed: PassedFile) -> OpenShard:
+        identity, name, verify, tolerant, _ = key
+        plain, size = passed.fd, identity[2]
+        # ctime is left out: some file systems report another one each time.
+        if _identity(os.fstat(plain))[:4] != identity[:4]:
+            raise ReadError("the file changed while it was opened", path=path, hint="try again")
+        opened = FileState.of(plain)
+        parsed = open_shard(
+            plain,
+            path,
+            name,
+            verify=verify,
+            tolerant=tolerant,
+            keep="inode",
+            passed_index=passed.index,
+        )
+        chunked = parsed if isinstance(parsed, ChunkedShard) else None
+        if chunked is not None:
+            chunked.limit(self._max_chunk_size)
+        with self._reserving:
+            base = self._directory.reserve(parsed.count)
+        end = base + parsed.count
         try:
-            # ctime is left out: some file systems report another one each time.
-            if _identity(plain)[:4] != key[:4]:
-                raise ReadError("the file changed while it was opened", path=path, hint="try again")
-            size, name, verify, tolerant = key[2], *key[5:]
-            opened = FileState.of(plain)
-            parsed = open_shard(plain, path, name, verify=verify, tolerant=tolerant, keep="cache")
-            chunked = parsed if isinstance(parsed, ChunkedShard) else None
-            if chunked is not None:
-                chunked.limit(self._max_chunk_size)
+            lengths = np.empty(parsed.count, np.uint64)
+            parsed.load(
+                self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
+            )
+            if chunked is None:
+                bound_lengths(self._directory.offsets[base:end], lengths, size, path)
+            self._directory.set_lengths(base, lengths)
+            fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
+        except BaseException:
             with self._reserving:
-                base = self._directory.reserve(parsed.count)
-            end = base + parsed.count
-            try:
-                lengths = np.empty(parsed.count, np.uint64)
-                parsed.load(
-                    self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
-                )
-                if chunked is None:
-                    bound_lengths(self._directory.offsets[base:end], lengths, size, path)
-                self._directory.set_lengths(base, lengths)
-                fd, alignment = wrap_os_error(lambda _: open_direct(f"/proc/self/fd/{plain}"), path)
-            except BaseException:
-                with self._reserving:
-                    self._directory.release(base, parsed.count)
-                raise
-        finally:
-            os.close(plain)
+                self._directory.release(base, parsed.count)
+            raise
         payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
         return OpenShard(
             key=key,
@@ -288,21 +391,30 @@ class Catalog:
             alignment=alignment,
             payload_size=payload_size,
             chunked=chunked,
-            device=key[0],
+            device=identity[0],
             opened=opened,
             scanned=scanned_as(parsed),
         )
 
-    def _hold(self, shard: OpenShard) -> None:
+    # ---- holding and closing ------------------------------------------------------------------
+
+    def _hold(self, shard: OpenShard, owner: Owner) -> None:
         if shard.sessions == 0:
             self._idle.pop(shard.key, None)
+        if not shard.holders[owner]:
+            self._held[owner] += 1
+        shard.holders[owner] += 1
         shard.sessions += 1
         if shard.count:
             self._table.sessions[self._table.row(shard.base)] = shard.sessions
 
-    def close(self, shards: list[OpenShard]) -> None:
+    def close(self, shards: list[OpenShard], owner: Owner) -> None:
         """Give back what `open` returned."""
         for shard in shards:
+            shard.holders[owner] -= 1
+            if not shard.holders[owner]:
+                del shard.holders[owner]
+                self._forget_owner(shard, owner)
             shard.sessions -= 1
             if shard.count:
                 self._table.sessions[self._table.row(shard.base)] = shard.sessions
@@ -310,23 +422,36 @@ class Catalog:
                 self._idle[shard.key] = shard
                 self._cache.allocator.idle_changed = True
 
+    def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        # The last holder's proof stays, for its next job. An owner that is one connection (below 0)
+        # does not come again.
+        if shard.holders or owner[1] < 0:
+            shard.proven.discard(owner)
+
     def explain(
         self, shard: OpenShard, error: FFServeError, record: tuple[int, int, int]
     ) -> FFServeError:
         """Return the error of a sample of a shard that a session has open; see
         `FileState.explain`. Nobody else gets tables that contradict their file."""
         scanned = shard.scanned
-        found = shard.opened.explain(error, shard.fd, shard.path, scanned, record, "cache")
+        found = shard.opened.explain(error, shard.fd, shard.path, scanned, record, "inode")
         if found is not error and not shard.stale:
             assert shard.sessions, "it is not idle"
             shard.stale = True
+            self._drop_aliases(shard)
             future = self._open.pop(shard.key)
-            shard.key = (*shard.key, shard.base)
+            shard.key = (*shard.key[:4], shard.base)
             self._open[shard.key] = future
         return found
 
-    def _room_for(self, keys: list[Key]) -> bool:
-        return len(self._open.keys() | keys) <= self._most_open
+    def _drop_aliases(self, shard: OpenShard) -> None:
+        for alias in shard.aliases:
+            if self._aliases.get(alias) is shard:
+                del self._aliases[alias]
+        shard.aliases.clear()
 
     async def _drop_idle(self) -> bool:
         """Close the shard that has been idle for longest; return False when none can be closed.
@@ -350,6 +475,7 @@ class Catalog:
 
     def _forget(self, shard: OpenShard) -> None:
         del self._idle[shard.key], self._open[shard.key]
+        self._drop_aliases(shard)
         if shard.count:
             row = self._table.row(shard.base)
             self._engines.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
@@ -364,21 +490,48 @@ class Catalog:
 
     def shutdown(self) -> None:
         """Close every descriptor."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
         for shard in self.shards():
             os.close(shard.fd)
 
 
-def _daemon_error(error: OSError, path: str) -> FFServeError:
-    """Translate an error of the operating system, which was refused to the daemon itself."""
-    if not isinstance(error, PermissionError):
-        return os_error(error, path)
-    return AccessDenied(
-        f"the daemon, user {os.geteuid()}, may not read this file",
-        path=path,
-        hint="give this user read permission for the file, and search permission for the "
-        "directories above it (`namei -l` shows them)",
-    )
+def close_fds(fds: list[int]) -> None:
+    """Close descriptors. It may wait for their file systems: not in the loop's thread."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a call in a thread of its own. The daemon does not wait for it at its
+    end: a file system that does not answer keeps it forever."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, result, failure)
+
+    run_in_thread(run)
+    return await future
+
+
+def run_in_thread(call: Callable[[], object]) -> None:
+    """Make a call that may wait for a file system, in a thread of its own."""
+    threading.Thread(target=call, name="ffserve-open", daemon=True).start()
 
 
 def _format_of(fd: int, path: str, size: int) -> str | None:
@@ -388,6 +541,5 @@ def _format_of(fd: int, path: str, size: int) -> str | None:
     return None
 
 
-def _identity(fd: int) -> tuple[int, int, int, int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -13,13 +13,17 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from ffserve import protocol
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-from ffserve.server.access import Peer
+from ffserve.server.access import Owner, Peer
+from ffserve.server.catalog import PassedFile, Request, close_fds, run_in_thread
 from ffserve.server.inline import Outbox, widen_send_buffer
 from ffserve.server.session import NEW, OVER, Session
 from ffserve.server.state import ServerState
@@ -37,6 +41,10 @@ RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
 """After accept() has failed, for example without a free descriptor."""
+FILES_TIMEOUT_S = 30.0
+"""From NEED to FILES."""
+OPENINGS, LANE_TIMEOUT_S = 4, 60.0
+"""OPENs of one user that are carried out at once; how long another waits for its turn."""
 _CHUNK = 80 * 1024
 """Bytes received at once: a piece of an order, or hundreds of requests."""
 
@@ -59,10 +67,12 @@ class ClientConnection:
             server.state,
             Peer.of(sock),
             self._send,
-            server.open_dataset,
+            self._open_dataset,
             self._outbox,
             self._direct_reply,
         )
+        self._opening = asyncio.Lock()
+        """Held by the OPEN that is carried out; others of this client wait."""
         self._loop.add_reader(self._fd, self._readable)
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
 
@@ -72,7 +82,7 @@ class ClientConnection:
 
     def _readable(self) -> None:
         try:
-            chunk = self._sock.recv(_CHUNK)
+            chunk = self._receive() if self.session.needs_files else self._sock.recv(_CHUNK)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -84,6 +94,8 @@ class ClientConnection:
             # The client may have the reply already, and this may acknowledge it.
             self._server.state.engines.reap()
         try:
+            if len(self.session.received) > protocol.MOST_FILES:
+                raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
             for message in self._decoder.feed(chunk):
                 self.session.receive(message, time.monotonic())
                 if self.session.phase == OVER or self._closed:
@@ -101,6 +113,64 @@ class ClientConnection:
         """Tell a client that waits that the daemon works, unless more is on its way to it."""
         if self.session.owes_answer and not self._outbox:
             self._send(protocol.Alive())
+
+    def _receive(self) -> bytes:
+        """Receive bytes and the descriptors that come with them."""
+        chunk, fds, flags, _address = socket.recv_fds(
+            self._sock, _CHUNK, protocol.MOST_FILES, socket.MSG_CMSG_CLOEXEC
+        )
+        self.session.received += fds
+        if flags & socket.MSG_CTRUNC:
+            self.session.received_too_many = True
+        return chunk
+
+    def _open_dataset(self, tag: int, request: Request) -> None:
+        """Open a data set beside the loop and tell the session."""
+
+        async def passing(positions: list[int]) -> list[PassedFile]:
+            answered: asyncio.Future[list[PassedFile] | FFServeError] = self._loop.create_future()
+
+            def take(answer: list[PassedFile] | FFServeError) -> None:
+                if not answered.done():
+                    answered.set_result(answer)
+
+            self.session.need(tag, positions, take)
+            late = ServerUnavailable(
+                f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
+                hint="it was stopped, or its file system does not answer; try again",
+            )
+            timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.refuse_files, late)
+            try:
+                answer = await answered
+            finally:
+                timer.cancel()
+                self._drop_received()
+            if isinstance(answer, FFServeError):
+                raise answer.located(path=request.paths[positions[0]])
+            return answer
+
+        async def opening() -> None:
+            catalog, peer = self._server.state.catalog, self.session.peer
+            try:
+                async with self._opening, self._server.lane(peer.owner):
+                    shards = await catalog.open(request, peer, passing)
+            except FFServeError as error:
+                self.session.failed(tag, error)
+            except Exception as error:
+                log.exception("internal error while opening a data set")
+                failure = FFServeError(f"internal error of the daemon: {error!r}")
+                self.session.failed(tag, failure)
+            else:
+                self.session.opened(tag, request.paths, shards)
+
+        self._server.begin(opening())
+
+    def _drop_received(self) -> None:
+        """Close descriptors that nobody took, in a thread, since their file system may hang."""
+        fds, self.session.received = self.session.received, []
+        self.session.received_too_many = False
+        if fds:
+            run_in_thread(lambda: close_fds(fds))
 
     def read_on(self) -> None:
         """Watch for messages again."""
@@ -195,6 +265,7 @@ class ClientConnection:
         self._sock.close()
         self._server.forget(self)
         self.session.leave(time.monotonic())
+        self._drop_received()
         self._server.arm()
 
 
@@ -210,6 +281,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._connections: set[ClientConnection] = set()
         self._openings: set[asyncio.Task[None]] = set()
+        self._lanes: weakref.WeakValueDictionary[Owner, asyncio.Semaphore] = (
+            weakref.WeakValueDictionary()
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
@@ -281,32 +355,29 @@ class Server:
             connection.show_life()
         self._alive_timer = self._loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
-    def open_dataset(
-        self,
-        session: Session,
-        tag: int,
-        paths: list[str],
-        name: str | None,
-        verify: bool,
-        tolerant: bool,
-    ) -> None:
-        """Open a data set beside the loop and tell the session."""
-
-        async def opening() -> None:
-            try:
-                catalog = self.state.catalog
-                shards = await catalog.open(paths, name, verify, tolerant, session.peer)
-            except FFServeError as error:
-                session.failed(tag, error)
-            except Exception as error:
-                log.exception("internal error while opening a data set")
-                session.failed(tag, FFServeError(f"internal error of the daemon: {error!r}"))
-            else:
-                session.opened(tag, paths, shards)
-
-        task = self._loop.create_task(opening())
+    def begin(self, opening: Coroutine[Any, Any, None]) -> None:
+        """Carry out an OPEN beside the loop."""
+        task = self._loop.create_task(opening)
         self._openings.add(task)
         task.add_done_callback(self._openings.discard)
+
+    @contextlib.asynccontextmanager
+    async def lane(self, owner: Owner) -> AsyncIterator[None]:
+        """Wait until a client may open a data set: its user's files may be on a file system that
+        does not answer, which must cost neither others nor ever more threads and descriptors."""
+        lane = self._lanes.setdefault(owner, asyncio.Semaphore(OPENINGS))
+        try:
+            await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
+        except TimeoutError:
+            raise ServerUnavailable(
+                f"{OPENINGS} earlier requests of this user to open files have not ended for "
+                f"{LANE_TIMEOUT_S:g} s",
+                hint="does a file system not answer? try again later",
+            ) from None
+        try:
+            yield
+        finally:
+            lane.release()
 
     def arm(self) -> None:
         """Set the timers for blocked requests and for a resize."""

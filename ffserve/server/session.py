@@ -1,12 +1,13 @@
 """Session: one client's connection, without its socket.
 
 `receive` takes a message and the time; messages for the client go to `send`. Opening a data set
-takes other threads: it goes out through `opener` and comes back through `opened` or `failed`.
+takes other threads: it goes out through `opener` and comes back through `opened` or `failed`;
+`need` asks the client for descriptors meanwhile.
 
     phase        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
-    READY        ORDER REACHED SEEN LOOKUP RESIZE              READY
+    READY        FILES ORDER REACHED SEEN LOOKUP RESIZE        READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -27,10 +28,18 @@ from ffserve.cache.cache import Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
-from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError, status_error
+from ffserve.errors import (
+    AccessDenied,
+    FFServeError,
+    ProtocolError,
+    ReadError,
+    SampleIndexError,
+    UsageError,
+    status_error,
+)
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.catalog import OpenShard
+from ffserve.server.catalog import OpenShard, PassedFile, Request
 from ffserve.server.inline import InlineReply, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
@@ -71,6 +80,15 @@ class _Announcement:
     epoch: int
     name: str | None
     order: Arriving
+
+
+@dataclass(slots=True)
+class _Needed:
+    """Descriptors that were asked for. answer: takes them, or why they do not come."""
+
+    tag: int
+    positions: list[int]
+    answer: Callable[[list[PassedFile] | FFServeError], None]
 
 
 class OrderReceiver:
@@ -169,7 +187,7 @@ class Session:
         state: shared by all sessions.
         peer: the user behind the connection.
         send: takes a message for the client.
-        opener: called with (session, tag, paths, format, verify, tolerant) to open a data set.
+        opener: called with (tag, request) to open a data set.
         outbox: takes inline replies; None: there is no inline payload.
         direct_reply: makes a direct reply of a READY; None: all messages go through `send`.
     """
@@ -179,7 +197,7 @@ class Session:
         state: ServerState,
         peer: Peer,
         send: Callable[[Message], None],
-        opener: Callable[[Session, int, list[str], str | None, bool, bool], None],
+        opener: Callable[[int, Request], None],
         outbox: Outbox | None = None,
         direct_reply: Callable[[protocol.Ready], Reply] | None = None,
     ) -> None:
@@ -202,6 +220,11 @@ class Session:
         self._closing: set[Dataset] = set()
         self._next_dataset = 1
         self._opening = 0
+        self._needed: _Needed | None = None
+        self.received: list[int] = []
+        """Descriptors that came since NEED was sent."""
+        self.received_too_many = False
+        """The kernel dropped descriptors, since the daemon may have no more."""
         self.joined = False
         """Whether it has opened a data set."""
         self._orders = OrderReceiver(state, self.fail)
@@ -236,6 +259,8 @@ class Session:
                 self._state.scheduler.pump(now)
             case protocol.Open():
                 self._open(message, now)
+            case protocol.Files():
+                self._files(message)
             case protocol.Order():
                 self._order(message)
                 self._state.scheduler.pump(now)
@@ -326,6 +351,7 @@ class Session:
             or not isinstance(tolerant, bool)
         ):
             raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
+        identities = protocol.unpack_identities(message.identities, len(paths))
         if len(self._datasets) + self._opening >= MOST_DATASETS:
             error = UsageError(
                 f"this process already has {MOST_DATASETS} data sets open",
@@ -335,13 +361,84 @@ class Session:
             return
         self._join_job(now)
         self._opening += 1
-        self._opener(self, message.tag, paths, name, verify, tolerant)
+        self._opener(message.tag, Request(paths, identities, name, verify, tolerant))
+
+    def need(
+        self,
+        tag: int,
+        positions: list[int],
+        answer: Callable[[list[PassedFile] | FFServeError], None],
+    ) -> None:
+        """Ask the client for descriptors of files of an OPEN; one OPEN at a time.
+
+        Args: answer: called once, with descriptors of the first few of these files, which become
+            the callee's, or with the reason why there are none.
+        """
+        assert self._needed is None
+        if self.phase != READY:
+            answer(UsageError("the session has ended"))
+            return
+        self._needed = _Needed(tag, positions, answer)
+        self._send(protocol.Need(tag, protocol.pack_positions(positions)))
+
+    def refuse_files(self, error: FFServeError) -> None:
+        """Wait no longer for the descriptors that were asked for."""
+        needed, self._needed = self._needed, None
+        if needed is not None:
+            needed.answer(error)
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether descriptors may come with the next bytes; others are left to the kernel."""
+        return self._needed is not None
+
+    def _files(self, message: protocol.Files) -> None:
+        needed = self._needed
+        if needed is None or needed.tag != message.tag:
+            return  # too late: the OPEN has failed
+        kinds, fds = message.kinds, self.received
+        if self.received_too_many:
+            self.refuse_files(
+                ReadError(
+                    "the daemon cannot take more descriptors: it has too many files open",
+                    hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd "
+                    "unit)",
+                )
+            )
+        elif kinds and not fds:
+            self.refuse_files(
+                AccessDenied(
+                    f"{len(kinds)} descriptors were announced, but none came with the message",
+                    hint="only a direct connection through a Unix socket passes descriptors: is "
+                    "there a proxy in between?",
+                )
+            )
+        elif len(kinds) != len(fds):
+            raise ProtocolError(f"{len(fds)} descriptors came with a FILES message of {len(kinds)}")
+        elif not kinds:
+            self.refuse_files(UsageError("the client gave up opening the data set"))
+        else:
+            files = self._assign(needed.positions, kinds, fds)
+            self._needed, self.received = None, []
+            needed.answer(files)
+
+    def _assign(self, positions: list[int], kinds: bytes, fds: list[int]) -> list[PassedFile]:
+        """Assign descriptors to the files that were asked for."""
+        files: list[PassedFile] = []
+        for kind, fd in zip(kinds, fds, strict=True):
+            if kind == protocol.RECORD_FILE and len(files) < len(positions):
+                files.append(PassedFile(positions[len(files)], fd))
+            elif kind == protocol.INDEX_FILE and files and files[-1].index is None:
+                files[-1].index = fd
+            else:
+                raise ProtocolError(f"invalid FILES message: kind {kind} is not due")
+        return files
 
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards from now on."""
         self._opening -= 1
         if self.phase != READY:
-            self._state.catalog.close(shards)
+            self._state.catalog.close(shards, self.peer.owner)
             return
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
@@ -375,7 +472,7 @@ class Session:
         if dataset.requests:
             self._closing.add(dataset)
         else:
-            self._state.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards, self.peer.owner)
 
     def _leave_progress(self, dataset: Dataset) -> None:
         self._state.next_use.leave(dataset.progress, dataset)
@@ -532,7 +629,7 @@ class Session:
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._closing.discard(dataset)
-            self._state.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards, self.peer.owner)
 
     def _errors(self, request: SampleRequest) -> list[Any]:
         """Return the failed samples of an answer as READY lists them."""
@@ -605,11 +702,12 @@ class Session:
             assert self.job is not None
             self.job.sessions -= 1
         self.phase = OVER
+        self.refuse_files(UsageError("the session has ended"))
         self._state.scheduler.leave(self._owner, now)
         for dataset in self._datasets.values():
             self._leave_progress(dataset)
         self._orders.forget()
         for dataset in (*self._datasets.values(), *self._closing):
-            self._state.catalog.close(dataset.shards)
+            self._state.catalog.close(dataset.shards, self.peer.owner)
         self._datasets.clear()
         self._closing.clear()

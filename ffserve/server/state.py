@@ -26,7 +26,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
 from ffserve.errors import AccessDenied, ReadError
 from ffserve.machine import free_memory, usable_memory
-from ffserve.server.access import Peer
+from ffserve.server.access import Peer, Rules
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
@@ -89,7 +89,7 @@ class ServerState:
             self.table,
             self.cache,
             self.engines,
-            config.roots,
+            Rules(config.roots, config.file_systems),
             config.max_chunk_size_bytes,
         )
         self.pages = Pages(self.memory, self.engines, self.arena.size)

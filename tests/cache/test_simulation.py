@@ -44,6 +44,7 @@ LONG = (7, 16, 30)
 SEEDS = [seed for seed in range(40) if seed not in LONG]
 FUZZ_SEEDS = [*LONG, *range(40, 1040)]
 EIO = -5
+WHAT = {"paths": ["/x"], "format": None, "verify": True}
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Shards:
             if shard.sessions == 0:
                 self._cache.allocator.idle_changed = True
 
-    def close(self, shards: list[Shard]) -> None:
+    def close(self, shards: list[Shard], owner: tuple[int, int]) -> None:
         self.hold(shards, -1)
 
     def shards(self) -> list[Shard]:
@@ -459,16 +460,14 @@ class Client:
         session: Any = Session
         self.session = session(
             self.world,
-            Peer(1, 1, frozenset()),
+            Peer(1, 1, 1),
             self._got,
             self._open,
             direct_reply=partial(DirectReply, self),
         )
         self.owner: Owner = self.session._owner
-        self._tell(protocol.Hello({"versions": [1], "job": self.job}))
-        self._tell(
-            protocol.Open(self._next_tag(), {"paths": ["/x"], "format": None, "verify": True})
-        )
+        self._tell(protocol.Hello({"versions": [protocol.VERSION], "job": self.job}))
+        self._tell(protocol.Open(self._next_tag(), WHAT, bytes(40)))
         if self.lifetime_s is not None:
             self.world.at(self.world.now + self.lifetime_s, self.leave)
 
@@ -482,10 +481,10 @@ class Client:
         for received in self._to_daemon.feed(protocol.encode(message)):
             self.session.receive(received, self.world.now)
 
-    def _open(self, session: Session, tag: int, *_: object) -> None:
+    def _open(self, tag: int, _: object) -> None:
         self.world.catalog.hold(self.shards, 1)
         shards: Any = self.shards
-        session.opened(tag, [shard.path for shard in shards], shards)
+        self.session.opened(tag, [shard.path for shard in shards], shards)
 
     def _got(self, message: Message) -> None:
         assert not self.dead, "the dead get an answer"
@@ -750,7 +749,8 @@ def wild_message(chooser: random.Random, dataset: int) -> Message:
             protocol.Seen(number, indices[: len(indices) // 8 * 4]),
             protocol.Reached(number, chooser.randrange(3), chooser.randrange(900)),
             protocol.Close(chooser.choice((0, 77, 77, 77, dataset))),
-            protocol.Open(tag, {"paths": ["/x"], "format": None, "verify": True}),
+            protocol.Open(tag, WHAT, bytes(40)),
+            protocol.Files(tag, bytes(2)),
         )
     )
 
@@ -771,22 +771,24 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
             heard: list[Message] = []
             session: Any = Session
 
-            def opened(session: Session, tag: int, *_: object) -> None:
-                world.catalog.hold(world.shards, 1)
-                shards: Any = world.shards
-                session.opened(tag, [shard.path for shard in shards], shards)
-
-            wild = session(world, Peer(1, 1, frozenset()), heard.append, opened)
+            openings: list[int] = []
+            wild = session(
+                world, Peer(1, 1, 1), heard.append, lambda tag, _, to=openings: to.append(tag)
+            )
             held = Client(world, [], in_flight=0)
             held.leave()
             held.owner = wild._owner  # so that its pins are counted
             for opening in (
-                protocol.Hello({"versions": [1], "job": "wild"}),
-                protocol.Open(1, {"paths": ["/x"], "format": None, "verify": True}),
+                protocol.Hello({"versions": [protocol.VERSION], "job": "wild"}),
+                protocol.Open(1, WHAT, bytes(40)),
             ):
                 wild.receive(opening, world.now)
             with suppress(ProtocolError):
                 for _ in range(chooser.randint(1, 80)):
+                    while openings:
+                        world.catalog.hold(world.shards, 1)
+                        shards: Any = world.shards
+                        wild.opened(openings.pop(), [shard.path for shard in shards], shards)
                     wild.receive(wild_message(chooser, 1), world.now)
                     world.check()
                     if world.events and chooser.random() < 0.5:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from ffserve import protocol
 from ffserve.client.channel import ORDER_PIECE, Channel
+from ffserve.client.failover import OpenRequest
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
 ONE = np.zeros(1, np.int64)
+OPEN = OpenRequest(("/a",), None, "require", True, False)
 
 
 def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
@@ -24,7 +26,7 @@ def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
     decoder = protocol.Decoder(protocol.FROM_SERVER)
     client = Channel("socket", decoder, takes_orders=takes_orders, inline=inline)
     for dataset in (1, 2, 3):
-        tag = client.open(("/a",), None, True, False)
+        tag = client.open(OPEN, b"")
         sent(client)
         answer(client, protocol.Opened(tag, dataset, b"", []))
         client.collect(tag)
@@ -49,7 +51,7 @@ def answer(client: Channel, *messages: Message) -> list[int]:
 @given(st.integers(1, 100))
 def test_what_a_socket_takes_in_pieces_arrives_whole(most: int) -> None:
     client = channel()
-    opened = client.open(("/a",), None, True, False)
+    opened = client.open(OPEN, b"")
     tag = client.get(3, np.arange(20))
     first, second = sent(client, most)
     assert isinstance(first, protocol.Open) and first.tag == opened
@@ -84,7 +86,7 @@ def test_a_closed_data_set_fails_its_requests_that_were_kept_back() -> None:
 
 def test_what_nobody_waits_for_is_given_back() -> None:
     client = channel()
-    opening, reading = client.open(("/a",), None, True, False), client.get(1, ONE)
+    opening, reading = client.open(OPEN, b""), client.get(1, ONE)
     sent(client)
     client.give_up(opening)
     client.give_up(reading)

@@ -32,6 +32,7 @@ from liar import Liar, Peer, opens
 import ffserve
 from ffserve import protocol
 from ffserve.client.connection import Connection
+from ffserve.client.failover import OpenRequest
 from ffserve.client.inline import SampleSink
 from ffserve.errors import ChecksumError, ProtocolError, SampleIndexError, UsageError
 
@@ -425,7 +426,7 @@ LIES = {
 def test_a_daemon_that_sends(name: str, tmp_path: Path) -> None:
     with Liar(tmp_path, sending(*LIES[name])) as liar:
         connection = Connection(liar.path, "job")
-        connection.open(("/a",), None, verify=True)
+        connection.open(OpenRequest(("/",), None, "require", True, False))
         sink = SampleSink(2, connection.handshake.arena_size, apart=False, out=None)
         tag = connection.channel.get(1, np.array([0, 1]), sink)
         with pytest.raises(ProtocolError):
@@ -443,7 +444,7 @@ def test_a_daemon_that_sends_in_pieces(tmp_path: Path) -> None:
     # And for somebody who never asked.
     with Liar(tmp_path, sending(payload(500, bytes(500), tag=99), *pieces)) as liar:
         connection = Connection(liar.path, "job")
-        connection.open(("/a",), None, verify=True)
+        connection.open(OpenRequest(("/",), None, "require", True, False))
         sink = SampleSink(2, connection.handshake.arena_size, apart=True, out=None)
         tag = connection.channel.get(1, np.array([0, 1]), sink)
         arrays = sink.complete(connection.wait(tag).count).arrays

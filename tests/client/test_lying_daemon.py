@@ -117,9 +117,10 @@ def test_a_data_set_that_could_not_be_used_stayed_open(tmp_path: Path) -> None:
 
     with Liar(tmp_path, script) as liar:
         connection = Connection(liar.path, "job")
-        opened = connection.open(("/a",), None, verify=True)
+        request = OpenRequest(("/",), None, "require", True, False)
+        opened = connection.open(request)
         with pytest.raises(ProtocolError, match="invalid OPENED"):
-            source_over(connection, opened, OpenRequest(("/a",), None, "require", True, False))
+            source_over(connection, opened, request)
         until(lambda: received, "the data set is closed")
         assert received == [protocol.Close(5)]
         connection.close()

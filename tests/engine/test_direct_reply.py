@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Raw, get, sample, serving, stopped, write
+from daemon import Raw, asking, get, sample, serving, stopped, write
 
 from ffserve import protocol
 from ffserve.engine import io
@@ -198,7 +198,7 @@ def test_answers_do_not_get_into_long_frames(path: str) -> None:
     with serving(arena="4MiB") as daemon, Raw(daemon.socket) as client:
         opened = client.open(path)
         for more in range(300):
-            client.send(protocol.Open(2 + more, {"paths": [path], "format": None, "verify": True}))
+            client.send(asking(path, tag=2 + more))
             assert isinstance(client.receive(), protocol.Opened)
         tag, due = 1000, set()
         acknowledged: list[int] = []

@@ -40,7 +40,6 @@ from ffserve.client import channel, handshake
 from ffserve.client.shared_memory import SharedMemorySource
 from ffserve.client.source import Batch, Bytes
 from ffserve.errors import (
-    AccessDenied,
     ChecksumError,
     FFServeError,
     ReadError,
@@ -159,27 +158,6 @@ def test_a_socket_with_an_unknown_group_is_not_left_behind() -> None:
         assert process is not None and process.wait(DEADLINE_S) == 2
         assert "unknown group" in daemon.text()
         assert os.listdir(daemon.directory) == ["log"]
-    finally:
-        daemon.close()
-
-
-@needs_root
-def test_the_error_names_the_daemon_if_the_daemon_may_not_read_a_file() -> None:
-    patch = (
-        "import os, uvloop, ffserve.cli.serve, ffserve.server.daemon, ffserve.cli.terminal\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
-    )
-    daemon = Daemon(patch=patch)
-    try:
-        daemon.directory.chmod(0o777)
-        path = write(daemon.directory / "a.ffr", [b"one"])
-        os.chmod(path, 0o600)
-        daemon.start()
-        with pytest.raises(AccessDenied, match="the daemon, user 65534, may not read this file"):
-            daemon.open(path)
-        os.chmod(path, 0o644)
-        with daemon.open(path) as reader:
-            assert bytes(reader[0]) == b"one"
     finally:
         daemon.close()
 
@@ -532,76 +510,6 @@ def test_errors_have_the_path_that_this_client_used(tmp_path: Path, suffix: str)
             assert isinstance(error, ChecksumError)
             assert (error.path, error.index) == (str(path), 8)
         assert len(daemon.status()["shards"]) == 1
-
-
-def test_only_regular_files_below_the_roots_are_served(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "inside", tmp_path / "inside2"
-    inside.mkdir()
-    outside.mkdir()
-    good = write(inside / "a.ffr", [b"good"])
-    bad = write(outside / "b.ffr", [b"bad"])
-    (inside / "link.ffr").symlink_to(bad)
-    (inside / "dotted.ffr").symlink_to("a.ffr")
-    os.mkfifo(inside / "fifo.ffr")
-    (inside / "directory.ffr").mkdir()
-    with serving(roots=[inside]) as daemon:
-        for path in (bad, inside / "link.ffr", f"{inside}/../inside2/b.ffr", "/dev/zero"):
-            with pytest.raises(AccessDenied, match="outside its roots") as caught:
-                daemon.open(path)
-            assert caught.value.hint is not None and str(inside) in caught.value.hint
-        with pytest.raises(AccessDenied, match="regular files only"):
-            daemon.open(inside / "fifo.ffr")
-        with pytest.raises(ReadError, match="contains no"):
-            daemon.open(inside / "directory.ffr")
-        with Raw(daemon.socket) as raw:
-            for k, path in enumerate((inside / "directory.ffr", outside / "not there", inside)):
-                what = {"paths": [str(path)], "format": None, "verify": True}
-                raw.send(protocol.Open(k + 1, what))
-                answer = raw.receive()
-                assert isinstance(answer, protocol.Fail) and answer.tag == k + 1
-                assert isinstance(protocol.error_from_wire(answer.error), AccessDenied)
-        with daemon.open([good, inside / "dotted.ffr"]) as reader:
-            assert [s.tobytes() for s in reader] == [b"good", b"good"]
-        # A file that the daemon refuses may still be read by the local engine.
-        program = (
-            "import os, sys, ffserve, logging; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n"
-            "logging.basicConfig(format='%(message)s')\n"
-            "r = ffserve.open(sys.argv[1]); s = ffserve.open(sys.argv[1])\n"
-            "print(r[0].tobytes(), r.source)"
-        )
-        done = run_python(program, bad, daemon.socket)
-        assert done.stdout.startswith("b'bad' engine ")
-        assert done.stderr.count("reading without the daemon") == 1
-
-
-@needs_root
-def test_a_peer_gets_only_files_that_it_could_open_itself() -> None:
-    with serving(options=["--socket-mode", "0666"]) as daemon:
-        path = write(daemon.directory / "a.ffr", [b"one", b"two"])
-        program = AS_NOBODY + (
-            "try: print(ffserve.open(sys.argv[1], server=sys.argv[2])[1].tobytes())\n"
-            "except AccessDenied as e: print(e)"
-        )
-
-        def asked() -> str:
-            return run_python(program, path, daemon.socket).stdout
-
-        os.chmod(path, 0o600)
-        assert "user 65534 may not read this file" in asked()
-        os.chmod(path, 0o604)
-        assert asked() == "b'two'\n"
-        os.chown(path, -1, 65534)
-        assert "may not read" in asked(), "the bits of the group count for its members"
-        os.chmod(path, 0o640)
-        assert asked() == "b'two'\n"
-        with daemon.open(path) as reader:
-            assert reader[0].tobytes() == b"one"
-            os.chmod(daemon.directory, 0o700)
-            with Raw(daemon.socket) as raw:
-                raw.open(path)
-            os.chmod(daemon.directory, 0o755)
-            os.chmod(path, 0)
-            assert "may not read" in asked(), "open for others, not for this user"
 
 
 @needs_root

@@ -22,6 +22,7 @@ from daemon import (
     DEADLINE_S,
     Daemon,
     Raw,
+    asking,
     get,
     run_python,
     sample,
@@ -114,7 +115,8 @@ def test_an_invalid_hello_is_refused(daemon: Daemon, about: dict[str, Any]) -> N
         protocol.Status(1),
         protocol.Bye(),
         get(1, 1, [0]),
-        protocol.Open(1, {"paths": ["/x"], "format": None, "verify": True}),
+        asking("/"),
+        protocol.Files(1, b""),
     ],
 )
 def test_a_session_must_begin_with_hello(daemon: Daemon, message: protocol.Message) -> None:
@@ -213,17 +215,26 @@ def test_frames_byte_by_byte(daemon: Daemon, path: str) -> None:
 )
 def test_an_invalid_open_is_refused(daemon: Daemon, what: dict[str, Any]) -> None:
     with Raw(daemon.socket) as raw:
-        raw.send(protocol.Open(1, what))
+        raw.send(protocol.Open(1, what, bytes(40)))
+        assert isinstance(raw.refused(), ProtocolError)
+
+
+@pytest.mark.parametrize("size", [0, 39, 80])
+def test_an_open_with_another_number_of_identities_is_refused(daemon: Daemon, size: int) -> None:
+    with Raw(daemon.socket) as raw:
+        what = {"paths": ["/x"], "format": None, "verify": True}
+        raw.send(protocol.Open(1, what, bytes(size)))
         assert isinstance(raw.refused(), ProtocolError)
 
 
 def test_a_failed_open_does_not_end_the_session(daemon: Daemon, path: str) -> None:
     with Raw(daemon.socket) as raw:
-        for tag, (name, form) in enumerate(
-            [("/no/such/file", None), ("/" + "x" * 300, None), ("/x" * 5000, None), (path, "wav")]
-        ):
-            raw.send(protocol.Open(tag + 5, {"paths": [name], "format": form, "verify": True}))
-            answer = raw.receive()
+        for tag, form in enumerate(["wav", "recordio", "x" * 300]):
+            opening = asking(path, tag=tag + 5)
+            raw.send(protocol.Open(tag + 5, {**opening.what, "format": form}, opening.identities))
+            if isinstance(answer := raw.receive(), protocol.Need):
+                raw.pass_files(tag + 5, [path])
+                answer = raw.receive()
             assert isinstance(answer, protocol.Fail) and answer.tag == tag + 5
         raw.open(path)
 
@@ -323,7 +334,9 @@ def test_a_long_text_in_hello_filled_the_log_and_got_no_reply(daemon: Daemon, ke
 def test_an_open_with_a_long_format_got_no_reply(daemon: Daemon, path: str) -> None:
     with Raw(daemon.socket) as raw:
         what = {"paths": [path], "format": "\x01" * 5_000_000, "verify": True}
-        raw.send(protocol.Open(7, what))
+        raw.send(protocol.Open(7, what, bytes(40)))
+        assert isinstance(raw.receive(), protocol.Need)
+        raw.pass_files(7, [path])
         failed = raw.receive()
         assert isinstance(failed, protocol.Fail) and failed.tag == 7
         assert 1000 < len(failed.error[1]) <= protocol.MOST_TEXT
@@ -333,16 +346,14 @@ def test_an_open_with_a_long_format_got_no_reply(daemon: Daemon, path: str) -> N
 def test_paths_of_millions_of_folders_blocked_all_openers_for_ever(
     daemon: Daemon, path: str
 ) -> None:
+    """The daemon resolves no path of a client, however long it is."""
     with Raw(daemon.socket) as raw:
         for tag in range(5, 10):
-            what = {"paths": ["/x" * 8_388_000], "format": None, "verify": True}
-            raw.send(protocol.Open(tag, what))
-        for _ in range(5):
-            failed = raw.receive()
-            assert isinstance(failed, protocol.Fail) and failed.tag in range(5, 10)
-            error = protocol.error_from_wire(failed.error)
-            assert isinstance(error, ReadError) and "too long" in str(error)
-        raw.open(path)
+            what = {"paths": ["/x" * 8_388_000], "format": "ffrecord", "verify": True}
+            raw.send(protocol.Open(tag, what, bytes(40)))
+            assert isinstance(raw.receive(), protocol.Need)
+            raw.pass_files(tag, [path])
+            assert isinstance(raw.receive(), protocol.Opened)
 
 
 def test_a_report_of_thousands_of_jobs_and_data_sets_did_not_fit_into_a_frame() -> None:
@@ -397,7 +408,9 @@ def test_a_client_that_reads_no_replies_is_disconnected(path: str) -> None:
 def test_hello_has_a_time_limit() -> None:
     patch = "import ffserve.server.server as s; s.HELLO_TIMEOUT_S = 1.0"
     refusal = r"closed a session \(pid \d+\): no HELLO message within .* s"
-    hello = protocol.encode(protocol.Hello({"versions": [1], "job": "j", "client": "x" * 1000}))
+    hello = protocol.encode(
+        protocol.Hello({"versions": [protocol.VERSION], "job": "j", "client": "x" * 1000})
+    )
     with serving(patch=patch, expect=[refusal]) as daemon:
         with Raw(daemon.socket, hello=False) as silent, Raw(daemon.socket, hello=False) as slow:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -4,6 +4,7 @@ daemon ends the sessions that break the protocol, and the other client is not af
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ class Talker:
         self._path = path
         self._kinds: tuple[Callable[[], protocol.Message], ...] = (
             self._open,
+            self._files,
             self._get,
             self._get,
             self._get,
@@ -87,7 +89,13 @@ class Talker:
         what: dict[str, Any] = {"paths": [path], "format": None, "verify": True}
         if self._chance.random() < 0.05:
             what.pop(self._chance.choice(list(what)))
-        return protocol.Open(self._tag(), what)
+        states = [] if path.startswith("/nowhere") or path == "relative" else [os.stat(path)]
+        identities = protocol.pack_identities(states) or bytes(40)
+        return protocol.Open(self._tag(), what, identities)
+
+    def _files(self) -> protocol.Message:
+        kinds = bytes(self._chance.choice((0, 0, 1, 7)) for _ in range(self._chance.randrange(4)))
+        return protocol.Files(self._tag(), kinds)
 
     def _get(self) -> protocol.Message:
         acknowledged = self._tags() if self._chance.random() < 0.5 else b""
@@ -146,7 +154,12 @@ def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
             raw.open(path)
             while sent < MESSAGES:
                 with contextlib.suppress(ProtocolError):  # a number that cannot be encoded
-                    raw.send(talker.message())
+                    message = talker.message()
+                    if isinstance(message, protocol.Files) and chance.random() < 0.7:
+                        count = chance.choice((len(message.kinds), chance.randrange(4)))
+                        raw.pass_files(message.tag, [path] * count, kinds=message.kinds)
+                    else:
+                        raw.send(message)
                 sent += 1
                 if chance.random() < 0.3:
                     _drain(raw)

@@ -259,11 +259,11 @@ from ffserve.server.state import ServerState
 small, large = 16 << 20, 32 << 20
 state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:
-    state.resize(large, Peer(1, os.geteuid() + 1, frozenset()))
+    state.resize(large, Peer(1, os.geteuid() + 1, 1))
 except AccessDenied as error:
     print(error)
 assert state.arena.size == small
-state.resize(large, Peer(1, os.geteuid(), frozenset()))
+state.resize(large, Peer(1, os.geteuid(), 1))
 assert state.arena.size == large
 state.close()
 """

@@ -265,11 +265,29 @@ class Raw:
         return taken
 
     def open(self, *paths: str, verify: bool = True, tag: int = 1) -> protocol.Opened:
-        """Open a data set."""
-        self.send(protocol.Open(tag, {"paths": list(paths), "format": None, "verify": verify}))
+        """Open a data set, with descriptors where the daemon needs them."""
+        self.send(asking(*paths, verify=verify, tag=tag))
         answer = self.receive()
+        while isinstance(answer, protocol.Need):
+            positions = protocol.unpack_positions(answer.positions, len(paths))
+            self.pass_files(tag, [paths[position] for position in positions])
+            answer = self.receive()
         assert isinstance(answer, protocol.Opened), answer
         return answer
+
+    def pass_files(
+        self, tag: int, files: Sequence[str | int], *, kinds: bytes | None = None
+    ) -> None:
+        """Answer a NEED.
+
+        Args: files: paths, which are opened, or descriptors. kinds: None: all are record files.
+        """
+        fds = [os.open(f, os.O_RDONLY) if isinstance(f, str) else f for f in files]
+        message = protocol.Files(tag, bytes(len(fds)) if kinds is None else kinds)
+        socket.send_fds(self.socket, [protocol.encode(message)], fds)
+        for file, fd in zip(files, fds, strict=True):
+            if isinstance(file, str):
+                os.close(fd)
 
     def refused(self) -> ffserve.FFServeError:
         """Return why the daemon ends the session, having seen it end."""
@@ -282,6 +300,15 @@ class Raw:
         except (EOFError, ConnectionError):
             return protocol.error_from_wire(answer.error)
         raise AssertionError(f"the daemon goes on with {late}")
+
+
+def asking(
+    *paths: str, verify: bool = True, tag: int = 1, states: Sequence[os.stat_result] = ()
+) -> protocol.Open:
+    """An OPEN as a client sends it; `states`: of the files, if not those that they have."""
+    identities = protocol.pack_identities(list(states) or [os.stat(path) for path in paths])
+    what = {"paths": list(paths), "format": None, "verify": verify}
+    return protocol.Open(tag, what, identities)
 
 
 def get(

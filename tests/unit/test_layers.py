@@ -23,14 +23,15 @@ LAYERS = {
     "testing": "engine formats dataset",
     "output": "files",
     "index_file": "engine formats files",
-    "shardfile": "formats files index_file",
+    "shardfile": "engine formats files index_file",
     "writer": "formats files output",
     # the daemon
     "cache": "engine formats files",
     "server": "machine protocol socket_path config engine formats decoding dataset files shardfile "
     "cache",
     # the client
-    "client": "machine protocol socket_path engine formats decoding dataset files shardfile",
+    "client": "machine protocol socket_path engine formats decoding dataset files index_file "
+    "shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use

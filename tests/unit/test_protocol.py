@@ -272,11 +272,11 @@ def test_a_message_that_cannot_be_encoded_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         encode(protocol.Status(1 << 64))
     with pytest.raises(ProtocolError):
-        encode(protocol.Open(1, {"paths": ["/\ud800"]}))
+        encode(protocol.Open(1, {"paths": ["/\ud800"]}, b""))
 
 
 def test_file_names_that_are_not_utf8_survive() -> None:
-    message = protocol.Open(1, {"paths": ["/\udcff"]})
+    message = protocol.Open(1, {"paths": ["/\udcff"]}, b"")
     assert b"\xa2/\xff" in encode(message)
     assert decode(encode(message)) == [message]
 
@@ -392,7 +392,7 @@ def test_the_example_in_the_document_is_true() -> None:
         index=0,
         offset=64,
     )
-    hello = {"versions": [1], "client": "example 1", "job": "j", "pid": 7}
+    hello = {"versions": [protocol.VERSION], "client": "example 1", "job": "j", "pid": 7}
     indices, tags = protocol.pack_indices(np.array([5, 0])), protocol.pack_tags([1])
     expected: list[Message] = [
         protocol.Hello(hello),
