@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import struct
 import zlib
@@ -25,6 +26,7 @@ from ffserve.bench.harness import (
     Yardstick,
     evict,
     generated,
+    load,
     ratio,
 )
 from ffserve.bench.peers import BY_NAME, Peer
@@ -47,6 +49,8 @@ EPOCH_SIZE = 256 * MIB
 PEER_SAMPLE_SIZES = (KIB, SMALL, LARGE, MIB)
 PEER_CLIENTS = (2, 4, 8)
 PEER_BATCH_SIZE = 32 * MIB
+LIST_LIMITS = {(SMALL, 64): 0.7, (LARGE, 64): 0.75, (LARGE, 256): 0.85}
+"""Of lists of arrays, by sample size and batch."""
 TORCH_WARM_SIZE = 64 * MIB
 """Bytes after which a loader's workers have allocated all shared memory that they use."""
 QUICK = (
@@ -99,9 +103,13 @@ def _hot(bench: Bench, data: BenchmarkData) -> list[Group]:
     for batch in (64, 256):
         for clients in (1, 2):
             functions: dict[str, float | None] = {"read_batch": 0.85}
-            if (batch, clients) == (64, 1):
-                functions["read"] = 0.75 if data.mean == LARGE else None
-            found.append(hot(bench, data, batch, clients, functions))
+            if clients > 1:
+                found.append(hot(bench, data, batch, clients, functions))
+                continue
+            limit = LIST_LIMITS.get((data.mean, batch))
+            lists = hot(bench, data, batch, 1, {**functions, "read": limit, "drop_in": limit})
+            preads = _checked_preads(bench, data, batch)
+            found.append(dataclasses.replace(lists, contestants=(*lists.contestants, preads)))
     for batch, limit in inline_limits(data).items():
         found.append(hot(bench, data, batch, 1, {"read_batch": limit}, inline=True))
 
@@ -140,6 +148,18 @@ def _hot(bench: Bench, data: BenchmarkData) -> list[Group]:
         )
     )  # fmt: skip
     return found
+
+
+def _checked_preads(bench: Bench, data: BenchmarkData, batch: int) -> Contestant:
+    def run() -> Result:
+        load(data.paths)
+        return bench.run(f"{CONTESTANTS}:checked_preads", data, batch=batch, warm=8)
+
+    row = Row(
+        f"hot/{data.name}/batch{batch}/clients1/checked_preads",
+        "pread and zlib's CRC-32 in Python, a sample at a time", ratio,
+    )  # fmt: skip
+    return Contestant("pread and CRC-32", run, (row,))
 
 
 def _torch(bench: Bench, data: BenchmarkData, note: Note) -> list[Group]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine.arrays import integers
 from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
 from ffserve.files import wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -237,6 +238,9 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
 
 def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
     """Return a caller's sample indices as `as_indices` does, before `check_range`."""
+    found = integers(indices, count)
+    if found is not None:
+        return found
     if isinstance(indices, np.ndarray):
         array = indices
     elif isinstance(indices, range):

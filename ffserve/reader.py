@@ -293,8 +293,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             errors: "raise" the first damaged sample's error, or "return" errors in the places of
                 their samples, the others being there.
 
-        Returns: one array a sample: uint8[size], writable. No two share bytes; small ones of one
-            call may share an allocation, and then begin at any byte of it.
+        Returns: one array a sample: uint8[size], writable, in memory of its own.
 
         Raises:
             SampleIndexError: an index outside the data set; nothing is read.

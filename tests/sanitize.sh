@@ -11,20 +11,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kind=${1:?address or thread}
 shift
 tests=(tests/engine/test_engine.py tests/engine/test_direct_reply.py tests/engine/test_shm.py tests/engine/test_codec.py tests/formats/test_tfrecord_format.py)
-tests+=(tests/cache/test_slots.py tests/cache/test_next_use.py tests/formats/test_recordio_scan.py tests/engine/test_decoding.py tests/engine/test_sending.py)
+tests+=(tests/engine/test_arrays.py tests/cache/test_slots.py tests/cache/test_next_use.py tests/formats/test_recordio_scan.py tests/engine/test_decoding.py tests/engine/test_sending.py)
 folder=build/$kind
 case $kind in
     address)
         flags=address,undefined
         preload="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
-        export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+        export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
         export PYTHONMALLOC=malloc
         left_out=()
         ;;
     thread)
         flags=thread
         preload=$(gcc -print-file-name=libtsan.so)
-        export TSAN_OPTIONS=halt_on_error=1:exitcode=66:report_thread_leaks=0
+        export TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:exitcode=66:report_thread_leaks=0
         left_out=(-k "not fork and not taken_for_another")
         ;;
     *)

@@ -128,8 +128,7 @@ class InlineReadRequest:
             self._asked.popleft()
             for k, error in self._source.errors_of(ready, len(positions)).items():
                 errors[int(positions[k])] = error
-            if sink.refused is not None:
-                raise sink.refused
+            raise_first(sink.refused)
             self._parts.append((positions[: ready.count], sink.complete(ready.count)))
             if ready.count < len(positions):
                 self._todo.appendleft(positions[ready.count :])
@@ -249,8 +248,8 @@ class SampleSink:
 
     def __init__(self, count: int, most: int, *, apart: bool, out: Bytes | None) -> None:
         self.target: Target | None = None
-        self.refused: UsageError | None = None
-        """Why `out` cannot be used; the bytes are received elsewhere."""
+        self.refused: dict[int, FFServeError] = {}
+        """Why `out` cannot be used, at 0; the bytes are received elsewhere."""
         self._count = count
         self._most = most
         self._apart = apart
@@ -272,7 +271,7 @@ class SampleSink:
             try:
                 out = check_out(self._out, self._total)
             except UsageError as error:
-                self.refused = error
+                self.refused[0] = error
         self.target = Target(offsets, apart=self._apart, out=out)
         self._views = self._destinations(self.target)
 

@@ -23,16 +23,26 @@ from ffserve import protocol
 from ffserve.client.channel import ChannelRequest, Steps
 from ffserve.client.connection import Connection
 from ffserve.client.handshake import Driver
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out, cut
+from ffserve.client.source import (
+    Batch,
+    Bytes,
+    Int64s,
+    Leased,
+    Target,
+    arrays_of,
+    check_out,
+    cut,
+    places,
+)
 from ffserve.client.statistics import ClientStatistics
 from ffserve.dataset import Layout, ShardInfo
+from ffserve.engine.arrays import separate
 from ffserve.engine.shm import Located, View
 from ffserve.errors import (
     ArenaBusyError,
     ArenaError,
     FFServeError,
     ProtocolError,
-    SampleIndexError,
     raise_first,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -44,9 +54,6 @@ GET_SIZE = 8 << 20
 daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
 """The daemon works on the next while this side copies the last."""
-SMALL_SIZE, SHARED_SIZE = 8 << 10, 1 << 20
-"""Cached samples of this mean size share an allocation in batches of this size, in bytes: half the
-cost of 64 arrays of 4 KiB."""
 _MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
 """How long the daemon is not asked again for what its arena could not hold: the arena can be
@@ -225,7 +232,6 @@ class SharedMemorySource(DaemonSource):
             self._mappings.append(mapping)
             segments.append((mapping.__array_interface__["data"][0], first, count, place))
         self.view = View(arena.nbytes, segments)
-        self._mean_size = sum(shard.size for shard in self.shards) // max(1, self.count)
 
     # ---- lengths --------------------------------------------------------------------------
 
@@ -256,24 +262,16 @@ class SharedMemorySource(DaemonSource):
         return found
 
     def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
-        """Copy cached samples, each to an array of its own; small ones share an allocation."""
-        if indices.dtype != np.int64 or indices.strides != (8,) or self.look_due:
+        """Copy cached samples, each to an array of its own."""
+        if self.look_due:
             return None
-        if self._mean_size <= SMALL_SIZE and len(indices) * self._mean_size <= SHARED_SIZE:
-            batch = self.cached_batch(indices, None)
-            return _views(batch) if isinstance(batch, Batch) else batch
-        try:
-            found = self.view.locate(indices)
-        except SampleIndexError:
-            return None
-        if len(found.missing):
+        allocate = separate if places.place is None else arrays_of
+        found = self.view.copy_arrays(indices, allocate)
+        if found is None or isinstance(found, Located):
             return found
-        target = Target(found.offsets, apart=True)
-        left = self.view.gather(indices, found.offsets, None, target.addresses)
-        if left is None or len(left):
-            return None
-        self.statistics.add_hits(indices, int(found.offsets[-1]))
-        return target.arrays
+        arrays, size = found
+        self.statistics.add_hits(indices, size)
+        return arrays
 
     def start(
         self,
@@ -580,14 +578,6 @@ class _Held:
         tags, self._tags = self._tags, []
         if tags:
             self._connection.release(tags)
-
-
-def _views(batch: Batch) -> list[Bytes]:
-    """Return the samples of a batch as arrays; those of one size as rows, which is cheaper."""
-    sizes = batch.offsets[1:] - batch.offsets[:-1]
-    if len(sizes) and (sizes == sizes[0]).all():
-        return [*batch.buffer.reshape(len(sizes), -1)]
-    return list(batch)
 
 
 def ready_errors(ready: protocol.Ready, count: int) -> dict[int, FFServeError]:

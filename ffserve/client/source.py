@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dataset import ShardInfo
+from ffserve.engine.arrays import separate
 from ffserve.engine.shm import Batch as Batch
-from ffserve.engine.shm import Located, addresses, empty, keep_freed_memory
+from ffserve.engine.shm import Located, empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
-_BYTE = np.dtype(np.uint8)
 Bytes = NDArray[np.uint8]
 
 
@@ -92,6 +92,19 @@ class Leased(Sequence[Bytes]):
         return f"Leased({len(self)} samples, {int(self.sizes.sum())} bytes)"
 
 
+def arrays_of(offsets: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]]:
+    """Return an array for each sample, where this thread wants it, and their addresses.
+
+    Args: offsets: int64[n + 1], running sum of the sizes.
+    """
+    if places.place is not None:
+        placed = places.place(offsets[1:] - offsets[:-1])
+        if placed is not None:
+            return placed
+    keep_freed_memory()
+    return separate(offsets)
+
+
 class Target:
     """Destination of one request's samples: one buffer, or an array for each sample.
 
@@ -108,14 +121,7 @@ class Target:
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
         if apart:
-            keep_freed_memory()
-            sizes = offsets[1:] - offsets[:-1]
-            placed = None if _places.place is None else _places.place(sizes)
-            if placed is not None:
-                self.arrays, self.addresses = placed
-                return
-            self.arrays = [np.empty(size, _BYTE) for size in sizes.tolist()]
-            self.addresses = addresses(self.arrays)
+            self.arrays, self.addresses = arrays_of(offsets)
         else:
             self.buffer = empty(int(offsets[-1])) if out is None else out
 
@@ -137,17 +143,18 @@ class _Places(threading.local):
     place: Place | None = None
 
 
-_places = _Places()
+places = _Places()
+"""Where this thread wants its arrays; `placing` sets it."""
 
 
 @contextmanager
 def placing(place: Place) -> Iterator[None]:
     """Let the arrays of every `read` of this thread come from `place`, where it has room."""
-    before, _places.place = _places.place, place
+    before, places.place = places.place, place
     try:
         yield
     finally:
-        _places.place = before
+        places.place = before
 
 
 def check_out(out: Bytes, total: int) -> Bytes:
@@ -204,7 +211,7 @@ class Source(Protocol):
         ...
 
     def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
-        """Copy cached samples, each to an array of its own; small ones may share an allocation.
+        """Copy cached samples, each to an array of its own.
 
         Args, Returns: as of `cached_batch`.
         """

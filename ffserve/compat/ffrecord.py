@@ -26,6 +26,7 @@ from ffserve import parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
 from ffserve.dataset import expand_paths
+from ffserve.engine.arrays import integers
 from ffserve.errors import MissingFile, SampleIndexError, UsageError
 from ffserve.files import read_at_of
 from ffserve.formats import by_name, suffixes
@@ -178,14 +179,15 @@ class FileReader:
         Args:
             indices: list, tuple, ndarray, range, set or generator of integers in [0, n); order is
                 kept, repeats are allowed.
-        Returns: one 1-D writable uint8 array per sample; the caller owns the arrays. Small ones may
-                 share an allocation.
+        Returns: one 1-D writable uint8 array per sample; the caller owns the arrays.
         Raises:  SampleIndexError (also an IndexError): an invalid index; nothing is read then.
                  ChecksumError, TruncatedError, ReadError: a sample cannot be read. UsageError: the
                  reader is closed.
         Cost:    one request to the daemon, or one batch of reads.
         """
-        reader, numbers = self._open(), self._checked(indices)
+        reader, numbers = self._open(), integers(indices, self._n)
+        if numbers is None:
+            numbers = self._checked(indices)
         arrays: list[NDArray[np.uint8]] = reader.read(numbers)
         return arrays
 
@@ -378,9 +380,6 @@ def _copy(
 
 
 def _integers(indices: Iterable[int]) -> NDArray[Any]:
-    if type(indices) is list and set(map(type, indices)) == {int}:
-        with contextlib.suppress(OverflowError):
-            return np.array(indices, np.int64)
     try:
         numbers = [operator.index(i) for i in indices]
     except TypeError as error:

@@ -1,6 +1,8 @@
 """Build of the C core: for pip, in place, or with a sanitizer.
 
-Every C file of this folder is part of the core; there is no other list of them. pip reaches
+Every C file of this folder is part of the core, except arrays.c; there is no other list of them.
+That one is a module by itself, which needs numpy's headers; if it cannot be built, the package
+works without it. pip reaches
 ``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and loads this file alone, not
 the package, so nothing of ffserve may be imported here. Optional libraries are found by linking a
 small program; without liburing the core has no io_uring engines, without ISA-L it computes
@@ -30,9 +32,10 @@ from pathlib import Path
 import cffi  # type: ignore[import-untyped]
 from setuptools import Distribution, Extension  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
-from setuptools.errors import BaseError, CCompilerError  # type: ignore[import-untyped]
+from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
 MODULE = "ffserve.engine._core"
+ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "arrays.c"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 HEADERS = ("codec.h", "shm.h", "io.h", "slots.h")
@@ -80,10 +83,9 @@ def declarations() -> str:
 def emit(target: Path) -> None:
     """Write the generated C module."""
     builder = cffi.FFI()
-    fingerprint = runpy.run_path(str(HERE / "fingerprint.py"))["fingerprint"](HERE)
-    builder.cdef(declarations() + "#define FFS_SOURCES ...\n")
+    builder.cdef(declarations() + "#define FFS_SOURCES ...\n")  # defined for the compiler
     includes = "".join(f'#include "{name}"\n' for name in HEADERS)
-    builder.set_source(MODULE, f"{includes}#define FFS_SOURCES {fingerprint}u")
+    builder.set_source(MODULE, includes)
     target.parent.mkdir(parents=True, exist_ok=True)
     builder.emit_c_code(str(target))
 
@@ -96,9 +98,13 @@ class BuildExt(build_ext):  # type: ignore[misc]
     def finalize_options(self) -> None:
         super().finalize_options()
         for ext in self.extensions:
-            if ext.name == MODULE:  # a source distribution carries what stands here
-                ext.sources = [os.path.relpath(path) for path in sorted(HERE.glob("*.c"))]
+            # A source distribution carries what stands here.
+            if ext.name == MODULE:
+                found = [path for path in sorted(HERE.glob("*.c")) if path.name != ARRAYS_SOURCE]
+                ext.sources = [os.path.relpath(path) for path in found]
                 ext.depends = [os.path.relpath(path) for path in sorted(HERE.glob("*.h"))]
+            elif ext.name == ARRAYS:
+                ext.sources = [os.path.relpath(HERE / ARRAYS_SOURCE)]
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == MODULE:
@@ -106,23 +112,30 @@ class BuildExt(build_ext):  # type: ignore[misc]
             emit(generated)
             ext.sources = [str(generated), *ext.sources]
             ext.include_dirs.append(str(HERE))
-            ext.extra_compile_args += COMPILER_FLAGS
-            if self.sanitize or os.environ.get("FFSERVE_BUILD_STRICT"):
-                ext.extra_compile_args.append("-Werror")
-            ext.extra_link_args.append("-pthread")
-            if self.sanitize:
-                ext.extra_compile_args += [
-                    f"-fsanitize={self.sanitize}",
-                    "-g",
-                    "-O1",
-                    "-fno-omit-frame-pointer",
-                ]
-                if self.sanitize == "thread":
-                    # gcc warns that ThreadSanitizer does not see the fences of the seqlock.
-                    ext.extra_compile_args.append("-Wno-tsan")
-                ext.extra_link_args.append(f"-fsanitize={self.sanitize}")
             self._find_libraries(ext)
+        elif ext.name == ARRAYS:
+            ext.include_dirs.append(_numpy_headers())
+        fingerprint = runpy.run_path(str(HERE / "fingerprint.py"))["fingerprint"](HERE)
+        ext.define_macros.append(("FFS_SOURCES", f"{fingerprint}u"))
+        self._choose_flags(ext)
         super().build_extension(ext)
+
+    def _choose_flags(self, ext: Extension) -> None:
+        ext.extra_compile_args += COMPILER_FLAGS
+        if self.sanitize or os.environ.get("FFSERVE_BUILD_STRICT"):
+            ext.extra_compile_args.append("-Werror")
+        ext.extra_link_args.append("-pthread")
+        if self.sanitize:
+            ext.extra_compile_args += [
+                f"-fsanitize={self.sanitize}",
+                "-g",
+                "-O1",
+                "-fno-omit-frame-pointer",
+            ]
+            if self.sanitize == "thread":
+                # gcc warns that ThreadSanitizer does not see the fences of the seqlock.
+                ext.extra_compile_args.append("-Wno-tsan")
+            ext.extra_link_args.append(f"-fsanitize={self.sanitize}")
 
     def _find_libraries(self, ext: Extension) -> None:
         unwanted = set(filter(None, os.environ.get("FFSERVE_BUILD_WITHOUT", "").split(",")))
@@ -154,6 +167,14 @@ class BuildExt(build_ext):  # type: ignore[misc]
         return None
 
 
+def _numpy_headers() -> str:
+    try:
+        import numpy
+    except ImportError as error:
+        raise CompileError(f"numpy's headers are needed: {error}") from error
+    return str(numpy.get_include())
+
+
 def build(target: Path, sanitize: str = "") -> Path:
     """Compile the core into ``target`` (the directory that holds the package ffserve).
 
@@ -170,7 +191,8 @@ def build(target: Path, sanitize: str = "") -> Path:
             target / "ffserve",
             ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.[ch]"),
         )
-    distribution = Distribution({"name": "ffserve", "ext_modules": [Extension(MODULE, [])]})
+    modules = [Extension(MODULE, []), Extension(ARRAYS, [], optional=True)]
+    distribution = Distribution({"name": "ffserve", "ext_modules": modules})
     command = BuildExt(distribution)
     command.sanitize = sanitize
     command.force = True

@@ -22,8 +22,8 @@ except ImportError as error:
     raise CoreError(f"the C core cannot be loaded: {error}", hint=_BUILD + _ELSEWHERE) from error
 
 ffi, lib = _core.ffi, _core.lib
-_found = fingerprint(Path(__file__).parent)
-if _found and getattr(lib, "FFS_SOURCES", None) != _found:
+SOURCES = fingerprint(Path(__file__).parent)
+if SOURCES and getattr(lib, "FFS_SOURCES", None) != SOURCES:
     raise CoreError(
         "the C core was built from other sources than those in its folder",
         path=_core.__file__,

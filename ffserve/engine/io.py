@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine import codec
+from ffserve.engine import arrays, codec
 from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
@@ -851,11 +851,13 @@ def local_engine() -> Engine:
 
 
 def describe() -> str:
-    """Return one line: the engine that "auto" chooses, why others do not work, the checksums."""
+    """Return one line: the engine that "auto" chooses, why others do not work, what
+    computes checksums, what makes lists of arrays."""
     usable = probe()
     parts = [f"engine {usable[0]}" if usable else "no engine"]
     if usable[1:]:
         parts.append(f"also {', '.join(usable[1:])}")
     parts += [f"no {kind}: {_trial(kind)}" for kind in KINDS if kind not in usable]
     parts.append(f"checksums by {codec.checksum_library()}")
+    parts.append(f"lists of arrays by {f'Python: {arrays.MISSING}' if arrays.MISSING else 'C'}")
     return "; ".join(parts)

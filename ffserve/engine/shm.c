@@ -226,6 +226,10 @@ int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int6
             blank++;
         else
             sum += now.length;
+        if (sum > INT64_MAX) { /* or offsets would wrap around, out of the buffer made for them */
+            *bad = -1;
+            return FFS_ERANGE;
+        }
         offsets[k + 1] = (int64_t)sum;
         if (missing)
             missing[absent] = k;

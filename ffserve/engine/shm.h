@@ -45,7 +45,7 @@ typedef struct {
 /* Look n indices up. offsets[n + 1] gets the running sum of the lengths, an unknown one counted as
  * 0; missing[] (or NULL) the positions (0..n-1) that are not readable now; *unknown the number of
  * unknown lengths. Returns the number of missing samples, or FFS_ERANGE when an index is outside
- * the view (*bad gets its position). */
+ * the view (*bad gets its position) or the sum exceeds INT64_MAX (*bad gets -1). */
 int64_t ffs_locate(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *offsets,
                    int64_t *missing, int64_t *unknown, int64_t *bad);
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine.arrays import separate
 from ffserve.engine.core import DESTS, I64S, NULL, U8S, U64S, ffi, from_buffer, lib
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
@@ -76,6 +77,10 @@ class Batch(Sequence[Bytes]):
         return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 
 
+Allocate = Callable[[Int64s], tuple[list[Bytes], UInt64s]]
+"""Gives arrays for samples with these offsets (running sum of the sizes), and their addresses."""
+
+
 class Located(NamedTuple):
     """What the directory says of n samples.
 
@@ -124,7 +129,7 @@ class View:
         """Look samples up.
 
         Args: indices: shape (n,), int64, contiguous; repeats are allowed.
-        Raises: SampleIndexError for an index outside the view.
+        Raises: SampleIndexError for an index outside the view; ReadError for impossible lengths.
         Cost: one call, no lock; 10-20 ns per sample.
         """
         n = len(indices)
@@ -142,6 +147,8 @@ class View:
             c + (2 * n + 2),
         )
         if missing < 0:
+            if out[2 * n + 2] < 0:
+                raise ReadError("the shared directory is invalid: lengths of more than 2^63 bytes")
             index = int(indices[out[2 * n + 2]])
             raise SampleIndexError(f"the dataset has {self.sample_count} samples", index=index)
         return Located(out[: n + 1], out[n + 1 : n + 1 + missing], c[2 * n + 1])
@@ -247,6 +254,37 @@ class View:
         missing = edges[2 * n + 1]
         return Located(found[: n + 1], found[n + 1 : n + 1 + missing], edges[2 * n + 2])
 
+    def copy_arrays(
+        self, indices: NDArray[Any], allocate: Allocate = separate
+    ) -> tuple[list[Bytes], int] | Located | None:
+        """Copy a batch whose samples are all readable now, each to an array of its own.
+
+        Args:
+            indices: any array.
+            allocate: gives arrays for the offsets of `locate`, and their addresses.
+        Returns: the arrays and their bytes in total; else as `copy_batch`.
+        Cost: three calls.
+        """
+        if indices.dtype != _INT64 or indices.strides != _TOGETHER:
+            return None
+        n = len(indices)
+        found = np.empty(2 * n + 3, _INT64)
+        c, which, edges = self._c, from_buffer(I64S, indices), from_buffer(I64S, found)
+        places, counts = edges + (n + 1), edges + (2 * n + 1)
+        missing = lib.ffs_locate(c, which, n, edges, places, counts, counts + 1)
+        if missing < 0:
+            return None
+        offsets = found[: n + 1]
+        if missing:
+            return Located(offsets, found[n + 1 : n + 1 + missing], counts[0])
+        if not _asked:
+            keep_freed_memory()
+        arrays, addresses = allocate(offsets)
+        dests = from_buffer(DESTS, addresses)
+        if lib.ffs_gather(c, which, edges, NULL, dests, NULL, n, NULL):
+            return None
+        return arrays, edges[n]
+
     def places(self, indices: Int64s) -> UInt64s:
         """Return the place of each sample, in bytes from the start of the arena with the lowest
         address; NOWHERE if it is not readable now.
@@ -265,12 +303,6 @@ class View:
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.sample_count):
             raise SampleIndexError(f"the dataset has {self.sample_count} samples")
         raise ReadError("the shared directory points outside the arena")
-
-
-def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
-    """Return the address of each array's bytes. Cost: 0.1 us per array."""
-    pointers = ffi.new(DESTS, [from_buffer(U8S, array) for array in arrays])
-    return np.frombuffer(ffi.buffer(pointers), np.uint64)
 
 
 def retract(

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from ffserve.client import source
 from ffserve.client.source import Bytes, Int64s
 from ffserve.compat.ffrecord import FileReader
-from ffserve.engine.shm import addresses
+from ffserve.engine.arrays import addresses
 from ffserve.errors import FFServeError
 from ffserve.torch.pickling import Pickler, is_plain
 from ffserve.torch.segments import FREE, TAKEN, Segment, Sender, give_back, receiver

@@ -414,7 +414,7 @@ def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     assert "this/other" in said
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert sorted(rows) == [
-        "hot/4KiB/batch64/clients1/read", "hot/4KiB/batch64/clients1/read_batch",
+        f"hot/4KiB/batch64/clients1/{name}" for name in ("drop_in", "read", "read_batch")
     ]  # fmt: skip
     for row in rows.values():
         assert row["value"] > 0 and row["other"] > 0

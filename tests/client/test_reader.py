@@ -674,22 +674,31 @@ def _waited(pid: int) -> tuple[int, int] | None:
     return (got, status) if got else None
 
 
-@pytest.mark.parametrize("how", ["read", "read_batch", "lease"])
+@pytest.mark.parametrize("how", ["read", "read_batch", "lease", "out"])
+@pytest.mark.parametrize("source", ["off", "copied", "inline"])
 def test_failed_batches_kept_their_buffers_until_garbage_collection(
-    tmp_path: Path, server: str, how: str
+    tmp_path: Path, source: str, how: str
 ) -> None:
+    """copied: only half of the arena can be leased, and the damaged sample is of the other half."""
     path = write(tmp_path / "large.ffr", [bytes(1 << 20)] * 8)
-    damage(path, 5)
-    with ffserve.open(path, server=server) as reader:
+    damage(path, 7)
+    options = ["--payload", "inline"] if source == "inline" else []
+    with contextlib.ExitStack() as stack:
+        server = "off"
+        if source != "off":
+            server = stack.enter_context(serving(arena="12MiB", options=options)).socket
+        reader = stack.enter_context(ffserve.open(path, server=server))
         gc.collect()
         gc.disable()
         tracemalloc.start()
         try:
             for _ in range(10):
-                with contextlib.suppress(ChecksumError):
+                with contextlib.suppress(ChecksumError, UsageError):
                     if how == "lease":
                         with reader.lease(range(8)):
                             pass
+                    elif how == "out":
+                        reader.read_batch([0, 1], out=np.empty(1 << 20, np.uint8))
                     else:
                         getattr(reader, how)(range(8))
             held, _ = tracemalloc.get_traced_memory()

@@ -16,7 +16,7 @@ from daemon import DEADLINE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ffserve.engine import io
+from ffserve.engine import arrays, io
 from ffserve.engine.codec import CRC_32, checksum
 from ffserve.engine.core import lib
 from ffserve.engine.io import Engine, open_direct
@@ -234,6 +234,61 @@ def test_whole_batches_of_a_size_that_is_expected() -> None:
         publish(shelf.entries.ctypes.data, 3, 7, length)
         assert whole(expecting(), np.array([1, 3, 5]), np.empty(total, np.uint8)) is None
         shelf.entries["seq"][3] += 1
+
+
+@given(indices=st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_whole_batches_of_separate_arrays(indices: list[int]) -> None:
+    shelf = Shelf()
+    wanted = np.array(indices, np.int64)
+    for turn in range(2):
+        found = shelf.view.copy_arrays(wanted)
+        if turn == 0 and 3 in indices:
+            known = shelf.view.locate(wanted)
+            assert isinstance(found, Located)
+            assert found.offsets.tolist() == known.offsets.tolist()
+            assert found.missing.tolist() == known.missing.tolist()
+            assert found.unknown == known.unknown
+            publish(shelf.entries.ctypes.data, 3, 3007, 103)
+            continue
+        assert found is not None and not isinstance(found, Located)
+        arrays, size = found
+        assert [one.tobytes() for one in arrays] == list(map(shelf.sample, indices))
+        assert size == sum(one.nbytes for one in arrays)
+
+
+def test_no_whole_batch_of_separate_arrays() -> None:
+    shelf = Shelf()
+    bad: Any
+    for bad in (np.array([1, 10]), np.array([-1]), np.array([1], np.int32), np.arange(8)[::2]):
+        assert shelf.view.copy_arrays(bad) is None
+    publish(shelf.entries.ctypes.data, 3, (1 << 20) - 5, 60)  # reaches outside of the arena
+    assert shelf.view.copy_arrays(np.array([2, 3])) is None
+
+    def evicting(offsets: Any) -> Any:
+        take_back(shelf.entries, 5, 1, 5007, 105)
+        return arrays.separate(offsets)
+
+    assert shelf.view.copy_arrays(np.array([5, 6]), evicting) is None, "evicted after the look-up"
+
+    def growing(offsets: Any) -> Any:
+        take_back(shelf.entries, 6, 1, 6007, 106)
+        publish(shelf.entries.ctypes.data, 6, 6007, 2000)
+        return arrays.separate(offsets)
+
+    assert shelf.view.copy_arrays(np.array([6]), growing) is None, "longer than its array"
+
+
+def test_lengths_whose_sum_overflowed_gave_offsets_outside_of_the_buffer() -> None:
+    """A sum of 2^64 bytes came out as 0: samples behind it were copied to any address."""
+    shelf = Shelf()
+    publish(shelf.entries.ctypes.data, 3, 7, 1 << 47)
+    wanted = np.full((1 << 17) + 1, 3)
+    wanted[-1] = 1
+    with pytest.raises(ReadError, match="2\\^63 bytes"):
+        shelf.view.locate(wanted)
+    assert shelf.view.copy_batch(wanted) is None
+    assert shelf.view.copy_arrays(wanted) is None
+    assert shelf.view.locate(wanted[:1000]).offsets[-1] == 1000 << 47
 
 
 def test_no_whole_batch() -> None:

@@ -19,7 +19,7 @@ LAYERS = {
     "decoding": "engine formats",
     # files
     "files": "formats",
-    "dataset": "formats files",
+    "dataset": "engine formats files",
     "testing": "engine formats dataset",
     "output": "files",
     "index_file": "engine formats files",
@@ -35,7 +35,7 @@ LAYERS = {
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use
-    "compat": "parallel formats dataset files output writer client reader",
+    "compat": "parallel engine formats dataset files output writer client reader",
     "example": "formats dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order engine client compat",

@@ -1,0 +1,140 @@
+"""Lists of integers in, lists of arrays out: in C, and in Python where that is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import sample, serving, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ffserve.engine import arrays, io
+
+WAYS = [arrays.separate, arrays._separate]
+
+
+def test_the_module_in_c_was_built() -> None:
+    """Here it must be; elsewhere `ffserve bench` says why it is not."""
+    assert arrays.MISSING == ""
+    assert "lists of arrays by C" in io.describe()
+
+
+@pytest.mark.parametrize("separate", WAYS)
+@given(sizes=st.lists(st.integers(0, 9000), max_size=70))
+def test_each_array_has_its_own_memory(separate: Any, sizes: list[int]) -> None:
+    offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64)
+    made, places = separate(offsets)
+    assert [one.nbytes for one in made] == sizes
+    assert places.dtype == np.uint64
+    assert places.tolist() == [one.__array_interface__["data"][0] for one in made]
+    for k, one in enumerate(made):
+        assert one.dtype == np.uint8 and one.ndim == 1 and one.flags.owndata and one.flags.writeable
+        one[:] = k
+    assert all((one == k).all() for k, one in enumerate(made))
+
+
+@pytest.mark.parametrize("separate", WAYS)
+def test_nothing_is_kept_of_lists_that_were_dropped_or_failed(separate: Any) -> None:
+    good = np.arange(65) * 4096
+    bad = [np.array([0, 4096, 5000, 10]), np.array([0, 1 << 20, 1 << 62])]
+    tracemalloc.start()
+    try:
+        for k in range(2000):
+            if k == 10:
+                before = tracemalloc.get_traced_memory()[0]
+            separate(good)
+            for each in bad:
+                with pytest.raises((ValueError, MemoryError)):
+                    separate(each)
+        assert tracemalloc.get_traced_memory()[0] - before < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_offsets_of_another_kind_are_refused() -> None:
+    bad: Any
+    for bad in (
+        None,
+        [0, 1],
+        np.zeros(0, np.int64),
+        np.zeros((2, 2), np.int64),
+        np.zeros(2, np.int32),
+        np.zeros(2, np.uint64),
+        np.zeros(2),
+        np.zeros(2, ">i8"),
+        np.zeros(4, np.int64)[::2],
+        np.zeros(17, np.uint8)[1:].view(np.int64),
+    ):
+        with pytest.raises(TypeError):
+            arrays.separate(bad)
+
+
+@given(
+    values=st.lists(st.integers(-2, 12) | st.sampled_from([2**62, 2**63, 2**70, -(2**64)])),
+    count=st.sampled_from([0, 1, 10, 2**63]),
+    kind=st.sampled_from([list, tuple]),
+)
+def test_integers_in_range(values: list[int], count: int, kind: Any) -> None:
+    found = arrays.integers(kind(values), count)
+    inside = all(0 <= value < min(count, 2**63) for value in values)
+    assert (found is not None) == inside
+    if found is not None:
+        assert found.dtype == np.int64 and found.tolist() == values
+
+
+def test_what_may_be_indices_in_another_shape_is_left_to_others() -> None:
+    class Number(int):
+        pass
+
+    class Numbers(list[int]):
+        pass
+
+    other: Any
+    for other in (
+        None, 1, "12", b"12", range(2), {1}, np.arange(2), iter([1]), Numbers([1]),
+        [True], [1.0], [None], [np.int64(1)], [Number(1)], [1, "1"],
+    ):  # fmt: skip
+        assert arrays.integers(other, 10) is None
+    with pytest.raises((TypeError, OverflowError)):
+        arrays.integers([1], -1)
+    with pytest.raises(TypeError):
+        arrays.integers([1])  # type: ignore[call-arg]
+
+
+WITHOUT = """
+import sys
+sys.modules["ffserve.engine._arrays"] = None
+import ffserve
+from ffserve.engine import arrays, io
+assert "lists of arrays by Python: " in io.describe(), io.describe()
+path, socket = sys.argv[1:]
+for server in (socket, "off"):
+    with ffserve.open(path, server=server) as reader:
+        for _ in range(2):
+            print(*(one.tobytes().hex() for one in reader.read([5, 0, 199, 5])), sep="\\n")
+        for wrong in ([200], [-1], [2**70]):
+            try:
+                reader.read(wrong)
+            except IndexError:
+                print("outside")
+"""
+
+
+def test_the_same_without_the_module(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(k) for k in range(200)])
+    with serving() as daemon:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", WITHOUT, path, daemon.socket],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    expected = [bytes(sample(k)).hex() for k in (5, 0, 199, 5)]
+    assert done.stdout.splitlines() == 2 * (2 * expected + 3 * ["outside"])
