@@ -132,7 +132,7 @@ def checked_preads(case: Case) -> Delivered:
         for k, path in enumerate(case["paths"]):
             fd = os.open(path, os.O_RDONLY)
             rows = zip(*(table.tolist() for table in reader.tables(k)), strict=True)
-                places += ((fd, *row) for row in rows)
+            places += ((fd, *row) for row in rows)
 
     def read_one(fd: int, offset: int, size: int, checksum: int) -> int:
         sample = np.empty(size, np.uint8)
