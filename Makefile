@@ -3,6 +3,7 @@
 # make lint    lint and types        make bench   measure this machine
 # make check   lint and types, then the tests with coverage by line and branch (10 min)
 # make soak    long tests (9 min)    make fuzz    damaged files and frames, random runs (6 min)
+# make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord
@@ -16,7 +17,7 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
-.PHONY: demo test lint check interop bench docs soak fuzz asan tsan setup clean distclean
+.PHONY: demo test lint check interop bench docs soak fuzz guided asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -52,6 +53,10 @@ soak: setup
 
 fuzz: setup
 	@$(pytest) -q -m fuzz --timeout 600
+
+seconds ?= 60
+guided: setup
+	@bash tests/fuzzing/run.sh $(seconds)
 
 asan: setup
 	@bash tests/sanitize.sh address
