@@ -41,8 +41,9 @@ from ffserve.formats.tfstream import RECORD_LIMIT, InOrderOnlyError
 
 T = TypeVar("T")
 
-REPORT_INTERVAL_S = 0.01
-"""How often a reader that counts by itself reports its position in an order."""
+REPORT_INTERVAL_S, REPORT_COUNT = 0.01, 4096
+"""How often a reader that counts by itself reports its position in an order: after this time, or so
+many samples. A job that asks for samples far from its position is taken to follow no order."""
 MOST_EPOCHS = 2
 """Orders that are kept for the next daemon, should this one start anew."""
 MOST_NAME = 200
@@ -419,6 +420,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: as `read`, when the batch concerned is due.
         """
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
+        if indices is not None and isinstance(source := self._selector.current(), LocalSource):
+            source.follow(numbers)
         with contextlib.closing(self._in_order(numbers, count, size)) as answers:
             for part, batch, failed in answers:
                 self._raise_first(failed, part)
@@ -759,13 +762,14 @@ class AnnouncedOrders:
         self._epoch = 0
         self._position = 0
         self._reported = 0.0
+        self._reported_position = 0
         self._counted_elsewhere = False
 
     def add(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Keep an order that the source has taken."""
         if not self._orders or epoch <= self._epoch:
             self._orders.clear()
-            self._epoch, self._position = epoch, 0
+            self._epoch, self._position, self._reported_position = epoch, 0, 0
         small = int(order.max()) < 1 << 32
         self._orders[epoch] = _Announcement(
             order.astype(np.uint32) if small else order, name, replacement
@@ -804,9 +808,10 @@ class AnnouncedOrders:
         if over and epoch + 1 in self._orders:
             self._epoch, self._position = epoch + 1, 0
         now = time.monotonic()
-        if not over and now - self._reported < REPORT_INTERVAL_S:
+        late = position - self._reported_position >= REPORT_COUNT
+        if not (over or late) and now - self._reported < REPORT_INTERVAL_S:
             return None
-        self._reported = now
+        self._reported, self._reported_position = now, self._position
         return epoch, position
 
     def __bool__(self) -> bool:

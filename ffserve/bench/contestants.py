@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 import ffserve
 from ffserve.errors import FFServeError
+from ffserve.order import epoch_order
 
 Case = dict[str, Any]
 Delivered = Generator[tuple[int, int] | dict[str, Any], None, None]
@@ -173,6 +174,30 @@ def in_order(case: Case) -> Delivered:
     while True:
         some = list(itertools.islice(samples, case["batch"]))
         yield len(some), sum(sample.nbytes for sample in some)
+
+
+def windowed(case: Case) -> Delivered:
+    """Read a windowed order that was announced, with several batches in flight."""
+    reader, order = _open(case), windowed_order(case)
+    reader.announce(order)
+    yield 0, 0  # nothing was read yet
+    for batch in reader.batches(order, count=case["batch"]):
+        yield len(batch), batch.buffer.nbytes
+
+
+def windowed_batch(case: Case) -> Delivered:
+    """Read a windowed order that was announced, one batch at a time."""
+    reader, order, size = _open(case), windowed_order(case), case["batch"]
+    reader.announce(order)
+    yield 0, 0
+    for first in range(0, len(order), size):
+        batch = reader.read_batch(order[first : first + size])
+        yield len(batch), batch.buffer.nbytes
+
+
+def windowed_order(case: Case) -> NDArray[np.int64]:
+    """Return the order of `ffserve.torch.EpochSampler(…, window=…)`, which needs torch."""
+    return epoch_order(case["count"], seed=case["seed"], epoch=0, window=case["window"])
 
 
 HOT_SHARE = 8

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
+from ffserve.client.ahead import AheadRequest, Part, ReadAhead, copy_parts, offsets_of
 from ffserve.client.page_cache import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
@@ -148,6 +149,9 @@ class LocalSource:
         """Requests that are not finished; after `close` the last one closes the files."""
         self._served = self._size = 0
         self._closed = False
+        self._orders: dict[int, Int64s] = {}
+        """Announced, by epoch."""
+        self._ahead: ReadAhead | None = None
         try:
             self._open(paths, format, verify, tolerant, use_index)
             size = int(self._sizes.sum())
@@ -276,10 +280,13 @@ class LocalSource:
         apart: bool,
         out: Bytes | None = None,
         found: Located | None = None,
-    ) -> LocalRequest | ChunkedRequest:
+    ) -> LocalRequest | ChunkedRequest | AheadRequest:
         """Submit the reads."""
         engine = self._attach()
         try:
+            ahead = self._ahead
+            if ahead is not None and (parts := ahead.take(indices)) is not None:
+                return _taken(indices, ahead, parts, apart, out)
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
@@ -296,7 +303,10 @@ class LocalSource:
         indices: Int64s,
         apart: bool,
         out: Bytes | None,
+        *,
+        window: bool = False,
     ) -> LocalRequest:
+        """Submit reads; those of a window in the order of the files."""
         count = len(indices)
         lengths = self._lengths[indices].astype(np.int64)
         starts = self._offsets[indices].astype(np.int64)
@@ -319,7 +329,10 @@ class LocalSource:
         kinds = self._kinds[shards]
         through = self._files.through_cache(shards, starts)
         left = None
-        if int(offsets[-1]) <= self._most_at_once:
+        if window:
+            left = np.argsort(indices)
+            self._files.will_need(shards[left], through[left], starts[left], held[left])
+        if left is None and int(offsets[-1]) <= self._most_at_once:
             left = self._files.read_cached(shards, through, records, kinds)
         if left is None:
             left = np.arange(count)
@@ -358,10 +371,14 @@ class LocalSource:
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
-    def finish(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
+    def finish(
+        self, request: LocalRequest | ChunkedRequest | AheadRequest
+    ) -> dict[int, FFServeError]:
         """Wait for the reads."""
         if isinstance(request, ChunkedRequest):
             return self._finish_chunked(request)
+        if isinstance(request, AheadRequest):
+            return self._finish_taken(request)
         if request.batch is not None and request.engine is self._engine:
             try:
                 request.engine.wait(request.batch)
@@ -379,9 +396,33 @@ class LocalSource:
         finally:
             self._detach()
 
-    def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
+    def _finish_taken(self, request: AheadRequest) -> dict[int, FFServeError]:
+        try:
+            failed = request.ahead.errors(request.parts)
+            copy_parts(request.parts, request.target)
+            self._count(request)
+            return failed
+        finally:
+            self._detach()
+
+    def _finish_window(self, request: Any) -> dict[int, FFServeError]:
+        assert isinstance(request, LocalRequest)
+        if request.engine is not self._engine:
+            raise ServerUnavailable("the process forked while a read was on its way")
+        assert request.batch is not None
+        request.engine.wait(request.batch)
+        return self._read_errors(request)
+
+    def _count(self, request: LocalRequest | AheadRequest) -> None:
         self._served += len(request.indices)
         self._size += int(request.target.offsets[-1])
+
+    def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
+        self._count(request)
+        return self._read_errors(request)
+
+    def _read_errors(self, request: LocalRequest) -> dict[int, FFServeError]:
+        """Read again what a merged read could not; return the errors by position."""
         batch = request.batch
         if batch is not None and batch.failed and len(batch.reads) < len(batch.records):
             self._read_singly(request.engine, batch)
@@ -499,14 +540,43 @@ class LocalSource:
         buffer.flags.writeable = False
         return Leased(buffer, offsets[:-1], np.diff(offsets), {})
 
-    # ---- orders, which are of no use without a daemon ----------------------------------------
+    # ---- orders ---------------------------------------------------------------------------
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
-        """Do nothing."""
+        """Read windows of this order ahead; those of a later epoch when that begins."""
+        if not self._orders or epoch <= min(self._orders):
+            self._orders.clear()
+            self.follow(order)
+        self._orders[epoch] = order
 
     def reached(self, epoch: int, position: int) -> bool:
-        """Do nothing."""
+        """Follow the announced order of this epoch from this position on."""
+        order = self._orders.get(epoch)
+        if order is None:
+            return True
+        if position >= len(order):
+            epoch, position = epoch + 1, 0
+        passed = [known for known in self._orders if known < epoch]
+        for old in passed:
+            del self._orders[old]
+        if passed and epoch in self._orders:
+            self.follow(self._orders[epoch])
+        if self._ahead is not None and epoch in self._orders:
+            self._ahead.move_to(position)
         return True
+
+    def follow(self, order: Int64s) -> None:
+        """Read windows of this order ahead, when its first sample is asked for."""
+        if self._chunked or self._choose_engine is not process_engine:
+            return  # chunks are kept when they were decoded; an event loop must not wait
+        if self._ahead is not None:
+            self._ahead.close()
+        mean_size = int(self._sizes.sum()) // max(self.count, 1)
+        self._ahead = ReadAhead(order, mean_size, self._begin_window, self._finish_window)
+
+    def _begin_window(self, indices: Int64s) -> LocalRequest:
+        assert self._engine is not None
+        return self._submit(self._engine, self._numbers, indices, False, None, window=True)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -534,6 +604,8 @@ class LocalSource:
     def after_fork(self) -> None:
         """The engine belongs to the parent; tables and descriptors are the child's as well."""
         self._engine = None
+        self._ahead = None
+        self._orders.clear()
         self._files.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
@@ -541,6 +613,8 @@ class LocalSource:
 
     def close(self) -> None:
         """Close the files when no request needs them any more."""
+        if self._ahead is not None:
+            self._ahead.close()
         with self._attaching:
             if not self._closed and not self._pending:
                 self._release()
@@ -570,6 +644,15 @@ def _engine_batch(
     reads["record_count"] = counts
     batch.records[:] = records
     return batch
+
+
+def _taken(
+    indices: Int64s, ahead: ReadAhead, parts: list[Part], apart: bool, out: Bytes | None
+) -> AheadRequest:
+    offsets = offsets_of(parts)
+    if out is not None:
+        out = check_out(out, int(offsets[-1]))
+    return AheadRequest(indices, Target(offsets, apart=apart, out=out), ahead, parts)
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:

@@ -376,6 +376,7 @@ class LoopState:
             finishing = pool().submit(source.finish, request)
             failed = await undisturbed(asyncio.wrap_future(finishing))
         else:
+            assert isinstance(request, LocalRequest)  # it follows no order
             failed = await self._collect(source, request, keeps_out=out is not None)
         return request.target, failed
 

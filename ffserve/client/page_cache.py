@@ -36,6 +36,8 @@ REGION_BITS = 20
 """log2 of the bytes of a region."""
 MOST_OF_FREE_MEMORY = 0.8
 """Part of the free memory that the share may fill."""
+GAP = 64 << 10
+"""Bytes between records that are read with them."""
 SHARE_STEPS = 16
 """A share is a multiple of 1/16, so that processes which open the files one after another agree."""
 
@@ -150,6 +152,24 @@ class ShardFiles:
             self._tells = False
             return None
         return np.flatnonzero(records["status"])
+
+    def will_need(
+        self, shards: Int64s, through: NDArray[np.bool_], starts: Int64s, sizes: Int64s
+    ) -> None:
+        """Begin to read records into the page cache, in large pieces; a hint.
+
+        Args: of records in the order of the files: which are read through the page cache.
+        """
+        ends = starts + sizes
+        apart = (starts[1:] - ends[:-1] > GAP) | (shards[1:] != shards[:-1])
+        apart |= through[1:] != through[:-1]
+        firsts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        lasts = np.append(firsts[1:], len(starts)) - 1
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if through[first]:
+                begin = int(starts[first])
+                size = int(ends[last]) - begin
+                os.posix_fadvise(self.fd(int(shards[first])), begin, size, os.POSIX_FADV_WILLNEED)
 
     def attach(self, engine: Engine) -> Numbers:
         """Add the files to an engine."""

@@ -6,8 +6,11 @@ them, so that they are still there when it asks. That takes about a hundredth of
 job, and is given up at once when a request waits for memory.
 
 A job is prefetched up to the position that its workers have reached as far as the daemon knows, and
-from there two batches or what the job uses during a slow read, whichever is more. No socket and no
-clock.
+from there two batches or what the job uses during a slow read, whichever is more.
+
+A windowed order (`ffserve.neighbours`) is prefetched by windows: the samples of each are read in
+the order of the files, neighbours together, before the job comes to the first of them. No socket
+and no clock.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import numpy as np
 
 from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.jobs import JobProgress
+from ffserve.cache.orders import Order
+from ffserve.neighbours import window_end
 
 PIECE_COUNT = 128
 """Samples in one piece, at most."""
@@ -46,6 +51,24 @@ LOOK = 65_536
 orders need not be followed until something is evicted."""
 SAMPLE_SIZE = 64 * 1024
 """Assumed size of the samples of a job before the first is read."""
+WINDOWS_AHEAD = 2.5
+"""Windows of a windowed order that are prefetched: that in use, the next, and the beginning of the
+one after it, so that the disk does not wait for a report of the position."""
+WINDOW_SHARE = 3
+"""They, and the rest of what is prefetched, take at most 1 part in WINDOW_SHARE."""
+WINDOW_LOOK = 1 << 17
+"""How far a window is looked for, in samples: 2 ms."""
+WINDOW_LEAST_SIZE = 4 << 20
+"""Smaller windows, in bytes, are read several together."""
+WINDOW_PIECE_SIZE = 2 << 20
+"""Bytes of a window in one piece, at most."""
+WINDOW_SAMPLE_SIZE = 32 * 1024
+"""Larger samples are read singly at the full speed of a disk."""
+SAMPLED = 256
+"""Samples of an order from which their mean size is estimated."""
+
+
+_NONE: Int64s = np.zeros(0, np.int64)
 
 
 class Piece(Fetch):
@@ -83,6 +106,21 @@ class _Cursor:
     evicted: int = -1
     """The cache's count of evictions at that time."""
     pieces: deque[Piece] = field(default_factory=deque)
+    windowed: bool = True
+    """Whether the order of the epoch is windowed, as far as it was looked at."""
+    window: Int64s = field(default_factory=lambda: _NONE)
+    """The last samples of the window that ends at `window_end`, in the order of the files."""
+    window_end: int = 0
+    window_count: int = 0
+    """Samples of the whole window."""
+    window_piece: int = PIECE_COUNT
+    """Samples of a window in one piece, at most."""
+
+    def move_to(self, epoch: int, position: int) -> None:
+        """Go on at a position that the prefetching has not led to."""
+        if epoch != self.epoch:
+            self.windowed, self.window_end = True, 0
+        self.epoch, self.position, self.window = epoch, position, _NONE
 
 
 class Prefetcher:
@@ -100,29 +138,57 @@ class Prefetcher:
         size = cursor.sample_size if cursor else SAMPLE_SIZE
         batches = 2 * max(int(progress.step) or FIRST_STEP, 1)
         wanted = max(batches, int(progress.pace.rate(now) * self._slowest_s))
-        return min(wanted, max(batches, int(self._cache.arena.size / JOB_SHARE / size)))
+        share = JOB_SHARE
+        if cursor and cursor.window_end:
+            wanted, share = max(wanted, int(WINDOWS_AHEAD * cursor.window_count)), WINDOW_SHARE
+        return min(wanted, max(batches, int(self._cache.arena.size / share / size)))
 
     def next_load(self, now: float) -> tuple[Load, str] | None:
         """Return what to read next and for which job; None: nothing for now."""
         while (progress := self._most_urgent(now)) is not None:
-            load = self._advance(progress, self._cursors[progress], now)
+            cursor = self._cursors[progress]
+            distance = self._distance(progress, cursor)
+            assert distance is not None
+            room = self._room(progress, cursor, distance, now)
+            load = self._advance(progress, cursor, now, room)
             if load is not None:
                 return load, progress.job
         return None
 
+    def next_of_window(self, job: str, now: float) -> Load | None:
+        """Return the next part of the window that a job has asked for samples of.
+
+        Its requests wait for that: sample by sample they would read the window's blocks many times.
+        """
+        for progress, cursor in self._cursors.items():
+            if progress.job != job or not cursor.window_end or cursor.not_before > now:
+                continue
+            self._catch_up(progress, cursor)
+            if (
+                cursor.windowed
+                and cursor.epoch == progress.epoch
+                and len(cursor.window)
+                and cursor.window_end - cursor.window_count < progress.front
+                and self._left(cursor) > 0
+            ):
+                load = self._advance(progress, cursor, now, cursor.window_piece)
+                if load is not None:
+                    return load
+        return None
+
     def _most_urgent(self, now: float) -> JobProgress | None:
-        if self._pinned_size >= self._cache.arena.size // TOTAL_SHARE:
-            return None
         best, soonest = None, np.inf
         for progress in self._cache.next_use.jobs:
             if not progress.orders or not progress.active(now):
                 continue
             cursor = self._cursors.get(progress)
             if cursor is None:
-                cursor = self._cursors[progress] = _Cursor(progress.epoch, progress.front)
+                cursor = self._cursors[progress] = _Cursor(progress.epoch, progress.position)
             if cursor.not_before > now or self._all_resident(progress, cursor):
                 continue
             self._catch_up(progress, cursor)
+            if self._left(cursor) <= 0:
+                continue
             distance = self._distance(progress, cursor)
             if distance is None or self._room(progress, cursor, distance, now) <= 0:
                 continue
@@ -146,17 +212,26 @@ class Prefetcher:
     def _room(self, progress: JobProgress, cursor: _Cursor, distance: int, now: float) -> int:
         """Return how many positions to read now: a piece, or 0 while that is too early."""
         window = self.window(progress, now)
-        piece = min(max(window // PIECES, SMALLEST_PIECE), cursor.most)
+        most = cursor.window_piece if cursor.window_end else cursor.most
+        piece = min(max(window // PIECES, SMALLEST_PIECE), most)
         room = int(progress.lead) + window - distance
         return min(piece, room) if room > piece // 2 else 0
 
     def _catch_up(self, progress: JobProgress, cursor: _Cursor) -> None:
-        """Skip the positions that the job has asked for already."""
-        if (cursor.epoch, cursor.position) < (progress.epoch, progress.front):
-            cursor.epoch, cursor.position = progress.epoch, progress.front
+        """Skip what the job has asked for already: positions, or whole windows."""
+        if cursor.epoch < progress.epoch:
+            cursor.move_to(progress.epoch, progress.position)
         order = progress.orders.get(cursor.epoch)
         if order is not None and cursor.position >= order.count:
-            cursor.epoch, cursor.position = cursor.epoch + 1, 0
+            cursor.move_to(cursor.epoch + 1, 0)
+            order = progress.orders.get(cursor.epoch)
+        if order is None:
+            return
+        self._find_window(cursor, order)
+        passed = cursor.window_end if cursor.windowed else cursor.position
+        if cursor.epoch == progress.epoch and passed < progress.front:
+            cursor.move_to(progress.epoch, progress.front)
+            self._find_window(cursor, order)
 
     def _distance(self, progress: JobProgress, cursor: _Cursor) -> int | None:
         """Return how many positions the cursor is ahead of the job; None: the orders have ended."""
@@ -169,15 +244,20 @@ class Prefetcher:
             return None
         return order.count - progress.position + cursor.position
 
-    def _advance(self, progress: JobProgress, cursor: _Cursor, now: float) -> Load | None:
+    def _advance(
+        self, progress: JobProgress, cursor: _Cursor, now: float, room: int
+    ) -> Load | None:
+        """Read the next samples, at most `room`; return None if all of them are on their way."""
         order = progress.orders[cursor.epoch]
         distance = self._distance(progress, cursor)
         assert distance is not None
-        room = self._room(progress, cursor, distance, now)
-        numbers = order.numbers(cursor.position, cursor.position + room)
+        if cursor.windowed:
+            numbers = cursor.window[:room]
+            distance = max(distance - (cursor.window_count - len(cursor.window)), 0)
+        else:
+            numbers = order.numbers(cursor.position, cursor.position + room)
         piece = Piece(numbers, now + distance / progress.rate(now), cursor.epoch, now)
-        left = self._cache.arena.size // TOTAL_SHARE - self._pinned_size
-        load = self._cache.advance(piece, len(numbers), left)
+        load = self._cache.advance(piece, len(numbers), self._left(cursor))
         if piece.cursor == 0:
             cursor.not_before = now + RETRY_S
             return None
@@ -187,10 +267,47 @@ class Prefetcher:
             self._check_residents(progress, cursor)
         cursor.position += piece.cursor
         piece.end = cursor.position
+        if cursor.windowed:
+            cursor.window = cursor.window[piece.cursor :]
+            piece.end = cursor.window_end
         self._pinned_size += piece.pinned_size
         cursor.sample_size += (piece.pinned_size / piece.cursor - cursor.sample_size) / 8
         cursor.pieces.append(piece)
         return load
+
+    def _left(self, cursor: _Cursor) -> int:
+        """Return how many more bytes may be pinned for a job."""
+        share = WINDOW_SHARE if cursor.window_end else TOTAL_SHARE
+        return self._cache.arena.size // share - self._pinned_size
+
+    def _find_window(self, cursor: _Cursor, order: Order) -> None:
+        """Find the window at the cursor's position, if it is a new one, and sort its samples."""
+        if not cursor.windowed or len(cursor.window) or cursor.position >= order.count:
+            return
+        if cursor.position >= cursor.window_end:
+            size = self._record_size(order.numbers(cursor.position, cursor.position + SAMPLED))
+            look = min(
+                int(self._cache.arena.size / WINDOW_SHARE / WINDOWS_AHEAD * 4 / 3 / size),
+                WINDOW_LOOK,
+            )
+            numbers = order.numbers(cursor.position, cursor.position + look)
+            # After a jump into the middle of a window, the rest of it.
+            jumped = cursor.position > cursor.window_end > 0
+            least = 1 if jumped else max(int(WINDOW_LEAST_SIZE / size), 1)
+            last = cursor.position + look >= order.count
+            end = window_end(numbers, least, last=last) if size <= WINDOW_SAMPLE_SIZE else None
+            if end is None:
+                cursor.windowed, cursor.window_end = False, 0
+                return
+            cursor.window_end, cursor.window_count = cursor.position + end, end
+            cursor.sample_size = size
+            cursor.window_piece = max(int(WINDOW_PIECE_SIZE / size), 1)
+        cursor.window = order.numbers(cursor.position, cursor.window_end)
+        cursor.window.sort()
+
+    def _record_size(self, numbers: Int64s) -> float:
+        blocks = self._cache.shards.blocks(numbers)
+        return max(float(np.mean((blocks.ends - blocks.begins) / blocks.counts)), 1.0)
 
     def loaded(self, piece: Piece, now: float) -> None:
         """All loads of a piece have ended."""

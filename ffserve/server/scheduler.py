@@ -305,7 +305,10 @@ class Scheduler:
             owner = self._next_owner()
             if owner.gone or not owner.runnable:
                 continue
-            if self._turn(owner.runnable[0], now):
+            part = self.prefetcher.next_of_window(owner.job, now)
+            if part is not None:
+                self._start(part, owner.job)
+            elif self._turn(owner.runnable[0], now):
                 owner.runnable.popleft()
             self._queue(owner)
 

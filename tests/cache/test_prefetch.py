@@ -13,6 +13,8 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.order import epoch_order
+from ffserve.server import prefetch
 from ffserve.server.prefetch import PIECE_COUNT, Piece, Prefetcher
 
 COUNT, ARENA = 4096, 16 << 20
@@ -167,4 +169,48 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
     node.next_use.announced(node.progress, 1, node.announced(), None, node)
     node.use(COUNT)
     assert len(node.prefetched()) > 0 and node.pinned > 0
+    node.directory.close()
+
+
+def test_a_windowed_order_was_prefetched_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window is read whole and in the order of the file, before the job comes to it."""
+    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    window = 1024
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=window))
+    firsts = node.prefetched()
+    ahead = np.isin(node.blocks, firsts)
+    assert ahead[: 2 * window].all(), "the window in use and the next"
+    runs = np.diff(firsts) > 0
+    assert np.count_nonzero(~runs) < 2 * len(firsts) // 32, "rising within a window"
+    for position in range(64, COUNT, 64):
+        node.use(position)
+        node.prefetched()
+        end = -(-position // window) * window + window
+        ahead = node.cache._slot_of[node.order[position:end]] > 0
+        assert ahead.all(), position
+    node.directory.close()
+
+
+def test_a_job_ahead_of_the_prefetcher_waits_for_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its requests would read the blocks of the window many times."""
+    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
+    node.prefetched()
+    node.evict_all()
+    node.prefetcher.next_load(1.0)
+    front = 2100
+    node.progress.asked(node.order[front - 64 : front], 1.0)
+    assert node.prefetcher.next_of_window("job", 1.0) is None, "these are read by themselves"
+    node.progress.asked(node.order[front : front + 64], 1.0)
+    firsts = []
+    while (load := node.prefetcher.next_of_window("job", 1.0)) is not None:
+        firsts.append(load.blocks.firsts)
+        for fetch in node.cache.loaded(load, {}):
+            assert isinstance(fetch, Piece)
+            node.prefetcher.loaded(fetch, 1.0)
+    assert firsts, "the rest of the window that the job has come to"
+    assert (node.cache._slot_of[node.order[front:3072]] > 0).all()
+    assert node.prefetcher.next_of_window("another job", 1.0) is None
     node.directory.close()

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 
 LAYERS = {
     # descriptions of data, without I/O
-    "errors machine protocol order parallel socket_path": "",
+    "errors machine neighbours protocol order parallel socket_path": "",
     "config": "machine socket_path",
     "engine": "",
     "formats": "engine",
@@ -27,11 +27,11 @@ LAYERS = {
     "writer": "formats files output",
     # the daemon
     "cache": "engine formats files",
-    "server": "machine protocol socket_path config engine formats decoding dataset files shardfile "
+    "server": "machine neighbours protocol socket_path config engine formats decoding dataset files shardfile "
     "cache",
     # the client
-    "client": "machine protocol socket_path engine formats decoding dataset files index_file "
-    "shardfile",
+    "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
+    "index_file shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use
@@ -43,7 +43,7 @@ LAYERS = {
     "fileio package recordio utils": "compat",
     # the command line
     "examples": "torch ffserve",
-    "bench": "engine formats output client ffserve",
+    "bench": "order engine formats output client ffserve",
     "cli": "socket_path config engine formats dataset files shardfile cache server client reader "
     "compat convert bench ffserve",
     "__main__": "cli",
@@ -59,7 +59,7 @@ EXCEPTIONS = {
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"formats", "protocol", "dataset", "order", "cache"}
+PURE = {"formats", "protocol", "dataset", "order", "neighbours", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own.
 Except the module that creates the shared memory."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}

@@ -1,0 +1,175 @@
+"""Windowed orders without a daemon: each block of neighbours is read once, in large pieces."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemon import damage
+from numpy.typing import NDArray
+
+import ffserve
+from ffserve.client import ahead
+from ffserve.client.local import process_engine
+from ffserve.errors import ChecksumError
+from ffserve.order import epoch_order
+
+COUNT, WINDOW = 40_000, 4096
+Order = NDArray[np.int64]
+
+
+def content(i: int) -> bytes:
+    """A sample of its own length."""
+    return i.to_bytes(8, "little") * (16 + i % 32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("ahead") / "a.ffr"
+    with ffserve.create(made, n=COUNT) as writer:
+        for i in range(COUNT):
+            writer.write(content(i))
+    return str(made)
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LEAST_SIZE", 1 << 18)
+    monkeypatch.setattr(ahead, "LOOK_COUNT", 4 * WINDOW)
+
+
+def evict(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def order_of(epoch: int = 0, **options: int) -> Order:
+    return epoch_order(COUNT, seed=5, epoch=epoch, window=WINDOW, **options)
+
+
+def check(order: Order, samples: list[NDArray[np.uint8]]) -> None:
+    assert len(order) == len(samples)
+    assert all(s.tobytes() == content(i) for i, s in zip(order.tolist(), samples, strict=True))
+
+
+def batches_of(order: Order, size: int = 64) -> list[Order]:
+    return [order[k : k + size] for k in range(0, len(order), size)]
+
+
+def reads_of(path: str, order: Order, *, announce: bool) -> int:
+    """Read an order one batch at a time; return the engine's reads of files."""
+    evict(path)
+    with ffserve.open(path, server="off") as reader:
+        before = process_engine().counters()["reads"]
+        if announce:
+            reader.announce(order)
+        for indices in batches_of(order):
+            check(indices, list(reader.read_batch(indices)))
+        return int(process_engine().counters()["reads"]) - before
+
+
+def test_small_records_of_a_windowed_order_were_read_one_by_one(path: str) -> None:
+    order = order_of()
+    merged = reads_of(path, order, announce=True)
+    assert merged <= COUNT // (WINDOW // 32) + COUNT // WINDOW, "a read per block"
+    assert reads_of(path, order_of(1), announce=False) > 8 * merged
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_every_way_of_reading_brings_the_right_samples(
+    path: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ffserve.client.local.fitting_share", lambda size: share)
+    evict(path)
+    out = np.empty(1 << 20, np.uint8)
+    with ffserve.open(path, server="off") as reader:
+        for epoch in range(2):
+            reader.announce(order_of(epoch), epoch)
+        for k, indices in enumerate(batches_of(order_of(), 100)):
+            if k % 3 == 0:
+                check(indices, reader.read(indices))
+            elif k % 3 == 1:
+                check(indices, list(reader.read_batch(indices)))
+            else:
+                check(indices, list(reader.read_batch(indices, out=out)))
+        for indices in batches_of(order_of(1), 1000):
+            check(indices, reader.read(indices))
+        assert reader.stats()["samples"] == 2 * COUNT
+        order = order_of(2)
+        got = list(reader.batches(order, count=77))
+        check(order, [sample for batch in got for sample in batch])
+
+
+def test_a_program_that_does_not_follow_its_order_gets_what_it_asks_for(path: str) -> None:
+    order = order_of()
+    other = np.random.default_rng(1).permutation(COUNT)[:512]
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        check(order[:64], reader.read(order[:64]))
+        check(other, reader.read(other))
+        check(order[64:128], reader.read(order[64:128]))
+        check(order[9000:9100], reader.read(order[9000:9100]))
+        reader.reached(0, 20_000)
+        check(order[20_000:30_000], reader.read(order[20_000:30_000]))
+
+
+def test_an_order_that_the_program_changes_afterwards_brings_no_wrong_sample(path: str) -> None:
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        check(order[:64], reader.read(order[:64]))
+        order[:] = order[::-1].copy()
+        for indices in batches_of(order[: 2 * WINDOW]):
+            check(indices, reader.read(indices))
+
+
+def test_the_rest_of_an_epoch_and_the_slice_of_a_rank_are_read_by_windows(path: str) -> None:
+    for order in (order_of()[5555:], order_of(rank=1, world_size=4)):
+        merged = reads_of(path, order, announce=True)
+        assert merged < len(order) // 8
+
+
+def test_a_damaged_sample_of_a_window_is_an_error_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "bad.ffr"
+    with ffserve.create(path, n=COUNT) as writer:
+        for i in range(COUNT):
+            writer.write(content(i))
+    bad = int(order_of()[6000])
+    damage(str(path), bad)
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        for k, indices in enumerate(batches_of(order[:8000], 100)):
+            if k == 60:
+                with pytest.raises(ChecksumError) as caught:
+                    reader.read(indices)
+                assert caught.value.index == bad
+                mixed = reader.read(indices, errors="return")
+                assert isinstance(mixed[0], ChecksumError)
+                check(indices[1:], mixed[1:])
+            else:
+                check(indices, reader.read(indices))
+
+
+def test_a_reader_is_closed_dropped_and_forked_while_windows_are_on_their_way(path: str) -> None:
+    order = order_of()
+    for _ in range(5):
+        evict(path)
+        reader = ffserve.open(path, server="off")
+        reader.announce(order)
+        check(order[:64], reader.read(order[:64]))
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=lambda r=reader: check(order[64:999], r.read(order[64:999])))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        check(order[64:128], reader.read(order[64:128]))
+        reader.close()
+        dropped = ffserve.open(path, server="off")
+        next(dropped.batches(order))
+        del dropped

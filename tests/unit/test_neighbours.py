@@ -1,0 +1,56 @@
+"""Windows of an order: where a part of it ends that divides hardly any neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ffserve.neighbours import window_end
+from ffserve.order import epoch_order
+
+N = 1 << 18
+LOOK = 1 << 15
+
+
+@given(
+    window=st.sampled_from([2048, 4096, 5000, 8192, 16384]),
+    seed=st.integers(0, 1 << 40),
+    start=st.integers(0, 20_000),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_rest_of_a_window_is_found_wherever_it_is_looked_for(
+    window: int, seed: int, start: int, ranks: int
+) -> None:
+    order = epoch_order(N, seed=seed, epoch=0, window=window, rank=ranks - 1, world_size=ranks)
+    mine = window // ranks
+    end = window_end(order[start : start + LOOK], mine // 4)
+    assert end is not None
+    left = (start + end) % mine
+    assert min(left, mine - left) <= max(2, mine // 64), "a boundary of the windows"
+
+
+@pytest.mark.parametrize("n", [40_000, 100_000, 1 << 20, 1 << 24])
+def test_an_order_that_is_shuffled_as_a_whole_has_no_windows(n: int) -> None:
+    for seed in range(5):
+        assert window_end(epoch_order(n, seed=seed, epoch=0)[:LOOK], 1024) is None
+
+
+def test_windows_that_are_larger_than_what_is_looked_at_are_not_found() -> None:
+    order = epoch_order(N, seed=1, epoch=0, window=LOOK)
+    assert window_end(order[:LOOK], 1024) is None
+
+
+def test_an_order_in_rising_order_ends_anywhere() -> None:
+    assert window_end(np.arange(LOOK), 1024) == 1024
+
+
+def test_the_last_samples_of_an_order_are_a_window() -> None:
+    order = epoch_order(N, seed=1, epoch=0, window=8192)
+    assert window_end(order[-3000:], 1024, last=True) == 3000
+    assert window_end(order[-500:], 1024, last=True) == 500
+    assert window_end(order[:0], 1024, last=True) is None
+    assert window_end(order[:0], 1024) is None
+    assert window_end(order[:1000], 1024) is None
