@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import engine
+from benchmarks import engine, shuffle
 from benchmarks.local import Local
-from ffserve.bench.contestants import HOT_SHARE
+from ffserve.bench.contestants import HOT_SHARE, STREAM_DEPTH
 from ffserve.bench.harness import (
     MIB,
     Bench,
@@ -32,8 +32,10 @@ from ffserve.bench.harness import (
 from ffserve.bench.peers import BY_NAME, Peer
 from ffserve.bench.rows import (
     DEPTH,
+    FFSERVE,
     ColdRead,
     cold,
+    disk,
     hot,
     inline_limits,
     memcpy,
@@ -48,6 +50,9 @@ HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 
 EPOCH_SIZE = 256 * MIB
 PEER_SAMPLE_SIZES = (KIB, SMALL, LARGE, MIB)
 PEER_CLIENTS = (2, 4, 8)
+WINDOWED_SAMPLE_SIZES = (KIB, SMALL)
+WINDOW_SIZE = 16 * MIB
+"""Bytes of a window: blocks of 512 KiB."""
 PEER_BATCH_SIZE = 32 * MIB
 LIST_LIMITS = {(SMALL, 64): 0.7, (LARGE, 64): 0.75, (LARGE, 256): 0.85}
 """Of lists of arrays, by sample size and batch."""
@@ -55,7 +60,7 @@ TORCH_WARM_SIZE = 64 * MIB
 """Bytes after which a loader's workers have allocated all shared memory that they use."""
 QUICK = (
     "hot/4KiB/", "hot/100KiB/", "inline/", "torch/", "cold/4KiB/", "cold/100KiB/", "stream/",
-    "open/", "crowd/",
+    "windowed/", "open/", "crowd/",
 )  # fmt: skip
 """The rows of a quick look at all that matters."""
 LONG = 5
@@ -91,6 +96,8 @@ def groups(
     for sample_size in (SMALL, LARGE):
         local = Local(bench, data(sample_size, HOT_SIZE), data(sample_size, EPOCH_SIZE), note)
         found += local.groups(data(sample_size, COLD_SIZE))
+    for sample_size in WINDOWED_SAMPLE_SIZES:
+        found += _windowed(bench, data(sample_size, COLD_SIZE))
     found += _formats(bench, scale)
     for sample_size in (SMALL, LARGE):
         found += _crowd(bench, data(sample_size, COLD_SIZE))
@@ -281,6 +288,49 @@ def _aligned(bench: Bench, data: BenchmarkData) -> list[Group]:
             ],
         ),
         cold(bench, data, 64, [ColdRead("batch64", "read_batch", 64)]),
+    ]  # fmt: skip
+
+
+def _windowed(bench: Bench, data: BenchmarkData) -> list[Group]:
+    """Return the groups of a windowed order: its speed beside reading in order, its quality."""
+    name, window, batch = f"windowed/{data.name}", WINDOW_SIZE // data.mean, 64
+
+    def contestant(row: str, function: str, daemon: bool) -> Contestant:
+        read = ColdRead(row, function, batch, daemon=daemon, case={"window": window, "warm": 1})
+        rows = (Row(f"{name}/{row}", f"{FFSERVE} windowed, {row}", ratio, limit=0.8),)
+        return Contestant(f"{FFSERVE} {row}", lambda: read.run(bench, data), rows)
+
+    measures = {
+        "displacement": ("mean displacement / that of a uniform shuffle", "", 1.0),
+        "together": ("the probability that neighbours share a batch", "%", 100.0),
+        "design": ("the variance of batch means / that of a uniform shuffle", "", 1.0),
+    }
+    rows = tuple(
+        Row(f"{name}/{key}", text, lambda r, _, key=key, k=k: k * r.total(key), unit)  # type: ignore
+        for key, (text, unit, k) in measures.items()
+    )
+    labels = {"state": "windowed", "bytes": data.mean, "batch": batch, "clients": 1}
+    return [
+        Group(
+            f"windowed order, {data.name}, windows of {window:,} samples",
+            disk(bench, data, STREAM_DEPTH, "stream"),
+            (
+                contestant("daemon", "windowed", daemon=True),
+                contestant("engine", "windowed", daemon=False),
+                contestant("daemon64", "windowed_batch", daemon=True),
+                contestant("engine64", "windowed_batch", daemon=False),
+            ),
+            data.make, labels,
+        ),
+        Group(
+            f"quality of the windowed order, {data.name}", None,
+            (
+                Contestant(
+                    "order", lambda: Result((shuffle.quality(data.count, window, batch),)), rows
+                ),
+            ),
+            labels=labels,
+        ),
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ffserve.bench import contestants
@@ -105,7 +105,10 @@ def hot(
 
 @dataclasses.dataclass(frozen=True)
 class ColdRead:
-    """One way of ffserve to read cold data: a row's name and a contestant's function."""
+    """One way of ffserve to read cold data: a row's name and a contestant's function.
+
+    Args: case: more for the function.
+    """
 
     name: str
     function: str
@@ -113,12 +116,13 @@ class ColdRead:
     clients: int = 1
     limit: float | None = None
     daemon: bool = True
+    case: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, bench: Bench, data: BenchmarkData) -> Result:
         """Run it with nothing in memory."""
         evict(data.paths)
         function = f"ffserve.bench.contestants:{self.function}"
-        case: dict[str, Any] = {"batch": self.batch, "clients": self.clients, "once": True}
+        case = {"batch": self.batch, "clients": self.clients, "once": True, **self.case}
         if not self.daemon:
             return bench.run(function, data, **case)
         with bench.cold_daemon(data) as daemon:

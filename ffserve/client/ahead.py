@@ -6,7 +6,9 @@ as one request, sorted, into one buffer that has the samples in the order in whi
 for. A batch is then a copy of a part of that buffer. The next windows are read meanwhile.
 
 It serves a program that reads in the order that it announced, or that it gave to
-`Reader.batches`. A read that does not follow the order is read by itself.
+`Reader.batches`. A read that does not follow the order is read by itself. If other processes read
+(the workers of a loader), the process that announced the order has the kernel read its windows into
+the page cache, where they find them.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class ReadAhead:
 
     Args:
         order: sample numbers. mean_size: bytes of a sample.
+        prepare: has the kernel read samples (in rising order) into the page cache.
         submit: begins to read samples into one buffer, neighbours together.
         finish: waits for that; returns the errors by position.
     """
@@ -80,6 +83,7 @@ class ReadAhead:
         self,
         order: Int64s,
         mean_size: int,
+        prepare: Callable[[Int64s], None],
         submit: Callable[[Int64s], WindowRead],
         finish: Callable[[Any], dict[int, FFServeError]],
     ) -> None:
@@ -89,16 +93,30 @@ class ReadAhead:
         self._look = min(LOOK_SIZE // mean_size, LOOK_COUNT)
         self._least = max(LEAST_SIZE // mean_size, 1)
         self._ahead = AHEAD_SIZE // mean_size
+        self._prepare = prepare
         self._submit = submit
         self._finish = finish
         self._lock = threading.Lock()
         self._windows: deque[Window] = deque()
         self._position = 0
+        self._prepared = 0
+        """The end of the windows that the kernel reads."""
 
     def move_to(self, position: int) -> None:
         """The program has used the samples before this position; it may have asked for more."""
         with self._lock:
             self._position = max(self._position, position)
+            self._prepared = max(self._prepared, self._position)
+            while (
+                self._windowed
+                and not self._windows
+                and self._prepared < min(self._position + self._ahead, len(self._order))
+            ):
+                numbers = self._next_window(self._prepared)
+                if numbers is not None:
+                    numbers.sort()
+                    self._prepare(numbers)
+                    self._prepared += len(numbers)
 
     def take(self, indices: Int64s) -> list[Part] | None:
         """Return where the samples come from; None if they are not the next ones of the order."""
@@ -142,15 +160,19 @@ class ReadAhead:
             self._wait(self._windows.popleft())
         at = self._known or begin
         while at < len(self._order) and (at < end or at < self._windows[0].end + self._ahead):
-            numbers = self._order[at : at + self._look].copy()
-            size = window_end(numbers, self._least, last=at + self._look >= len(self._order))
-            if size is None:
-                self._windowed = at >= end
+            numbers = self._next_window(at)
+            if numbers is None:
                 break
-            request = self._submit(numbers[:size])
-            self._windows.append(Window(at, at + size, request))
-            at += size
+            self._windows.append(Window(at, at + len(numbers), self._submit(numbers)))
+            at += len(numbers)
         return at >= end
+
+    def _next_window(self, begin: int) -> Int64s | None:
+        """Return the samples of the window at a position; None, now and later, if there is none."""
+        numbers = self._order[begin : begin + self._look]
+        size = window_end(numbers, self._least, last=begin + self._look >= len(self._order))
+        self._windowed = size is not None
+        return None if size is None else numbers[:size].copy()
 
     def errors(self, parts: list[Part]) -> dict[int, FFServeError]:
         """Wait for windows; return the errors of a request by position."""

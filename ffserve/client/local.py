@@ -547,6 +547,8 @@ class LocalSource:
         if not self._orders or epoch <= min(self._orders):
             self._orders.clear()
             self.follow(order)
+            if self._ahead is not None:
+                self._ahead.move_to(0)
         self._orders[epoch] = order
 
     def reached(self, epoch: int, position: int) -> bool:
@@ -572,7 +574,15 @@ class LocalSource:
         if self._ahead is not None:
             self._ahead.close()
         mean_size = int(self._sizes.sum()) // max(self.count, 1)
-        self._ahead = ReadAhead(order, mean_size, self._begin_window, self._finish_window)
+        self._ahead = ReadAhead(
+            order, mean_size, self._prepare_window, self._begin_window, self._finish_window
+        )
+
+    def _prepare_window(self, indices: Int64s) -> None:
+        shards = self.layout.shards(indices)
+        starts = self._offsets[indices].astype(np.int64)
+        through = self._files.through_cache(shards, starts)
+        self._files.will_need(shards, through, starts, self._lengths[indices].astype(np.int64))
 
     def _begin_window(self, indices: Int64s) -> LocalRequest:
         assert self._engine is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import damage
+from daemon import damage, until
 from numpy.typing import NDArray
 
 import ffserve
@@ -39,6 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "LEAST_SIZE", 1 << 18)
     monkeypatch.setattr(ahead, "LOOK_COUNT", 4 * WINDOW)
+    monkeypatch.setattr(ahead, "AHEAD_SIZE", 1 << 20)
 
 
 def evict(path: str) -> None:
@@ -173,3 +174,30 @@ def test_a_reader_is_closed_dropped_and_forked_while_windows_are_on_their_way(pa
         dropped = ffserve.open(path, server="off")
         next(dropped.batches(order))
         del dropped
+
+
+def test_the_workers_of_a_loader_find_the_windows_in_the_page_cache(path: str) -> None:
+    """The process that announced does not read by itself."""
+    order = order_of()
+    evict(path)
+    with ffserve.open(path, server="off") as reader:
+        tables = reader.tables(0)[0]
+        reader.announce(order)
+        for position in (0, 20_000):
+            reader.reached(0, position)
+            some = order[position : position + 64]
+            until(lambda some=some: in_memory(path, tables[some]), "they are in memory")
+
+
+def in_memory(path: str, offsets: NDArray[np.uint64]) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for offset in offsets.tolist():
+            os.preadv(fd, [bytearray(64)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this file system cannot tell what is in memory: {error}")
+    finally:
+        os.close(fd)
+    return True

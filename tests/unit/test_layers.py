@@ -27,8 +27,8 @@ LAYERS = {
     "writer": "formats files output",
     # the daemon
     "cache": "engine formats files",
-    "server": "machine neighbours protocol socket_path config engine formats decoding dataset files shardfile "
-    "cache",
+    "server": "machine neighbours protocol socket_path config engine formats decoding dataset "
+    "files shardfile cache",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
     "index_file shardfile",

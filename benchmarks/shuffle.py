@@ -1,0 +1,69 @@
+"""How far an order is from a uniform shuffle.
+
+Three measures:
+
+*displacement*: the mean of |position - index|, relative to a uniform shuffle. A shuffle buffer that
+is small beside the data moves samples little, so it is near 0.
+
+*together*: the probability that two neighbours of the data set come into the same batch, which is
+(batch - 1) / (n - 1) in a uniform shuffle. If neighbours are alike, their batch is less varied.
+
+*design effect*: the variance of the batches' mean index, relative to a uniform shuffle (Kish 1965,
+Survey Sampling, for samples drawn in clusters). It is the factor by which the variance of a batch's
+mean grows for anything that varies slowly along the data set, such as the class in files sorted by
+class: the batch is worth that many times fewer independent samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.order import epoch_order
+
+Order = NDArray[np.int64]
+
+
+def displacement(order: Order) -> float:
+    """Return the mean displacement / that of a uniform shuffle, which is (n² - 1) / 3n."""
+    n = len(order)
+    return float(np.abs(order - np.arange(n)).mean() / ((n * n - 1) / (3 * n)))
+
+
+def together(order: Order, batch: int) -> float:
+    """Return the probability that neighbours share a batch."""
+    n = len(order)
+    batch_of = np.empty(n, np.int64)
+    batch_of[order] = np.arange(n) // batch
+    return float((batch_of[1:] == batch_of[:-1]).mean())
+
+
+def design_effect(order: Order, batch: int) -> float:
+    """Return the variance of the batches' means / that of samples drawn without replacement."""
+    n = len(order) - len(order) % batch
+    means = order[:n].reshape(-1, batch).mean(axis=1)
+    uniform = (len(order) + 1) * (len(order) - batch) / (12 * batch)
+    return float(((means - (len(order) - 1) / 2) ** 2).mean() / uniform)
+
+
+def buffered(n: int, size: int, seed: int) -> Order:
+    """Return the order of a shuffle buffer over samples in order, as tf.data and WebDataset do."""
+    random = np.random.default_rng(seed)
+    places = random.integers(0, size, n)
+    buffer = list(range(size))
+    order = np.empty(n, np.int64)
+    for position in range(n - size):
+        order[position] = buffer[places[position]]
+        buffer[places[position]] = size + position
+    order[n - size :] = random.permutation(buffer)
+    return order
+
+
+def quality(count: int, window: int | None, batch: int, epochs: int = 2) -> dict[str, float]:
+    """Return the three measures of windowed orders, the means of some epochs."""
+    orders = [epoch_order(count, seed=1, epoch=e, window=window) for e in range(epochs)]
+    return {
+        "displacement": float(np.mean([displacement(order) for order in orders])),
+        "together": float(np.mean([together(order, batch) for order in orders])),
+        "design": float(np.mean([design_effect(order, batch) for order in orders])),
+    }
