@@ -6,7 +6,7 @@ works without it. pip reaches
 ``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and loads this file alone, not
 the package, so nothing of ffserve may be imported here. Optional libraries are found by linking a
 small program; without liburing the core has no io_uring engines, without ISA-L it computes
-checksums by tables.
+checksums by tables, without zlib it reads compressed TFRecord files in order only.
 
 ``FFSERVE_BUILD_WITHOUT``: macros of libraries to leave out (``FFS_HAVE_URING,FFS_HAVE_ISAL``).
 ``FFSERVE_BUILD_STRICT``: compiler warnings are errors (continuous integration, sanitizers); a
@@ -38,7 +38,7 @@ MODULE = "ffserve.engine._core"
 ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "arrays.c"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-HEADERS = ("codec.h", "shm.h", "io.h", "slots.h")
+HEADERS = ("codec.h", "inflate.h", "shm.h", "io.h", "slots.h")
 """Headers whose declarations Python sees, each after those that it includes."""
 COMPILER_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-pthread")
 
@@ -59,13 +59,22 @@ int trial(void) { return SYS_io_submit + IOCB_FLAG_RESFD; }
 """
 ISAL_TRIAL = """
 #include <isa-l/crc.h>
-unsigned trial(unsigned char *p) { return crc32_gzip_refl(0, p, 1) + crc32_iscsi(p, 1, 0); }
+#include <isa-l/igzip_lib.h>
+unsigned trial(unsigned char *p, struct inflate_state *z)
+{
+    return crc32_gzip_refl(0, p, 1) + crc32_iscsi(p, 1, 0) + isal_inflate(z);
+}
+"""
+ZLIB_TRIAL = """
+#include <zlib.h>
+int trial(z_stream *z) { return inflatePrime(z, 1, 1) + inflateReset2(z, -15); }
 """
 TRIALS: tuple[tuple[str, str, str, tuple[tuple[str, ...], ...]], ...] = (
     # name, macro, program, linker arguments to try in order
     ("io_uring", "FFS_HAVE_URING", LIBURING_TRIAL, (("-l:liburing.a",), ("-luring",))),
     ("Linux AIO", "FFS_HAVE_AIO", AIO_TRIAL, ((),)),
     ("ISA-L", "FFS_HAVE_ISAL", ISAL_TRIAL, (("-l:libisal.a",), ("-lisal",))),
+    ("zlib", "FFS_HAVE_ZLIB", ZLIB_TRIAL, (("-l:libz.a",), ("-lz",))),
 )
 
 

@@ -133,6 +133,11 @@ class FrameScanner:
         return int(self._c.count)
 
     @property
+    def complete(self) -> int:
+        """Number of those whose checksum was found too."""
+        return self.count - (1 if self._c.owed else 0)
+
+    @property
     def at(self) -> int:
         """Position of the next header."""
         return int(self._c.at)
