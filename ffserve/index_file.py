@@ -2,8 +2,9 @@
 
 A TFRecord file stores neither the number of its records nor their offsets; opening it means a scan
 of the whole file. The index file of a file holds the result: 8 bytes per record (12 if a record
-has 4 GiB or more). It lies beside the file as ``.NAME.ffx``, hidden so that no pattern for data
-files matches it, or in the user's cache directory.
+has 4 GiB or more), and what else the format needs to find them (the seek points of compressed
+files, ``formats/tfcompressed.py``). It lies beside the file as ``.NAME.ffx``, hidden so that no
+pattern for data files matches it, or in the user's cache directory.
 
 An index file is untrusted input. Record boundaries cannot be checked without a scan, so the owner
 decides first: the index file must belong to the owner of the file, to this user or to root, and
@@ -20,7 +21,7 @@ never valid. The newest one counts, so the cache can override a file beside that
 Layout, little-endian::
 
     0    8 bytes   "ffserve\n"
-    8    u32       version, 1
+    8    u32       version, 2
     12   u32       bytes per length: 4 or 8
     16   16 bytes  name of the format, padded with zeros
     32   u64       size of the file
@@ -28,7 +29,8 @@ Layout, little-endian::
     48   u32       CRC-32C of its first 4096 bytes
     52   u32       CRC-32C of its last 4096 bytes
     56   u64       N, number of records
-    64   lengths[N], then u32 checksums[N]
+    64   u64       K, bytes that the format keeps beside lengths and checksums
+    72   lengths[N], then u32 checksums[N], then the K bytes
     end  u32       CRC-32C of all bytes before
 """
 
@@ -52,7 +54,7 @@ from ffserve.files import read_at_of
 from ffserve.formats.base import ScannedShard
 
 MAGIC = b"ffserve\n"
-VERSION = 1
+VERSION = 2
 END_SIZE = 4096
 """Bytes at each end of the file that the index file has a checksum of."""
 CACHE_LIMIT = 4 << 30
@@ -60,7 +62,10 @@ CACHE_LIMIT = 4 << 30
 MIN_INDEXED_SIZE = 1 << 20
 """Smaller files get no index file unless the user asks for one; their scan is cheap."""
 
-_HEADER = struct.Struct("<8sII16sQqIIQ")
+INDEX_ALLOWED, INDEX_A_BYTE = 64 << 20, 64
+"""Size of an index file at most: a constant, plus a number per byte of its file."""
+
+_HEADER = struct.Struct("<8sII16sQqIIQQ")
 _NAME_MAX = 255
 
 Keep = Literal["beside", "own", "inode"]
@@ -78,6 +83,8 @@ class Indexed:
     """Of the index file."""
     lengths: NDArray[np.uint64]
     checksums: NDArray[np.uint32]
+    kept: bytes = b""
+    """The format's own, see `ScannedShard.kept`."""
     written_ns: int = 0
     """Modification time of the index file."""
 
@@ -104,7 +111,12 @@ class Identity:
         return cls(format, status.st_size, status.st_mtime_ns, *ends)
 
 
-def encode(identity: Identity, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32]) -> bytes:
+def encode(
+    identity: Identity,
+    lengths: NDArray[np.uint64],
+    checksums: NDArray[np.uint32],
+    kept: bytes = b"",
+) -> bytes:
     """Return the bytes of an index file."""
     width = 4 if not len(lengths) or int(lengths.max()) < 1 << 32 else 8
     body = b"".join(
@@ -119,9 +131,11 @@ def encode(identity: Identity, lengths: NDArray[np.uint64], checksums: NDArray[n
                 identity.head,
                 identity.tail,
                 len(lengths),
+                len(kept),
             ),
             lengths.astype(f"<u{width}").tobytes(),
             checksums.astype("<u4").tobytes(),
+            kept,
         )
     )
     return body + struct.pack("<I", crc32c(body))
@@ -133,18 +147,20 @@ def decode(
     """Parse the bytes of an index file; None if it is damaged or describes another file."""
     if len(content) < _HEADER.size + 4:
         return None
-    magic, version, width, name, size, mtime_ns, head, tail, count = _HEADER.unpack_from(content)
+    magic, version, width, name, *facts, count, more = _HEADER.unpack_from(content)
     if (magic, version) != (MAGIC, VERSION) or width not in (4, 8):
         return None
-    about = Identity(name.rstrip(b"\0").decode(errors="replace"), size, mtime_ns, head, tail)
-    if about != identity or len(content) != _HEADER.size + count * (width + 4) + 4:
+    about = Identity(name.rstrip(b"\0").decode(errors="replace"), *facts)
+    tables = count * (width + 4)
+    if about != identity or len(content) != _HEADER.size + tables + more + 4:
         return None
     body = memoryview(content)[:-4]
     if crc32c(body) != int.from_bytes(content[-4:], "little"):
         return None
     lengths = np.frombuffer(content, f"<u{width}", count, _HEADER.size)
     checksums = np.frombuffer(content, "<u4", count, _HEADER.size + width * count)
-    return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32), written_ns)
+    kept = content[_HEADER.size + tables : -4]
+    return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32), kept, written_ns)
 
 
 def beside(path: str) -> str | None:
@@ -223,8 +239,9 @@ def _read_open(fd: int, owners: set[int], file_size: int) -> tuple[bytes, int] |
         trusted = stat.S_ISREG(status.st_mode) and status.st_uid in owners
         if not trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return None
-        # A frame has at least one byte, which bounds the size of a valid index file.
-        if status.st_size > _HEADER.size + 12 * file_size + 4:
+        # Bounds the size of a valid index file: a record takes a byte of the file at least, and so
+        # does a chunk of a compressed one.
+        if status.st_size > _HEADER.size + INDEX_ALLOWED + INDEX_A_BYTE * file_size:
             return None
         content = bytearray(status.st_size)
         got = read_at_of(fd, "")(0, memoryview(content))
@@ -246,7 +263,8 @@ def store(fd: int, path: str, identity: Identity, scanned: ScannedShard, keep: K
     """
     if Identity.of(fd, path, identity.format) != identity:
         return None
-    return _keep(fd, path, encode(identity, scanned.lengths, scanned.checksums), keep)
+    content = encode(identity, scanned.lengths, scanned.checksums, scanned.kept)
+    return _keep(fd, path, content, keep)
 
 
 def discard(fd: int, path: str, identity: Identity, keep: Keep) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.files import is_compressed
-from ffserve.formats.tfstream import RECORD_LIMIT, InOrderOnlyError
+from ffserve.formats.tfstream import RECORD_LIMIT
 
 T = TypeVar("T")
 
@@ -61,7 +62,9 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """Samples whose lengths are looked up together."""
 
-_OF_THIS_PROCESS = frozenset(("_announced", "_selector", "_selectors", "_stream"))
+_OF_THIS_PROCESS = frozenset(
+    ("_announced", "_indexing", "_opening", "_selector", "_selectors", "_stream")
+)
 
 
 def open(
@@ -89,8 +92,9 @@ def open(
             the errors of the others. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
 
-    A TFRecord file that is compressed (GZIP, ZLIB) can only be iterated: its reader has no length
-    and no indices, and the daemon cannot serve it. `ffserve convert` makes other files of it.
+    Compressed TFRecord files (GZIP, ZLIB) are decompressed in order as long as they are only
+    iterated. At the first index, or `len`, they are opened by index, which takes one pass over a
+    file that has no index file yet (`ffserve index` makes them in advance).
 
     Returns: a Reader; close it, or use `with`.
 
@@ -98,7 +102,7 @@ def open(
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
         MissingFile (a FileNotFoundError), AccessDenied, ReadError: a file cannot be opened.
         ServerUnavailable: a daemon is required and does not answer.
-        UsageError: an invalid option; a compressed file, asked of a daemon.
+        UsageError: an invalid option.
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
@@ -106,9 +110,10 @@ def open(
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
     if format in (None, "tfrecord") and is_compressed(files[0]):
+        stream = StreamReader(files, server, verify=verify, tolerant=tolerant)
         if server not in ("auto", "start", "off"):
-            raise InOrderOnlyError.of(files[0])
-        return StreamReader(files, verify=verify, tolerant=tolerant)
+            stream.open_by_index()
+        return stream
     reader = Reader(files, format, server, verify, tolerant)
     if tolerant:
         try:
@@ -642,48 +647,85 @@ class Reader(BaseReader, Sequence[Bytes]):
 
 
 class StreamReader(Reader):
-    """Samples of TFRecord files, compressed or plain, in order. Made by `ffserve.open`.
+    """Samples of compressed TFRecord files. Made by `ffserve.open`.
 
-    It has no length and no indices: both need tables, which such files do not have.
+    It decompresses the files in order and needs no index for that. The first use that asks for a
+    length, a sample by index or anything else that needs one opens the files as a Reader does: by
+    their index files, or by one pass that makes them. From then on it is a Reader.
 
     Args:
-        paths: the files.
+        paths: the files. server: as for `open`.
         verify: check lengths and payloads against their checksums.
         tolerant: leave out damaged records; `damaged` has their errors, so far. Behind a damaged
             length, or damage to the compression, nothing more is found in a file.
-        record_limit: bytes of the largest record that is taken.
+        record_limit: bytes of the largest record that is taken in order.
     """
+
+    _indexed = False
 
     def __init__(
         self,
         paths: tuple[str, ...],
+        server: str = "off",
         *,
         verify: bool = True,
         tolerant: bool = False,
         record_limit: int = RECORD_LIMIT,
     ) -> None:
-        BaseReader.__init__(self, OpenRequest(paths, "tfrecord", "off", verify, tolerant))
+        BaseReader.__init__(self, OpenRequest(paths, "tfrecord", server, verify, tolerant))
         self._limit = record_limit
 
     def _set_up(self) -> None:
         super()._set_up()
         self._stream: RecordStream | None = None
+        self._forget_indexing()
+
+    def _forget_indexing(self) -> None:
+        self._indexing = threading.RLock()
+        self._opening = False
+        """Whether a thread is at it; itself, if it holds the lock."""
+
+    def open_by_index(self) -> None:
+        """Open the files by index, unless they are open already.
+
+        Raises: as `open`.
+        Cost: without index files one pass over the files.
+        """
+        if self._indexed:
+            return
+        with self._indexing:
+            if self._indexed or self._opening:
+                return
+            self._opening = True
+            try:
+                self._selector.open()
+                self._damaged.clear()
+                if self._request.tolerant:
+                    self._leave_out_damaged()
+                self._indexed = True
+            finally:
+                self._opening = False
 
     def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[Batch]:
-        """Read everything in order, in batches of at most `count` samples and about `size` bytes.
+        """Read in order, in batches of at most `count` samples and about `size` bytes.
+
+        Args: indices: as for `Reader.batches`; None for all.
 
         Raises:
-            InOrderOnlyError: `indices` were given.
             UsageError: the reader is closed.
             FormatError, ChecksumError, TruncatedError: damage, after all batches before it.
             ReadError: the operating system failed.
 
-        Cost: one pass over the files; memory for one batch and the largest record.
+        Cost: for all samples, unless the files are open by index: one pass over the files; memory
+            for one batch and the largest record.
         """
-        if indices is not None:
-            self._refuse()
+        if indices is None and not self._indexed:
+            return self._streamed(count, size)
+        return super().batches(indices, count=count, size=size)
+
+    def _streamed(self, count: int, size: int) -> Iterator[Batch]:
         self._damaged.clear()
         request = self._request
         self._stream = RecordStream(
@@ -698,42 +740,54 @@ class StreamReader(Reader):
                 raise closed_error()
             yield batch
 
-    def _refuse(self) -> NoReturn:
-        raise InOrderOnlyError.of(self._request.paths[0])
-
     def _retrying(self, attempt: Callable[[Source], T]) -> T:
-        self._refuse()
+        self.open_by_index()
+        return super()._retrying(attempt)
 
     def __len__(self) -> int:
-        self._refuse()
+        self.open_by_index()
+        return super().__len__()
 
     def __bool__(self) -> bool:
-        return True
+        return not self._indexed or len(self) > 0
 
     def _numbers(self, indices: Any) -> Int64s:
-        self._refuse()
+        self.open_by_index()
+        return super()._numbers(indices)
 
     def _all_numbers(self) -> Int64s:
-        self._refuse()
+        self.open_by_index()
+        return super()._all_numbers()
 
     @property
     def source(self) -> str:
-        """Return "stream"."""
-        return "stream"
+        """Return "stream" until the files are open by index, then as `Reader.source`."""
+        return super().source if self._indexed else "stream"
 
     @property
     def shards(self) -> list[ShardInfo]:
-        """Refused: the number of samples in a file is known at its end."""
-        self._refuse()
+        """The files, in order."""
+        self.open_by_index()
+        return super().shards
 
     def stats(self) -> dict[str, int | float | str]:
-        """Return what the last iteration has read so far."""
+        """Return the counters of `Reader.stats`; before the files are open by index what the last
+        iteration has read so far."""
+        if self._indexed:
+            return super().stats()
         stream = self._stream
         samples, size = (0, 0) if stream is None else (stream.samples, stream.size)
         counts = {"samples": samples, "bytes": size, "hits": 0, "misses": samples}
         return {**counts, "hit_rate": 0.0, "source": self.source}
 
+    def after_fork(self) -> None:
+        """This process is a child: the thread that was opening the files is not here."""
+        self._forget_indexing()
+        super().after_fork()
+
     def __repr__(self) -> str:
+        if self._indexed:
+            return super().__repr__()
         return f"<ffserve.Reader in order of {', '.join(self._request.paths[:3])}>"
 
 

@@ -10,12 +10,13 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffserve import formats, index_file
 from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.files import open_regular, read_at_of
-from ffserve.formats.base import HEAD_SIZE, ReadAt, ScannedFormat, ScannedShard
+from ffserve.formats.base import HEAD_SIZE, ChunkedShard, ReadAt, ScannedFormat, ScannedShard
 
 COMPARED_COUNT = 16
 """Records of a file that are compared with an index file that is older than the file's ctime."""
@@ -73,37 +74,52 @@ def _restored(
     indexed: index_file.Indexed,
 ) -> ScannedShard | None:
     """Return the shard of an index file; None if the index file contradicts the file."""
-    shard = chosen.restore(indexed.lengths, indexed.checksums, size, path)
-    if shard is None or os.fstat(fd).st_ctime_ns <= indexed.written_ns:
+    kept = indexed.lengths, indexed.checksums, indexed.kept
+    shard = chosen.restore(*kept, size, path)
+    if shard is None or not shard.count or os.fstat(fd).st_ctime_ns <= indexed.written_ns:
         return shard
-    some = np.linspace(0, shard.count - 1, min(shard.count, COMPARED_COUNT)).astype(np.int64)
-    tables = shard.offsets[some], shard.lengths[some], shard.checksums[some]
-    return shard if chosen.agrees(read_at, *tables) else None
+    return shard if shard.agrees(read_at, _some(shard.count)) else None
+
+
+def _some(count: int) -> NDArray[np.int64]:
+    """Return a few of `count` records."""
+    return np.linspace(0, count - 1, min(count, COMPARED_COUNT)).astype(np.int64)
 
 
 def _same(indexed: index_file.Indexed, scanned: ScannedShard) -> bool:
-    return np.array_equal(indexed.lengths, scanned.lengths) and np.array_equal(
-        indexed.checksums, scanned.checksums
+    return (
+        np.array_equal(indexed.lengths, scanned.lengths)
+        and np.array_equal(indexed.checksums, scanned.checksums)
+        and indexed.kept == scanned.kept
     )
 
 
 def _discard_stale(
-    fd: int, path: str, scanned: str, record: tuple[int, int, int], keep: index_file.Keep
+    fd: int,
+    path: str,
+    scanned: str,
+    record: tuple[int, int, int],
+    chunked: ChunkedShard | None,
+    keep: index_file.Keep,
 ) -> bool:
-    """Whether the file has another record than its tables say; make its index file invalid then."""
+    """Whether the file has other records than its tables say; make its index file invalid then."""
     chosen = formats.by_name(scanned)
     assert isinstance(chosen, ScannedFormat)
     with buffered(fd) as plain:
-        offset, length, checksum = record
-        row = (
-            np.array([offset], np.uint64),
-            np.array([length], np.uint64),
-            np.array([checksum], np.uint32),
-        )
-        if chosen.agrees(read_at_of(plain, path), *row):
-            return False
-        index_file.discard(plain, path, index_file.Identity.of(plain, path, scanned), keep)
-        return True
+        read_at = read_at_of(plain, path)
+        if isinstance(chunked, ScannedShard):
+            agrees = chunked.agrees(read_at, _some(chunked.count))
+        else:
+            offset, length, checksum = record
+            agrees = chosen.agrees(
+                read_at,
+                np.array([offset], np.uint64),
+                np.array([length], np.uint64),
+                np.array([checksum], np.uint32),
+            )
+        if not agrees:
+            index_file.discard(plain, path, index_file.Identity.of(plain, path, scanned), keep)
+        return not agrees
 
 
 def scanned_as(shard: formats.Shard) -> str | None:
@@ -132,7 +148,8 @@ class FileState:
         fd: int,
         path: str,
         scanned: str | None,
-        record: tuple[int, int, int] | None,
+        record: tuple[int, int, int],
+        chunked: ChunkedShard | None = None,
         keep: index_file.Keep = "own",
     ) -> FFServeError:
         """Return the error of a sample whose bytes do not match the tables of its shard.
@@ -142,7 +159,8 @@ class FileState:
             fd: the file, opened with or without O_DIRECT.
             path: its name.
             scanned: `scanned_as` its shard.
-            record: payload offset, length and checksum of the sample; None: it is in a chunk.
+            record: payload offset, length and checksum of the sample.
+            chunked: the shard, if its samples are in chunks.
             keep: where an index file may be written: a stale one is made invalid.
         Returns: a ReadError if the file changed since it was opened, or if its index file was
             stale; else `error`.
@@ -152,8 +170,8 @@ class FileState:
         try:
             changed = FileState.of(fd) != self
             stale = False
-            if not changed and record and scanned and isinstance(error, ChecksumError):
-                stale = _discard_stale(fd, path, scanned, record, keep)
+            if not changed and scanned and (chunked or isinstance(error, ChecksumError)):
+                stale = _discard_stale(fd, path, scanned, record, chunked, keep)
         except OSError:  # of a file system that is gone: nothing more is known
             return error
         if changed:

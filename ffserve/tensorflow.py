@@ -80,7 +80,7 @@ def dataset(
     found = tf.data.Dataset.from_generator(
         batches, output_signature=tf.TensorSpec((None,), tf.string)
     ).unbatch()
-    if isinstance(reader, StreamReader) or callable(indices):
-        return found
+    if callable(indices) or (indices is None and isinstance(reader, StreamReader)):
+        return found  # to count the samples of compressed files, they would have to be read
     count = len(reader if indices is None else indices)
     return found.apply(tf.data.experimental.assert_cardinality(count))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
     from ffserve.compat.folder_index import Folder
-    from ffserve.reader import StreamReader
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:
@@ -40,10 +38,10 @@ def _write(samples: list[NDArray[np.uint8]], *, force: bool) -> None:
     out.flush()
 
 
-def _as_indices(word: str, count: int | None) -> range | None:
+def _as_indices(word: str, count: int) -> range | None:
     """Return the indices that ``7`` or ``3:9`` means; None if the word is not of that form.
 
-    Args: count: number of samples; None: unknown.
+    Args: count: number of samples.
     Raises: SampleIndexError for indices from ``count`` on.
     """
     first, colon, stop = word.partition(":")
@@ -51,11 +49,11 @@ def _as_indices(word: str, count: int | None) -> range | None:
         stop = first
     else:
         first = first or "0"
-        stop = stop or ("" if count is None else str(count))
+        stop = stop or str(count)
     if not all(part.isascii() and part.isdecimal() for part in (first, stop)):
         return None
     found = range(int(first), int(stop) + (not colon))
-    if count is not None and max(found.start, found.stop) > count:
+    if max(found.start, found.stop) > count:
         raise outside(max(found.start, count), count)
     return found
 
@@ -82,12 +80,8 @@ def cat(
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
     import ffserve
-    from ffserve.reader import StreamReader
 
     with ffserve.open(file, format=format_name, server=server) as reader:
-        if isinstance(reader, StreamReader):
-            _cat_stream(reader, which, file, force=force)
-            return 0
         asked = [(word, _as_indices(word, len(reader))) for word in which]
         folders = folders_of(reader) if any(indices is None for _, indices in asked) else []
         # All words are checked before anything is written.
@@ -101,52 +95,6 @@ def cat(
             for batch in batches_of(reader.estimates(indices)):
                 _write(reader.read(indices[batch.start : batch.stop]), force=force)
     return 0
-
-
-def _cat_stream(reader: StreamReader, which: tuple[str, ...], file: str, *, force: bool) -> None:
-    """Write samples of a compressed file, which is read from its beginning to the last index.
-
-    Samples are kept only until they have been written for the last time.
-    """
-    wanted: list[range] = []
-    for word in which:
-        indices = _as_indices(word, None)
-        if indices is None:
-            raise UsageError(
-                f"{word!r}: a compressed file has neither names nor a known end",
-                path=file,
-                hint="give indices, or ranges with both ends",
-            )
-        wanted.append(indices)
-    end = max(indices.stop for indices in wanted)
-    kept: dict[int, NDArray[np.uint8]] = {}
-    turns = _turns(wanted)
-    turn = next(turns, None)
-    count = 0
-    for batch in reader.batches():
-        due = []
-        for index, sample in enumerate(batch, count):
-            if any(index in indices for indices in wanted):
-                kept[index] = sample.copy()
-            while turn is not None and turn[0] in kept:
-                number, last = turn
-                due.append(kept.pop(number) if last else kept[number])
-                turn = next(turns, None)
-        count += len(batch)
-        _write(due, force=force)
-        if count >= end:
-            break
-    if count < end:
-        raise outside(
-            min(max(indices.start, count) for indices in wanted if indices.stop > count), count
-        ).located(path=file)
-
-
-def _turns(wanted: list[range]) -> Iterator[tuple[int, bool]]:
-    """Yield each index in order, and whether it occurs for the last time."""
-    for k, indices in enumerate(wanted):
-        for index in indices:
-            yield index, not any(index in later for later in wanted[k + 1 :])
 
 
 def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:

@@ -15,7 +15,7 @@ from ffserve.cli.record_files import files_of, format_option, json_option
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json, printable
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError
-from ffserve.formats.base import ChunkedShard
+from ffserve.formats.base import ChunkedShard, ScannedShard
 
 if TYPE_CHECKING:
     from ffserve.formats import Shard
@@ -74,64 +74,28 @@ def _count_names(fd: int, path: str, offset: int, size: int, count: int) -> int 
 
 def _describe(path: str, format_name: str | None) -> dict[str, Any]:
     """Return the facts about one file."""
-    from ffserve.files import is_compressed
-
-    if format_name in (None, "tfrecord") and is_compressed(path):
-        return _describe_stream(path)
     tables = _load(path, format_name)
     shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
+    about: dict[str, str | int] = {}
+    cut = np.zeros(0, np.int64)
+    checksums = CHECKSUMS[shard.checksum_kind]
     if isinstance(shard, ChunkedShard):
-        return _describe_chunks(path, shard)
-    cut = np.flatnonzero(offsets + lengths > shard.size)
-    facts: dict[str, Any] = {
+        about = shard.about()
+        if not isinstance(shard, ScannedShard):  # the headers lack the samples' sizes
+            lengths, checksums = lengths[:0], checksums.replace("sample", "chunk")
+    else:
+        cut = np.flatnonzero(offsets + lengths > shard.size)
+    return {
         "path": path,
         "format": shard.format,
         "samples": shard.count,
         "size_bytes": shard.size,
-        "checksums": CHECKSUMS[shard.checksum_kind],
+        "checksums": checksums,
         "fingerprint": f"{shard.fingerprint:016x}",
         **_size_facts(lengths),
         "named_files": tables.names,
         "cut_samples": cut.tolist(),
-    }
-    return facts
-
-
-def _describe_chunks(path: str, shard: ChunkedShard) -> dict[str, Any]:
-    """Return the facts in the headers of a file of chunks, which lack the samples' sizes."""
-    about = shard.about()
-    return {
-        "path": path,
-        "format": shard.format,
-        "samples": shard.count,
-        "size_bytes": shard.size,
-        "checksums": CHECKSUMS[shard.checksum_kind].replace("sample", "chunk"),
-        "fingerprint": f"{shard.fingerprint:016x}",
-        "sample_size_bytes": None,
-        "histogram": {},
-        "named_files": None,
-        "cut_samples": [],
         **about,
-    }
-
-
-def _describe_stream(path: str) -> dict[str, Any]:
-    """Return the facts about a compressed file, which has to be read as a whole."""
-    from ffserve.reader import StreamReader
-
-    with StreamReader((path,), verify=False) as reader:
-        parts = [np.diff(batch.offsets) for batch in reader.batches()]
-    lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return {
-        "path": path,
-        "format": "tfrecord, compressed",
-        "samples": len(lengths),
-        "size_bytes": os.path.getsize(path),
-        "checksums": CHECKSUMS[2],
-        "fingerprint": None,
-        **_size_facts(lengths),
-        "named_files": None,
-        "cut_samples": [],
     }
 
 
@@ -166,7 +130,7 @@ def _print_description(facts: dict[str, Any]) -> None:
     if "chunks" in facts:
         decoded, largest = facts["decoded_size_bytes"], facts["largest_chunk_size_bytes"]
         lines += [
-            ("dialect", facts["dialect"]),
+            *([("dialect", facts["dialect"])] if "dialect" in facts else []),
             ("compression", facts["compression"]),
             ("chunks", f"{facts['chunks']:,}, the largest {format_size(largest)}"),
             ("decoded size", format_size(decoded)),

@@ -17,7 +17,6 @@ from ffserve.dataset import outside
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.reader import StreamReader
 
 STEP_COUNT = 16_384
 """Samples that are listed at a time; the sizes of samples in chunks are read for it."""
@@ -58,15 +57,6 @@ def _rows(reader: ffserve.Reader, start: int, stop: int) -> Iterator[_Row]:
             for index, size in zip(indices.tolist(), reader.sizes(indices).tolist(), strict=True):
                 number = index - shard.first
                 yield _Row(shard.path, index, size, int(checksums[number]), named.get(number))
-
-
-def _stream_rows(reader: StreamReader, path: str) -> Iterator[_Row]:
-    """Yield the samples of a compressed file, whose checksums are verified while it is read."""
-    from ffserve.engine.codec import crc32c
-
-    samples = itertools.chain.from_iterable(reader.batches())
-    for index, sample in enumerate(samples):
-        yield _Row(path, index, len(sample), crc32c(sample.data), None)
 
 
 def _lines(rows: Iterable[_Row], *, several: bool) -> Iterator[str]:
@@ -110,8 +100,8 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
     """List the samples of a record file: index, size in bytes, checksum, and name.
 
     FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names; its last
-    sample contains them. Samples are not read, except to learn their sizes in RecordIO and in
-    compressed files. The checksum is the one that the file stores, in RecordIO of the whole chunk.
+    sample contains them. Samples are not read, except to learn their sizes in RecordIO. The
+    checksum is the one that the file stores, in RecordIO of the whole chunk.
     On a terminal the list is shown in your pager ($PAGER).
 
     \b
@@ -120,19 +110,12 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
       ffserve ls --json photos.ffr | jq -r '.[].name'
     """
     import ffserve
-    from ffserve.reader import StreamReader
 
     with ffserve.open(file, format=format_name, server="off") as reader:
-        stop = None if count is None else start + count
-        rows: Iterator[_Row]
-        if isinstance(reader, StreamReader):
-            rows = itertools.islice(_stream_rows(reader, os.path.abspath(file)), start, stop)
-            several = False
-        else:
-            if start > len(reader):
-                raise outside(start, len(reader)).located(path=file)
-            rows = _rows(reader, start, len(reader) if stop is None else min(stop, len(reader)))
-            several = len(reader.shards) > 1
+        if start > len(reader):
+            raise outside(start, len(reader)).located(path=file)
+        stop = len(reader) if count is None else min(start + count, len(reader))
+        rows, several = _rows(reader, start, stop), len(reader.shards) > 1
         if as_json:
             write_json_rows(row.facts() for row in rows)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,6 @@ from ffserve.cli.record_files import files_of, format_option, jobs_option, json_
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError
-
-if TYPE_CHECKING:
-    from ffserve.reader import StreamReader
 
 
 class _Findings:
@@ -57,13 +54,10 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
-    from ffserve.files import is_compressed, os_error
-    from ffserve.reader import Reader, StreamReader
+    from ffserve.files import os_error
+    from ffserve.reader import Reader
 
     try:
-        if format_name in (None, "tfrecord") and is_compressed(path):
-            _verify_stream(StreamReader((path,), tolerant=True), path, findings)
-            return
         # Tolerant: a file with damage between its samples is read to its end. An index file would
         # hide damage of the records' headers.
         with Reader((path,), format_name, "off", True, tolerant=True, use_index=False) as reader:
@@ -81,16 +75,6 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
         findings.file(path, os_error(error, path))
     except MemoryError as error:
         findings.file(path, ReadError(f"a sample is too large for this machine's memory: {error}"))
-
-
-def _verify_stream(reader: StreamReader, path: str, findings: _Findings) -> None:
-    with reader:
-        for batch in reader.batches():
-            if findings.stopped:
-                return
-            findings.count(len(batch), batch.buffer.nbytes)
-        for error in reader.damaged:
-            findings.sample(path, error.index or 0, error)
 
 
 @click.command()

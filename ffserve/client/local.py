@@ -444,7 +444,7 @@ class LocalSource:
         chunks.finish()
         indices = request.indices.tolist()
         errors = {
-            k: self._explained(error.located(index=indices[k]), indices[k], None)
+            k: self._explained(error.located(index=indices[k]), indices[k], (0, 0, 0))
             for k, error in chunks.failed.items()
         }
         size = 0
@@ -517,12 +517,12 @@ class LocalSource:
         return errors
 
     def _explained(
-        self, error: FFServeError, index: int, record: tuple[int, int, int] | None
+        self, error: FFServeError, index: int, record: tuple[int, int, int]
     ) -> FFServeError:
         shard = int(self.layout.shards(np.array([index], np.int64))[0])
         state, scanned = self._states[shard]
-        path = self.shards[shard].path
-        return state.explain(error, self._files.fd(shard), path, scanned, record)
+        path, chunked = self.shards[shard].path, self._chunked.get(shard)
+        return state.explain(error, self._files.fd(shard), path, scanned, record, chunked)
 
     def _cut(self, indices: Int64s) -> Int64s:
         if not self._truncated:

@@ -1,8 +1,6 @@
-"""Compressed TFRecord files as a stream of batches, which can only be read in order.
+"""Compressed TFRecord files as a stream of batches.
 
-Such a file can only be read from its first byte, so it has no indices and no known length, and the
-daemon, which serves samples by index, cannot serve it. ``ffserve convert`` makes files of it that
-can be read in any order.
+In order such a file is read without an index, from its first byte to its last, by this process.
 """
 
 from __future__ import annotations

@@ -338,7 +338,8 @@ class RecordReader(FileReader):
 
         Raises:  FormatError or a subclass: the first damaged file.
         """
-        readers.open(self._fnames, server="off").close()
+        with readers.open(self._fnames, server="off") as reader:
+            _ = reader.shards  # a reader of compressed files opens them now
 
 
 def reader_of(fnames: Any, check_data: bool) -> FileReader:

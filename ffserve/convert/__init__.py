@@ -107,8 +107,8 @@ def convert(
     Raises:  FormatError, ChecksumError, TruncatedError: the input is damaged. UsageError: no
              input, an unsupported option, or an output directory with other content. MissingFile,
              ReadError, AccessDenied. Finished shards are kept for the next run.
-    Cost:    one pass over input and output, and one more over the output to verify. Compressed
-             input is read from its beginning for every shard. Memory: a few batches per process.
+    Cost:    one pass over input and output, and one more over the output to verify. Several
+             shards of compressed TFRecord input need its index. Memory: a few batches per process.
     """
     if shards < 1 or jobs < 1:
         raise UsageError(f"shards={shards} and jobs={jobs} must be at least 1")

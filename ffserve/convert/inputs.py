@@ -120,7 +120,7 @@ def _flat_names(folder: Any, first: int) -> Iterator[tuple[int, str]]:
 
 
 class Stream:
-    """Compressed TFRecord files."""
+    """Compressed TFRecord files: decompressed in order as a whole, in parts read by index."""
 
     named = False
     sized = False
@@ -128,22 +128,21 @@ class Stream:
     def __init__(self, files: tuple[str, ...]) -> None:
         self.files = files
 
+    def _open(self) -> Any:
+        return readers.open(self.files, format="tfrecord", server="off")
+
     @cached_property
     def count(self) -> int:
-        """Number of records; reads them all."""
-        return sum(map(len, self._batches()))
+        """Number of records; opens the files by index."""
+        with self._open() as reader:
+            return len(reader)
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
-        """Yield the records [first:stop]; reads the ones before as well."""
-        if first == 0 and stop is None:
-            yield from self._batches()
-        else:
-            samples = (sample for batch in self._batches() for sample in batch)
-            yield from map(Record, islice(samples, first, stop))
-
-    def _batches(self) -> Iterator[Batch]:
-        with readers.open(self.files, format="tfrecord", server="off") as reader:
-            yield from reader.batches(count=BATCH_COUNT)
+        """Yield the records [first:stop]."""
+        with self._open() as reader:
+            whole = first == 0 and stop is None
+            wanted = None if whole else np.arange(len(reader), dtype=np.int64)[first:stop]
+            yield from reader.batches(wanted, count=BATCH_COUNT)
 
 
 class Folder:

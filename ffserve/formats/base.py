@@ -12,8 +12,11 @@ whose records are in encoded chunks has a ``ChunkedShard``.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -82,8 +85,8 @@ class Chunks:
     """Table of the chunks of a shard.
 
     firsts: int64[n + 1], number of each chunk's first record, then the total count. begins, ends:
-    int64[n], extents in the file, including headers. sizes: int64[n], decoded bytes according to
-    the headers; ``decode`` verifies them.
+    int64[n], extents in the file, including headers; neither falls, but neighbours may overlap.
+    sizes: int64[n], decoded bytes as the file claims; ``decode`` verifies them.
     """
 
     firsts: NDArray[np.int64]
@@ -103,8 +106,8 @@ class Chunks:
 class ChunkedShard(Shard, Protocol):
     """A shard whose records are in chunks, each read and decoded as a whole.
 
-    ``load`` gives each record its chunk's offset in the file, its chunk's checksum, and
-    UNKNOWN_LENGTH.
+    ``load`` gives each record its chunk's offset in the file, and the lengths of all records or
+    UNKNOWN_LENGTH for all. A format that does not store a checksum per record gives its chunk's.
     """
 
     chunks: Chunks
@@ -239,14 +242,25 @@ class Format(Protocol):
 
 @runtime_checkable
 class ScannedShard(Shard, Protocol):
-    """A shard that can be restored from the lengths and checksums of its records."""
+    """A shard that can be restored from what an index file keeps."""
 
-    offsets: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
     """Of the payloads."""
     checksums: NDArray[np.uint32]
     sound: bool
     """Whether the scan skipped nothing."""
+
+    @property
+    def kept(self) -> bytes:
+        """What an index file keeps beside lengths and checksums; the format's own."""
+        ...
+
+    def agrees(self, read_at: ReadAt, records: NDArray[np.int64]) -> bool:
+        """Whether a file has these records as the shard says.
+
+        Args: read_at: the file. records: their numbers, at least one.
+        """
+        ...
 
 
 @runtime_checkable
@@ -269,7 +283,12 @@ class ScannedFormat(Format, Protocol):
         ...
 
     def restore(
-        self, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int, path: str
+        self,
+        lengths: NDArray[np.uint64],
+        checksums: NDArray[np.uint32],
+        kept: bytes,
+        size: int,
+        path: str,
     ) -> ScannedShard | None:
         """Return the shard of an earlier scan; None if such records do not fill the file."""
         ...
@@ -281,8 +300,23 @@ class ScannedFormat(Format, Protocol):
         lengths: NDArray[np.uint64],
         checksums: NDArray[np.uint32],
     ) -> bool:
-        """Whether a file has records with these payloads; the payloads are not read."""
+        """Whether a file has records with these payloads; the payloads are not read. Only for
+        records that are stored as they are."""
         ...
+
+
+def scan_fingerprint(
+    name: str, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int
+) -> int:
+    """Return the fingerprint of a scanned shard: of its records, and of the size of its file."""
+    sums = [
+        function(np.ascontiguousarray(table).data)
+        for table in (lengths, checksums)
+        for function in (zlib.crc32, zlib.adler32)
+    ]
+    identity = struct.pack("<4IQQ", *sums, len(lengths), size)
+    digest = blake2b(identity, digest_size=8, person=name.encode()).digest()
+    return int.from_bytes(digest, "little")
 
 
 def refuse_options(format_name: str, options: Mapping[str, object]) -> None:

@@ -1,7 +1,6 @@
-"""TFRecord streams: bytes in, records out. Compressed files can only be read as streams.
+"""TFRecord streams: bytes in, records out, for compressed files that are read in order.
 
-GZIP (one or several members) and ZLIB compress a file as a whole, so the position of a record
-follows only from the bytes before it. An ``Inflater`` turns the bytes of the file into pieces of
+An ``Inflater`` turns the bytes of the file into pieces of
 bounded size, a ``FrameStream`` turns pieces into records. Neither does I/O, and their output does
 not depend on how the input is split. A record with a length above the limit is refused before
 memory is allocated for it.
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums, frame_header_is_valid
-from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
+from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 from ffserve.formats.base import CHECKSUM_CRC32C, GZIP_MAGIC, ZLIB_MAGIC
 
 PIECE_SIZE = 1 << 20
@@ -30,23 +29,6 @@ RECORD_LIMIT = 1 << 30
 WBITS = {"gzip": 31, "zlib": 15}
 """zlib's wbits, which select header and trailer, by compression."""
 _MAGIC = {"gzip": GZIP_MAGIC, "zlib": ZLIB_MAGIC}
-
-
-class InOrderOnlyError(UsageError, TypeError):
-    """Random access to a compressed file, or its length, was requested.
-
-    Also a TypeError, so that ``list(reader)`` treats it as a missing length.
-    """
-
-    @classmethod
-    def of(cls, path: str) -> InOrderOnlyError:
-        """Return the error about a file."""
-        return cls(
-            "this file is compressed as a whole: it supports iteration in order, but neither "
-            "indices nor len()",
-            path=path,
-            hint="convert it to files with random access with `ffserve convert`",
-        )
 
 
 def compression_of(head: bytes) -> str | None:
@@ -138,12 +120,7 @@ class Inflater:
             self._at += 1
             if piece:
                 yield piece
-        raise FormatError(
-            f"the {self._compression} stream is damaged: {error}",
-            path=self._path,
-            offset=self._at,
-            hint="restore the file from a copy",
-        )
+        raise stream_error(self._path, self._compression, error, self._at)
 
     def _next_member(self, data: bytes) -> bytes:
         """Begin the next member; return the remaining bytes."""
@@ -156,12 +133,7 @@ class Inflater:
             self._stream = zlib.decompressobj(WBITS["gzip"])
             self._begun = False
             return rest
-        raise FormatError(
-            "bytes follow the end of the zlib stream",
-            path=self._path,
-            offset=self._at,
-            hint="restore the file from a copy",
-        )
+        raise rest_error(self._path, self._at)
 
     @property
     def whole(self) -> bool:
@@ -174,12 +146,7 @@ class Inflater:
         Raises:  TruncatedError: the file ends inside a stream.
         """
         if not self.whole and (self._begun or not self._members):
-            raise TruncatedError(
-                f"the file ends inside its {self._compression} stream",
-                path=self._path,
-                offset=self._at,
-                hint="restore the file, or read its intact samples with on_error='skip'",
-            )
+            raise cut_stream_error(self._path, self._compression, self._at)
 
 
 @dataclass(frozen=True)
@@ -240,13 +207,7 @@ class FrameStream:
         if stop == codec.FrameScanner.CUT_RECORD:
             self._wanted = self._needed(block, scanner.at, scanner.count)
         elif stop == codec.FrameScanner.BAD_HEADER and not scanner.count:
-            raise ChecksumError(
-                f"checksum mismatch in the length of record {self.count}, at byte {self._at} of "
-                "the uncompressed stream; the position of the next record is unknown",
-                path=self._path,
-                index=self.count,
-                hint="restore the file from a copy",
-            )
+            raise length_error(self._path, self.count, self._at)
         else:
             self._wanted = FRAME_HEADER_SIZE
         self._held = bytearray(block[scanner.at :])
@@ -284,19 +245,62 @@ class FrameStream:
             self._wanted = 0
             self.feed(b"")
         if self._held:
-            raise TruncatedError(
-                f"the stream ends inside record {self.count}, after {len(self._held)} bytes of it",
-                path=self._path,
-                index=self.count,
-                hint="restore the file, or read its intact samples with on_error='skip'",
-            )
+            raise cut_record_error(self._path, self.count, len(self._held))
 
 
-def record_error(path: str, index: int) -> FFServeError:
+# ---- errors, of streams and of indexed files -----------------------------------------------------
+
+_RESTORE = "restore the file from a copy"
+_INTACT = "restore the file, or read its intact samples with on_error='skip'"
+
+
+def record_error(path: str, index: int | None) -> FFServeError:
     """Return the error for a record whose payload fails its checksum."""
     return ChecksumError(
         "checksum mismatch: the bytes of the record were damaged after they were written",
         path=path,
         index=index,
         hint="restore the file, or skip the record with on_error='skip'",
+    )
+
+
+def stream_error(path: str, compression: str, reason: object, offset: int) -> FormatError:
+    """Return the error for a compressed stream that cannot be decoded from this byte on."""
+    return FormatError(
+        f"the {compression} stream is damaged: {reason}", path=path, offset=offset, hint=_RESTORE
+    )
+
+
+def rest_error(path: str, offset: int) -> FormatError:
+    """Return the error for bytes behind a zlib stream."""
+    return FormatError(
+        "bytes follow the end of the zlib stream", path=path, offset=offset, hint=_RESTORE
+    )
+
+
+def cut_stream_error(path: str, compression: str, offset: int) -> TruncatedError:
+    """Return the error for a file that ends inside its compressed stream."""
+    return TruncatedError(
+        f"the file ends inside its {compression} stream", path=path, offset=offset, hint=_INTACT
+    )
+
+
+def length_error(path: str, index: int, at: int) -> ChecksumError:
+    """Return the error for a length that fails its checksum, at this byte of the output."""
+    return ChecksumError(
+        f"checksum mismatch in the length of record {index}, at byte {at} of the uncompressed "
+        "stream; the position of the next record is unknown",
+        path=path,
+        index=index,
+        hint=_RESTORE,
+    )
+
+
+def cut_record_error(path: str, index: int, size: int) -> TruncatedError:
+    """Return the error for a record of which the output has only `size` bytes."""
+    return TruncatedError(
+        f"the stream ends inside record {index}, after {size} bytes of it",
+        path=path,
+        index=index,
+        hint=_INTACT,
     )

@@ -437,7 +437,8 @@ class Catalog:
         """Return the error of a sample of a shard that a session has open; see
         `FileState.explain`. Nobody else gets tables that contradict their file."""
         scanned = shard.scanned
-        found = shard.opened.explain(error, shard.fd, shard.path, scanned, record, "inode")
+        opened, fd, path = shard.opened, shard.fd, shard.path
+        found = opened.explain(error, fd, path, scanned, record, shard.chunked, "inode")
         if found is not error and not shard.stale:
             assert shard.sessions, "it is not idle"
             shard.stale = True

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ffserve import formats
+from ffserve.errors import FFServeError
 from ffserve.formats import by_name
 from ffserve.testing import SMALL, FormatConformance, samples, written
 
@@ -16,6 +17,21 @@ class TestFFRecord(FormatConformance):
 
 class TestTFRecord(FormatConformance):
     format = by_name("tfrecord")
+
+
+class TestCompressedTFRecord(FormatConformance):
+    format = by_name("tfrecord")
+    options = ({"compression": "gzip"}, {"compression": "zlib"})
+
+    def _check_tolerant(self, content: bytes, whole: list[bytes]) -> None:
+        """A damaged reference of the compression may copy a record to another place, which only the
+        checksum of the whole stream shows."""
+        try:
+            found = samples(self.format, content, tolerant=True)
+        except FFServeError as error:
+            self._check_located(error)
+        else:
+            assert {each for each in found if isinstance(each, bytes)} <= set(whole)
 
 
 class TestRecordIO(FormatConformance):

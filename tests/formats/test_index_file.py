@@ -85,19 +85,20 @@ def test_what_was_encoded_is_decoded(rows: list[tuple[int, int]], size: int, tim
     who = Identity("recordio", size, time, 2**32 - 1, 0)
     lengths = np.array([length for length, _ in rows], np.uint64)
     checksums = np.array([checksum for _, checksum in rows], np.uint32)
-    indexed = decode(encode(who, lengths, checksums), who, "there")
+    indexed = decode(encode(who, lengths, checksums, b"kept" * len(rows)), who, "there")
     assert indexed is not None and indexed.path == "there"
+    assert indexed.kept == b"kept" * len(rows)
     assert indexed.lengths.tolist() == lengths.tolist()
     assert indexed.checksums.tolist() == checksums.tolist()
 
 
 def test_eight_bytes_a_record() -> None:
-    assert len(encode(WHO, LENGTHS, CHECKSUMS)) == 64 + 3 * 8 + 4
-    assert len(encode(WHO, LENGTHS + 1, CHECKSUMS)) == 64 + 3 * 12 + 4
+    assert len(encode(WHO, LENGTHS, CHECKSUMS)) == 72 + 3 * 8 + 4
+    assert len(encode(WHO, LENGTHS + 1, CHECKSUMS, b"other")) == 72 + 3 * 12 + 4 + 5
 
 
 def test_every_cut_and_every_flipped_bit_is_refused() -> None:
-    content = encode(WHO, LENGTHS, CHECKSUMS)
+    content = encode(WHO, LENGTHS, CHECKSUMS, b"kept")
     assert decode(content, WHO) is not None
     for size in range(len(content)):
         assert decode(content[:size], WHO) is None
@@ -116,9 +117,10 @@ def test_index_file_of_another_file_is_refused(change: str) -> None:
 
 @pytest.mark.parametrize("count", [2**32, 2**60, 2**64 - 1])
 def test_absurd_count_with_a_right_checksum_is_refused(count: int) -> None:
-    body = bytearray(encode(WHO, LENGTHS, CHECKSUMS)[:-4])
-    struct.pack_into("<Q", body, 56, count)
-    assert decode(bytes(body) + struct.pack("<I", crc32c(body)), WHO) is None
+    for place in (56, 64):
+        body = bytearray(encode(WHO, LENGTHS, CHECKSUMS)[:-4])
+        struct.pack_into("<Q", body, place, count)
+        assert decode(bytes(body) + struct.pack("<I", crc32c(body)), WHO) is None
 
 
 # ---- where it lies ----------------------------------------------------------------------------

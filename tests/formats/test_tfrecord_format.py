@@ -300,14 +300,15 @@ def test_fingerprint_tells_files_apart_and_copies_not() -> None:
 
 def test_restore_gives_the_same_shard_and_refuses_what_does_not_fill_the_file() -> None:
     shard = opened(written(SMALL))
-    again = TFRECORD.restore(shard.lengths, shard.checksums, shard.size, shard.path)
+    again = TFRECORD.restore(shard.lengths, shard.checksums, b"", shard.size, shard.path)
     assert again.offsets.tolist() == shard.offsets.tolist()
     assert again.fingerprint == shard.fingerprint
     lengths = shard.lengths
 
     def refused(change: Callable[[Any], Any], size: int = shard.size) -> bool:
         given = change(lengths.copy())
-        return TFRECORD.restore(given, np.zeros(len(given), np.uint32), size, "x") is None
+        sums = np.zeros(len(given), np.uint32)
+        return TFRECORD.restore(given, sums, b"", size, "x") is None
 
     assert refused(lambda lengths: lengths[:-1])
     assert refused(lambda lengths: lengths + 1)

@@ -9,6 +9,7 @@ import pickle
 import tracemalloc
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tfrecord_files import SMALL, starts, written
 
 import ffserve
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
-from ffserve.formats import by_name, detect
+from ffserve.formats import detect
 from ffserve.formats.tfrecord import frame_header
 from ffserve.formats.tfstream import PIECE_SIZE, FrameStream, Inflater, compression_of
 from ffserve.reader import StreamReader
@@ -228,39 +229,74 @@ def test_empty_compressed_file(tmp_path: Path) -> None:
         assert list(reader) == []
 
 
-def test_what_only_an_index_could_answer_says_convert(tmp_path: Path) -> None:
+ATTEMPTS: dict[str, Any] = {
+    "len": lambda reader: len(reader) == len(MANY),
+    "index": lambda reader: bytes(reader[7]) == MANY[7],
+    "slice": lambda reader: [bytes(each) for each in reader[3:6]] == MANY[3:6],
+    "read": lambda reader: (
+        [bytes(each) for each in reader.read(np.array([5, 2]))] == [MANY[5], MANY[2]]
+    ),
+    "read_batch": lambda reader: reader.read_batch(np.array([9])).buffer.tobytes() == MANY[9],
+    "sizes": lambda reader: reader.sizes().tolist() == [len(each) for each in MANY],
+    "estimates": lambda reader: len(reader.estimates()) == len(MANY),
+    "shards": lambda reader: reader.shards[0].count == len(MANY),
+    "tables": lambda reader: reader.tables(0)[1].tolist() == [len(each) for each in MANY],
+    "announce": lambda reader: reader.announce(range(len(MANY))) is None,
+    "lease": lambda reader: [bytes(each) for each in _leased(reader, [4, 4])] == [MANY[4]] * 2,
+    "batches": lambda reader: sum(map(len, reader.batches(range(9)))) == 9,
+    "scan": lambda reader: sum(len(batch) for _, batch, _ in reader.scan()) == len(MANY),
+    "contains": lambda reader: len(list(reversed(reader))) == len(MANY),
+}
+
+
+def _leased(reader: Any, indices: list[int]) -> list[bytes]:
+    with reader.lease(indices) as views:
+        return [bytes(each) for each in views]
+
+
+@pytest.mark.parametrize("name", ["a.tfrecord.gz", "a.tfrecord.zlib"])
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_what_needs_an_index_makes_one(tmp_path: Path, name: str, attempt: str) -> None:
+    path = packed(tmp_path / name, MANY)
+    with ffserve.open(path, server="off") as reader:
+        assert reader and reader.source == "stream" and str(path) in repr(reader)
+        assert bytes(next(iter(reader))) == MANY[0] and reader.source == "stream"
+        assert ATTEMPTS[attempt](reader)
+        assert reader.source.startswith("engine") and len(reader) == len(MANY)
+        for same in (reader, pickle.loads(pickle.dumps(reader))):
+            assert [sample.tobytes() for sample in same] == MANY and "300 samples" in repr(same)
+
+
+def test_a_copy_streams_until_it_needs_an_index(tmp_path: Path) -> None:
     path = packed(tmp_path / "a.tfrecord.gz", MANY)
-    with ffserve.open(path) as reader:
-        assert reader and len(list(reader)) == len(MANY)
-        attempts: list[Any] = [
-            lambda: len(reader),
-            lambda: reader[0],
-            lambda: reader.read([0]),
-            lambda: reader.read_batch([0]),
-            lambda: reader.sizes(),
-            lambda: reader.shards,
-            lambda: reader.tables(0),
-            lambda: reader.announce([0]),
-            lambda: reader.lease([0]).__enter__(),
-            lambda: list(reader.batches([0])),
-        ]
-        for attempt in attempts:
-            with pytest.raises(UsageError, match="ffserve convert"):
-                attempt()
-        assert "a.tfrecord.gz" in repr(reader)
+    with ffserve.open(path, server="off") as reader:
         copy = pickle.loads(pickle.dumps(reader))
-        assert sum(1 for _ in copy) == len(MANY)
-    for server in ("require", "/nowhere.sock"):
-        with pytest.raises(UsageError, match="ffserve convert"):
-            ffserve.open(path, server=server)
-    with pytest.raises(UsageError, match="ffserve convert"):
-        by_name("tfrecord").open(
-            lambda offset, into: (
-                into.__setitem__(slice(None), path.read_bytes()[: len(into)]) or len(into)
-            ),
-            path.stat().st_size,
-            "x",
-        )
+        assert sum(1 for _ in copy) == len(MANY) and copy.source == "stream"
+        assert len(copy) == len(MANY) and reader.source == "stream"
+
+
+def test_threads_that_ask_at_once_open_the_files_once(tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.tfrecord.gz", MANY)
+    with ffserve.open(path, server="off", on_error="skip") as reader, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda k: reader[k].tobytes(), range(40)))
+    assert found == MANY[:40]
+
+
+def test_damaged_file_has_no_index_but_is_read_up_to_the_damage(tmp_path: Path) -> None:
+    whole, path = gzip.compress(written(MANY)), tmp_path / "a.tfrecord.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with ffserve.open(path, server="off") as reader:
+        for _ in range(2):
+            with pytest.raises(TruncatedError, match="ends inside its gzip stream") as caught:
+                len(reader)
+            assert caught.value.offset == len(whole) // 2
+        with pytest.raises(TruncatedError):
+            list(reader.batches())
+    with ffserve.open(path, server="off", on_error="skip") as reader:
+        streamed = [sample.tobytes() for batch in reader.batches() for sample in batch]
+        assert 0 < len(reader) == len(streamed) and [bytes(s) for s in reader] == streamed
+        [error] = reader.damaged
+        assert isinstance(error, TruncatedError) and error.index == len(streamed)
 
 
 def test_a_closed_reader_went_on_reading_in_order(tmp_path: Path) -> None:
@@ -281,8 +317,9 @@ def test_several_files_some_plain(tmp_path: Path) -> None:
     ]
     with ffserve.open(paths) as reader:
         assert [sample.tobytes() for sample in reader] == MANY
-    with pytest.raises(UsageError, match="ffserve convert"):
-        ffserve.open(paths[1:], server="off")
+        assert len(reader) == len(MANY) and bytes(reader[250]) == MANY[250]
+    with ffserve.open(paths[1:], server="off") as reader:
+        assert [sample.tobytes() for sample in reader] == MANY[100:]
 
 
 def test_records_larger_than_the_pieces(tmp_path: Path) -> None:

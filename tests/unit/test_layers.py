@@ -44,7 +44,7 @@ LAYERS = {
     # the command line
     "examples": "torch ffserve",
     "bench": "order engine formats output client ffserve",
-    "cli": "socket_path config engine formats dataset files shardfile cache server client reader "
+    "cli": "socket_path config formats dataset files shardfile cache server client reader "
     "compat convert bench ffserve",
     "__main__": "cli",
 }
