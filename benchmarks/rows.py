@@ -85,7 +85,7 @@ def groups(
 
     found = []
     for sample_size in (SMALL, LARGE):
-        found += _hot(bench, data(sample_size, HOT_SIZE))
+        found += _hot(bench, data(sample_size, HOT_SIZE), with_peers=bool(peers))
         found += _torch(bench, data(sample_size, HOT_SIZE), note)
     found += _tokens(bench, data(100, TOKENS_SIZE), note)
     for sample_size in (SMALL, LARGE):
@@ -105,7 +105,7 @@ def groups(
     return found + _peers(bench, [data(size, PEER_SIZE) for size in PEER_SAMPLE_SIZES], peers)
 
 
-def _hot(bench: Bench, data: BenchmarkData) -> list[Group]:
+def _hot(bench: Bench, data: BenchmarkData, *, with_peers: bool) -> list[Group]:
     found = []
     for batch in (64, 256):
         for clients in (1, 2):
@@ -115,8 +115,8 @@ def _hot(bench: Bench, data: BenchmarkData) -> list[Group]:
                 continue
             limit = LIST_LIMITS.get((data.mean, batch))
             lists = hot(bench, data, batch, 1, {**functions, "read": limit, "drop_in": limit})
-            preads = _checked_preads(bench, data, batch)
-            found.append(dataclasses.replace(lists, contestants=(*lists.contestants, preads)))
+            others = (_checked_preads(bench, data, batch),) if with_peers else ()
+            found.append(dataclasses.replace(lists, contestants=(*lists.contestants, *others)))
     for batch, limit in inline_limits(data).items():
         found.append(hot(bench, data, batch, 1, {"read_batch": limit}, inline=True))
 
