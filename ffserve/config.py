@@ -38,6 +38,8 @@ EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
 PayloadName = Literal["shared", "inline"]
 PAYLOADS: tuple[PayloadName, ...] = ("shared", "inline")
+CommonName = Literal["world", "user"]
+COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
@@ -272,6 +274,19 @@ class ServerConfig:
             "repeated. A user who can mount one of them can make the daemon's reads hang.",
         ),
     )
+    common: CommonName = field(
+        default="world",
+        metadata=_documented(
+            "common",
+            "--common",
+            "RULE",
+            "world",
+            _one_of(COMMON),
+            "Files whose cached samples all clients share: 'world' (those that everybody may read) "
+            "or 'user' (those that the daemon's own user may read, which its groups decide). "
+            "Samples of other files are kept apart for each user.",
+        ),
+    )
     socket: str = field(
         default_factory=default_socket_path,
         metadata=_documented(
@@ -291,8 +306,7 @@ class ServerConfig:
             "OCTAL",
             "0660",
             _parse_mode,
-            "Permission bits of the socket. Every user who may connect can map the arena and see "
-            "all samples in it, so admit only users who may read each other's data.",
+            "Permission bits of the socket: which users may connect.",
         ),
     )
     socket_group: str | None = field(

@@ -162,19 +162,28 @@ class Layout:
         inside = (self._bases <= number) & (number < self._bases + self.counts)
         return number - int(self._shift[int(np.argmax(inside))])
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return (first, base, count) of each maximal run that is contiguous in the tables."""
+    def runs(self, domains: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return (first, base, count) of each maximal run that is contiguous in the tables.
+
+        Args: domains: of the shards; a run lies in one.
+        """
         assert self._bases is not None
         runs: list[tuple[int, int, int]] = []
-        for first, base, count in zip(
-            self.firsts[:-1].tolist(), self._bases.tolist(), self.counts.tolist(), strict=True
+        last = None
+        for first, base, count, domain in zip(
+            self.firsts[:-1].tolist(),
+            self._bases.tolist(),
+            self.counts.tolist(),
+            domains,
+            strict=True,
         ):
             if count == 0:
                 continue
-            if runs and runs[-1][1] + runs[-1][2] == base:
+            if runs and domain == last and runs[-1][1] + runs[-1][2] == base:
                 runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + count)
             else:
                 runs.append((first, base, count))
+            last = domain
         return runs
 
 

@@ -51,7 +51,7 @@ class Hello:
 
 @dataclass(slots=True)
 class Welcome:
-    """The daemon's answer to HELLO, with three descriptors: arena, directory, index.
+    """The daemon's answer to HELLO, with a descriptor of one page: its epoch.
 
     `about`: version, server, epoch (of the arena), arena_size, capacity, max_get, payload.
     """
@@ -75,13 +75,18 @@ class Open:
 
 @dataclass(slots=True)
 class Opened:
-    """The data set is open. `shards`: packed SHARD_DTYPE, one per path; `formats`: their names."""
+    """The data set is open. `shards`: packed SHARD_DTYPE, one per path; `formats`: their names.
+
+    `domains`: packed u32, those whose memory the client gets with this frame: with its first byte
+    come three descriptors for each, arena, directory, index.
+    """
 
     TYPE: ClassVar[int] = 4
     tag: int
     dataset: int
     shards: bytes
     formats: list[str]
+    domains: bytes = b""
 
 
 @dataclass(slots=True)
@@ -371,11 +376,11 @@ SHARD_DTYPE = np.dtype(
         ("size", "<u8"),
         ("fingerprint", "<u8"),
         ("checksum_kind", "<u4"),
-        ("reserved", "<u4"),
+        ("domain", "<u4"),
     ]
 )
 """One shard in OPENED: its samples [base, base + count) in the tables of the daemon, the size of
-its file in bytes, the fingerprint of its content, its kind of checksum."""
+its file in bytes, the fingerprint of its content, its kind of checksum, its domain."""
 
 
 IDENTITY_DTYPE = np.dtype(

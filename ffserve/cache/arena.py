@@ -307,16 +307,19 @@ class Arena:
         self.slab_domain[slab] = domain
         return True
 
-    def give_back(self, domain: int) -> bool:
-        """Give the slabs of a domain, which is empty, to the first one; return whether it has none
-        left."""
-        for slab in list(self._free_slabs[domain]):
-            if not self._give(slab, 0):
+    def give_back(self, domain: int, most: int) -> bool:
+        """Give some slabs of a domain, which is empty, to the first one.
+
+        Returns: whether all could be given; the domain has none left when `slab_domain` says so.
+        """
+        for slab in np.flatnonzero(self.slab_domain == domain)[:most].tolist():
+            if slab in self._free_slabs[domain]:
+                if not self._give(slab, 0):
+                    return False
+            elif not self.give(slab, 0):
                 return False
-        for slab in np.flatnonzero(self.slab_domain == domain).tolist():
-            if not self.give(slab, 0):
-                return False
-            self.slab_domain[slab] = 0
+            else:
+                self.slab_domain[slab] = 0  # beyond the size
         return True
 
     def take_run(self, size: int, domain: int = 0) -> int | None:

@@ -220,6 +220,18 @@ def is_sealed(fd: int) -> bool:
     return seals & _SEAL_SHRINK != 0 and seals & _SEAL_GROW != 0
 
 
+def can_map(size: int) -> bool:
+    """Return whether this process has address space for a mapping of so many bytes."""
+    size += HUGE_PAGE
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        start = _map(None, size, _PROT_NONE, flags, -1, 0)
+    except OSError:
+        return False
+    _libc.munmap(start, size)
+    return True
+
+
 def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
     """Map [offset, offset + size) of a descriptor; the array keeps the mapping alive.
 

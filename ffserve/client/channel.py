@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.descriptors import OpenFiles
+from ffserve.client.memory import Memories
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -129,13 +130,21 @@ class Channel:
         path: the daemon's socket, for error messages.
         decoder: of what the daemon sends.
         takes_orders: the daemon wants ORDER, REACHED and SEEN.
-        inline: samples come through the socket.
+        memories: take what comes with OPENED; None: samples come through the socket.
     """
 
     def __init__(
-        self, path: str, decoder: protocol.Decoder, *, takes_orders: bool, inline: bool
+        self,
+        path: str,
+        decoder: protocol.Decoder,
+        *,
+        takes_orders: bool,
+        memories: Memories | None,
     ) -> None:
         self.path = path
+        self.memories = memories
+        self._opening: set[int] = set()
+        """Tags of OPENs without an answer, or with NEED."""
         self.lock = threading.RLock()
         self.broken: FFServeError | None = None
         self.leased: set[int] = set()
@@ -144,7 +153,7 @@ class Channel:
         """A request waits to be sent."""
         self.report_due = False
         """A report that does not wait for the next request: `queue_reports` queues it."""
-        self.receive_size = INLINE_RECEIVE_SIZE if inline else RECEIVE_SIZE
+        self.receive_size = INLINE_RECEIVE_SIZE if memories is None else RECEIVE_SIZE
         self._takes_orders = takes_orders
         self._decoder = decoder
         self._next_tag = 1
@@ -182,7 +191,11 @@ class Channel:
             "verify": request.verify,
             "tolerant": request.tolerant,
         }
-        return self._request(protocol.Open(self._tag(), what, identities))
+        message = protocol.Open(self._tag(), what, identities)
+        with self.lock:
+            tag = self._request(message)
+            self._opening.add(tag)
+            return tag
 
     def pass_files(self, tag: int, files: OpenFiles) -> None:
         """Queue a FILES, the answer to a NEED."""
@@ -432,6 +445,11 @@ class Channel:
             if self._sink is not None:
                 self._sink.filled(size)
 
+    @property
+    def memory_due(self) -> bool:
+        """Whether descriptors for `memories` may come with the next bytes."""
+        return bool(self._opening) and self.memories is not None
+
     def feed(self, chunk: bytes) -> list[int]:
         """Take received bytes; return the tags that were answered.
 
@@ -477,6 +495,8 @@ class Channel:
                 raise protocol.error_from_wire(wire)
         self._sinks.pop(tag, None)
         self.unanswered.discard(tag)
+        if tag in self._opening:
+            self._take_memory(message)
         waiting = self._waiting.get(tag)
         if waiting is None:
             return
@@ -493,6 +513,14 @@ class Channel:
             return
         waiting.answer = message
         answered.append(tag)
+
+    def _take_memory(self, message: Message) -> None:
+        """An answer to an OPEN has come; the last one brings memory."""
+        if isinstance(message, protocol.Need):
+            return
+        self._opening.discard(message.tag)  # type: ignore[union-attr]
+        if isinstance(message, protocol.Opened) and message.domains and self.memories is not None:
+            self.memories.assign(protocol.unpack_tags(message.domains))
 
     def _check_patience(self) -> None:
         since = self.owes_since

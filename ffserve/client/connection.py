@@ -31,6 +31,7 @@ from ffserve import protocol
 from ffserve.client import handshake
 from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s, SilentError
 from ffserve.client.descriptors import OpenFiles, identities, send
+from ffserve.client.memory import receive
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
 
@@ -256,7 +257,7 @@ class Connection:
             size = self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             channel.payload_filled(size)
         else:
-            chunk = self._socket.recv(channel.receive_size)
+            chunk = receive(self._socket, channel)
             size = len(chunk)
             if channel.feed(chunk) != [tag]:
                 with self._state:

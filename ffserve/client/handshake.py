@@ -1,8 +1,6 @@
-"""Handshake: connects to the daemon, exchanges HELLO and WELCOME, and maps the daemon's memory.
+"""Handshake: connects to the daemon, exchanges HELLO and WELCOME.
 
-Three descriptors come with WELCOME: arena, directory, index. They are mapped read-only. Where they
-do not reach this process (another container, a limit on descriptors or on the address space)
-samples come through the socket instead.
+Where the daemon's memory cannot be mapped (`memory.check_page`), samples come through the socket.
 """
 
 from __future__ import annotations
@@ -15,13 +13,10 @@ import time
 import weakref
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ffserve import protocol
-from ffserve.cache.shm import is_sealed, map_read_only
 from ffserve.client.channel import RECEIVE_SIZE, Channel
-from ffserve.errors import FFServeError, ProtocolError, ReadError, ServerUnavailable
+from ffserve.client.memory import Memories, check_page
+from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.socket_path import MAX_SOCKET_PATH
 
@@ -33,19 +28,19 @@ class _NoMemory(ServerUnavailable):
 
 
 class Handshake:
-    """A socket after the handshake, and the memory that the daemon shares over it.
+    """A socket after the handshake.
 
     Args: path: of the socket. job: name of the training run. payload: the ways in which samples
         may come, as in HELLO.
 
-    arena: the mapping, unless `inline`. arena_size: bytes, as large as the arena may become.
-    inline: samples come through the socket, and nothing is mapped. channel: of the connection.
+    arena_size: bytes, as large as the arena may become. inline: samples come through the socket,
+    and nothing is mapped. memories: what the daemon shares over the connection. channel: of the
+    connection.
     """
-
-    arena: NDArray[np.uint8]
 
     def __init__(self, path: str, job: str, payload: list[str]) -> None:
         self.path = path
+        self.memories: Memories | None = None
         self._fds: list[int] = []
         weakref.finalize(self, _close_all, self._fds).atexit = False
         self.socket = _connect(path)
@@ -58,7 +53,7 @@ class Handshake:
             self.socket.close()
             raise
         takes_orders = about.get("orders") is True
-        self.channel = Channel(path, decoder, takes_orders=takes_orders, inline=self.inline)
+        self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self.memories)
 
     def _exchange(self, decoder: protocol.Decoder, job: str, payload: list[str]) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""
@@ -120,47 +115,22 @@ class Handshake:
                 f"invalid WELCOME: arena_size {arena_size}, capacity {capacity}", path=self.path
             )
         self.arena_size = arena_size
-        self._capacity = capacity
         self.inline = about.get("payload", "shared") == "inline"
         if self.inline:
             return
+        self.memories = Memories(self.path, arena_size, capacity)
         if "shared" not in payload:
             raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
-        if len(self._fds) != 3:
-            raise _NoMemory(
-                f"{len(self._fds)} descriptors came with WELCOME, not 3", path=self.path
-            )
-        if not all(map(is_sealed, self._fds)):
-            raise ProtocolError("the daemon's memory is not sealed", path=self.path)
-        try:
-            self.arena = map_read_only(self._fds[0], 0, self.arena_size)
-        except ReadError as error:
-            raise _NoMemory(error.message, path=self.path) from error
-
-    def entries(self, base: int, count: int) -> NDArray[np.uint8]:
-        """Map the directory's entries of samples [base, base + count), read-only."""
-        self._check_run(base, count)
-        return map_read_only(self._fds[1], base * 16, count * 16)
-
-    def index(self, base: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Return copies of the payload offsets and the checksums of a run of samples."""
-        self._check_run(base, count)
-        if count == 0:
-            return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
-        offsets = map_read_only(self._fds[2], base * 8, count * 8).view(np.uint64)
-        start = self._capacity * 8 + base * 4
-        return offsets.copy(), map_read_only(self._fds[2], start, count * 4).view(np.uint32).copy()
-
-    def _check_run(self, base: int, count: int) -> None:
-        if base < 0 or count < 0 or base + count > self._capacity:
-            raise ProtocolError(
-                f"invalid OPENED: samples {base} to {base + count} of {self._capacity}",
-                path=self.path,
-            )
+        reason = check_page(self.path, self._fds, about.get("epoch"), arena_size)
+        _close_all(self._fds)
+        if reason is not None:
+            raise _NoMemory(f"cannot map the daemon's memory: {reason}", path=self.path)
 
     def drop_fds(self) -> None:
         """Close the descriptors of the shared memory; mappings stay."""
         _close_all(self._fds)
+        if self.memories is not None:
+            self.memories.close()
 
 
 def _close_all(fds: list[int]) -> None:

@@ -24,6 +24,7 @@ from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s
 from ffserve.client.descriptors import OpenFiles, identities, send
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
+from ffserve.client.memory import receive
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import EngineBatch, local_engine
@@ -220,7 +221,7 @@ class LoopConnection:
                 size = self._socket.recvmsg_into(buffers)[0]
                 channel.payload_filled(size)
             else:
-                chunk = self._socket.recv(channel.receive_size)
+                chunk = receive(self._socket, channel)
                 size = len(chunk)
                 answered = channel.feed(chunk)
             if not size:

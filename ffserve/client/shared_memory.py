@@ -23,6 +23,7 @@ from ffserve import protocol
 from ffserve.client.channel import ChannelRequest, Steps
 from ffserve.client.connection import Connection
 from ffserve.client.handshake import Driver
+from ffserve.client.memory import address, span
 from ffserve.client.source import (
     Batch,
     Bytes,
@@ -85,6 +86,7 @@ class DaemonSource:
             raise ProtocolError("invalid OPENED: another number of shards than asked for")
         table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
         self._bases = table["base"].astype(np.int64)
+        self._domains: list[int] = table["domain"].tolist()
         self.layout = Layout(table["count"].astype(np.int64), self._bases)
         self.count = self.layout.count
         self.shards = [
@@ -223,15 +225,21 @@ class SharedMemorySource(DaemonSource):
 
     def __init__(self, connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
         super().__init__(connection, opened, paths)
+        memories = connection.channel.memories
+        assert memories is not None
+        self._memories = [memories.of(domain) for domain in self._domains]
         segments = []
         self._mappings = []
-        self._arena = arena = connection.handshake.arena
-        place = arena.__array_interface__["data"][0]
-        for first, base, count in self.layout.runs():
-            mapping = connection.handshake.entries(base, count)
-            self._mappings.append(mapping)
-            segments.append((mapping.__array_interface__["data"][0], first, count, place))
-        self.view = View(arena.nbytes, segments)
+        arenas = {}
+        for first, base, count in self.layout.runs(self._domains):
+            memory = self._memories[int(self.layout.shards(np.array([first]))[0])]
+            entries = memory.entries(base, count)
+            self._mappings.append(entries)
+            arena = address(memory.arena)
+            arenas[arena] = memory.arena
+            segments.append((address(entries), first, count, arena))
+        self.view = View(memories.arena_size, segments)
+        self._arena = span(list(arenas.values()))
 
     # ---- lengths --------------------------------------------------------------------------
 
@@ -350,7 +358,7 @@ class SharedMemorySource(DaemonSource):
         """Return copies of a shard's payload offsets, lengths and checksums."""
         count = int(self.layout.counts[shard])
         first = int(self.layout.firsts[shard])
-        offsets, checksums = self.connection.handshake.index(int(self._bases[shard]), count)
+        offsets, checksums = self._memories[shard].index(int(self._bases[shard]), count)
         edges, missing, unknown = self.view.locate(np.arange(first, first + count, dtype=np.int64))
         lengths = np.diff(edges).astype(np.uint64)
         if unknown:

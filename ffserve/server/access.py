@@ -12,6 +12,8 @@ runs in the thread of the event loop.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import functools
 import itertools
@@ -20,16 +22,17 @@ import select
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ffserve.config import USER_FILE_SYSTEMS
+from ffserve.config import USER_FILE_SYSTEMS, CommonName
 from ffserve.engine.io import file_system_type
 from ffserve.errors import AccessDenied
 from ffserve.files import wrap_os_error
 
 _SO_PEERPIDFD = 77
+_PATH_MAX = 4096
 _UCRED = struct.Struct("=iII")
 
 FILE_SYSTEMS = {
@@ -161,15 +164,24 @@ def _has_ended(connection: socket.socket) -> bool:
         os.close(pidfd)
 
 
+DomainOf: TypeAlias = Callable[[str, os.stat_result], "Owner | None"]
+"""Returns the owner of the domain of a file, by a client's name for it and its state; None: the
+common domain."""
+
+
 class Rules:
     """What the administrator allows.
 
     Args:
         roots: directories; the files below them are served.
         file_systems: f_types of file systems that are served as well.
+        common: which files are common; see `config.CommonName`.
     """
 
-    def __init__(self, roots: Sequence[str], file_systems: Sequence[int]) -> None:
+    def __init__(
+        self, roots: Sequence[str], file_systems: Sequence[int], common: CommonName
+    ) -> None:
+        self._common = common
         self.roots = tuple(os.path.realpath(root) for root in roots)
         self._served = {*FILE_SYSTEMS.values(), *file_systems}
 
@@ -197,6 +209,26 @@ class Rules:
             self._check_roots(os.readlink(f"/proc/self/fd/{fd}"), asked)
         return status
 
+    @contextlib.contextmanager
+    def domains(self, peer: Peer) -> Iterator[DomainOf]:
+        """Return a function that tells to which domain the files of a peer belong. It looks files
+        up by the names that the peer gives them, and opens none that is not theirs."""
+        with contextlib.ExitStack() as held:
+            if self._common == "user":
+                is_common = _own_user_may_read
+            elif peer.is_self and peer.uid != 0:
+                is_common = _never
+            else:
+                is_common = held.enter_context(_Directories()).everybody_may_read
+            # The kernel accepts no longer path, and to resolve it would take very long.
+            yield (
+                lambda path, status: (
+                    None
+                    if len(os.fsencode(path)) < _PATH_MAX and is_common(path, status)
+                    else peer.owner
+                )
+            )
+
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
         """Refuse a file system that is not served, unless it is an overlay among the daemon's own
         mounts, where only an administrator mounts one."""
@@ -218,6 +250,102 @@ class Rules:
                 path=asked,
                 hint=f"its roots are {' '.join(self.roots)}; add one with --root",
             )
+
+
+def may_read_everything() -> bool:
+    """Whether permission bits do not bind this process (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        effective = next(line for line in file if line.startswith("CapEff:"))
+    return bool(int(effective.split()[1], 16) & 0b110)
+
+
+def _never(path: str, status: os.stat_result) -> bool:
+    return False
+
+
+def _same_file(fd: int, status: os.stat_result) -> bool:
+    found = os.fstat(fd)
+    return (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino)
+
+
+def _own_user_may_read(path: str, status: os.stat_result) -> bool:
+    """Whether the daemon's own user can open this file by this name."""
+    with contextlib.suppress(OSError, ValueError):
+        # Before the file is opened: to open a pipe or a device may do something.
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if _same_file(fd, status):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                os.close(os.open(f"/proc/self/fd/{fd}", flags))
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
+class _Directories:
+    """Which files everybody may read, by the permissions of file and directories.
+
+    Names are followed from directory to directory by descriptors, so that nobody can exchange what
+    was checked. The last directory is kept: files that are opened together mostly lie together.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[str, int | None] = "", None
+
+    def __enter__(self) -> _Directories:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._last[1] is not None:
+            os.close(self._last[1])
+
+    def everybody_may_read(self, path: str, status: os.stat_result) -> bool:
+        """Whether this is the file of this name, and all users may read it by that."""
+        with contextlib.suppress(OSError, ValueError):
+            directory, name = os.path.split(os.path.realpath(path))
+            if directory != self._last[0]:
+                fd, self._last = self._last[1], (directory, None)
+                if fd is not None:
+                    os.close(fd)
+                self._last = directory, _open_public(directory)
+            if self._last[1] is not None:
+                fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._last[1])
+                try:
+                    return _same_file(fd, status) and _permits(fd, 0o444)
+                finally:
+                    os.close(fd)
+        return False
+
+
+def _open_public(directory: str) -> int | None:
+    """Open a directory that everybody may search, as all above it; None: it is not."""
+    fd = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    for name in directory.split("/"):
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        inner = -1
+        try:
+            if not _permits(fd, 0o111):
+                return None
+            inner = os.open(name or ".", flags, dir_fd=fd)
+        finally:
+            os.close(fd)
+            fd = inner
+    if _permits(fd, 0o111):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _permits(fd: int, bits: int) -> bool:
+    """Whether an open file has these permission bits, and no ACL besides."""
+    if os.fstat(fd).st_mode & bits != bits:
+        return False
+    try:
+        os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.EOPNOTSUPP)
+    return False
 
 
 def _own_devices() -> set[int]:

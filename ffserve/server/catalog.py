@@ -34,14 +34,16 @@ from ffserve.errors import FFServeError, ReadError
 from ffserve.files import wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import Owner, Peer, Rules
+from ffserve.server.access import DomainOf, Owner, Peer, Rules
+from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.shardfile import FileState, open_shard, scanned_as
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
 """Device, inode, size, mtime, ctime."""
-Key: TypeAlias = tuple[Identity, str | None, bool, bool, int]
-"""Identity, format, verify, tolerant; and -1, or the base of a shard that is stale."""
+Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
+"""Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
+is stale."""
 Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
 """How clients ask for a shard: identity, format (or nil), the format that its suffix denotes if it
 names none, verify, tolerant."""
@@ -75,6 +77,7 @@ class OpenShard:
     device: int
     opened: FileState
     scanned: str | None
+    domain: Domain
     chunked: ChunkedShard | None = None
     sessions: int = 0
     holders: Counter[Owner] = field(default_factory=Counter)
@@ -132,7 +135,9 @@ class Catalog:
         engines: Engines,
         rules: Rules,
         max_chunk_size: int,
+        domains: Domains,
     ) -> None:
+        self._domains = domains
         self._directory = directory
         self._table = table
         self._cache = cache
@@ -140,7 +145,8 @@ class Catalog:
         self._max_chunk_size = max_chunk_size
         self._rules = rules
         self._open: dict[Key, asyncio.Future[OpenShard]] = {}
-        self._aliases: dict[Alias, OpenShard] = {}
+        self._aliases: dict[tuple[Alias, Owner | None], OpenShard] = {}
+        """By alias and domain."""
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
@@ -187,7 +193,8 @@ class Catalog:
         """Hold the shards that this peer's owner has proven; return the positions of the others."""
         owner, left = peer.owner, []
         for position in positions:
-            shard = self._aliases.get(request.alias(position, request.identities[position]))
+            alias = request.alias(position, request.identities[position])
+            shard = self._aliases.get((alias, None)) or self._aliases.get((alias, owner))
             if shard is None or owner not in shard.proven:
                 left.append(position)
             else:
@@ -232,7 +239,10 @@ class Catalog:
         """Hold the shards of passed descriptors, and close the descriptors."""
         fds = [fd for one in passed for fd in (one.fd, one.index) if fd is not None]
         try:
-            keys = await in_thread(lambda: [self._identify(request, one, peer) for one in passed])
+            keys = await in_thread(lambda: self._identify(request, passed, peer))
+            for owner in {key[4] for key in keys}:
+                while self._domains.is_full(owner) and await self._drop_idle():
+                    pass
             left = list(zip(keys, passed, strict=True))
             while left:
                 mine: dict[Key, asyncio.Future[OpenShard]] = {}
@@ -268,7 +278,7 @@ class Catalog:
     def _proven(self, shard: OpenShard, alias: Alias, owner: Owner) -> None:
         shard.proven.add(owner)
         shard.aliases.add(alias)
-        self._aliases[alias] = shard
+        self._aliases[alias, shard.key[4]] = shard
 
     async def _open_new(
         self,
@@ -276,18 +286,26 @@ class Catalog:
         files: dict[Key, PassedFile],
         mine: dict[Key, asyncio.Future[OpenShard]],
     ) -> None:
+        domains: dict[Key, Domain] = {}
         try:
-            outcome = await in_thread(lambda: self._parse_all(request, files))
+            with self._reserving:
+                for key in files:
+                    domains[key] = domain = self._domains.obtain(key[4])
+                    domain.shards += 1
+            outcome = await in_thread(lambda: self._parse_all(request, files, domains))
             for key, shard in outcome:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
                     self._add(shard)
                     future.set_result(shard)
+                    del domains[key]
                 else:
                     del self._open[key]
                     future.set_exception(shard)
                     future.exception()
         finally:
+            for domain in domains.values():
+                domain.shards -= 1
             for key, future in mine.items():
                 if not future.done():
                     del self._open[key]
@@ -310,12 +328,17 @@ class Catalog:
             checksum_kind=shard.checksum_kind,
             file=file,
             engine=engine,
+            domain=shard.domain.number,
             chunked=shard.chunked,
         )
 
     # ---- in a thread ------------------------------------------------------------------------
 
-    def _identify(self, request: Request, passed: PassedFile, peer: Peer) -> Key:
+    def _identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> list[Key]:
+        with self._rules.domains(peer) as domain_of:
+            return [self._key(request, one, peer, domain_of) for one in passed]
+
+    def _key(self, request: Request, passed: PassedFile, peer: Peer, domain_of: DomainOf) -> Key:
         path = request.paths[passed.position]
         status = self._rules.check(passed.fd, path, peer)
         if passed.index is not None:
@@ -323,10 +346,11 @@ class Catalog:
         # The tables are read through the page cache.
         set_direct(passed.fd, direct=False)
         name = request.format or _format_of(passed.fd, path, status.st_size)
-        return _identity(status), name, request.verify, request.tolerant, -1
+        owner = domain_of(path, status)
+        return _identity(status), name, request.verify, request.tolerant, owner, -1
 
     def _parse_all(
-        self, request: Request, files: dict[Key, PassedFile]
+        self, request: Request, files: dict[Key, PassedFile], domains: dict[Key, Domain]
     ) -> list[tuple[Key, OpenShard | Exception]]:
         outcome: list[tuple[Key, OpenShard | Exception]] = []
         failed = False
@@ -336,14 +360,14 @@ class Catalog:
                 outcome.append((key, ReadError("another shard of the data set failed", path=path)))
                 continue
             try:
-                outcome.append((key, self._parse(key, path, passed)))
+                outcome.append((key, self._parse(key, path, passed, domains[key])))
             except Exception as error:
                 failed = True
                 outcome.insert(0, (key, error))
         return outcome
 
-    def _parse(self, key: Key, path: str, passed: PassedFile) -> OpenShard:
-        identity, name, verify, tolerant, _ = key
+    def _parse(self, key: Key, path: str, passed: PassedFile, domain: Domain) -> OpenShard:
+        identity, name, verify, tolerant, *_ = key
         plain, size = passed.fd, identity[2]
         # ctime is left out: some file systems report another one each time.
         if _identity(os.fstat(plain))[:4] != identity[:4]:
@@ -362,7 +386,7 @@ class Catalog:
         if chunked is not None:
             chunked.limit(self._max_chunk_size)
         with self._reserving:
-            base = self._directory.reserve(parsed.count)
+            base = self._directory.reserve(parsed.count, domain.number)
         end = base + parsed.count
         try:
             lengths = np.empty(parsed.count, np.uint64)
@@ -375,7 +399,7 @@ class Catalog:
             fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
         except BaseException:
             with self._reserving:
-                self._directory.release(base, parsed.count)
+                self._directory.release(base, parsed.count, domain.number)
             raise
         payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
         return OpenShard(
@@ -390,6 +414,7 @@ class Catalog:
             fingerprint=parsed.fingerprint,
             alignment=alignment,
             payload_size=payload_size,
+            domain=domain,
             chunked=chunked,
             device=identity[0],
             opened=opened,
@@ -444,14 +469,14 @@ class Catalog:
             shard.stale = True
             self._drop_aliases(shard)
             future = self._open.pop(shard.key)
-            shard.key = (*shard.key[:4], shard.base)
+            shard.key = (*shard.key[:5], shard.base)
             self._open[shard.key] = future
         return found
 
     def _drop_aliases(self, shard: OpenShard) -> None:
         for alias in shard.aliases:
-            if self._aliases.get(alias) is shard:
-                del self._aliases[alias]
+            if self._aliases.get((alias, shard.key[4])) is shard:
+                del self._aliases[alias, shard.key[4]]
         shard.aliases.clear()
 
     async def _drop_idle(self) -> bool:
@@ -471,6 +496,7 @@ class Catalog:
             else:
                 if shard.count == 0 or self._cache.drop(shard.base):
                     self._forget(shard)
+                    await self._dissolve(shard.domain)
                     return True
         return False
 
@@ -482,8 +508,17 @@ class Catalog:
             self._engines.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
             self._table.remove(shard.base)
             with self._reserving:
-                self._directory.release(shard.base, shard.count)
+                self._directory.release(shard.base, shard.count, shard.domain.number)
+        shard.domain.shards -= 1
         os.close(shard.fd)
+
+    async def _dissolve(self, domain: Domain) -> None:
+        """Free a domain if it has no shards any more, a few slabs at a time."""
+        left = True
+        while left:
+            with self._reserving:
+                left = self._domains.dissolve(domain)
+            await asyncio.sleep(0)
 
     def shards(self) -> list[OpenShard]:
         """Return every shard that is open, idle ones included."""

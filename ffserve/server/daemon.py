@@ -23,6 +23,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.errors import ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
+from ffserve.server.access import may_read_everything
 from ffserve.server.server import Server
 from ffserve.server.state import ServerState
 from ffserve.socket_path import prepare_socket_directory
@@ -73,6 +74,12 @@ def _check_machine(config: ServerConfig) -> None:
             f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
             "each file that it serves",
             hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
+        )
+    if config.common == "user" and may_read_everything():
+        raise UsageError(
+            "common = 'user' shares what the daemon's own user may read, and this user may read "
+            "every file",
+            hint="run the daemon as an ordinary user, or set common = 'world'",
         )
     memory = usable_memory()
     if config.arena_size > memory - OWN_SIZE:

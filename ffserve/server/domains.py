@@ -17,18 +17,17 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ffserve.cache.cache import Cache
 from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
-
-Owner: TypeAlias = tuple[int, int]
-"""User and namespace."""
+from ffserve.server.access import Owner
 
 MOST_DOMAINS = 256
 """Each has three descriptors."""
+SLABS_AT_ONCE = 4
+"""Slabs given back in one step, at 0.3 ms each."""
 MOST_OF_ONE_USER = 64
 """A user can have as many namespaces as he likes."""
 
@@ -144,16 +143,19 @@ class Domains:
         return self._move(slab * size, size, before.arena, after.arena)
 
     def dissolve(self, domain: Domain) -> bool:
-        """Free a domain without shards; return whether it is gone. The first one stays."""
-        number = domain.number
-        if number == 0 or domain.shards or not self._arena.is_empty(number):
+        """Take a step to free a domain without shards; return whether another step is needed. The
+        first domain stays."""
+        number, arena = domain.number, self._arena
+        if number == 0 or domain.shards or self._by_number.get(number) is not domain:
             return False
+        if not arena.is_empty(number) or not arena.give_back(number, SLABS_AT_ONCE):
+            return False
+        if (arena.slab_domain == number).any():
+            return True
         try:
-            if not self._arena.give_back(number):
-                return False
             self._directory.drop_domain(number)
         except OSError:
-            return False  # no mappings are left: later
+            return False  # no mappings are left: the next time
         for file in domain.files:
             # Clients that still map it keep no memory by that.
             with contextlib.suppress(OSError):
@@ -161,4 +163,4 @@ class Domains:
             file.close()
         del self._by_owner[domain.owner], self._by_number[number]
         self._unused_numbers.append(number)
-        return True
+        return False

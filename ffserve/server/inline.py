@@ -10,16 +10,22 @@ run is copied first (RUN_SIZE bytes at most), and the client asks again for the 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.cache import Int64s
+from ffserve.cache.shm import MemoryFile
 from ffserve.engine.io import PayloadRun
+
+log = logging.getLogger("ffserve")
 
 RUN_SIZE = 4 * 1024 * 1024
 """Bytes in one run: twice the socket's buffer, so that few calls end early."""
@@ -101,6 +107,43 @@ class InlineReply:
         return PayloadRun(head, self._arena, starts, lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryMessage:
+    """A message with whose first byte the client gets read-only descriptors of these files."""
+
+    message: protocol.Welcome | protocol.Opened
+    files: list[MemoryFile]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFrame:
+    """The same, encoded."""
+
+    frame: bytes
+    files: list[MemoryFile]
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def send(self, sock: socket.socket) -> int:
+        """Send the descriptors and as many bytes as the socket takes; return how many.
+
+        Raises: BlockingIOError when the socket takes nothing; OSError.
+        """
+        fds: list[int] = []
+        try:
+            fds.extend(file.reader_fd() for file in self.files)
+            return socket.send_fds(sock, [self.frame], fds)
+        except (BlockingIOError, InterruptedError, BrokenPipeError, ConnectionResetError):
+            raise
+        except OSError as error:
+            log.warning("cannot send the shared memory to a client: %s", error)
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
 class Outbox:
     """Frames and inline replies in the order in which they leave through a socket.
 
@@ -109,8 +152,8 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._queue: deque[bytes | InlineReply] = deque()
-        self._run: PayloadRun | bytes | memoryview | None = None
+        self._queue: deque[bytes | MemoryFrame | InlineReply] = deque()
+        self._run: PayloadRun | bytes | MemoryFrame | memoryview | None = None
         """What is sent now; a memoryview: the rest of it."""
         self._reply: InlineReply | None = None
         """The reply that the current run belongs to."""
@@ -120,10 +163,10 @@ class Outbox:
     def __bool__(self) -> bool:
         return self._run is not None or bool(self._queue)
 
-    def put(self, item: bytes | InlineReply) -> None:
+    def put(self, item: bytes | MemoryFrame | InlineReply) -> None:
         """Append a frame or a reply."""
         self._queue.append(item)
-        if isinstance(item, bytes):
+        if not isinstance(item, InlineReply):
             self.frames_size += len(item)
         self._wake()
 
@@ -140,14 +183,16 @@ class Outbox:
         if isinstance(run, PayloadRun):
             if run.send(sock.fileno()):
                 self._run = None
+        elif isinstance(run, MemoryFrame):
+            self._run = memoryview(run.frame)[run.send(sock) :] or None
         else:
             sent = sock.send(run)
             self._run = None if sent == len(run) else memoryview(run)[sent:]
         return True
 
-    def _next_run(self) -> PayloadRun | bytes:
+    def _next_run(self) -> PayloadRun | bytes | MemoryFrame:
         item = self._queue[0]
-        if isinstance(item, bytes):
+        if not isinstance(item, InlineReply):
             self._reply = None
             self.frames_size -= len(item)
             self._queue.popleft()

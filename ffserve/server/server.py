@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
 import weakref
@@ -24,7 +23,7 @@ from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Owner, Peer
 from ffserve.server.catalog import PassedFile, Request, close_fds, run_in_thread
-from ffserve.server.inline import Outbox, widen_send_buffer
+from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
 from ffserve.server.session import NEW, OVER, Session
 from ffserve.server.state import ServerState
 
@@ -180,16 +179,17 @@ class ClientConnection:
     def _direct_reply(self, ready: protocol.Ready) -> DirectReply:
         return DirectReply(self._reply_socket, protocol.encode(ready))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message | MemoryMessage) -> None:
         if self._closed:
             return
-        frame = protocol.encode(message)
+        frame: bytes | MemoryFrame
+        if isinstance(message, MemoryMessage):
+            frame = MemoryFrame(protocol.encode(message.message), message.files)
+        else:
+            frame = protocol.encode(message)
         if isinstance(message, protocol.Welcome):
-            if not self.session.inline:
-                self._send_with_memory(frame)
-                return
             widen_send_buffer(self._sock)
-        if len(frame) > ATOMIC_SEND_SIZE:
+        if len(frame) > ATOMIC_SEND_SIZE or isinstance(frame, MemoryFrame):
             self._reply_socket.block(True)
         self._outbox.put(frame)
         if self._outbox.frames_size > MOST_UNSENT:
@@ -224,26 +224,6 @@ class ClientConnection:
                 self._loop.remove_writer(self._fd)
         if self.session.sending_count < sending:
             self._loop.call_soon(self._server.pump)
-
-    def _send_with_memory(self, frame: bytes) -> None:
-        state = self._server.state
-        memories = (state.memory, state.directory.entries_memory, state.directory.index_memory)
-        fds: list[int] = []
-        try:
-            fds.extend(memory.file.reader_fd() for memory in memories)
-            sent = socket.send_fds(self._sock, [frame], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            # The client has gone away in the meantime.
-            self._loop.call_soon(self.close)
-            return
-        except OSError as error:
-            log.warning("cannot send the shared memory to a client: %s", error)
-            self._loop.call_soon(self.close)
-            return
-        finally:
-            for fd in fds:
-                os.close(fd)
-        assert sent == len(frame), "the first frame of a connection fits into its buffer"
 
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""

@@ -40,7 +40,7 @@ from ffserve.errors import (
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.catalog import OpenShard, PassedFile, Request
-from ffserve.server.inline import InlineReply, Outbox
+from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
@@ -196,7 +196,7 @@ class Session:
         self,
         state: ServerState,
         peer: Peer,
-        send: Callable[[Message], None],
+        send: Callable[[Message | MemoryMessage], None],
         opener: Callable[[int, Request], None],
         outbox: Outbox | None = None,
         direct_reply: Callable[[protocol.Ready], Reply] | None = None,
@@ -218,6 +218,8 @@ class Session:
         self._owner = Owner(self._finished)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
+        self._mapped: set[int] = set()
+        """Domains whose memory the client has got."""
         self._next_dataset = 1
         self._opening = 0
         self._needed: _Needed | None = None
@@ -309,7 +311,11 @@ class Session:
         self.job = Job(name, now, now)
         self._owner.job = name
         self.phase = READY
-        self._send(protocol.Welcome({**self._state.about(), "payload": chosen}))
+        welcome = protocol.Welcome({**self._state.about(), "payload": chosen})
+        if self.inline:
+            self._send(welcome)
+        else:
+            self._send(MemoryMessage(welcome, [self._state.page.file]))
 
     def _resize(self, message: protocol.Resize) -> None:
         try:
@@ -456,7 +462,21 @@ class Session:
         table["fingerprint"] = [shard.fingerprint for shard in shards]
         table["checksum_kind"] = [shard.checksum_kind for shard in shards]
         formats = [shard.format for shard in shards]
-        self._send(protocol.Opened(tag, number, table.tobytes(), formats))
+        table["domain"] = [shard.domain.serial for shard in shards]
+        self._send_opened(protocol.Opened(tag, number, table.tobytes(), formats), shards)
+
+    def _send_opened(self, message: protocol.Opened, shards: list[OpenShard]) -> None:
+        """Send OPENED, with the memory of the domains that the client does not have yet."""
+        fresh = {shard.domain.serial: shard.domain for shard in shards}
+        for serial in self._mapped:
+            fresh.pop(serial, None)
+        if self.inline or not fresh:
+            self._send(message)
+            return
+        self._mapped.update(fresh)
+        message.domains = protocol.pack_tags(list(fresh))
+        files = [file for domain in fresh.values() for file in domain.files]
+        self._send(MemoryMessage(message, files))
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""

@@ -7,6 +7,7 @@ scheduler ─ turns ─▶ cache ─ loads ─▶ engines ─ batches ─▶ I/O
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import time
@@ -69,6 +70,8 @@ class ServerState:
         self.payload: str = config.payload
         self.started, self.began = time.time(), time.monotonic()
         self.epoch = secrets.randbits(63)
+        self.page = SharedMemory("ffserve-page", mmap.PAGESIZE)
+        self.page.array[:8] = np.array([self.epoch], "<u8").view(np.uint8)
         self.arena, self.memory = _memory(config)
         self.directory = Directory()
         self.table = ShardTable(self.directory)
@@ -82,6 +85,8 @@ class ServerState:
             self.directory,
             self.table,
         )
+        self.pages = Pages(self.memory, self.engines, self.arena.size)
+        self.domains = Domains(self.cache, self.memory, self.directory, self.pages.move)
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
         self.engines.loaded = self.scheduler.loaded
         self.catalog = Catalog(
@@ -89,11 +94,10 @@ class ServerState:
             self.table,
             self.cache,
             self.engines,
-            Rules(config.roots, config.file_systems),
+            Rules(config.roots, config.file_systems, config.common),
             config.max_chunk_size_bytes,
+            self.domains,
         )
-        self.pages = Pages(self.memory, self.engines, self.arena.size)
-        self.domains = Domains(self.cache, self.memory, self.directory, self.pages.move)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
 

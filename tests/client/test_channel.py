@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ffserve import protocol
 from ffserve.client.channel import ORDER_PIECE, Channel
 from ffserve.client.failover import OpenRequest
+from ffserve.client.memory import Memories
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
@@ -24,7 +25,8 @@ OPEN = OpenRequest(("/a",), None, "require", True, False)
 def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
     """A channel over which data sets 1, 2 and 3 are open."""
     decoder = protocol.Decoder(protocol.FROM_SERVER)
-    client = Channel("socket", decoder, takes_orders=takes_orders, inline=inline)
+    memories = None if inline else Memories("socket", 1 << 20, 1 << 12)
+    client = Channel("socket", decoder, takes_orders=takes_orders, memories=memories)
     for dataset in (1, 2, 3):
         tag = client.open(OPEN, b"")
         sent(client)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import gc
+import mmap
 import os
 import random
 import socket
@@ -463,7 +465,11 @@ class Hostile:
             "capacity": CAPACITY,
             "max_get": 65_536,
         }
+        self.page = memory(mmap.PAGESIZE)
+        os.pwrite(self.page, struct.pack("<Q", 1), 0)
+        self.page_fds = [self.page]
         self.fds = [self.arena, self.directory, self.index]
+        self.domains = [0]
         self.count = 3
         self.base = 0
         self.fingerprint = 0
@@ -497,23 +503,21 @@ class Hostile:
                             self.on_get(sock, message)
 
     def welcome(self, sock: socket.socket, message: protocol.Message) -> None:
-        """Send WELCOME with `about` and `fds`."""
-        socket.send_fds(sock, [protocol.encode(protocol.Welcome(self.about))], self.fds)
+        """Send WELCOME with `about` and `page_fds`."""
+        socket.send_fds(sock, [protocol.encode(protocol.Welcome(self.about))], self.page_fds)
 
     def opened(self, sock: socket.socket, message: protocol.Message) -> None:
-        """Send OPENED with `base` and `count`."""
+        """Send OPENED with `base`, `count`, `domains` and `fds`."""
         assert isinstance(message, protocol.Open)
         table = np.zeros(1, protocol.SHARD_DTYPE)
         table["base"], table["count"], table["size"] = self.base, self.count, 1000
         table["fingerprint"] = self.fingerprint
-        sock.sendall(
-            protocol.encode(protocol.Opened(message.tag, 1, table.tobytes(), ["ffrecord"]))
-        )
+        packed = protocol.pack_tags(self.domains)
+        answer = protocol.Opened(message.tag, 1, table.tobytes(), ["ffrecord"], packed)
+        socket.send_fds(sock, [protocol.encode(answer)], self.fds)
 
     def entries(self) -> Any:
         """Return the directory, writable."""
-        import mmap
-
         return np.frombuffer(mmap.mmap(self.directory, CAPACITY * 16), ENTRY_DTYPE)
 
     def close(self) -> None:
@@ -522,7 +526,7 @@ class Hostile:
         for sock in self._socks:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for fd in (self.arena, self.directory, self.index):
+        for fd in (self.page, self.arena, self.directory, self.index):
             os.close(fd)
 
 
@@ -606,18 +610,33 @@ def test_a_welcome_with_false_sizes_is_refused(
         ffserve.open(path, server=hostile.socket)
 
 
-def test_a_welcome_with_wrong_descriptors_is_refused(hostile: Hostile, path: str) -> None:
-    right = list(hostile.fds)
+def test_wrong_descriptors_are_refused(hostile: Hostile, path: str) -> None:
+    page, right = list(hostile.page_fds), list(hostile.fds)
     reading, writing = os.pipe()
     unsealed, small = memory(ARENA_SIZE, sealed=False), memory(4096)
-    wrong = [right[:2], [], [reading] * 3, [unsealed, *right[1:]], [small, *right[1:]]]
+    wrong: list[tuple[list[int], list[int], list[int]]] = [
+        ([], right, [0]),
+        ([reading], right, [0]),
+        ([unsealed], right, [0]),
+        ([small], right, [0]),  # the page of another epoch
+        ([*page, *page], right, [0]),
+        (page, right[:2], [0]),
+        (page, [], [0]),
+        (page, right, [0, 1]),
+        (page, right * 2, [0, 0]),
+        (page, right, [1]),
+        (page, right, []),
+        (page, [reading] * 3, [0]),
+        (page, [unsealed, *right[1:]], [0]),
+        (page, [small, *right[1:]], [0]),
+    ]
     before = len(os.listdir("/proc/self/fd"))
-    for fds in wrong:
-        hostile.fds = fds
+    for hostile.page_fds, hostile.fds, hostile.domains in wrong:
         with pytest.raises(REFUSED):
             ffserve.open(path, server=hostile.socket)
     for fd in (reading, writing, unsealed, small):
         os.close(fd)
+    gc.collect()
     # The sockets of `Hostile` are in this process as well, at most one per connection.
     assert len(os.listdir("/proc/self/fd")) <= before - 4 + len(wrong)
 
@@ -779,7 +798,7 @@ def test_surplus_descriptors_of_a_welcome_are_closed(hostile: Hostile, path: str
     def flood(sock: socket.socket, message: protocol.Message) -> None:
         whole = protocol.encode(protocol.Welcome(hostile.about))
         for start in range(0, len(whole), 10):
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", hostile.fds))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", hostile.page_fds))
             sock.sendmsg([whole[start : start + 10]], [rights])
             time.sleep(0.01)
 

@@ -62,8 +62,8 @@ class Place:
         source = reader._selector.source
         self._connection = source.connection if isinstance(source, SharedMemorySource) else None
         self._arena = "no arena"
-        if self._connection is not None and not self._connection.handshake.inline:
-            address = self._connection.handshake.arena.__array_interface__["data"][0]
+        if isinstance(source, SharedMemorySource):
+            address = source._arena.__array_interface__["data"][0]
             for line in Path("/proc/self/maps").read_text().splitlines():
                 low, high = (int(edge, 16) for edge in line.split()[0].split("-"))
                 if low <= address < high:

@@ -36,6 +36,7 @@ FIELDS = dataclasses.fields(ServerConfig)
 VALUES: dict[str, tuple[Any, Any]] = {
     "roots": (["/data", "/more/"], ("/data", "/more")),
     "file_systems": (["fuse", "0x1234"], (0x65735546, 0x1234)),
+    "common": ("user", "user"),
     "socket": ("/run/x.sock", "/run/x.sock"),
     "socket_mode": ("0600", 0o600),
     "socket_group": ("video", "video"),
