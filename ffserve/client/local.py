@@ -38,7 +38,7 @@ from ffserve.decoding import (
 from ffserve.engine import io
 from ffserve.engine.codec import scatter
 from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
-from ffserve.engine.shm import NOWHERE, Located
+from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, ServerUnavailable, raise_first, status_error
 from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
@@ -85,6 +85,14 @@ def _drop_engine() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_engine)
+
+
+@dataclass(slots=True)
+class PartlyRead:
+    """What was in the page cache is in the target; the samples at the positions `left` are not."""
+
+    target: Target
+    left: Int64s
 
 
 @dataclass(slots=True)
@@ -156,6 +164,9 @@ class LocalSource:
             self._open(paths, format, verify, tolerant, use_index)
             size = int(self._sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
+            self._tables = self._files.tables(
+                self._offsets, self._held, self._checksums, self.layout.firsts[:-1], self._kinds
+            )
         except BaseException:
             self._files.close()
             raise
@@ -184,6 +195,11 @@ class LocalSource:
         self._lengths = _joined([one.lengths for one in opened])
         self._checksums = _joined([one.checksums for one in opened])
         self._sizes = np.array([shard.size for shard in parsed], np.uint64)
+        self._held = self._lengths
+        """Lengths of the memory for samples: none for those beyond the end of a file."""
+        if self._truncated:
+            self._held = self._lengths.copy()
+            self._held[self._cut(np.arange(self.count))] = 0
         self._kinds = np.array([s.checksum_kind if verify else 0 for s in parsed], np.int32)
         self.shards = [
             ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
@@ -196,6 +212,12 @@ class LocalSource:
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
         self._lengths[first : first + len(lengths)] = lengths
+
+    def _hold(self) -> bool:
+        """Count a request: the files stay open until `_detach`. False: the source was closed."""
+        with self._attaching:
+            self._pending += not self._closed
+            return not self._closed
 
     def _attach(self) -> Engine:
         """Return the engine, and count a request: the files stay open until it is over.
@@ -265,13 +287,55 @@ class LocalSource:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
-        """Return None: every sample has to be read."""
-        return None
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | PartlyRead | None:
+        """Copy a batch of which all is in the page cache."""
+        found = self._read_cached(indices, apart=False, out=out)
+        if found is None or len(found.left):
+            return found
+        self._add(found.target)
+        assert found.target.buffer is not None
+        return Batch(found.target.buffer, found.target.offsets)
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
-        """Return None: every sample has to be read."""
-        return None
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | PartlyRead | None:
+        """Copy samples that are all in the page cache, each to an array of its own."""
+        found = self._read_cached(indices, apart=True, out=None)
+        if found is None or len(found.left):
+            return found
+        self._add(found.target)
+        return found.target.arrays
+
+    def _read_cached(
+        self, indices: NDArray[Any], *, apart: bool, out: Bytes | None
+    ) -> PartlyRead | None:
+        """Read what is in the page cache; None for what `start` has to look at."""
+        if self._ahead is not None or self._chunked or self._truncated or not self._hold():
+            return None
+        try:
+            edges = self._tables.edges(indices)
+            return None if edges is None else self._to_target(indices, edges, apart, out)
+        finally:
+            self._detach()
+
+    def _to_target(
+        self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
+    ) -> PartlyRead:
+        if out is not None:
+            out = check_out(out, int(edges[-1]))
+        target = Target(edges, apart=apart, out=out)
+        if edges[-1] > self._most_at_once:
+            return PartlyRead(target, np.arange(len(indices)))
+        to = target.places() if target.buffer is None else target.buffer
+        return PartlyRead(target, self._tables.read(indices, edges, to))
+
+    def _edges(self, indices: Int64s) -> Int64s:
+        edges = self._tables.edges(indices)
+        assert edges is not None, "indices are checked before"
+        return edges
+
+    def _add(self, target: Target) -> None:
+        """Count samples that were read."""
+        self._served += len(target.offsets) - 1
+        self._size += int(target.offsets[-1])
 
     def start(
         self,
@@ -279,9 +343,10 @@ class LocalSource:
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Located | None = None,
+        found: PartlyRead | None = None,
     ) -> LocalRequest | ChunkedRequest | AheadRequest:
         """Submit the reads."""
+        indices = np.ascontiguousarray(indices)
         engine = self._attach()
         try:
             ahead = self._ahead
@@ -291,58 +356,38 @@ class LocalSource:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
                     return self._submit_chunks(engine, indices, inside, apart, out)
-            return self._submit(engine, self._numbers, indices, apart, out)
+            if found is None:
+                found = self._to_target(indices, self._edges(indices), apart, out)
+            return self._submit(engine, self._numbers, indices, found)
         except BaseException:
             self._detach()
             raise
 
     def _submit(
-        self,
-        engine: Engine,
-        files: Numbers,
-        indices: Int64s,
-        apart: bool,
-        out: Bytes | None,
-        *,
-        window: bool = False,
+        self, engine: Engine, files: Numbers, indices: Int64s, found: PartlyRead
     ) -> LocalRequest:
-        """Submit reads; those of a window in the order of the files."""
-        count = len(indices)
-        lengths = self._lengths[indices].astype(np.int64)
-        starts = self._offsets[indices].astype(np.int64)
-        shards = self.layout.shards(indices)
-        held = lengths
-        if self._truncated:
-            # No memory for records beyond the end of a file.
-            held = np.where(starts + lengths > self._sizes[shards].astype(np.int64), 0, lengths)
-        offsets = np.zeros(count + 1, np.int64)
-        np.cumsum(held, out=offsets[1:])
-        if out is not None:
-            out = check_out(out, int(offsets[-1]))
-        target = Target(offsets, apart=apart, out=out)
-        records = np.zeros(count, io.RECORD_DTYPE)
-        records["offset"] = starts
-        records["length"] = held
-        records["entry"] = NOWHERE
-        records["dest"] = target.places()
-        records["checksum"] = self._checksums[indices]
-        kinds = self._kinds[shards]
-        through = self._files.through_cache(shards, starts)
-        left = None
-        if window:
-            left = np.argsort(indices)
-            self._files.will_need(shards[left], through[left], starts[left], held[left])
-        if left is None and int(offsets[-1]) <= self._most_at_once:
-            left = self._files.read_cached(shards, through, records, kinds)
-        if left is None:
-            left = np.arange(count)
+        target, left = found.target, found.left
         request = LocalRequest(indices, target, left, None, engine)
-        if len(left):
-            numbers = files[through.view(np.int8), shards]
-            request.batch = _engine_batch(engine, records[left], numbers[left], kinds[left])
-            request.batch.keep = target, self._files
-            engine.submit(request.batch)
+        if not len(left):
+            return request
+        chosen = indices[left]
+        shards, starts, through = self._located(chosen)
+        records = np.zeros(len(left), io.RECORD_DTYPE)
+        records["offset"] = starts
+        records["length"] = self._held[chosen]
+        records["entry"] = NOWHERE
+        records["dest"] = target.places()[left]
+        records["checksum"] = self._checksums[chosen]
+        numbers = files[through.view(np.int8), shards]
+        request.batch = _engine_batch(engine, records, numbers, self._kinds[shards])
+        request.batch.keep = target, self._files
+        engine.submit(request.batch)
         return request
+
+    def _located(self, indices: Int64s) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
+        """Return shards, offsets in them, and which are read through the page cache."""
+        shards, starts = self.layout.shards(indices), self._offsets[indices].astype(np.int64)
+        return shards, starts, self._tables.through_cache(shards, starts)
 
     def _submit_chunks(
         self,
@@ -359,15 +404,15 @@ class LocalSource:
         numbers = self._decoding_numbers
 
         def number_of(shard: int, offset: int) -> int:
-            return self._files.number(numbers, shard, offset)
+            through = self._tables.through_cache(np.array([shard]), np.array([offset]))
+            return int(numbers[int(through[0]), shard])
 
         chunks = ChunkReads(self._chunk_cache, self._decoding, number_of, wanted)
         chunks.begin()
         others = None
         if len(plain):
-            others = self._submit(
-                self._decoding, self._decoding_numbers, indices[plain], False, None
-            )
+            found = self._to_target(indices[plain], self._edges(indices[plain]), False, None)
+            others = self._submit(self._decoding, self._decoding_numbers, indices[plain], found)
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
@@ -400,7 +445,7 @@ class LocalSource:
         try:
             failed = request.ahead.errors(request.parts)
             copy_parts(request.parts, request.target)
-            self._count(request)
+            self._add(request.target)
             return failed
         finally:
             self._detach()
@@ -413,12 +458,8 @@ class LocalSource:
         request.engine.wait(request.batch)
         return self._read_errors(request)
 
-    def _count(self, request: LocalRequest | AheadRequest) -> None:
-        self._served += len(request.indices)
-        self._size += int(request.target.offsets[-1])
-
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
-        self._count(request)
+        self._add(request.target)
         return self._read_errors(request)
 
     def _read_errors(self, request: LocalRequest) -> dict[int, FFServeError]:
@@ -579,14 +620,16 @@ class LocalSource:
         )
 
     def _prepare_window(self, indices: Int64s) -> None:
-        shards = self.layout.shards(indices)
-        starts = self._offsets[indices].astype(np.int64)
-        through = self._files.through_cache(shards, starts)
+        shards, starts, through = self._located(indices)
         self._files.will_need(shards, through, starts, self._lengths[indices].astype(np.int64))
 
     def _begin_window(self, indices: Int64s) -> LocalRequest:
         assert self._engine is not None
-        return self._submit(self._engine, self._numbers, indices, False, None, window=True)
+        indices = np.ascontiguousarray(indices)
+        order = np.argsort(indices)  # that of the files
+        self._prepare_window(indices[order])
+        found = PartlyRead(Target(self._edges(indices), apart=False), order)
+        return self._submit(self._engine, self._numbers, indices, found)
 
     # ---- the rest -------------------------------------------------------------------------
 

@@ -8,14 +8,13 @@ So a fixed share of the data goes through the page cache, as much as fits, and t
 share consists of regions of 1 MiB that a hash chooses. It needs no state, all processes choose the
 same regions, and those of a smaller share belong to every larger one.
 
-Records of chosen regions are first looked for in the calling thread (`ffs_read_cached`, which waits
-for no device). From the first one on that is not in memory, an engine reads them.
+Records of chosen regions are first looked for in the calling thread (`ffs_local_read`, which waits
+for no device). An engine reads those that are not in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import weakref
@@ -26,14 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.source import Int64s
-from ffserve.engine import io
-from ffserve.engine.io import Engine, open_direct
+from ffserve.engine.cached import LocalTables
+from ffserve.engine.io import Engine, in_memory, open_direct
 from ffserve.errors import UsageError
 from ffserve.files import wrap_os_error
 from ffserve.machine import free_memory
 
-REGION_BITS = 20
-"""log2 of the bytes of a region."""
 MOST_OF_FREE_MEMORY = 0.8
 """Part of the free memory that the share may fill."""
 GAP = 64 << 10
@@ -84,12 +81,10 @@ class ShardFiles:
         self._finalizer.atexit = False
         self.share = 1.0
         """Of the data that is read through the page cache."""
-        self._tells = True
-        """Whether the file systems tell what is in memory."""
 
     def add(self, path: str, fd: int, fingerprint: int) -> None:
         """Take an open file; it is closed by `close`."""
-        self._files.append(_File(path, fd, fingerprint, io.in_memory(fd)))
+        self._files.append(_File(path, fd, fingerprint, in_memory(fd)))
         # With O_NONBLOCK io_uring fails a read where it would wait.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -100,58 +95,33 @@ class ShardFiles:
         for file in self._files:
             if share < 1 and not file.in_memory:
                 file.direct, file.alignment = _open_direct(file)
-        self._in_memory = all(file.in_memory for file in self._files)
+
+    def tables(
+        self,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[Any],
+        checksums: NDArray[np.uint32],
+        firsts: Int64s,
+        kinds: NDArray[np.int32],
+    ) -> LocalTables:
+        """Return tables that read through the chosen share; see `LocalTables`."""
+        limit = int(self.share * (1 << 32))
         always = [file.direct < 0 or file.alignment == 1 for file in self._files]
-        limit = int(share * (1 << 32))
-        self._limits = np.array([1 << 32 if a else limit for a in always], np.uint64)
-        self._seeds = np.array([file.seed for file in self._files], np.uint64)
-        self._fds = np.array([file.fd for file in self._files], np.int32)
-        self._all = all(always)
+        return LocalTables(
+            offsets,
+            lengths,
+            checksums,
+            firsts,
+            np.array([file.fd for file in self._files], np.int32),
+            kinds,
+            np.array([file.seed for file in self._files], np.uint64),
+            np.array([1 << 32 if a else limit for a in always], np.uint64),
+            in_memory=all(file.in_memory for file in self._files),
+        )
 
     def fd(self, shard: int) -> int:
         """Return the descriptor of a file, without O_DIRECT."""
         return self._files[shard].fd
-
-    def through_cache(self, shards: Int64s, offsets: Int64s) -> NDArray[np.bool_]:
-        """Return which records are read through the page cache."""
-        if self._all:
-            return np.ones(len(shards), np.bool_)
-        x = (offsets >> REGION_BITS).astype(np.uint64) + self._seeds[shards]
-        x *= np.uint64(0x9E3779B97F4A7C15)
-        x ^= x >> np.uint64(29)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        return (x >> np.uint64(32)) < self._limits[shards]
-
-    def number(self, numbers: Numbers, shard: int, offset: int) -> int:
-        """Return the engine's number of the file for one read."""
-        through = self.through_cache(np.array([shard]), np.array([offset]))
-        return int(numbers[int(through[0]), shard])
-
-    def read_cached(
-        self,
-        shards: Int64s,
-        through: NDArray[np.bool_],
-        records: NDArray[Any],
-        kinds: NDArray[np.int32],
-    ) -> Int64s | None:
-        """Read records that are in memory to their destinations, and verify them.
-
-        Returns: the positions of those that are left; None: all.
-        """
-        if not self._tells:
-            return None
-        fds = self._fds[shards]
-        if not self._all:
-            fds[~through] = -1
-        try:
-            if io.read_cached(fds, kinds, records, in_memory=self._in_memory) == len(records):
-                return _NONE
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            self._tells = False
-            return None
-        return np.flatnonzero(records["status"])
 
     def will_need(
         self, shards: Int64s, through: NDArray[np.bool_], starts: Int64s, sizes: Int64s
@@ -201,6 +171,3 @@ def _close(files: list[_File], attached: list[tuple[Engine, Numbers]]) -> None:
                 os.close(fd)
     attached.clear()
     files.clear()
-
-
-_NONE = np.zeros(0, np.int64)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ffserve.dataset import ShardInfo
 from ffserve.engine.arrays import separate
 from ffserve.engine.shm import Batch as Batch
-from ffserve.engine.shm import Located, empty, keep_freed_memory
+from ffserve.engine.shm import empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
@@ -200,7 +200,7 @@ class Source(Protocol):
         """Return lengths in bytes, a guess where one is not known; does no I/O."""
         ...
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Any:
         """Copy a batch of cached samples.
 
         Args: indices: any array.
@@ -210,7 +210,7 @@ class Source(Protocol):
         """
         ...
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
+    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Any:
         """Copy cached samples, each to an array of its own.
 
         Args, Returns: as of `cached_batch`.
@@ -223,7 +223,7 @@ class Source(Protocol):
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: Located | None = None,
+        found: Any = None,
     ) -> PendingRead:
         """Begin to read; return at once.
 

@@ -131,18 +131,6 @@ void ffs_file_remove(ffs_engine *e, int id); /* only when no read of it is queue
  * where the file does not support it. 0, or -errno (-EOPNOTSUPP: the kernel does not say). */
 int ffs_dio_alignment(int fd, uint32_t *memory, uint32_t *offset);
 
-/* Read records that are in the page cache, in the calling thread, and verify them at their dest.
- * Waits for no device. A read that misses a page starts to fetch it, so after the first miss the
- * kernel is asked about each record before it is read (Linux 6.5; else the first miss is the end),
- * and after a few misses in a row no more records are looked for. fds: of each record; -1: not to be
- * read. kinds: of checksum. in_memory: the files lie in memory (tmpfs). Status 0: read; -EAGAIN: left
- * to an engine, which also tells what is wrong with it. Returns how many were read, or -EOPNOTSUPP:
- * the file system cannot tell. */
-int64_t ffs_read_cached(const int32_t *fds, const int32_t *kinds, ffs_record *records,
-                        int64_t count, int in_memory);
-/* Pages of an extent that are in the page cache (cachestat, Linux 6.5), or -errno: -ENOSYS, or
- * -EPERM for a file that the process neither owns nor may write (Linux 6.14). */
-int64_t ffs_cached_pages(int fd, uint64_t offset, uint64_t length);
 /* The type of the file system that a file is on (f_type of statfs), or -errno. */
 int64_t ffs_file_system_type(int fd);
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import arrays, codec
-from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
+from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
@@ -587,48 +587,7 @@ def merge_reads(
     return firsts[:count]
 
 
-# ---- reading in the calling thread --------------------------------------------------------------
-
-_RECORDS = ffi.typeof("ffs_record[]")
-
-
-def read_cached(
-    fds: NDArray[np.int32], kinds: NDArray[np.int32], records: NDArray[Any], *, in_memory: bool
-) -> int:
-    """Read records that are in the page cache to their ``dest``, and verify them there.
-
-    An engine reads those that are left, and says what is wrong with them. Nothing waits for a
-    device; where many records are not in memory, most are not looked for.
-
-    Args:
-        fds: int32[n], the descriptor of each record, opened without O_DIRECT; -1: not to be read.
-        kinds: int32[n], of checksums. records: RECORD_DTYPE[n]; status 0: read.
-        in_memory: the files lie in memory, see `in_memory`.
-    Returns: how many were read.
-    Raises: OSError with EOPNOTSUPP where the file system cannot tell (overlayfs, NFS).
-    """
-    rc = lib.ffs_read_cached(
-        from_buffer(I32S, fds),
-        from_buffer(I32S, kinds),
-        from_buffer(_RECORDS, records),
-        len(records),
-        in_memory,
-    )
-    if rc < 0:
-        raise OSError(-rc, os.strerror(-rc))
-    return int(rc)
-
-
-def cached_pages(fd: int, offset: int, length: int) -> int:
-    """Return how many pages of an extent are in the page cache.
-
-    Raises: OSError with ENOSYS before Linux 6.5, with EPERM for a file that this process neither
-        owns nor may write.
-    """
-    rc = int(lib.ffs_cached_pages(fd, offset, length))
-    if rc < 0:
-        raise OSError(-rc, os.strerror(-rc))
-    return rc
+# ---- about files -------------------------------------------------------------------------------
 
 
 def in_memory(fd: int) -> bool:

@@ -9,13 +9,12 @@
  * Each piece of a larger read puts its bytes where they belong, in the slot or at the records'
  * destinations. The piece that ends last verifies them there.
  */
-#define _GNU_SOURCE /* AT_EMPTY_PATH, preadv2 */
+#define _GNU_SOURCE /* AT_EMPTY_PATH */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -251,83 +250,6 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
     atomic_fetch_add_explicit(&e->short_reads, 1, memory_order_relaxed);
     set_attempt(op);
     return true;
-}
-
-/* Bytes that are verified while they are in the processor's cache. */
-#define CACHED_STEP ((uint64_t)64 << 10)
-
-/* Returns 0, -EAGAIN or -EOPNOTSUPP. */
-static int read_cached(int fd, int kind, ffs_record *r, int flags)
-{
-    uint64_t got = 0;
-    uint32_t found = 0;
-    while (got < r->length) {
-        uint64_t left = r->length - got;
-        struct iovec to = {r->dest + got, left < CACHED_STEP ? left : CACHED_STEP};
-        ssize_t size = preadv2(fd, &to, 1, (off_t)(r->offset + got), flags);
-        if (size < 0 && errno == EINTR)
-            continue;
-        if (size <= 0)
-            return size < 0 && errno == EOPNOTSUPP ? -EOPNOTSUPP : -EAGAIN;
-        if (kind != FFS_CRC_NONE)
-            found = ffs_checksum(kind, found, r->dest + got, (uint64_t)size);
-        got += (uint64_t)size;
-    }
-    r->found = found;
-    return kind != FFS_CRC_NONE && found != r->checksum ? -EAGAIN : 0;
-}
-
-#ifndef SYS_cachestat
-#define SYS_cachestat 451 /* Linux 6.5; headers may be older */
-#endif
-
-int64_t ffs_cached_pages(int fd, uint64_t offset, uint64_t length)
-{
-    struct {
-        uint64_t offset, length;
-    } range = {offset, length};
-    /* In pages: cached, dirty, being written back, evicted, evicted lately. */
-    uint64_t counts[5] = {0};
-    if (syscall(SYS_cachestat, fd, &range, counts, 0) < 0)
-        return -errno;
-    return (int64_t)counts[0];
-}
-
-/* 1, 0, or -errno. */
-static int is_cached(int fd, const ffs_record *r)
-{
-    if (!r->length)
-        return 1;
-    uint64_t first = r->offset / PAGE, last = (r->offset + r->length - 1) / PAGE;
-    int64_t count = ffs_cached_pages(fd, r->offset, r->length);
-    return count < 0 ? (int)count : (uint64_t)count == last - first + 1;
-}
-
-/* Records in a row that are not in memory, after which the others are not looked for. */
-#define MOST_MISSES 8
-
-int64_t ffs_read_cached(const int32_t *fds, const int32_t *kinds, ffs_record *records,
-                        int64_t count, int in_memory)
-{
-    int64_t read = 0;
-    int missed = 0, ask = 0;
-    for (int64_t k = 0; k < count; k++) {
-        ffs_record *r = &records[k];
-        r->status = -EAGAIN;
-        if (missed == MOST_MISSES || fds[k] < 0 || r->offset > INT64_MAX - r->length)
-            continue;
-        int known = ask ? is_cached(fds[k], r) : 1;
-        if (known < 0)
-            missed = MOST_MISSES - 1; /* the kernel does not say */
-        else if (known)
-            r->status = read_cached(fds[k], kinds[k], r, in_memory ? 0 : RWF_NOWAIT);
-        if (r->status == -EOPNOTSUPP)
-            return -EOPNOTSUPP;
-        ask |= r->status != 0;
-        missed = r->status ? missed + 1 : 0;
-        read += !r->status;
-    }
-    return read;
 }
 
 int64_t ffs_file_system_type(int fd)

@@ -23,6 +23,7 @@ from ffserve.client.local import LocalSource, process_engine
 from ffserve.client.loop import loop_state
 from ffserve.client.page_cache import ShardFiles, fitting_share
 from ffserve.engine import io
+from ffserve.engine.cached import REGION_BITS, LocalTables, cached_pages
 from ffserve.errors import ChecksumError, ReadError
 
 COUNT = 700
@@ -120,7 +121,7 @@ def test_one_missing_record_left_the_rest_of_its_batch_to_the_engine(large: str)
             wanted = [bytes(one) for one in reader.read(range(200))]
             fd = os.open(large, os.O_RDONLY)
             os.posix_fadvise(fd, int(offsets[3]), 100_000, os.POSIX_FADV_DONTNEED)
-            missing = io.cached_pages(fd, int(offsets[3]), 100_000) < 20
+            missing = cached_pages(fd, int(offsets[3]), 100_000) < 20
             os.close(fd)
             before = engine_reads()
             assert [bytes(one) for one in reader.read(range(200))] == wanted
@@ -148,7 +149,7 @@ def test_any_share_gives_the_same_samples(large: str, share: float) -> None:
 
 def test_only_the_chosen_regions_are_kept_in_memory(large: str) -> None:
     """The kernel may take pages back at any time, but adds none: the best of some attempts."""
-    size, indices = 1 << page_cache.REGION_BITS, np.arange(200)
+    size, indices = 1 << REGION_BITS, np.arange(200)
     kept = 0.0
     for _ in range(5):
         evict(large)
@@ -156,7 +157,7 @@ def test_only_the_chosen_regions_are_kept_in_memory(large: str) -> None:
         source.finish(source.start(indices, apart=False))
         parts = np.array(resident(large))
         starts = np.arange(len(parts), dtype=np.int64) * size
-        chosen = source._files.through_cache(np.zeros(len(parts), np.int64), starts)
+        chosen = source._tables.through_cache(np.zeros(len(parts), np.int64), starts)
         source.close()
         assert chosen.any() and not chosen.all()
         # A record at a region's edge brings some pages of the next one.
@@ -169,14 +170,14 @@ def test_only_the_chosen_regions_are_kept_in_memory(large: str) -> None:
 
 def resident(path: str) -> list[float]:
     """Return the part of each region whose pages are in the page cache."""
-    size, step = os.stat(path).st_size, 1 << page_cache.REGION_BITS
+    size, step = os.stat(path).st_size, 1 << REGION_BITS
     fd = os.open(path, os.O_RDONLY)
     try:
         parts = []
         for start in range(0, size, step):
             length = min(step, size - start)
             try:
-                parts.append(io.cached_pages(fd, start, length) / -(-length // 4096))
+                parts.append(cached_pages(fd, start, length) / -(-length // 4096))
             except OSError as error:
                 pytest.skip(f"the kernel does not say what is in memory: {error}")
         return parts
@@ -184,16 +185,22 @@ def resident(path: str) -> list[float]:
         os.close(fd)
 
 
+def tables_of(files: ShardFiles) -> LocalTables:
+    """Return the tables of one shard with one sample."""
+    numbers, shard = np.zeros(1, np.uint32), np.zeros(1, np.int64)
+    return files.tables(shard.view(np.uint64), numbers, numbers, shard, numbers.view(np.int32))
+
+
 def test_smaller_share_lies_in_a_larger_one() -> None:
     shards = np.zeros(20_000, np.int64)
-    offsets = np.arange(20_000, dtype=np.int64) << page_cache.REGION_BITS
+    offsets = np.arange(20_000, dtype=np.int64) << REGION_BITS
     before = np.zeros(20_000, np.bool_)
     for step in range(page_cache.SHARE_STEPS + 1):
         files = ShardFiles()
         fd = os.open(__file__, os.O_RDONLY)
         files.add(__file__, fd, 12345)
         files.choose_share(step / page_cache.SHARE_STEPS)
-        now = files.through_cache(shards, offsets)
+        now = tables_of(files).through_cache(shards, offsets)
         files.close()
         assert (now | ~before).all()
         assert abs(now.mean() - step / page_cache.SHARE_STEPS) < 0.02

@@ -1,0 +1,54 @@
+/* Records in the page cache: which they are, and reading them in the calling thread.
+ *
+ * For a process that reads by itself, without a daemon: one call looks up a batch in the tables of
+ * its source, copies what is in memory to its destination and verifies it there. An engine reads the
+ * rest.
+ */
+#ifndef FFSERVE_CACHED_H
+#define FFSERVE_CACHED_H
+#include <stdint.h>
+
+/* cdef */
+/* The tables of a source, the caller's. Samples are numbered through all shards. */
+typedef struct {
+    int64_t sample_count, shard_count;
+    const uint64_t *offsets; /* by sample: of the payload in its file */
+    const uint32_t *lengths; /* NULL: long_lengths has them */
+    const uint64_t *long_lengths;
+    const uint32_t *checksums;
+    const int64_t *firsts; /* by shard: its first sample, rising from 0 */
+    const int32_t *fds;    /* opened without O_DIRECT */
+    const int32_t *kinds;  /* of checksum */
+    const uint64_t *seeds; /* see ffs_through_cache */
+    const uint64_t *limits;
+    int32_t in_memory; /* all files lie in memory (tmpfs) */
+} ffs_local;
+
+/* Running sums of the lengths, n + 1. Returns 0, or FFS_ERANGE when an index is outside. */
+int ffs_local_edges(const ffs_local *t, const int64_t *indices, int64_t n, int64_t *edges);
+/* Read samples that are in the page cache, and verify them: each to dests[k], or, if that is NULL,
+ * to buffer + edges[k]. Waits for no device. A read that misses a page starts to fetch it, so after
+ * the first miss the kernel is asked about each record before it is read (Linux 6.5; else the first
+ * miss is the end), and after a few misses in a row no more records are looked for. Indices and
+ * edges are those of ffs_local_edges. left: the positions of samples for an engine, which also tells
+ * what is wrong with them. Returns how many these are, or -EOPNOTSUPP: the file system cannot tell
+ * what is in memory. */
+int64_t ffs_local_read(const ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
+                       uint8_t *buffer, uint8_t *const *dests, int64_t *left);
+/* chosen[k]: records at this offset of this shard are read through the page cache. A region of a
+ * file (1 << FFS_REGION_BITS bytes) is chosen if the hash of its number and its shard's seed, 32
+ * bits, is below the shard's limit. */
+#define FFS_REGION_BITS 20
+void ffs_through_cache(const ffs_local *t, const int64_t *shards, const int64_t *offsets, int64_t n,
+                       uint8_t *chosen);
+
+/* Pages of an extent that are in the page cache (cachestat, Linux 6.5), or -errno: -ENOSYS, or
+ * -EPERM for a file that the process neither owns nor may write (Linux 6.14). */
+int64_t ffs_cached_pages(int fd, uint64_t offset, uint64_t length);
+/* cached[k]: extent [begins[k], ends[k]) of fds[k] is wholly in the page cache; 0 where fds[k] is
+ * -1. Returns how many are, or -errno as ffs_cached_pages, of the first extent that cannot be asked
+ * about. */
+int64_t ffs_cached_extents(const int32_t *fds, const int64_t *begins, const int64_t *ends,
+                           int64_t n, uint8_t *cached);
+/* end cdef */
+#endif

@@ -1,0 +1,155 @@
+"""Records in the page cache: which they are, and reading them in the calling thread.
+
+The Python face of cached.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.core import I32S, I64S, NULL, U8S, U32S, U64S, ffi, from_buffer, lib
+
+Int64s = NDArray[np.int64]
+UInt64s = NDArray[np.uint64]
+_INT64 = np.dtype(np.int64)
+_DESTS = ffi.typeof("uint8_t **")
+
+REGION_BITS: int = lib.FFS_REGION_BITS
+"""log2 of the bytes of a region of a file, which is read through the page cache or past it."""
+
+
+class LocalTables:
+    """The tables of a source that reads by itself, for one call per batch.
+
+    The arrays must not be replaced while this object is in use; their content may change.
+
+    Args:
+        offsets: uint64[n], of payloads. lengths: uint32[n] or uint64[n]. checksums: uint32[n].
+        firsts: int64[shards], the first sample of each shard. fds, kinds: int32[shards].
+        seeds, limits: uint64[shards], see `ffs_through_cache`.
+        in_memory: all files lie in memory.
+    """
+
+    def __init__(
+        self,
+        offsets: UInt64s,
+        lengths: NDArray[Any],
+        checksums: NDArray[np.uint32],
+        firsts: Int64s,
+        fds: NDArray[np.int32],
+        kinds: NDArray[np.int32],
+        seeds: UInt64s,
+        limits: UInt64s,
+        *,
+        in_memory: bool,
+    ) -> None:
+        self._c: Any = ffi.new("ffs_local *")
+        c = self._c
+        short = lengths.dtype == np.uint32
+        kept = {
+            "offsets": from_buffer(U64S, offsets),
+            "lengths": from_buffer(U32S, lengths) if short else NULL,
+            "long_lengths": NULL if short else from_buffer(U64S, lengths),
+            "checksums": from_buffer(U32S, checksums),
+            "firsts": from_buffer(I64S, firsts),
+            "fds": from_buffer(I32S, fds),
+            "kinds": from_buffer(I32S, kinds),
+            "seeds": from_buffer(U64S, seeds),
+            "limits": from_buffer(U64S, limits),
+        }
+        for name, array in kept.items():
+            setattr(c, name, array)
+        c.sample_count, c.shard_count, c.in_memory = len(offsets), len(firsts), in_memory
+        self._keep = kept
+        self._tells = True
+        """Whether the file systems tell what is in memory."""
+
+    def edges(self, indices: NDArray[Any]) -> Int64s | None:
+        """Return the running sums of the samples' lengths, int64[n + 1].
+
+        Args: indices: any array. None is returned for one that is not contiguous int64, or if an
+            index is outside of the tables.
+        """
+        contiguous = indices.strides == (8,) or indices.shape == (0,)
+        if indices.dtype != _INT64 or not contiguous:
+            return None
+        edges = np.empty(len(indices) + 1, _INT64)
+        which, to = from_buffer(I64S, indices), from_buffer(I64S, edges)
+        return None if lib.ffs_local_edges(self._c, which, len(indices), to) else edges
+
+    def read(self, indices: Int64s, edges: Int64s, to: NDArray[np.uint8] | UInt64s) -> Int64s:
+        """Read samples that are in the page cache, and verify them. Waits for no device.
+
+        Args:
+            indices, edges: as `edges` took and returned them.
+            to: uint8[total], a buffer for all of them; or uint64[n], the address of each.
+        Returns: the positions of those that are left to an engine, rising.
+        """
+        if not self._tells:
+            return np.arange(len(indices))
+        apart = to.dtype != np.uint8
+        left = np.empty(len(indices), _INT64)
+        count = lib.ffs_local_read(
+            self._c,
+            from_buffer(I64S, indices),
+            len(indices),
+            from_buffer(I64S, edges),
+            NULL if apart else from_buffer(U8S, to),
+            ffi.cast(_DESTS, from_buffer(to)) if apart else NULL,
+            from_buffer(I64S, left),
+        )
+        if count == -errno.EOPNOTSUPP:
+            self._tells = False
+            return np.arange(len(indices))
+        return left[:count]
+
+    def through_cache(self, shards: Int64s, offsets: Int64s) -> NDArray[np.bool_]:
+        """Return which records are read through the page cache."""
+        chosen = np.empty(len(shards), np.bool_)
+        lib.ffs_through_cache(
+            self._c,
+            from_buffer(I64S, shards),
+            from_buffer(I64S, offsets),
+            len(shards),
+            from_buffer(U8S, chosen.view(np.uint8)),
+        )
+        return chosen
+
+
+def cached_pages(fd: int, offset: int, length: int) -> int:
+    """Return how many pages of an extent are in the page cache.
+
+    Raises: OSError with ENOSYS before Linux 6.5, with EPERM for a file that this process neither
+        owns nor may write.
+    """
+    return _checked(lib.ffs_cached_pages(fd, offset, length))
+
+
+def cached_extents(fds: NDArray[np.int32], begins: Int64s, ends: Int64s) -> NDArray[np.bool_]:
+    """Return which extents of files are wholly in the page cache; False where the fd is -1.
+
+    Args: contiguous.
+    Raises: OSError, as `cached_pages`.
+    """
+    cached = np.empty(len(fds), np.bool_)
+    _checked(
+        lib.ffs_cached_extents(
+            from_buffer(I32S, fds),
+            from_buffer(I64S, begins),
+            from_buffer(I64S, ends),
+            len(fds),
+            from_buffer(U8S, cached.view(np.uint8)),
+        )
+    )
+    return cached
+
+
+def _checked(rc: int) -> int:
+    if rc < 0:
+        raise OSError(-rc, os.strerror(-rc))
+    return int(rc)
