@@ -37,6 +37,7 @@ from ffserve.protocol import MOST_FILES
 from ffserve.server.access import DomainOf, Owner, Peer, Rules
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
+from ffserve.server.page_cache import open_cached
 from ffserve.shardfile import FileState, open_shard, scanned_as
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
@@ -73,6 +74,8 @@ class OpenShard:
     checksum_kind: int
     fingerprint: int
     alignment: int
+    cached_fd: int
+    """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
     payload_size: int
     device: int
     opened: FileState
@@ -151,8 +154,10 @@ class Catalog:
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
         self._reserving = threading.Lock()
-        # Each shard has one descriptor; a quarter is left for sessions and everything else.
-        self._most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+        # Each shard has one descriptor or two; an eighth is left for sessions and everything else.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_open, self._most_cached = limit * 3 // 4, limit // 8
+        self._cached_count = 0
 
     # ---- opening --------------------------------------------------------------------------
 
@@ -319,7 +324,9 @@ class Catalog:
         self._idle[shard.key] = shard
         if not shard.count:
             return
-        engine, file = self._engines.add_file(shard.device, shard.fd, shard.alignment)
+        engine, file = self._engines.add_file(
+            shard.device, shard.fd, shard.alignment, shard.cached_fd
+        )
         self._table.add(
             shard.base,
             shard.count,
@@ -402,6 +409,7 @@ class Catalog:
                 self._directory.release(base, parsed.count, domain.number)
             raise
         payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
+        begin = int(self._directory.offsets[base]) if parsed.count else size
         return OpenShard(
             key=key,
             path=path,
@@ -413,6 +421,7 @@ class Catalog:
             checksum_kind=parsed.checksum_kind if verify else 0,
             fingerprint=parsed.fingerprint,
             alignment=alignment,
+            cached_fd=self._open_cached(fd, alignment, begin, size),
             payload_size=payload_size,
             domain=domain,
             chunked=chunked,
@@ -420,6 +429,22 @@ class Catalog:
             opened=opened,
             scanned=scanned_as(parsed),
         )
+
+    def _open_cached(self, fd: int, alignment: int, begin: int, end: int) -> int:
+        """Return `open_cached` of a file with direct I/O, while there are descriptors for it."""
+        if alignment == 1 or self._cached_count >= self._most_cached:
+            return -1
+        cached_fd = open_cached(fd, begin, end)
+        with self._reserving:
+            self._cached_count += cached_fd >= 0
+        return cached_fd
+
+    def _close(self, shard: OpenShard) -> None:
+        os.close(shard.fd)
+        if shard.cached_fd >= 0:
+            os.close(shard.cached_fd)
+            with self._reserving:
+                self._cached_count -= 1
 
     # ---- holding and closing ------------------------------------------------------------------
 
@@ -510,7 +535,7 @@ class Catalog:
             with self._reserving:
                 self._directory.release(shard.base, shard.count, shard.domain.number)
         shard.domain.shards -= 1
-        os.close(shard.fd)
+        self._close(shard)
 
     async def _dissolve(self, domain: Domain) -> None:
         """Free a domain if it has no shards any more, a few slabs at a time."""
@@ -527,7 +552,7 @@ class Catalog:
     def shutdown(self) -> None:
         """Close every descriptor."""
         for shard in self.shards():
-            os.close(shard.fd)
+            self._close(shard)
 
 
 def close_fds(fds: list[int]) -> None:

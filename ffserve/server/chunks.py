@@ -31,6 +31,7 @@ from ffserve.decoding import (
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT
+from ffserve.server.page_cache import Int32s
 
 RAW_SIZE = 64 << 20
 """Bytes that are being read or wait to be decoded, unless one batch is larger."""
@@ -54,6 +55,7 @@ class ChunkLoader:
     Args:
         submit: submits a batch to the engine of this number.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
+        file_numbers: by which extents are read, of their engines, files, begins and ends.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class ChunkLoader:
         directory: Directory,
         table: ShardTable,
         ended: Callable[[Load], None],
+        file_numbers: Callable[[Int32s, Int32s, Int64s, Int64s], Int32s],
     ) -> None:
         self._submit = submit
         self._memory = memory
         self._directory = directory
         self._table = table
         self._ended = ended
+        self._file_numbers = file_numbers
         self._waiting: deque[tuple[Load, int, list[_Block], int]] = deque()
         """Batches to be read: load, engine, blocks, size in bytes."""
         self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
@@ -102,7 +106,8 @@ class ChunkLoader:
             starts = blocks.firsts[inside] - table.bases[row]
             lows[inside] = shard.chunks.holding(starts)
             highs[inside] = shard.chunks.holding(starts + blocks.counts[inside] - 1) + 1
-        files, engines = table.files[blocks.shards], table.engines[blocks.shards]
+        engines = table.engines[blocks.shards]
+        files = self._file_numbers(engines, table.files[blocks.shards], blocks.begins, blocks.ends)
         runs = (lows, highs, blocks.begins, blocks.ends, files, blocks.firsts, offsets)
         columns = [column.tolist() for column in (*runs, engines, blocks.shards)]
         for *run, engine, row in zip(*columns, strict=True):

@@ -16,6 +16,7 @@ from ffserve.config import EngineName
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch, refused
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.server.chunks import ChunkLoader
+from ffserve.server.page_cache import CachedFiles, Int32s
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
@@ -45,10 +46,14 @@ class Engines:
         self._table = table
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
+        self._cached: list[CachedFiles] = []
+        """By engine."""
         self._batches: dict[EngineBatch, tuple[Load, Int64s | None]] = {}
         """Batches in flight: the load, and which of its blocks (None: all)."""
         self._arena_ready = (0, arena.size)
-        self._chunks = ChunkLoader(self._submit, memory, directory, table, self._ended)
+        self._chunks = ChunkLoader(
+            self._submit, memory, directory, table, self._ended, self._file_numbers
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
         """Called in the loop's thread when a load has ended, with its failures and the time:
@@ -60,6 +65,8 @@ class Engines:
         """Samples whose checksum did not match, since the start."""
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
+        self.cached_size = 0
+        """Those of them that were read from the page cache, without over-read and chunks."""
         self._start_engine()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -93,6 +100,7 @@ class Engines:
             self._directory.capacity,
         )
         self._engines.append(engine)
+        self._cached.append(CachedFiles())
         engine.arena_ready(*self._arena_ready)
         number = len(self._engines) - 1
         if self._loop is not None:
@@ -106,17 +114,41 @@ class Engines:
         for engine in tuple(self._engines):
             engine.arena_ready(size, end)
 
-    def add_file(self, device: int, fd: int, alignment: int) -> tuple[int, int]:
-        """Return (engine, file) for an open file on a device."""
+    def add_file(
+        self, device: int, fd: int, alignment: int, cached_fd: int = -1
+    ) -> tuple[int, int]:
+        """Return (engine, file) for an open file on a device.
+
+        Args: cached_fd: the same file, see `page_cache.open_cached`.
+        """
         if device not in self._by_device:
             number = self._start_engine() if self._by_device else 0
             self._by_device[device] = number
         number = self._by_device[device]
-        return number, self._engines[number].add_file(fd, alignment)
+        engine = self._engines[number]
+        file = engine.add_file(fd, alignment)
+        cached = engine.add_file(cached_fd, 1) if cached_fd >= 0 else -1
+        self._cached[number].add(file, cached_fd, cached)
+        return number, file
 
     def remove_file(self, engine: int, file: int) -> None:
         """Forget a file of which no read is queued or in flight."""
-        self._engines[engine].remove_file(file)
+        for number in (file, self._cached[engine].remove(file)):
+            if number >= 0:
+                self._engines[engine].remove_file(number)
+
+    def _file_numbers(self, engines: Int32s, files: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
+        """Return the numbers by which extents are read: through the page cache what is there."""
+        chosen = files
+        for number in np.unique(engines).tolist():
+            of_engine = np.flatnonzero(engines == number)
+            cached = self._cached[number]
+            found = cached.find(files[of_engine], begins[of_engine], ends[of_engine])
+            if found is not None:
+                chosen = chosen.copy() if chosen is files else chosen
+                inside = of_engine[found]
+                chosen[inside] = cached.numbers(files[inside])
+        return chosen
 
     def submit(self, load: Load, reply: DirectReply | None = None) -> None:
         """Read the blocks of a load.
@@ -165,6 +197,32 @@ class Engines:
     ) -> int:
         """Read blocks of a load (None: all) with one engine, those of up to `merged_most` bytes
         together with neighbours; return the number of reads."""
+        found = None
+        if self._cached[number].count:
+            blocks = load.blocks if rows is None else load.blocks.take(rows)
+            files = self._table.files[blocks.shards]
+            found = self._cached[number].find(files, blocks.begins, blocks.ends)
+        if found is None:
+            return self._read_from(number, load, rows, merged_most, reply, cached=False)
+        rows = np.arange(len(found)) if rows is None else rows
+        reads = 0
+        # The disk is busy with its part while the other is copied.
+        for part, cached in ((rows[~found], False), (rows[found], True)):
+            if len(part):
+                reads += self._read_from(number, load, part, merged_most, reply, cached=cached)
+        return reads
+
+    def _read_from(
+        self,
+        number: int,
+        load: Load,
+        rows: Int64s | None,
+        merged_most: int,
+        reply: DirectReply | None,
+        *,
+        cached: bool,
+    ) -> int:
+        """Read blocks, all of them from the page cache or all of them past it."""
         blocks, offsets, sizes = load.blocks, load.offsets, load.sizes
         if rows is not None:
             blocks, offsets, sizes = blocks.take(rows), offsets[rows], sizes[rows]
@@ -176,6 +234,9 @@ class Engines:
             self._memory.address,
             (merged_most, MERGED_GAP, MERGED_SIZE),
         )
+        if cached:
+            batch.reads["file"] = self._cached[number].numbers(batch.reads["file"])
+            self.cached_size += int((blocks.ends - blocks.begins).sum())
         reads = batch.read_count
         if reply is not None:
             reply.wait_for(batch)
