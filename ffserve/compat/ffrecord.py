@@ -306,16 +306,17 @@ class FileReader:
                 f"invalid indices: expected integers in one dimension, not {given.dtype} of shape "
                 f"{given.shape}"
             )
-        wrong = np.flatnonzero((given < 0) | (given >= self._n)) if given.size else given
-        if wrong.size:
-            index = int(given[wrong[0]])
+        numbers = given.astype(np.int64)
+        # As an unsigned number a negative one is too large as well.
+        if numbers.size and int(numbers.view(np.uint64).max()) >= self._n:
+            index = int(given[np.flatnonzero((given < 0) | (given >= self._n))[0]])
             raise SampleIndexError(
                 f"index out of range: the files contain {self._n} samples",
                 path=self._fnames[0] if len(self._fnames) == 1 else None,
                 index=index,
                 hint="use indices from 0 to n-1; negative ones are not supported",
             )
-        return given.astype(np.int64)
+        return numbers
 
 
 class RecordReader(FileReader):
