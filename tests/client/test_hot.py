@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,6 +148,39 @@ def test_the_files_of_a_hit(tmp_path: Path) -> None:
             assert files == {
                 "reader.py", "client/shared_memory.py", "engine/shm.py", "client/statistics.py"
             }  # fmt: skip
+
+
+WITHOUT = """
+import sys
+sys.modules["ffserve.engine._arrays"] = None
+import ffserve
+from ffserve.engine import arrays, io
+assert "lists of arrays by Python: " in io.describe(), io.describe()
+path, socket = sys.argv[1:]
+for server in (socket, "off"):
+    with ffserve.open(path, server=server) as reader:
+        for _ in range(2):
+            print(*(one.tobytes().hex() for one in reader.read([5, 0, 199, 5])), sep="\\n")
+        for wrong in ([200], [-1], [2**70]):
+            try:
+                reader.read(wrong)
+            except IndexError:
+                print("outside")
+"""
+
+
+def test_the_same_without_the_module_that_makes_arrays(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", [sample(k) for k in range(200)])
+    with serving() as daemon:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", WITHOUT, path, daemon.socket],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    expected = [bytes(sample(k)).hex() for k in (5, 0, 199, 5)]
+    assert done.stdout.splitlines() == 2 * (2 * expected + 3 * ["outside"])
 
 
 @given(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from daemon import sample, serving, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,36 +101,3 @@ def test_what_may_be_indices_in_another_shape_is_left_to_others() -> None:
         arrays.integers([1], -1)
     with pytest.raises(TypeError):
         arrays.integers([1])  # type: ignore[call-arg]
-
-
-WITHOUT = """
-import sys
-sys.modules["ffserve.engine._arrays"] = None
-import ffserve
-from ffserve.engine import arrays, io
-assert "lists of arrays by Python: " in io.describe(), io.describe()
-path, socket = sys.argv[1:]
-for server in (socket, "off"):
-    with ffserve.open(path, server=server) as reader:
-        for _ in range(2):
-            print(*(one.tobytes().hex() for one in reader.read([5, 0, 199, 5])), sep="\\n")
-        for wrong in ([200], [-1], [2**70]):
-            try:
-                reader.read(wrong)
-            except IndexError:
-                print("outside")
-"""
-
-
-def test_the_same_without_the_module(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.ffr", [sample(k) for k in range(200)])
-    with serving() as daemon:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", WITHOUT, path, daemon.socket],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    expected = [bytes(sample(k)).hex() for k in (5, 0, 199, 5)]
-    assert done.stdout.splitlines() == 2 * (2 * expected + 3 * ["outside"])
