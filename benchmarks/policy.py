@@ -5,6 +5,7 @@ Belady's, which knows the whole future. The parts:
 
     cells     one, two and four jobs, announced and silent, on a disk that is fast enough; bytes
               read as the daemon counts them, as the kernel counts the processes', and by the device
+    orders    one job and two at 10,000 samples per second each (--pace), with 8 and 64 KiB
     disk      a disk with half the rate that two jobs need: announced, silent, simulated, ideal
     memory    daemon and jobs in a cgroup whose limit leaves no memory for a page cache
     competing two data sets that compete: the job on one is four times as fast as that on the other
@@ -19,10 +20,11 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from ffserve import cli
 from ffserve.bench.harness import evict
 from ffserve.bench.processes import interruptible
 from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+from ffserve.engine.io import open_direct
 from ffserve.errors import FFServeError
 
 SAMPLES, SIZE = 12_000, 31_000
@@ -47,7 +50,7 @@ OVERHEAD = 40 << 20
 """Memory of the daemon besides its arena, and of each job, that a limit allows for."""
 AGREE = 0.01
 """The daemon's and the kernel's count of the bytes read for it differ by at most this share."""
-PARTS = ("cells", "disk", "memory", "competing", "pages", "announce", "cost")
+PARTS = ("cells", "orders", "disk", "memory", "competing", "pages", "announce", "cost")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ class Cell:
     disk: float | None = None
     how: str = "ffserve"
     warm: float = WARM
+    samples: int = SAMPLES
+    size: int = SIZE
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the arena."""
+        return int(self.samples * self.size * self.share)
 
 
 CELLS = [
@@ -77,6 +87,13 @@ CELLS = [
         ("two jobs, silent", 2, False),
     )
     for share in (0.25, 0.5)
+]
+
+
+ORDERS = [
+    Cell(f"{title}, {size >> 10} KiB", job_count, True, 0.25, 10_000.0, samples=samples, size=size)
+    for samples, size in ((65_536, 8192), (8192, 65_536))
+    for title, job_count in (("one job", 1), ("two jobs", 2))
 ]
 
 
@@ -93,11 +110,11 @@ def run(
     cell: Cell, path: str, *, daemon: Cgroup | None = None, jobs: Cgroup | None = None
 ) -> dict[str, Any]:
     """Run a cell and simulate it."""
-    epoch_s = SAMPLES / cell.pace
+    epoch_s = cell.samples / cell.pace
     warm_s, seconds = cell.warm * epoch_s, EPOCHS * epoch_s
     found = watch(
         specs(cell, path),
-        arena=int(SAMPLES * SLOT * cell.share),
+        arena=cell.arena,
         warm_s=warm_s,
         seconds=seconds,
         join_daemon=daemon.join if daemon else None,
@@ -106,26 +123,36 @@ def run(
     demand = cell.pace * cell.job_count * found["seconds"]
     row = {
         "title": cell.title,
-        "cache": found["slots"] / SAMPLES,
+        "cache": found["slots"] / cell.samples,
         "hit_rate": 1 - found["reads"] / found["used"],
         "requests": found["asked"] / found["used"],
         "speed": found["used"] / demand,
         "stalled": found["stalled_s"] / found["seconds"],
         **{key: found[key] for key in ("daemon_bytes", "kernel_bytes", "device_bytes", "wasted")},
-        **simulated(cell, found["slots"], warm_s, seconds),
+        **simulated(cell, path, warm_s, seconds),
     }
     needed = demand * (1 - row["belady"])
     row["ideal"] = 1.0 if cell.disk is None else min(cell.disk * found["seconds"] / needed, 1.0)
     return row
 
 
-def simulated(cell: Cell, slots: int, warm_s: float, seconds: float) -> dict[str, float]:
-    """Return hit rate and speed of the same cell in simulation, and Belady's hit rate."""
+def simulated(cell: Cell, path: str, warm_s: float, seconds: float) -> dict[str, float]:
+    """Return hit rate and speed of the same cell in simulation, and Belady's hit rate with as many
+    samples in memory as it has bytes for."""
+    file, alignment = open_direct(path)
+    os.close(file)
     jobs = [
-        Job(shuffled(SAMPLES, seed), pace=cell.pace, announces=cell.announces, batch=BATCH)
+        Job(shuffled(cell.samples, seed), pace=cell.pace, announces=cell.announces, batch=BATCH)
         for seed in range(cell.job_count)
     ]
-    simulation = Simulation(SAMPLES, slots / SAMPLES, jobs, disk_rate=cell.disk)
+    simulation = Simulation(
+        cell.samples,
+        cell.share,
+        jobs,
+        sample_size=cell.size,
+        alignment=alignment,
+        disk_rate=cell.disk,
+    )
     result = simulation.run(warm_s=warm_s, seconds=seconds)
     simulation.close()
     return {
@@ -209,9 +236,9 @@ def little_memory(path: str) -> list[dict[str, Any]]:
     """Run two jobs and the daemon in one cgroup with little more memory than the arena."""
     rows = []
     for share in (0.25, 0.5):
-        size = int(SAMPLES * SLOT * share) + 3 * OVERHEAD
+        cell = Cell("two jobs, memory limited", 2, True, share)
+        size = cell.arena + 3 * OVERHEAD
         with limited(memory_size=size) as group:
-            cell = Cell("two jobs, memory limited", 2, True, share)
             rows.append({**run(cell, path, daemon=group, jobs=group), "killed": group.killed()})
             show(rows[-1])
             print(f"  limit {size >> 20} MiB, peak {group.peak() >> 20} MiB, "
@@ -222,7 +249,7 @@ def little_memory(path: str) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------- competing data sets
 
 
-def competing(paths: tuple[str, str]) -> list[dict[str, Any]]:
+def competing(*paths: str) -> list[dict[str, Any]]:
     """Run a fast job and a slow one, each on its own data; a quarter of both fits together."""
     found = watch(
         [
@@ -361,6 +388,9 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="directory of the data")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    parser.add_argument(
+        "--pace", type=float, help="for 'orders': samples per second of a job (10000)"
+    )
     parser.add_argument("--cell", action="append", help="only this row, such as 'two jobs'")
     parser.add_argument("--way", action="append", choices=WAYS, help="for 'pages': only this one")
     parser.add_argument(
@@ -395,23 +425,32 @@ def _run_part(part: str, options: argparse.Namespace) -> Any:
         if part == "pages":
             ways = options.way or [way for way in WAYS if way != "ffrecord" or _original()]
             return against_pages(folder, ways, options.jobs or [1, 2], options.cell)
-        path = write_data(folder, SAMPLES, SIZE)
         if part == "competing":
-            return competing((path, write_data(folder, SAMPLES, SIZE, "-other")))
+            names = ("", "-other")
+            return competing(*(write_data(folder, SAMPLES, SIZE, name) for name in names))
         print(HEAD)
+        if part == "orders":
+            return _run_cells(
+                [replace(cell, pace=options.pace or cell.pace) for cell in ORDERS], options
+            )
+        path = write_data(folder, SAMPLES, SIZE)
         if part == "disk":
             return slow_disk(path)
         if part == "memory":
             return little_memory(path)
-        rows = []
-        for cell in CELLS:
-            if not options.cell or cell.title in options.cell:
-                rows.append(run(cell, path))
-                show(rows[-1])
-        return rows
+        return _run_cells(CELLS, options)
     except NoCgroup as error:
         print(f"{part}: not measured: {error}")
         return str(error)
+
+
+def _run_cells(cells: list[Cell], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for cell in cells:
+        if not options.cell or cell.title in options.cell:
+            rows.append(run(cell, write_data(options.folder, cell.samples, cell.size)))
+            show(rows[-1])
+    return rows
 
 
 def _original() -> bool:

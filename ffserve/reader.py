@@ -45,6 +45,9 @@ T = TypeVar("T")
 REPORT_INTERVAL_S, REPORT_COUNT = 0.01, 4096
 """How often a reader that counts by itself reports its position in an order: after this time, or so
 many samples. A job that asks for samples far from its position is taken to follow no order."""
+SLOW_READS_S = 0.005
+"""Reads that are further apart than this are reported each: what is used between two reports is
+prefetched twice, and that takes memory."""
 MOST_EPOCHS = 2
 """Orders that are kept for the next daemon, should this one start anew."""
 MOST_NAME = 200
@@ -817,7 +820,7 @@ class AnnouncedOrders:
         self._orders: dict[int, _Announcement] = {}
         self._epoch = 0
         self._position = 0
-        self._reported = 0.0
+        self._reported = self._read_at = 0.0
         self._reported_position = 0
         self._counted_elsewhere = False
 
@@ -865,7 +868,8 @@ class AnnouncedOrders:
             self._epoch, self._position = epoch + 1, 0
         now = time.monotonic()
         late = position - self._reported_position >= REPORT_COUNT
-        if not (over or late) and now - self._reported < REPORT_INTERVAL_S:
+        slow, self._read_at = now - self._read_at >= SLOW_READS_S, now
+        if not (over or late or slow) and now - self._reported < REPORT_INTERVAL_S:
             return None
         self._reported, self._reported_position = now, self._position
         return epoch, position

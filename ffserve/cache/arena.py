@@ -2,7 +2,8 @@
 
 The arena is divided into slabs. A slab serves one size class (eight per doubling, so at most one
 part in nine of a slot is unused; more where a slab has only a few slots, and below SMALLEST_SLOT).
-It returns to the common pool when its last slot is freed, so memory follows the sizes in demand; a
+A data set whose samples are all of one size gets a class of its own, so that its slots have no
+unused part. A slab returns to the common pool when its last slot is freed, so memory follows the sizes in demand; a
 slab can also be emptied by eviction and given to another class. A sample larger than a slab takes a
 run of whole slabs. Slots are contiguous because clients copy out of them and the kernel reads into
 them.
@@ -33,6 +34,10 @@ SMALLEST_SLOT = 4096
 SLOT_ALIGNMENT = 512
 """The alignment of memory that O_DIRECT needs on every common device (statx: dio_mem_align)."""
 SMALLEST_ARENA = 1024 * 1024
+OWN_CLASSES = 16
+"""Size classes for data sets of one sample size, besides those for any size."""
+OWN_GAIN = 1 / 64
+"""A class is made for one size if a slab then holds more slots by this share at least."""
 
 _FREE = -1
 _RETIRED = -3
@@ -108,12 +113,15 @@ class Arena:
         self.limit = slabs * self.slab_size
         """Bytes that it can ever have."""
         self.slots_per_slab = self.slab_size // SMALLEST_SLOT
-        self.class_sizes = _class_sizes(self.slab_size)
-        self._class_sizes: list[int] = self.class_sizes.tolist()
-        self.large = len(self._class_sizes)
+        general = _class_sizes(self.slab_size)
+        self.class_sizes = np.concatenate((general, np.zeros(OWN_CLASSES, np.int64)))
+        """Bytes of a slot by rank; 0: a class that was not made."""
+        self._general = len(general)
+        self.large = len(self.class_sizes)
         """The rank of the size class of slots larger than a slab, the last one of each domain."""
         self.class_count = self.large + 1
         """Size classes of one domain."""
+        self._sort_classes()
         self.domain_count = 0
         self.give: Callable[[int, int], bool] = lambda slab, domain: True
         # Sized for the limit; the part beyond the size is not touched and takes no memory.
@@ -219,9 +227,39 @@ class Arena:
         assert not len(self.retiring())
         self.slab_count = self.open_count
 
+    def _sort_classes(self) -> None:
+        made = np.flatnonzero(self.class_sizes)
+        made = made[np.argsort(self.class_sizes[made])]
+        self._class_sizes: list[int] = self.class_sizes.tolist()
+        self._rising = self.class_sizes[made]
+        self._rising_sizes: list[int] = self._rising.tolist()
+        self._by_size = np.append(made, self.large)
+        """The rank of each of the rising sizes, and of all above."""
+
+    def per_slab(self, size: int) -> int:
+        """Return how many slots of a size fit into a slab."""
+        return self.slab_size // (-(-max(size, SMALLEST_SLOT) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+
+    def make_class(self, size: int) -> None:
+        """Make a size class for samples of this size, of at most a slab, unless a slab would hold
+        hardly more of them, or the slots of other such classes are all in use."""
+        count = self.per_slab(size)
+        (known,) = self.classes(np.array([size])).tolist()
+        if count < (1 + OWN_GAIN) * (self.slab_size // self._class_sizes[known]):
+            return
+        taken = self.slab_class[: self.slab_count]
+        used = set((taken[taken >= 0] % self.class_count).tolist())
+        for rank in range(self._general, self.large):
+            if rank not in used:
+                size = self.slab_size // count // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+                self.class_sizes[rank] = size
+                self._sort_classes()
+                return
+
     def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the size class of each size; len(class_sizes) for those larger than a slab."""
-        return self.class_sizes.searchsorted(sizes)
+        """Return the rank of the size class of each size; `large` for those larger than a slab."""
+        found: NDArray[np.int64] = self._by_size[self._rising.searchsorted(sizes)]
+        return found
 
     def by_class(
         self,
@@ -234,9 +272,9 @@ class Arena:
 
         Args: smallest, largest: bounds of the sizes. domains: of all, or of each.
         """
-        low = bisect_left(self._class_sizes, smallest)
-        if isinstance(domains, int) and low == bisect_left(self._class_sizes, largest):
-            return [(domains * self.class_count + low, _ALL)]
+        low = bisect_left(self._rising_sizes, smallest)
+        if isinstance(domains, int) and low == bisect_left(self._rising_sizes, largest):
+            return [(domains * self.class_count + int(self._by_size[low]), _ALL)]
         classes = self.classes(sizes) + domains * np.int64(self.class_count)
         return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
 

@@ -32,6 +32,11 @@ from ffserve.errors import STATUS_TOO_LARGE, FFServeError
 
 Int64s: TypeAlias = NDArray[np.int64]
 
+FITTED = 4096
+"""Blocks of a shard that are examined for being all of one size."""
+ONE_SIZE = 31 / 32
+"""They are if their mean size is at least this part of the largest."""
+
 MOST_LOADS = (1 << 31) - 1
 """The highest number of a load; the next one is 1."""
 
@@ -149,6 +154,19 @@ class Cache:
         number = self.arena.add_domain()
         self.policy.buckets.follow_arena()
         return number
+
+    def fit(self, base: int) -> None:
+        """Make a size class for a shard that was just added to the shard table, if its samples are
+        all of one size."""
+        if self.shards.chunked[self.shards.row(base)]:
+            return
+        count = int(self.shards.counts[self.shards.row(base)])
+        # Evenly spaced: a class for the largest of these serves nearly all others as well.
+        numbers = base + np.linspace(0, count - 1, min(count, FITTED)).astype(np.int64)
+        sizes = self.shards.blocks(numbers).sizes
+        largest = int(sizes.max())
+        if largest <= self.arena.slab_size and float(sizes.mean()) >= ONE_SIZE * largest:
+            self.arena.make_class(largest)
 
     # ---- planning -------------------------------------------------------------------------
 

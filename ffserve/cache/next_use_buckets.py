@@ -111,7 +111,7 @@ class Bucket:
 class BucketSet:
     """The buckets of one group and size class."""
 
-    __slots__ = ("buckets", "entries", "group", "ready_s", "size_class")
+    __slots__ = ("buckets", "entries", "group", "ready_s", "size_class", "surplus", "takes")
 
     def __init__(self, group: int, size_class: int) -> None:
         self.group = group
@@ -121,6 +121,10 @@ class BucketSet:
         """In all buckets, including those that moved since."""
         self.ready_s = 0.0
         """The estimated time at which the first of those in READY is wanted."""
+        self.takes = 0
+        """Searches by the static rule."""
+        self.surplus = FAR
+        """Of the static rule: the fewest expendable residents that were left over lately."""
 
     def push(self, key: int, slots: Int64s | Int32s) -> None:
         """Append slots to the bucket of a key."""

@@ -48,6 +48,10 @@ MOST_LOOKED_AT = 65_536
 ADVANTAGE = 1.25
 """By which factor a resident of another group must be wanted later to be evicted."""
 
+LOOK_FOR_SURPLUS, LOOKS = 8, 8
+"""Every how many searches the expendable residents that are not needed are counted, and after how
+many counts the smallest of these is what can be kept."""
+
 Int64s: TypeAlias = NDArray[np.int64]
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
@@ -311,6 +315,9 @@ class Policy:
 
     def _take_static(self, bucket_set: BucketSet, count: int, usable: Usable) -> Int64s:
         """Take expendable residents, oldest first, then the others, newest first."""
+        bucket_set.takes += 1
+        if bucket_set.takes % LOOK_FOR_SURPLUS == 0 and EXPENDABLE in bucket_set.buckets:
+            self._keep_surplus(bucket_set, count, usable)
         found: list[Int64s] = []
         spared: list[tuple[int, Int64s]] = []
         missing, looked = count, 0
@@ -327,6 +334,25 @@ class Policy:
         for key, slots in reversed(spared):
             self.buckets.put(slots, bucket_set.size_class, key)
         return joined(found)
+
+    def _keep_surplus(self, bucket_set: BucketSet, count: int, usable: Usable) -> None:
+        """Keep expendable residents that were not needed for some time.
+
+        Their number is the highest that was ever needed at once: pinned, or prefetched and not used
+        yet. Without this, a short delay would take slots from the others for good.
+        """
+        held = bucket_set.buckets[EXPENDABLE].held.astype(np.int64)
+        surplus = int(np.count_nonzero(usable(held))) - count
+        bucket_set.surplus = min(bucket_set.surplus, surplus)
+        if bucket_set.takes % (LOOK_FOR_SURPLUS * LOOKS) == 0:
+            if bucket_set.surplus > 0:
+                slots = self.buckets.pop(
+                    bucket_set, EXPENDABLE, -(-bucket_set.surplus // 2), newest=False
+                )
+                good = usable(slots)
+                self.buckets.put(slots[good], bucket_set.size_class, STALE)
+                self.buckets.put(slots[~good], bucket_set.size_class, EXPENDABLE)
+            bucket_set.surplus = FAR
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:
         """Return how much each resident is worth keeping: from 0.0, not at all, to 1.0, wanted at

@@ -15,11 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import SMALLEST_SLOT, Arena
-from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
+from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.engine.slots import RESIDENT
+
+REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
+"""When a reader reports its position; see ffserve/reader.py."""
+HEAD_SIZE = 12
+"""Bytes of the file before the first sample."""
 
 Int64s = NDArray[np.int64]
 
@@ -47,8 +54,10 @@ class Job:
     epoch: int = 0
     position: int = 0
     used: int = 0
-    hits: int = 0
+    reads: int = 0
     waited_s: float = 0.0
+    asked_s: float = 0.0
+    reported_s: float = 0.0
     order: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -80,7 +89,7 @@ class Result:
 
     slots: int
     used: int
-    hits: int
+    reads: int
     jobs: list[Job]
     trace: Int64s
     measured_from: int
@@ -88,15 +97,17 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of samples found in memory."""
-        return self.hits / max(self.used, 1)
+        """Return the share of used samples for which nothing was read."""
+        return 1 - self.reads / max(self.used, 1)
 
 
 class Simulation:
-    """A node with a real cache and policy; clients, clock and disk are simulated.
+    """A node with a real cache, policy and prefetcher; clients, clock and disk are simulated.
 
     Args:
-        samples: of the dataset. cache_share: the share of it that fits into memory.
+        samples: of the dataset. cache_share: memory / data, in bytes.
+        sample_size: bytes. alignment: of reads; a slot holds what is read, so unless this is 1 it
+            is larger than its sample.
         disk_rate: samples per second that the disk can read; None: no limit.
         check: called after every batch.
     """
@@ -107,76 +118,91 @@ class Simulation:
         cache_share: float,
         jobs: list[Job],
         *,
+        sample_size: int = SMALLEST_SLOT,
+        alignment: int = 1,
         disk_rate: float | None = None,
         check: Callable[[Simulation], None] | None = None,
     ) -> None:
         self.samples = samples
         self.jobs = jobs
+        self._sample_size = sample_size
         self._disk_rate = disk_rate
         self._disk_free = 0.0
         self._check = check
         self.next_use = NextUse()
-        size = int(samples * cache_share) * SMALLEST_SLOT
+        size = int(samples * cache_share) * sample_size
         # Rounded to the nearest number of slabs: else 75 % of 60,000 samples would be 74.7.
         slab_size = Arena(size).slab_size
         self.arena = Arena(round(size / slab_size) * slab_size)
         self.directory = Directory(1 << max(22, (samples - 1).bit_length()))
         self.table = ShardTable(self.directory)
         self.cache = Cache(self.arena, self.directory, self.table, _no_readers, self.next_use)
+        self.prefetcher = Prefetcher(self.cache)
         self._base = self.directory.reserve(samples)
-        self.directory.offsets[self._base : self._base + samples] = (
-            np.arange(samples, dtype=np.uint64) * SMALLEST_SLOT
-        )
-        self.directory.set_lengths(self._base, np.full(samples, SMALLEST_SLOT, np.uint64))
+        places = HEAD_SIZE + np.arange(samples, dtype=np.uint64) * np.uint64(sample_size)
+        self.directory.offsets[self._base : self._base + samples] = places
+        self.directory.set_lengths(self._base, np.full(samples, sample_size, np.uint64))
         self.table.add(
             self._base,
             samples,
-            payload_size=samples * SMALLEST_SLOT,
-            alignment=1,
+            payload_size=samples * sample_size,
+            alignment=alignment,
             checksum_kind=0,
             file=0,
             engine=0,
         )
+        self.cache.fit(self._base)
         self.table.sessions[:] = len(jobs)
         self._progress: list[JobProgress] = []
         self._trace: list[Int64s] = []
+        self._events: list[tuple[float, int, Job | Load]] = []
+        """When a job asks for its next batch, or a load ends; with a number that tells which comes
+        first of two at the same time."""
+        self._event_count = 0
 
     @property
     def slots(self) -> int:
-        """Samples that fit into memory."""
-        return self.arena.size // SMALLEST_SLOT
+        """Samples that the bytes of the memory are enough for."""
+        return self.arena.size // self._sample_size
 
     def run(self, *, warm_s: float, seconds: float) -> Result:
         """Run the jobs until `warm_s`, reset the counts, and run for `seconds` more."""
-        turns = [(job.start_s, k) for k, job in enumerate(self.jobs)]
         bases, counts = np.array([self._base]), np.array([self.samples])
         for k, job in enumerate(self.jobs):
             job.name = job.name or f"job {k}"
             self._progress.append(self.next_use.join(job.name, bases, counts))
-        heapq.heapify(turns)
+            self._at(job.start_s, job)
         measured_from = -1
-        while turns[0][0] < warm_s + seconds:
-            now, k = heapq.heappop(turns)
+        while self._events[0][0] < warm_s + seconds:
+            now, _, what = heapq.heappop(self._events)
+            self.next_use.now = now
             if now >= warm_s and measured_from < 0:
                 measured_from = sum(map(len, self._trace))
                 for job in self.jobs:
-                    job.used = job.hits = 0
+                    job.used = job.reads = 0
                     job.waited_s = 0.0
-            heapq.heappush(turns, (self._step(self.jobs[k], self._progress[k], now), k))
+            if isinstance(what, Load):
+                self._ended(what)
+            else:
+                self._at(self._step(what, self._progress[self.jobs.index(what)], now), what)
+            self._prefetch(now)
             if self._check is not None:
                 self._check(self)
         return Result(
             self.slots,
             sum(job.used for job in self.jobs),
-            sum(job.hits for job in self.jobs),
+            sum(job.reads for job in self.jobs),
             self.jobs,
             np.concatenate(self._trace),
             measured_from,
         )
 
+    def _at(self, time_s: float, what: Job | Load) -> None:
+        self._event_count += 1
+        heapq.heappush(self._events, (time_s, self._event_count, what))
+
     def _step(self, job: Job, progress: JobProgress, now: float) -> float:
         """Let a job use its next batch; return the time of its next request."""
-        self.next_use.now = now
         if job.position == len(job.order):
             job.epoch += bool(len(job.order))
             job.position = 0
@@ -187,25 +213,28 @@ class Simulation:
                 self._announce(job, progress, job.epoch + 1, job.orders(job.epoch + 1))
         numbers = job.order[job.position : job.position + job.batch] + self._base
         self._trace.append(numbers)
-        missing = numbers[self.directory.slot_of[numbers] == 0]
+        slots = self.directory.slot_of[numbers] - 1
+        absent = (slots < 0) | (self.cache.state[slots] != RESIDENT)
+        missing, there = numbers[absent], now
         if len(missing):
+            there = self._ask(np.unique(missing) if job.replacement else missing, job, now)
+            self.cache.used(missing)
             self.cache.invalidate(progress.asked(missing, now))
-            self._read(np.unique(missing) if job.replacement else missing)
         if not progress.orders and len(missing) < len(numbers):
-            hits = numbers[~np.isin(numbers, missing)]
-            progress.visited(hits, now)
-            self.cache.invalidate(hits)
+            progress.visited(numbers[~absent], now)
+            self.cache.invalidate(numbers[~absent])
         job.position += len(numbers)
         job.used += len(numbers)
-        job.hits += len(numbers) - len(missing)
-        if progress.orders:
+        over = job.position == len(job.order)
+        since, job.asked_s = now - job.asked_s, now
+        due = since >= SLOW_READS_S or now - job.reported_s >= REPORT_INTERVAL_S
+        if progress.orders and (over or due):
+            job.reported_s = now
             self.cache.invalidate(progress.advance_to(job.epoch, job.position, now))
+            self.prefetcher.advanced(progress)
         ready = now + len(numbers) / job.pace
-        if self._disk_rate is None or not len(missing):
-            return ready
-        self._disk_free = max(self._disk_free, now) + len(missing) / self._disk_rate
-        job.waited_s += max(self._disk_free - ready, 0.0)
-        return max(ready, self._disk_free)
+        job.waited_s += max(there - ready, 0.0)
+        return max(ready, there)
 
     def _announce(self, job: Job, progress: JobProgress, epoch: int, order: Int64s) -> None:
         arriving = self.next_use.arriving(progress, len(order), replacement=job.replacement)
@@ -213,14 +242,60 @@ class Simulation:
             arriving.add(order[start : start + PIECE] + self._base)
         self.next_use.announced(progress, epoch, arriving.finish(), None, job)
 
-    def _read(self, missing: Int64s) -> None:
-        fetch = Fetch(missing)
+    def _ask(self, missing: Int64s, job: Job, now: float) -> float:
+        """Request samples for a job; return the time at which it has them."""
+        fetch, there = Fetch(missing), now
         while fetch.cursor < len(missing):
+            before = fetch.cursor
             load = self.cache.advance(fetch, len(missing), self.arena.size)
-            assert load is not None, "no slot is pinned, so there is one to evict"
-            self.cache.loaded(load, {})
-            self.cache.release(fetch.pins)
-            fetch.pins = []
+            if load is not None:
+                self._begin(load, job, now)
+            elif fetch.cursor == before:
+                self.prefetcher.make_room()
+                there = max(there, self._finish_first())
+        for end, _, what in self._events:
+            if isinstance(what, Load) and fetch in what.fetches:
+                there = max(there, end)
+        if not fetch.waiting:
+            self._release(fetch)
+        return there
+
+    def _finish_first(self) -> float:
+        """End the load that ends first, so that its slots can be evicted; return when it ends."""
+        loads = [event for event in self._events if isinstance(event[2], Load)]
+        if not loads:
+            return 0.0
+        first = min(loads, key=lambda event: event[:2])
+        self._events.remove(first)
+        heapq.heapify(self._events)
+        assert isinstance(first[2], Load)
+        self._ended(first[2])
+        return first[0]
+
+    def _prefetch(self, now: float) -> None:
+        """Let the prefetcher read while the disk has nothing else to read."""
+        while self._disk_free <= now and (found := self.prefetcher.next_load(now)) is not None:
+            load, name = found
+            self._begin(load, next(job for job in self.jobs if job.name == name), now)
+
+    def _begin(self, load: Load, job: Job, now: float) -> None:
+        job.reads += len(load.slots)
+        if self._disk_rate is None:
+            self._ended(load)
+            return
+        self._disk_free = max(self._disk_free, now) + len(load.slots) / self._disk_rate
+        self._at(self._disk_free, load)
+
+    def _ended(self, load: Load) -> None:
+        for fetch in self.cache.loaded(load, {}):
+            if isinstance(fetch, Piece):
+                self.prefetcher.loaded(fetch, self.next_use.now)
+            elif fetch.complete:
+                self._release(fetch)
+
+    def _release(self, fetch: Fetch) -> None:
+        self.cache.release(fetch.pins)
+        fetch.pins = []
 
     def close(self) -> None:
         """Free the tables."""

@@ -9,10 +9,14 @@ import click
 
 from ffserve.cli import FloatRange
 from ffserve.cli.terminal import counted, print_json, print_table
+from ffserve.config import parse_size
 from ffserve.errors import UsageError
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 WARM_EPOCHS, EPOCHS = 3, 2
+SIZES = 4096, 1 << 20
+DISK_BLOCK = 512
+"""Alignment of the simulated disk's reads."""
 SMALLEST = 300
 """Samples that fit into the smallest arena."""
 
@@ -28,7 +32,12 @@ SMALLEST = 300
 )  # fmt: skip
 @click.option(
     "--samples", default=20_000, show_default=True, type=click.IntRange(1000, 5_000_000),
-    help="Samples of the data set; the result hardly depends on it.",
+    help="Samples of the data set; in a small one, what is prefetched counts more.",
+)  # fmt: skip
+@click.option(
+    "--sample-size", "size", metavar="SIZE",
+    help="Size of a sample, such as 8KiB: counts what is read with it and not used, and the unused"
+    " parts of slots.  [default: there are none]",
 )  # fmt: skip
 @click.option(
     "--speeds",
@@ -49,6 +58,7 @@ def simulate(
     job_count: int,
     shares: tuple[float, ...],
     samples: int,
+    size: str | None,
     speeds: str | None,
     same_seed: bool,
     silent: bool,
@@ -68,11 +78,14 @@ def simulate(
       ffserve simulate --jobs 4 --cache 0.1 --same-seed
     """
     paces = _paces(speeds, job_count)
+    sample_size = _sample_size(size)
     if plot is not None:
         _check_plot(plot)
     samples = max(samples, int(SMALLEST / min(shares or SHARES)) + 1)
     rows = [
-        _row(samples, share, paces, same_seed=same_seed, announces=not silent, disk=disk)
+        _row(
+            samples, sample_size, share, paces, same_seed=same_seed, announces=not silent, disk=disk
+        )
         for share in shares or SHARES
     ]
     if plot is not None:
@@ -101,6 +114,15 @@ def simulate(
     return 0
 
 
+def _sample_size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    size = parse_size(text)
+    if not SIZES[0] <= size <= SIZES[1]:
+        raise UsageError(f"--sample-size {text}: a size must be between 4KiB and 1MiB")
+    return size
+
+
 def _paces(speeds: str | None, job_count: int) -> list[float]:
     if speeds is None:
         return [1.0] * job_count
@@ -122,6 +144,7 @@ def _paces(speeds: str | None, job_count: int) -> list[float]:
 
 def _row(
     samples: int,
+    sample_size: int | None,
     share: float,
     paces: list[float],
     *,
@@ -129,6 +152,7 @@ def _row(
     announces: bool,
     disk: float | None,
 ) -> dict[str, Any]:
+    from ffserve.cache.arena import SMALLEST_SLOT
     from ffserve.cache.simulation import Job, Simulation, belady, shuffled
 
     jobs = [
@@ -136,7 +160,14 @@ def _row(
         for k, pace in enumerate(paces)
     ]
     disk_rate = None if disk is None else disk * sum(job.pace for job in jobs)
-    simulation = Simulation(samples, share, jobs, disk_rate=disk_rate)
+    simulation = Simulation(
+        samples,
+        share,
+        jobs,
+        sample_size=sample_size or SMALLEST_SLOT,
+        alignment=DISK_BLOCK if sample_size else 1,
+        disk_rate=disk_rate,
+    )
     longest = samples / min(job.pace for job in jobs) / min(disk or 1.0, 1.0)
     try:
         result = simulation.run(warm_s=WARM_EPOCHS * longest, seconds=EPOCHS * longest)
@@ -148,7 +179,7 @@ def _row(
         "belady": belady(result.trace, result.slots, result.measured_from),
         "read_share": 1 - result.hit_rate,
         "speed": result.used / (EPOCHS * longest * sum(job.pace for job in jobs)),
-        "jobs": [{"hit_rate": job.hits / max(job.used, 1)} for job in result.jobs],
+        "jobs": [{"hit_rate": 1 - job.reads / max(job.used, 1)} for job in result.jobs],
     }
 
 

@@ -338,6 +338,7 @@ class Catalog:
             domain=shard.domain.number,
             chunked=shard.chunked,
         )
+        self._cache.fit(shard.base)
 
     # ---- in a thread ------------------------------------------------------------------------
 

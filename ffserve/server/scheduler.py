@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
+from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY
-from ffserve.server.prefetch import Piece, Prefetcher
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
 """A device reads that in 2 to 6 ms. A turn costs the loop 100 us and 1 us per sample."""

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import SLOT_ALIGNMENT, SMALLEST_ARENA, SMALLEST_SLOT, Arena
+from ffserve.cache.arena import (
+    OWN_CLASSES,
+    OWN_GAIN,
+    SLOT_ALIGNMENT,
+    SMALLEST_ARENA,
+    SMALLEST_SLOT,
+    Arena,
+)
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.shm import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
@@ -50,7 +57,7 @@ def test_an_arena_below_the_smallest_is_refused() -> None:
 def test_every_class_fits_its_slab(size: int) -> None:
     arena = Arena(size)
     assert 0 < arena.size <= size < arena.size + arena.slab_size
-    classes = arena.class_sizes.tolist()
+    classes = arena.class_sizes[arena.class_sizes > 0].tolist()
     assert classes == sorted(set(classes))
     assert classes[0] >= SMALLEST_SLOT and classes[-1] == arena.slab_size
     assert all(size % SLOT_ALIGNMENT == 0 for size in classes)
@@ -64,6 +71,36 @@ def test_a_class_wastes_at_most_a_ninth(size: int, wanted: float) -> None:
     assert ask <= slot
     # The last class before a slab's ninth may be grown to what its slab would waste.
     assert slot - ask <= slot / 9 + slot / (arena.slab_size // slot) + SLOT_ALIGNMENT
+
+
+@given(size=st.integers(SMALLEST_ARENA, 1 << 34), wanted=st.floats(0, 1))
+def test_samples_of_one_size_left_a_ninth_of_the_memory_unused(size: int, wanted: float) -> None:
+    arena = Arena(size)
+    ask = int(SMALLEST_SLOT + wanted * (arena.slab_size - SMALLEST_SLOT))
+    arena.make_class(ask)
+    taken = arena.take(int(arena.classes(np.array([ask]))[0]), 1 << 30)
+    assert len(np.unique(taken)) == len(taken)
+    most = arena.open_count * (arena.slab_size // (-(-ask // SLOT_ALIGNMENT) * SLOT_ALIGNMENT))
+    assert len(taken) >= most / (1 + OWN_GAIN)
+
+
+def test_classes_of_one_size_are_made_anew_when_none_of_their_slots_is_in_use() -> None:
+    arena = Arena(64 * MIB)
+    general = np.count_nonzero(arena.class_sizes)
+    held = []
+    for size in range(8704, arena.slab_size, 512):
+        arena.make_class(size)
+        (size_class,) = arena.classes(np.array([size])).tolist()
+        assert arena.class_sizes[size_class] >= size
+        if arena.class_sizes[size_class] == size:
+            held.append(arena.take(size_class, 1))
+            assert len(held[-1]), "there is a slab for each"
+    assert np.count_nonzero(arena.class_sizes) == general + OWN_CLASSES
+    arena.free(np.concatenate(held))
+    for size in (8704, 17_408):
+        arena.make_class(size)
+        assert size in arena.class_sizes
+    assert np.count_nonzero(arena.class_sizes) == general + OWN_CLASSES
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -87,7 +124,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(size=st.integers(0, 300_000), count=st.integers(1, 20), domain=st.integers(0, 2))
     def take(self, size: int, count: int, domain: int) -> None:
         (rank,) = self.arena.classes(np.array([size])).tolist()
-        if rank == len(self.arena.class_sizes):
+        if rank == self.arena.large:
             slot = self.arena.take_run(size, domain)
             taken = [] if slot is None else [slot]
         else:

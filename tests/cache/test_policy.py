@@ -438,11 +438,32 @@ def test_a_shared_seed_is_the_cheapest_win() -> None:
 def test_the_misses_of_a_sole_job_are_spread_evenly() -> None:
     samples, hits = 4096, []
     jobs = [Job(shuffled(samples, 1), batch=64)]
-    simulation = Simulation(samples, 0.5, jobs, check=lambda s: hits.append(jobs[0].hits))
+    simulation = Simulation(
+        samples, 0.5, jobs, check=lambda _: hits.append(jobs[0].used - jobs[0].reads)
+    )
     simulation.run(warm_s=0.0, seconds=5 * samples / jobs[0].pace)
     simulation.close()
     quarters = np.diff(np.array(hits)[-4 * 16 :: 16])
     assert quarters.min() > 0.4 * 1024 and quarters.max() < 0.6 * 1024
+
+
+def test_a_short_delay_took_memory_from_a_sole_job_for_good() -> None:
+    """While a job is delayed, more of what was prefetched is pinned at once."""
+    samples, pace = 4096, 1000.0
+    epoch_s = samples / pace
+
+    def hit_rate(delayed: bool) -> float:
+        def lead(simulation: Simulation) -> None:
+            now = simulation.next_use.now
+            if delayed and 2 * epoch_s < now < 2.2 * epoch_s:
+                simulation._progress[0].lead = 512.0
+
+        simulation = Simulation(samples, 0.25, [Job(shuffled(samples, 1), pace)], check=lead)
+        result = simulation.run(warm_s=5 * epoch_s, seconds=2 * epoch_s)
+        simulation.close()
+        return result.hit_rate
+
+    assert hit_rate(delayed=True) >= hit_rate(delayed=False) - 0.005
 
 
 def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:

@@ -12,11 +12,10 @@ from benchmarks.policy import Cell
 
 
 def test_a_cell_agrees_with_the_simulation_and_the_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(policy, "SAMPLES", 2000)
     path = write_data(tmp_path, 2000, policy.SIZE)
-    row = policy.run(Cell("two jobs", 2, True, 0.5, pace=2000.0), path)
+    row = policy.run(Cell("two jobs", 2, True, 0.5, pace=2000.0, samples=2000), path)
     policy.show(row)
     # Two seconds of two jobs: on a busy machine they are no whole epochs, and what is counted in
     # several places is not counted at one moment. What it agrees to is what the benchmark is for.

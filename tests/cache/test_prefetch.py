@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ffserve.cache import prefetch
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
+from ffserve.cache.prefetch import PIECE_COUNT, Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.order import epoch_order
-from ffserve.server import prefetch
-from ffserve.server.prefetch import PIECE_COUNT, Piece, Prefetcher
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -149,10 +149,10 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     node = Node(1000, np.arange(COUNT))
     node.bring(node.order[:2048])
     node.use(1024)
-    assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:3072]))
+    assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:2560]))
     lengths = [len(piece.numbers) for piece in node.prefetcher._cursors[node.progress].pieces]
     assert lengths[0] == lengths[-1] == PIECE_COUNT < max(lengths)
-    assert sum(lengths) == 2048, "two steps ahead"
+    assert sum(lengths) == 1536, "a step and a half ahead"
     node.directory.close()
 
 

@@ -26,7 +26,7 @@ LAYERS = {
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
     # the daemon
-    "cache": "engine formats files",
+    "cache": "neighbours engine formats files",
     "server": "machine neighbours protocol socket_path config engine formats decoding dataset "
     "files shardfile cache",
     # the client

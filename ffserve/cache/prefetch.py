@@ -6,7 +6,8 @@ them, so that they are still there when it asks. That takes about a hundredth of
 job, and is given up at once when a request waits for memory.
 
 A job is prefetched up to the position that its workers have reached as far as the daemon knows, and
-from there two batches or what the job uses during a slow read, whichever is more.
+from there two batches or what the job uses during a slow read, whichever is more, but a batch and a
+half where more would take too much of a small arena.
 
 A windowed order (`ffserve.neighbours`) is prefetched by windows: the samples of each are read in
 the order of the files, neighbours together, before the job comes to the first of them. No socket
@@ -136,12 +137,14 @@ class Prefetcher:
         """Return how many positions beyond its front a job is prefetched."""
         cursor = self._cursors.get(progress)
         size = cursor.sample_size if cursor else SAMPLE_SIZE
-        batches = 2 * max(int(progress.step) or FIRST_STEP, 1)
-        wanted = max(batches, int(progress.pace.rate(now) * self._slowest_s))
+        step = max(int(progress.step) or FIRST_STEP, 1)
+        wanted = max(2 * step, int(progress.pace.rate(now) * self._slowest_s))
         share = JOB_SHARE
         if cursor and cursor.window_end:
             wanted, share = max(wanted, int(WINDOWS_AHEAD * cursor.window_count)), WINDOW_SHARE
-        return min(wanted, max(batches, int(self._cache.arena.size / share / size)))
+        # What a job may use before it is heard of again, and half of that while it is read.
+        least = step + (step + 1) // 2
+        return min(wanted, max(least, int(self._cache.arena.size / share / size)))
 
     def next_load(self, now: float) -> tuple[Load, str] | None:
         """Return what to read next and for which job; None: nothing for now."""
