@@ -3,10 +3,10 @@
 The arena is divided into slabs. A slab serves one size class (eight per doubling, so at most one
 part in nine of a slot is unused; more where a slab has only a few slots, and below SMALLEST_SLOT).
 A data set whose samples are all of one size gets a class of its own, so that its slots have no
-unused part. A slab returns to the common pool when its last slot is freed, so memory follows the sizes in demand; a
-slab can also be emptied by eviction and given to another class. A sample larger than a slab takes a
-run of whole slabs. Slots are contiguous because clients copy out of them and the kernel reads into
-them.
+unused part. A slab returns to the common pool when its last slot is freed, so memory follows the
+sizes in demand; a slab can also be emptied by eviction and given to another class. A sample larger
+than a slab takes a run of whole slabs. Slots are contiguous because clients copy out of them and
+the kernel reads into them.
 
 A slab belongs to one *domain* at a time: its pages are those of the domain's own file (`domains`).
 So a size class is one of a domain: class number = domain × classes per domain + rank of the size,

@@ -27,7 +27,7 @@ LAYERS = {
     "writer": "formats files output",
     # the daemon
     "cache": "neighbours engine formats files",
-    "server": "machine neighbours protocol socket_path config engine formats decoding dataset "
+    "server": "machine protocol socket_path config engine formats decoding dataset "
     "files shardfile cache",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
