@@ -1,0 +1,310 @@
+"""Trust domains: who finds whose samples in memory, with real users and namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, run_python, serving, until, write
+
+import ffserve
+from ffserve.config import ServerConfig
+from ffserve.server import domains
+from ffserve.server.state import ServerState
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+
+COUNT = 200
+ALICE, BOB, CAROL, TEAM = 61_001, 61_002, 61_003, 61_100
+MIB = 1 << 20
+AS_USER = """
+import os, sys
+uid, groups = int(sys.argv.pop(1)), [int(g) for g in sys.argv.pop(1).split(",") if g]
+import ffserve, ffserve.reader, ffserve.formats.recordio, ffserve.formats.tfrecord, msgpack
+import ctypes, daemon as support
+import numpy as np
+from ffserve import protocol
+os.setgroups(groups); os.setgid(uid); os.setuid(uid)
+"""
+"""The modules are imported while they may still be read."""
+READ = """
+with ffserve.open(sys.argv[2], server=sys.argv[1]) as reader:
+    for _ in range(int(sys.argv[3])):
+        for first in range(0, len(reader), 50):
+            reader.read_batch(np.arange(first, min(first + 50, len(reader))))
+    print(reader.read_batch(np.arange(min(200, len(reader)))).buffer.tobytes().hex())
+"""
+SEARCH = """
+import socket
+place, public, wanted = sys.argv[1], sys.argv[2], [bytes.fromhex(w) for w in sys.argv[3:]]
+raw = socket.socket(socket.AF_UNIX)
+raw.connect(place)
+decoder, fds = protocol.Decoder(protocol.FROM_SERVER), []
+
+def receive():
+    while True:
+        chunk, came, _, _ = socket.recv_fds(raw, 65536, 16)
+        fds.extend(came)
+        for message in decoder.feed(chunk):
+            return message
+
+hello = {"versions": [protocol.VERSION], "job": "search", "client": "s", "pid": 1}
+raw.sendall(protocol.encode(protocol.Hello(hello)))
+assert isinstance(receive(), protocol.Welcome)
+raw.sendall(protocol.encode(support.asking(public)))
+while isinstance(answer := receive(), protocol.Need):
+    opened = os.open(public, os.O_RDONLY)
+    socket.send_fds(raw, [protocol.encode(protocol.Files(1, b"\\0"))], [opened])
+assert isinstance(answer, protocol.Opened), answer
+raw.sendall(protocol.encode(support.get(2, answer.dataset, range(200))))
+assert receive().count == 200
+found = set()
+for fd in fds:
+    at = 0
+    while True:
+        # Only what has pages: the files are sparse and very large.
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+            at = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError:
+            break
+        content = os.pread(fd, at - start, start)
+        found.update(k for k, one in enumerate(wanted) if one in content)
+print(len(fds), *sorted(found))
+"""
+"""Searches all memory that a client can get for some bytes; prints which it has found."""
+
+
+def as_user(user: int, program: str, *arguments: Any, groups: str = "") -> str:
+    return run_python(AS_USER + program, user, groups, *arguments).stdout.strip()
+
+
+def private(folder: Path, user: int, name: str, seed: int, count: int = COUNT) -> str:
+    """A file that only one user may read."""
+    path = str(write(folder / name, contents(seed, count)))
+    os.chown(path, user, user)
+    os.chmod(path, 0o600)
+    return path
+
+
+def public(folder: Path, name: str, seed: int, count: int = COUNT) -> str:
+    path = str(write(folder / name, contents(seed, count)))
+    os.chmod(path, 0o644)
+    return path
+
+
+def contents(seed: int, count: int = COUNT) -> list[bytes]:
+    chance = np.random.default_rng(seed)
+    return [chance.bytes(4000) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def daemon_of(*options: str, arena: str = "16MiB") -> Iterator[Daemon]:
+    with serving(arena=arena, options=["--socket-mode", "0666", *options]) as running:
+        yield running
+
+
+def arena_pages(running: Daemon) -> dict[int, int]:
+    """Bytes of each arena file of a daemon, by inode."""
+    sizes = {}
+    for name in os.listdir(f"/proc/{running.pid}/fd"):
+        with contextlib.suppress(OSError):
+            path = f"/proc/{running.pid}/fd/{name}"
+            if "ffserve-arena" in os.readlink(path):
+                found = os.stat(path)
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sizes
+
+
+def test_a_raw_hello_and_an_mmap_found_all_private_samples_of_another_user() -> None:
+    with daemon_of() as running:
+        hers = private(running.directory, ALICE, "hers.ffr", 1)
+        shared = public(running.directory, "shared.ffr", 2)
+        with_prefix = [contents(1)[0], contents(1)[199], contents(2)[7]]
+        assert as_user(ALICE, READ, running.socket, hers, 1) == b"".join(contents(1)).hex()
+        wanted = [one[:64].hex() for one in with_prefix]
+        # The page, and three files of the common domain: only the public sample is there.
+        assert as_user(BOB, SEARCH, running.socket, shared, *wanted) == "4 2"
+        # Her own samples are found in this way, so the search finds what is there.
+        assert as_user(ALICE, SEARCH, running.socket, hers, *wanted) == "4 0 1"
+
+
+def test_two_users_share_the_samples_of_a_common_file_once() -> None:
+    with daemon_of() as running:
+        path = public(running.directory, "shared.ffr", 2)
+        text = b"".join(contents(2)).hex()
+        assert as_user(ALICE, READ, running.socket, path, 1) == text
+        read = running.cache()["blocks_read"]
+        assert as_user(BOB, READ, running.socket, path, 1) == text
+        assert running.cache()["blocks_read"] == read
+        assert len(arena_pages(running)) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "acl"])
+def test_what_not_everybody_may_read_is_not_common(place: str) -> None:
+    with daemon_of() as running:
+        folder = running.directory / "inner"
+        folder.mkdir(mode=0o755)
+        path = public(folder, "shared.ffr", 2)
+        if place == "file":
+            os.chown(path, 0, TEAM)
+            os.chmod(path, 0o640)
+        elif place == "folder":
+            os.chown(folder, 0, TEAM)
+            folder.chmod(0o750)
+        else:
+            rows = [(1, 6, -1), (2, 0, CAROL), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
+            packed = b"".join(np.array(row[:2], "<u2").tobytes()
+                              + np.array([row[2]], "<i4").tobytes() for row in rows)  # fmt: skip
+            os.setxattr(path, "system.posix_acl_access", b"\2\0\0\0" + packed)
+        text = b"".join(contents(2)).hex()
+        for user in (ALICE, BOB):
+            assert as_user(user, READ, running.socket, path, 1, groups=str(TEAM)) == text
+        assert running.cache()["blocks_read"] == 2 * COUNT
+        assert len(arena_pages(running)) == 2
+
+
+def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrator_says_so() -> None:
+    for option, copies in (["--common", "user"], 1), ([], 2):
+        with serving(arena="16MiB") as probe:
+            folder = probe.directory
+            path = public(folder, "team.ffr", 2)
+            os.chown(path, 0, TEAM)
+            os.chmod(path, 0o640)
+            os.chown(folder, CAROL, CAROL)
+            program = f"import encodings.ascii, ffserve.cli.serve, ffserve.server.daemon\n{AS_USER}"
+            program += "from ffserve.cli import main\nraise SystemExit(main())"
+            place = str(folder / "other")
+            serve = ["serve", "--socket", place, "--arena", "16MiB", "--socket-mode", "0666"]
+            command = [sys.executable, "-c", program, str(CAROL), str(TEAM), *serve, *option]
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
+                try:
+                    until(Path(place).exists, "the daemon listens")
+                    for user in (ALICE, BOB):
+                        as_user(user, READ, place, path, 1, groups=str(TEAM))
+                    facts = ffserve.client.connection.status(place)
+                    assert facts["cache"]["blocks_read"] == copies * COUNT
+                finally:
+                    process.terminate()
+
+
+def test_a_daemon_that_may_read_everything_does_not_share_what_it_may_read() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ffserve", "serve", "--common", "user", "--socket", "/tmp/none"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "may read every file" in done.stderr
+
+
+def test_the_roots_of_two_containers_are_two_users() -> None:
+    with daemon_of() as running:
+        path = private(running.directory, 0, "roots.ffr", 3)
+        program = "import sys, ffserve, numpy as np\n" + READ
+        for _ in range(2):
+            command = ["unshare", "-m", sys.executable, "-c", program, running.socket, path, "1"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout.strip() == b"".join(contents(3)).hex()
+        assert running.cache()["blocks_read"] == 2 * COUNT
+        # The daemon's own namespace is a third one.
+        assert run_python(program, running.socket, path, 1).stdout
+        assert running.cache()["blocks_read"] == 3 * COUNT
+
+
+def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
+    with daemon_of() as running:
+        mine = private(running.directory, ALICE, "a.ffr", 4, 6000)
+        other = private(running.directory, BOB, "b.ffr", 5, 6000)
+        as_user(ALICE, READ, running.socket, mine, 2)
+        (first,) = arena_pages(running)
+        assert arena_pages(running)[first] > 14 * MIB
+        as_user(BOB, READ, running.socket, other, 2)
+        pages = arena_pages(running)
+        assert len(pages) == 2 and sum(pages.values()) <= 16 * MIB
+        # She has gone, and her samples are the first to go.
+        assert pages[first] < 4 * MIB
+        as_user(ALICE, READ, running.socket, mine, 2)
+        pages = arena_pages(running)
+        assert pages[first] > 12 * MIB and sum(pages.values()) <= 16 * MIB
+        assert running.status()["arena"]["used"] <= 16 * MIB
+
+
+def test_a_data_set_over_two_domains_reads_and_leases_from_both() -> None:
+    with daemon_of() as running:
+        paths = [
+            private(running.directory, ALICE, "mine.ffr", 6),
+            public(running.directory, "ours.ffr", 7),
+        ]
+        program = """
+order = np.random.default_rng(1).permutation(400)
+truth = np.random.default_rng(6), np.random.default_rng(7)
+truth = [chance.bytes(4000) for chance in truth for _ in range(200)]
+with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
+    for _ in range(3):
+        assert [bytes(one) for one in reader.read(order)] == [truth[k] for k in order]
+        batch = reader.read_batch(order)
+        assert [bytes(one) for one in batch] == [truth[k] for k in order]
+        with reader.lease(order[:100]) as leased:
+            assert [bytes(one) for one in leased] == [truth[k] for k in order[:100]]
+    assert reader.tables(0)[1].tolist() == reader.tables(1)[1].tolist() == [4000] * 200
+    print(reader.stats()["hits"] > 1000)
+"""
+        assert as_user(ALICE, program, running.socket, *paths) == "True"
+        assert len(arena_pages(running)) == 2
+
+
+# ---- life of a domain ------------------------------------------------------------------------
+
+
+def test_the_first_owner_gets_the_memory_that_is_there() -> None:
+    state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
+    first = state.domains.obtain((1000, 1))
+    assert first.arena is state.memory.file and state.domains.obtain((1000, 1)) is first
+    second = state.domains.obtain(None)
+    assert second.number == 1 and second.arena is not state.memory.file
+    state.close()
+
+
+def test_a_domain_without_shards_is_dissolved_and_its_number_used_again() -> None:
+    state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
+    state.domains.obtain(None)
+    other = state.domains.obtain((1000, 1))
+    base = state.directory.reserve(10, other.number)
+    ((size_class, _),) = state.arena.by_class(np.array([4096]), 4096, 4096, other.number)
+    slots = state.arena.take(size_class, 3000)
+    offset = int(state.arena.offsets(slots)[0])
+    state.memory.array[offset : offset + 4] = 65
+    assert os.pread(other.arena.fd, 4, offset) == b"AAAA"
+    assert os.pread(state.memory.file.fd, 4, offset) == b"\0\0\0\0"
+    assert not state.domains.dissolve(other) and state.domains.get((1000, 1)) is other
+    state.arena.free(slots)
+    state.directory.release(base, 10, other.number)
+    clients = os.dup(other.arena.fd)
+    while state.domains.dissolve(other):
+        pass
+    assert state.domains.get((1000, 1)) is None
+    assert (state.arena.slab_domain == 0).all()
+    assert os.fstat(clients).st_blocks == 0, "a client that maps it still holds no memory"
+    os.close(clients)
+    again = state.domains.obtain((1000, 2))
+    assert again.number == other.number and again.serial != other.serial
+    state.close()
+
+
+def test_one_user_cannot_take_all_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domains, "MOST_OF_ONE_USER", 3)
+    state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
+    for namespace in range(3):
+        state.domains.obtain((1000, namespace))
+    with pytest.raises(ffserve.ReadError, match="no room for another"):
+        state.domains.obtain((1000, 4))
+    assert state.domains.obtain((1001, 1)) is not state.domains.obtain(None)
+    state.close()
