@@ -257,14 +257,14 @@ def test_damage_gives_right_records_or_errors(data: st.DataObject) -> None:
 
 @pytest.mark.fuzz
 @given(st.data())
-@settings(max_examples=1500, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 def test_written_then_read_many_times_over(data: st.DataObject) -> None:
     written_then_read(data, 60_000)
 
 
 @pytest.mark.fuzz
 @given(st.data())
-@settings(max_examples=3000, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 def test_damage_many_times_over(data: st.DataObject) -> None:
     damaged_then_read(data, 20_000)
 

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "codec.h"
+#include "inflate.h"
 #include "shm.h"
 
 #define CHECK(condition) ((condition) ? (void)0 : abort())
@@ -142,10 +143,48 @@ static void directory(const uint8_t *bytes, size_t size, const uint8_t *paramete
     free(arena);
 }
 
+/* The bytes are a window and, behind it, a stream: the rest of one (raw), or a file. */
+static void inflate(const uint8_t *bytes, size_t size, const uint8_t *parameters) {
+    size_t window = size < 64u * parameters[0] ? size : 64u * parameters[0];
+    ffs_span span = {.data_size = size - window,
+                     .bit = parameters[1] & 7,
+                     .gzip = parameters[1] >> 3 & 1,
+                     .window_size = window,
+                     .skip = 100u * parameters[2],
+                     .out_size = 300u * parameters[3]};
+    uint8_t *data = copy_of(bytes + window, size - window), *before = copy_of(bytes, window);
+    span.data = data;
+    span.window = before;
+    span.out = malloc(span.out_size ? span.out_size : 1);
+    int result = ffs_inflate_span(&span);
+    CHECK(span.used <= span.data_size && span.made <= span.out_size);
+    CHECK(result || span.made == span.out_size);
+    ffs_block_mark marks[ROOM];
+    ffs_inflater pass = {.marks = marks, .room = ROOM};
+    CHECK(!ffs_inflate_begin(&pass, span.gzip));
+    for (uint64_t step = 1 + parameters[4]; pass.used < span.data_size;) {
+        uint64_t used = pass.used, made = pass.made, part = span.data_size - used;
+        uint8_t *piece = copy_of(data + used, part < step ? part : step);
+        result = ffs_inflate_run(&pass, piece, part < step ? part : step, span.out, span.out_size);
+        free(piece);
+        CHECK(pass.count >= 0 && pass.count <= ROOM && pass.made - made <= span.out_size);
+        for (int64_t k = 0; k < pass.count; k++)
+            CHECK(marks[k].bit <= 8 * pass.used && marks[k].out <= pass.made);
+        if (result || (pass.used == used && pass.made == made) || pass.made > 1 << 20) break;
+    }
+    ffs_inflate_end(&pass);
+    free(span.out);
+    free(before);
+    free(data);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static void (*const targets[])(const uint8_t *, size_t, const uint8_t *) = {
         frames, frame_search, chunks, split, directory};
     if (size < 9) return 0;
-    targets[data[0] % 5](data + 9, size - 9, data + 1);
+    if (data[0] >= 250)
+        inflate(data + 9, size - 9, data + 1);
+    else
+        targets[data[0] % 5](data + 9, size - 9, data + 1);
     return 0;
 }

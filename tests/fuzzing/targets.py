@@ -9,6 +9,7 @@ An input fails if anything but an ffserve error is raised, or the daemon reports
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import logging
 import os
@@ -26,7 +27,9 @@ with atheris.instrument_imports(include=["ffserve"]):
     from ffserve import formats, index_file, protocol
     from ffserve.config import ServerConfig
     from ffserve.errors import FFServeError, ProtocolError
+    from ffserve.files import read_at_of
     from ffserve.formats.base import ScannedFormat
+    from ffserve.formats.tfcompressed import CompressedShard
     from ffserve.server.server import Server
     from ffserve.server.state import ServerState
 
@@ -155,21 +158,34 @@ def files(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """The bytes are the numbers of an index file, which is valid otherwise."""
-    path = FOLDER / "a.tfrecord"
+    """The bytes are the numbers of an index file, which is valid otherwise: of a plain file, or
+    (first bit) seek points of a compressed one."""
+    if not data:
+        return
+    name = "c.tfrecord.gz" if data[0] & 1 else "a.tfrecord"
+    path, kept = FOLDER / name, b""
     count = len(data) // 12
     lengths = np.frombuffer(data, "<u8", count).astype(np.uint64)
     checksums = np.frombuffer(data, "<u4", count, 8 * count).astype(np.uint32)
     fd = os.open(path, os.O_RDONLY)
     try:
-        identity = index_file.Identity.of(fd, str(path), "tfrecord")
-        found = index_file.decode(index_file.encode(identity, lengths, checksums), identity)
-        assert found is not None
+        read_at = read_at_of(fd, str(path))
         chosen = formats.by_name("tfrecord")
         assert isinstance(chosen, ScannedFormat)
         size = os.fstat(fd).st_size
-        shard = chosen.restore(found.lengths, found.checksums, size, str(path))
-        assert shard is None or bool((shard.offsets + shard.lengths <= size).all())
+        if data[0] & 1:
+            true = chosen.open(read_at, size, str(path))
+            lengths, checksums, kept = true.lengths, true.checksums, data[1:]
+        identity = index_file.Identity.of(fd, str(path), "tfrecord")
+        content = index_file.encode(identity, lengths, checksums, kept)
+        found = index_file.decode(content, identity)
+        assert found is not None and found.kept == kept
+        shard = chosen.restore(found.lengths, found.checksums, found.kept, size, str(path))
+        if isinstance(shard, CompressedShard):
+            shard.limit(1 << 24)
+            shard.agrees(read_at, np.arange(shard.count))
+        else:
+            assert shard is None or bool((shard.offsets + shard.lengths <= size).all())  # type: ignore[attr-defined]
     finally:
         os.close(fd)
 
@@ -177,7 +193,7 @@ def index(data: bytes) -> None:
 def seeds(target: str) -> Iterator[bytes]:
     """Yield inputs to begin with: valid ones."""
     messages: list[Any] = [
-        protocol.Open(1, {"paths": [f"{FOLDER}/a.ffr"], "format": None, "verify": True}),
+        protocol.Open(1, {"paths": [f"{FOLDER}/a.ffr"], "format": None, "verify": True}, bytes(40)),
         protocol.Get(2, 1, protocol.pack_indices(np.arange(4)), b"", 1, 100),
         protocol.Lease(3, 1, protocol.pack_indices(np.arange(4))),
         protocol.Lookup(4, 1, protocol.pack_indices(np.arange(4))),
@@ -212,8 +228,19 @@ def seeds(target: str) -> Iterator[bytes]:
         for path in sorted((Path(__file__).parents[1] / "golden").rglob("*")):
             if path.is_file() and path.suffix != ".json" and path.stat().st_size < 10_000:
                 yield from (bytes([first]) + path.read_bytes() for first in (4, 12))
+        compressed = (FOLDER / "c.tfrecord.gz").read_bytes()
+        yield from (bytes([first]) + compressed for first in (4, 12))
     else:
         yield np.array([100, 16], "<u8").tobytes() + bytes(8)
+        content = (FOLDER / "c.tfrecord.gz").read_bytes()
+        found = formats.by_name("tfrecord").open(
+            lambda at, into: (
+                into.__setitem__(slice(None), content[at : at + len(into)]) or len(into)
+            ),
+            len(content),
+            "c",
+        )
+        yield b"\1" + found.kept  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -224,6 +251,7 @@ def main() -> None:
         with ffserve.create(FOLDER / f"a.{suffix}") as writer:
             for record in RECORDS:
                 writer.write(record)
+    (FOLDER / "c.tfrecord.gz").write_bytes(gzip.compress((FOLDER / "a.tfrecord").read_bytes()))
     targets = {"frames": lambda: frames, "daemon": Daemon, "files": lambda: files}
     target: Callable[[bytes], None] = {**targets, "index": lambda: index}[name]()
     corpus.mkdir(parents=True, exist_ok=True)
