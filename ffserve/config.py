@@ -417,6 +417,19 @@ class ServerConfig:
             "3600.",
         ),
     )
+    close_after_s: float = field(
+        default=30.0,
+        metadata=_documented(
+            "close_after",
+            "--close-after",
+            "SECONDS",
+            "30",
+            _seconds,
+            "Seconds after which the daemon closes a file that no job has open, from 0 to 3600. "
+            "Its samples stay in memory until others need it. Deleted files are closed within a "
+            "second.",
+        ),
+    )
     idle_timeout_s: float = field(
         default=0.0,
         metadata=_documented(

@@ -16,7 +16,15 @@ from ffserve import formats, index_file
 from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.files import open_regular, read_at_of
-from ffserve.formats.base import HEAD_SIZE, ChunkedShard, ReadAt, ScannedFormat, ScannedShard
+from ffserve.formats.base import (
+    HEAD_SIZE,
+    ChunkedShard,
+    ReadAt,
+    ScannedFormat,
+    ScannedShard,
+    is_scanned,
+    needs_scan,
+)
 
 COMPARED_COUNT = 16
 """Records of a file that are compared with an index file that is older than the file's ctime."""
@@ -48,7 +56,7 @@ def open_shard(
     Cost:    that of the format; an index file saves the scan of a format without tables.
     """
     chosen, read_at, size = _detect(fd, path, format_name)
-    if not isinstance(chosen, ScannedFormat) or size < index_file.MIN_INDEXED_SIZE:
+    if not needs_scan(chosen) or size < index_file.MIN_INDEXED_SIZE:
         return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
     identity = index_file.Identity.of(fd, path, chosen.name)
     indexed = index_file.find(fd, path, identity, keep, passed_index)
@@ -104,7 +112,7 @@ def _discard_stale(
 ) -> bool:
     """Whether the file has other records than its tables say; make its index file invalid then."""
     chosen = formats.by_name(scanned)
-    assert isinstance(chosen, ScannedFormat)
+    assert needs_scan(chosen)
     with buffered(fd) as plain:
         read_at = read_at_of(plain, path)
         if isinstance(chunked, ScannedShard):
@@ -125,7 +133,7 @@ def _discard_stale(
 def scanned_as(shard: formats.Shard) -> str | None:
     """Return the format of a shard whose tables are those of a scan that skipped nothing, or of
     its index file; else None."""
-    return shard.format if isinstance(shard, ScannedShard) and shard.sound else None
+    return shard.format if is_scanned(shard) and shard.sound else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +219,7 @@ def write_index_file(
     fd = open_regular(path)
     try:
         chosen, read_at, size = _detect(fd, path, format_name)
-        if not isinstance(chosen, ScannedFormat):
+        if not needs_scan(chosen):
             return None
         identity = index_file.Identity.of(fd, path, chosen.name)
         if not renew and (indexed := index_file.find(fd, path, identity)) is not None:

@@ -363,6 +363,14 @@ class Cache:
         if len(slots):
             self.policy.invalidate(slots)
 
+    def shards_being_read(self) -> set[int]:
+        """Return the bases of the shards of which samples are being read."""
+        if not self._loading:
+            return set()
+        firsts = np.concatenate([load.blocks.firsts for load in self._loading.values()])
+        bases: list[int] = self.shards.bases[np.unique(self.shards.rows(firsts))].tolist()
+        return set(bases)
+
     def drop(self, base: int) -> bool:
         """Forget a shard without sessions. False while a slot holds a sample of it."""
         if self.shards.used[self.shards.row(base)]:

@@ -22,8 +22,9 @@ a chunk, or a run of small neighbouring chunks, and its slot holds the decoded b
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -295,6 +296,22 @@ class ChunkRuns:
         return np.searchsorted(self._firsts, records, side="right") - 1
 
 
+_COLUMNS = (
+    "bases",
+    "counts",
+    "alignments",
+    "shifts",
+    "checksum_kinds",
+    "files",
+    "engines",
+    "domains",
+    "chunked",
+    "sessions",
+    "used",
+)
+"""The arrays of a ShardTable."""
+
+
 class ShardTable:
     """The open shards, in rising order of their first sample's number.
 
@@ -311,6 +328,10 @@ class ShardTable:
             directory.capacity,
         )
         self._runs: list[ChunkRuns | None] = []
+        self._added: list[tuple[int, ...]] = []
+        """Columns of shards that are not entered yet, in the order of _COLUMNS; and their runs."""
+        self._added_runs: list[ChunkRuns | None] = []
+        self._adding = False
         self.bases = np.zeros(0, np.int64)
         self.counts = np.zeros(0, np.int64)
         self.alignments = np.zeros(0, np.int64)
@@ -364,43 +385,61 @@ class ShardTable:
         chunked: ChunkedShard | None = None,
     ) -> None:
         """Add a shard with at least one sample; `chunked` if its records are in chunks."""
-        row = int(np.searchsorted(self.bases, base))
-        runs = None if chunked is None else ChunkRuns(chunked)
-        self._runs.insert(row, runs)
-        self.chunked = np.insert(self.chunked, row, chunked is not None)
-        self.bases = np.insert(self.bases, row, base)
-        self.counts = np.insert(self.counts, row, count)
-        self.alignments = np.insert(self.alignments, row, alignment)
-        self.shifts = np.insert(self.shifts, row, _shift(count, payload_size, alignment))
-        self.checksum_kinds = np.insert(self.checksum_kinds, row, checksum_kind)
-        self.files = np.insert(self.files, row, file)
-        self.engines = np.insert(self.engines, row, engine)
-        self.domains = np.insert(self.domains, row, domain)
-        self.sessions = np.insert(self.sessions, row, 0)
-        self.used = np.insert(self.used, row, 0)
+        self._added.append(
+            (
+                base,
+                count,
+                alignment,
+                _shift(count, payload_size, alignment),
+                checksum_kind,
+                file,
+                engine,
+                domain,
+                chunked is not None,
+                0,
+                0,
+            )
+        )
+        self._added_runs.append(None if chunked is None else ChunkRuns(chunked))
+        if not self._adding:
+            self._insert()
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """Enter the shards that are added meanwhile together at the end: the table is copied once,
+        instead of once for each."""
+        self._adding = True
+        try:
+            yield
+        finally:
+            self._adding = False
+            self._insert()
+
+    def _insert(self) -> None:
+        if not self._added:
+            return
+        order = sorted(range(len(self._added)), key=lambda k: self._added[k][0])
+        rows = np.searchsorted(self.bases, [self._added[k][0] for k in order])
+        for column, name in enumerate(_COLUMNS):
+            fresh = [self._added[k][column] for k in order]
+            setattr(self, name, np.insert(getattr(self, name), rows, fresh))
+        for shift, k in enumerate(order):
+            self._runs.insert(int(rows[shift]) + shift, self._added_runs[k])
+        self._added, self._added_runs = [], []
         self._follow()
 
-    def remove(self, base: int) -> None:
-        """Remove a shard."""
-        row = self.row(base)
-        count = int(self.counts[row])
-        for name in (
-            "bases",
-            "counts",
-            "alignments",
-            "shifts",
-            "checksum_kinds",
-            "files",
-            "engines",
-            "domains",
-            "chunked",
-            "sessions",
-            "used",
-        ):
-            setattr(self, name, np.delete(getattr(self, name), row))
-        del self._runs[row]
+    def remove(self, *bases: int) -> None:
+        """Remove shards."""
+        rows = [self.row(base) for base in bases]
         singly = self._singly
-        self._singly = singly[(singly < base) | (singly >= base + count)]
+        for row in rows:
+            base, end = int(self.bases[row]), int(self.bases[row] + self.counts[row])
+            singly = singly[(singly < base) | (singly >= end)]
+        self._singly = singly
+        for name in _COLUMNS:
+            setattr(self, name, np.delete(getattr(self, name), rows))
+        for row in sorted(rows, reverse=True):
+            del self._runs[row]
         self._follow()
 
     def read_singly(self, firsts: Sequence[int]) -> None:

@@ -198,24 +198,21 @@ class Channel:
             return tag
 
     def pass_files(self, tag: int, files: OpenFiles) -> None:
-        """Queue a FILES, the answer to a NEED."""
+        """Queue a FILES, the answer to a NEED, unless the OPEN has failed in the meantime."""
         with self.lock:
-            try:
-                self._check(None)
-                frame = protocol.encode(protocol.Files(tag, bytes(files.kinds)))
-            except BaseException:
+            waiting = self._waiting.get(tag)
+            if self.broken is not None or waiting is None or waiting.answer is not None:
                 files.close()
-                raise
-            self._waiting[tag] = _Waiting(protocol.Open, None, time.monotonic())
-            self._files.append((frame, files))
+                return
+            waiting.since = time.monotonic()
+            self._files.append((protocol.encode(protocol.Files(tag, bytes(files.kinds))), files))
             self.urgent = True
 
     def pass_no_files(self, tag: int) -> None:
         """Queue the answer to a NEED that gives the OPEN up; nobody waits for its end."""
         with self.lock:
-            if self.broken is None:
-                self.pass_files(tag, OpenFiles())
-                self._waiting[tag].given_up = True
+            self.pass_files(tag, OpenFiles())
+            self.give_up(tag)
 
     def get(self, dataset: int, indices: Int64s, sink: PayloadSink | None = None) -> int:
         """Queue a GET, with acknowledgements and counters; return its tag.
@@ -547,7 +544,8 @@ class Channel:
             self._acknowledged.append(answer.tag)
         elif isinstance(answer, protocol.Opened):
             self._closed_datasets.append(answer.dataset)
-        elif isinstance(answer, protocol.Need):
+        elif isinstance(answer, protocol.Need) and self.broken is None:
+            self._waiting[answer.tag] = _Waiting(kind, None, time.monotonic())
             self.pass_no_files(answer.tag)
 
     # ---- answers --------------------------------------------------------------------------
@@ -564,7 +562,7 @@ class Channel:
         return waiting is None or waiting.answer is not None
 
     def collect(self, tag: int) -> Any:
-        """Return the answer to a request, once.
+        """Return the answer to a request, once. After a NEED another one follows.
 
         Raises: what the daemon answered; why the connection broke before that.
         """
@@ -572,6 +570,9 @@ class Channel:
             waiting = self._waiting.pop(tag, None)
             if waiting is None or waiting.answer is None:
                 raise self.gone()
+            if isinstance(waiting.answer, protocol.Need):
+                # The OPEN may fail while the files are opened.
+                self._waiting[tag] = _Waiting(waiting.kind, None, time.monotonic())
             if isinstance(waiting.answer, protocol.Opened):
                 self._datasets.add(waiting.answer.dataset)
         if isinstance(waiting.answer, protocol.Fail):

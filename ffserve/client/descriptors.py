@@ -15,7 +15,7 @@ import socket
 from ffserve import formats, index_file, protocol
 from ffserve.errors import FFServeError
 from ffserve.files import open_regular, wrap_os_error
-from ffserve.formats.base import ScannedFormat
+from ffserve.formats.base import needs_scan
 
 
 def identities(paths: tuple[str, ...]) -> bytes:
@@ -85,7 +85,7 @@ class OpenFiles:
 def _open_index(path: str) -> int | None:
     """Open the index file of a file if it may have one. The daemon checks what is in it."""
     known = formats.by_suffix(path)
-    if known is not None and not isinstance(known, ScannedFormat):
+    if known is not None and not needs_scan(known):
         return None
     for place in (index_file.beside(path), index_file.cached(path)):
         with contextlib.suppress(OSError):

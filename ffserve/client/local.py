@@ -41,7 +41,7 @@ from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, ServerUnavailable, raise_first, status_error
 from ffserve.files import open_regular, raise_file_limit
-from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
+from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard, is_chunked
 
 SIZES_AT_ONCE = 65_536
 """Samples of unknown length that one request reads."""
@@ -205,7 +205,7 @@ class LocalSource:
             ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
             for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
         ]
-        self._chunked = {k: s for k, s in enumerate(parsed) if isinstance(s, ChunkedShard)}
+        self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._chunk_cache = ChunkCache(self._chunked, self._learned)
 
@@ -746,7 +746,7 @@ def open_shard(
         offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
         lengths: NDArray[Any] = np.empty(shard.count, np.uint64)
         truncated = False
-        if isinstance(shard, ChunkedShard):
+        if is_chunked(shard):
             shard.limit(MAX_CHUNK_SIZE)
             shard.load(offsets, lengths, checksums)
         else:

@@ -3,8 +3,13 @@
 A shard is identified by its file (device, inode, size, times of change), not by its name: a file
 that was replaced or rewritten under its name is another shard, and sessions that opened the old
 one go on reading the old one. Both times count: mtime can be set back by anybody who writes
-(`cp -p`, `rsync --inplace`), ctime by nobody. A shard that no session has open stays open, with its
-samples, for the next job until its descriptor is needed.
+(`cp -p`, `rsync --inplace`), ctime by nobody.
+
+A shard that no session has open is idle. Its file is closed after a while, at once if it was
+deleted, or when the descriptor is needed: the space of deleted files is given back, and their file
+systems can be unmounted. Its samples stay in memory until others need it, and are served again when
+the same file is opened again. An inode may have been given to another file by then, so its tables
+are compared.
 
 The daemon reads a file through descriptors that clients opened (`access.py`). While a shard is
 open, its inode cannot belong to another file. So a client whose user has proven once that it may
@@ -18,9 +23,11 @@ import contextlib
 import os
 import resource
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -32,7 +39,7 @@ from ffserve.dataset import bound_lengths
 from ffserve.engine.io import open_direct, set_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import wrap_os_error
-from ffserve.formats.base import HEAD_SIZE, ChunkedShard
+from ffserve.formats.base import HEAD_SIZE, ChunkedShard, is_chunked
 from ffserve.protocol import MOST_FILES
 from ffserve.server.access import DomainOf, Owner, Peer, Rules
 from ffserve.server.domains import Domain, Domains
@@ -46,22 +53,28 @@ Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
 """Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
 is stale."""
 Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
-"""How clients ask for a shard: identity, format (or nil), the format that its suffix denotes if it
-names none, verify, tolerant."""
+"""How clients ask for a shard: identity, format (or nil), the end of its name if they name none,
+verify, tolerant."""
 T = TypeVar("T")
 
 HOLD_COUNT = 256
 """Shards that are looked up between two turns of the loop."""
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
+SUFFIX_LENGTH, MOST_ALIASES = 16, 64
+"""Characters of a name in an alias: the suffix may decide what the format is. How many aliases of a
+shard are known; under others its users pass descriptors each time."""
+MOST_CLOSED = 16_384
+"""Closed shards whose samples are kept; beyond, those of the shard closed first are evicted."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenShard:
     """A shard in the tables of the daemon.
 
-    path: the name that the client gave who opened it first. sessions: data sets of sessions that
-    contain it; holders: the same by owner. proven: who has passed a descriptor of it.
+    path: the name that the client gave who opened it first. fd: -1 while it is closed. sessions:
+    data sets of sessions that contain it; holders: the same by owner. proven: who has passed a
+    descriptor of it.
     """
 
     key: Key
@@ -88,6 +101,7 @@ class OpenShard:
     aliases: set[Alias] = field(default_factory=set)
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
+    idle_since: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -114,9 +128,8 @@ class Request:
 
     def alias(self, position: int, identity: Identity) -> Alias:
         """Return how this request asks for a shard."""
-        named = None if self.format else formats.by_suffix(self.paths[position])
-        by_suffix = named.name if named else ""
-        return identity, self.format, by_suffix, self.verify, self.tolerant
+        end = "" if self.format else self.paths[position][-SUFFIX_LENGTH:]
+        return identity, self.format, end, self.verify, self.tolerant
 
 
 Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
@@ -127,7 +140,7 @@ one at least. Raises an FFServeError when none come."""
 class Catalog:
     """Opens, shares and closes shards.
 
-    Args: rules: which descriptors are taken. max_chunk_size: see ServerConfig.
+    Args: rules: which descriptors are taken. max_chunk_size, close_after_s: see ServerConfig.
     """
 
     def __init__(
@@ -139,6 +152,7 @@ class Catalog:
         rules: Rules,
         max_chunk_size: int,
         domains: Domains,
+        close_after_s: float,
     ) -> None:
         self._domains = domains
         self._directory = directory
@@ -150,7 +164,12 @@ class Catalog:
         self._open: dict[Key, asyncio.Future[OpenShard]] = {}
         self._aliases: dict[tuple[Alias, Owner | None], OpenShard] = {}
         """By alias and domain."""
+        self._close_after_s = close_after_s
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
+        """Open, the one that has been idle for longest first."""
+        self._closed: OrderedDict[Key, OpenShard] = OrderedDict()
+        self._looked_at = 0
+        """Evictions and closed shards when closed shards were last looked at."""
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
         self._reserving = threading.Lock()
@@ -176,17 +195,49 @@ class Catalog:
                 await asyncio.sleep(0)
             if left:
                 await self._make_room(request, left, peer)
-            while left:
-                batch = self._hold_proven(request, left[:MOST_FILES], peer, found)
-                if batch:
-                    await self._make_room(request, batch, peer)
-                    await self._take(request, await passing(batch), peer, found)
-                head = [position for position in left[:MOST_FILES] if position not in found]
-                left = head + left[MOST_FILES:]
+            await self._open_rest(request, left, peer, passing, found)
         except BaseException:
             self.close(list(found.values()), peer.owner)
             raise
         return [found[position] for position in range(len(request.paths))]
+
+    async def _open_rest(
+        self,
+        request: Request,
+        left: list[int],
+        peer: Peer,
+        passing: Passing,
+        found: dict[int, OpenShard],
+    ) -> None:
+        """Open the shards at some positions. The client opens the next files while those that it
+        has passed are parsed."""
+        asking: asyncio.Future[list[PassedFile]] | None = None
+        asked: list[int] = []
+        try:
+            while left or asking is not None:
+                passed: list[PassedFile] = []
+                if asking is not None:
+                    passed, asking = await asking, None
+                    left = asked[len({one.position for one in passed}) :] + left
+                asked, left = left[:MOST_FILES], left[MOST_FILES:]
+                asked = self._hold_proven(request, asked, peer, found)
+                try:
+                    if asked:
+                        await self._make_room(request, asked, peer)
+                        asking = asyncio.ensure_future(passing(asked))
+                    if passed:
+                        opening, passed = passed, []
+                        await self._take(request, opening, peer, found)
+                finally:
+                    if passed:
+                        await in_thread(partial(close_fds, _fds(passed)))
+        except BaseException:
+            if asking is not None:
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, FFServeError):
+                    unused = await asking
+                    await in_thread(lambda: close_fds(_fds(unused)))
+            raise
 
     def _hold_proven(
         self,
@@ -224,8 +275,7 @@ class Catalog:
                 )
         used = len(self._open) - len(self._idle)
         if used + new <= self._most_open:
-            while len(self._open) + new > self._most_open and await self._drop_idle():
-                pass
+            await self._close(list(self._idle.values()), len(self._open) + new - self._most_open)
         if len(self._open) + new > self._most_open:
             raise ReadError(
                 f"the daemon may have {self._most_open} files open; {used} are in use, "
@@ -242,11 +292,11 @@ class Catalog:
         found: dict[int, OpenShard],
     ) -> None:
         """Hold the shards of passed descriptors, and close the descriptors."""
-        fds = [fd for one in passed for fd in (one.fd, one.index) if fd is not None]
+        fds = _fds(passed)
         try:
             keys = await in_thread(lambda: self._identify(request, passed, peer))
             for owner in {key[4] for key in keys}:
-                while self._domains.is_full(owner) and await self._drop_idle():
+                while self._domains.is_full(owner) and await self._drop_oldest():
                     pass
             left = list(zip(keys, passed, strict=True))
             while left:
@@ -282,8 +332,9 @@ class Catalog:
 
     def _proven(self, shard: OpenShard, alias: Alias, owner: Owner) -> None:
         shard.proven.add(owner)
-        shard.aliases.add(alias)
-        self._aliases[alias, shard.key[4]] = shard
+        if len(shard.aliases) < MOST_ALIASES:
+            shard.aliases.add(alias)
+            self._aliases[alias, shard.key[4]] = shard
 
     async def _open_new(
         self,
@@ -298,10 +349,13 @@ class Catalog:
                     domains[key] = domain = self._domains.obtain(key[4])
                     domain.shards += 1
             outcome = await in_thread(lambda: self._parse_all(request, files, domains))
+            with self._table.adding():
+                for _, shard in outcome:
+                    if isinstance(shard, OpenShard):
+                        self._add(shard)
             for key, shard in outcome:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
-                    self._add(shard)
                     future.set_result(shard)
                     del domains[key]
                 else:
@@ -321,12 +375,17 @@ class Catalog:
 
     def _add(self, shard: OpenShard) -> None:
         """Enter a parsed shard into the tables; it is idle."""
+        shard.idle_since = time.monotonic()
         self._idle[shard.key] = shard
         if not shard.count:
             return
         engine, file = self._engines.add_file(
             shard.device, shard.fd, shard.alignment, shard.cached_fd
         )
+        if self._inherits(shard):
+            row = self._table.row(shard.base)
+            self._table.engines[row], self._table.files[row] = engine, file
+            return
         self._table.add(
             shard.base,
             shard.count,
@@ -339,6 +398,31 @@ class Catalog:
             chunked=shard.chunked,
         )
         self._cache.fit(shard.base)
+
+    def _inherits(self, shard: OpenShard) -> bool:
+        """Whether a shard has taken over the samples of the same file, which was closed."""
+        closed = self._closed.pop(shard.key, None)
+        if closed is None:
+            return False
+        old, new = (slice(s.base, s.base + s.count) for s in (closed, shard))
+        directory = self._directory
+        same = (
+            (closed.format, closed.count, closed.checksum_kind, closed.alignment, closed.device)
+            == (shard.format, shard.count, shard.checksum_kind, shard.alignment, shard.device)
+            and closed.fingerprint == shard.fingerprint
+            and np.array_equal(directory.offsets[old], directory.offsets[new])
+            and np.array_equal(directory.checksums[old], directory.checksums[new])
+        )
+        if not same:
+            # Another file with the number, size and times of a deleted one.
+            closed.key = (*closed.key[:5], closed.base)
+            self._closed[closed.key] = closed
+            return False
+        with self._reserving:
+            directory.release(shard.base, shard.count, shard.domain.number)
+        shard.domain.shards -= 1  # it was counted twice
+        shard.base, shard.chunked = closed.base, closed.chunked
+        return True
 
     # ---- in a thread ------------------------------------------------------------------------
 
@@ -390,7 +474,7 @@ class Catalog:
             keep="inode",
             passed_index=passed.index,
         )
-        chunked = parsed if isinstance(parsed, ChunkedShard) else None
+        chunked = parsed if is_chunked(parsed) else None
         if chunked is not None:
             chunked.limit(self._max_chunk_size)
         with self._reserving:
@@ -440,12 +524,14 @@ class Catalog:
             self._cached_count += cached_fd >= 0
         return cached_fd
 
-    def _close(self, shard: OpenShard) -> None:
-        os.close(shard.fd)
+    def _taken_fds(self, shard: OpenShard) -> list[int]:
+        """Return the descriptors of a shard, which has none any more."""
+        fds = [fd for fd in (shard.fd, shard.cached_fd) if fd >= 0]
         if shard.cached_fd >= 0:
-            os.close(shard.cached_fd)
             with self._reserving:
                 self._cached_count -= 1
+        shard.fd = shard.cached_fd = -1
+        return fds
 
     # ---- holding and closing ------------------------------------------------------------------
 
@@ -470,6 +556,7 @@ class Catalog:
             if shard.count:
                 self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
+                shard.idle_since = time.monotonic()
                 self._idle[shard.key] = shard
                 self._cache.allocator.idle_changed = True
 
@@ -505,38 +592,96 @@ class Catalog:
                 del self._aliases[alias, shard.key[4]]
         shard.aliases.clear()
 
-    async def _drop_idle(self) -> bool:
-        """Close the shard that has been idle for longest; return False when none can be closed.
+    async def tend(self, now: float) -> None:
+        """Close the files of shards that have been idle for long, or were deleted, and forget
+        closed shards without samples. Called now and then."""
+        idle = list(self._idle.values())
+        deleted: set[OpenShard] = set()
+        if idle:
+            deleted = await in_thread(lambda: {shard for shard in idle if _is_deleted(shard.fd)})
+        before = now - self._close_after_s
+        chosen = [s for s in idle if s in deleted or s.idle_since <= before]
+        await self._close(chosen, len(chosen))
+        await self._forget_empty()
+        while len(self._closed) > MOST_CLOSED:
+            if not await self._drop(next(iter(self._closed.values()))):
+                break
 
-        The loop runs between two steps. If the shard is opened or closed in the meantime, nothing
-        more is done here, since the caller must count the open shards again.
-        """
-        for shard in list(self._idle.values()):
-            end = shard.base + shard.count
-            for first in range(shard.base, end + 1, DROP_COUNT):
-                await asyncio.sleep(0)
-                if self._idle.get(shard.key) is not shard:
-                    return True
-                if not self._cache.allocator.evict(first, min(first + DROP_COUNT, end)):
-                    break
+    async def _forget_empty(self) -> None:
+        """Forget the closed shards without samples."""
+        closed = list(self._closed.values())
+        if closed and self._cache.counters.evicted + len(closed) != self._looked_at:
+            self._looked_at = self._cache.counters.evicted + len(closed)
+            bases = np.array([shard.base for shard in closed], np.int64)
+            used = self._table.used[np.searchsorted(self._table.bases, bases)]
+            empty = [closed[k] for k in np.flatnonzero(used == 0).tolist()]
+            await self._forget([shard for shard in empty if self._cache.drop(shard.base)])
+
+    async def _close(self, shards: list[OpenShard], most: int) -> None:
+        """Close the files of shards that are still idle and not being read, `most` of them."""
+        fds: list[int] = []
+        closed = 0
+        busy = self._cache.shards_being_read() if shards else set()
+        for shard in shards:
+            if closed >= most:
+                break
+            if self._idle.get(shard.key) is not shard or shard.base in busy:
+                continue
+            del self._idle[shard.key], self._open[shard.key]
+            self._drop_aliases(shard)
+            shard.proven.clear()
+            closed += 1
+            fds += self._taken_fds(shard)
+            if shard.count:
+                row = self._table.row(shard.base)
+                engine, file = int(self._table.engines[row]), int(self._table.files[row])
+                self._engines.remove_file(engine, file)
+                self._table.files[row] = -1
+                self._closed[shard.key] = shard
             else:
-                if shard.count == 0 or self._cache.drop(shard.base):
-                    self._forget(shard)
-                    await self._dissolve(shard.domain)
-                    return True
-        return False
+                shard.domain.shards -= 1
+        if fds:
+            await in_thread(lambda: close_fds(fds))
 
-    def _forget(self, shard: OpenShard) -> None:
-        del self._idle[shard.key], self._open[shard.key]
-        self._drop_aliases(shard)
-        if shard.count:
-            row = self._table.row(shard.base)
-            self._engines.remove_file(int(self._table.engines[row]), int(self._table.files[row]))
-            self._table.remove(shard.base)
+    async def _drop_oldest(self) -> bool:
+        """Drop a shard that no session has open; return False when there is none that can be."""
+        idle = len(self._idle)
+        if not self._closed:
+            await self._close(list(self._idle.values()), 1)
+        for shard in list(self._closed.values()):
+            if await self._drop(shard):
+                return True
+        return len(self._idle) < idle
+
+    async def _drop(self, shard: OpenShard) -> bool:
+        """Evict the samples of a closed shard; return False when one of them is in use.
+
+        The loop runs between two steps, and the shard may be opened again meanwhile.
+        """
+        end = shard.base + shard.count
+        for first in range(shard.base, end, DROP_COUNT):
+            await asyncio.sleep(0)
+            if self._closed.get(shard.key) is not shard:
+                return True
+            if not self._cache.allocator.evict(first, min(first + DROP_COUNT, end)):
+                return False
+        if not self._cache.drop(shard.base):
+            return False
+        await self._forget([shard])
+        return True
+
+    async def _forget(self, shards: list[OpenShard]) -> None:
+        """Remove closed shards without samples from the tables, and domains without shards."""
+        if shards:
+            self._table.remove(*(shard.base for shard in shards))
             with self._reserving:
-                self._directory.release(shard.base, shard.count, shard.domain.number)
-        shard.domain.shards -= 1
-        self._close(shard)
+                for shard in shards:
+                    del self._closed[shard.key]
+                    self._directory.release(shard.base, shard.count, shard.domain.number)
+                    shard.domain.shards -= 1
+        for domain in self._domains.all:
+            if not domain.shards:
+                await self._dissolve(domain)
 
     async def _dissolve(self, domain: Domain) -> None:
         """Free a domain if it has no shards any more, a few slabs at a time."""
@@ -547,13 +692,25 @@ class Catalog:
             await asyncio.sleep(0)
 
     def shards(self) -> list[OpenShard]:
-        """Return every shard that is open, idle ones included."""
-        return [f.result() for f in self._open.values() if f.done() and not f.exception()]
+        """Return every shard in the tables, closed ones included."""
+        opened = [f.result() for f in self._open.values() if f.done() and not f.exception()]
+        return [*opened, *self._closed.values()]
 
     def shutdown(self) -> None:
         """Close every descriptor."""
         for shard in self.shards():
-            self._close(shard)
+            close_fds(self._taken_fds(shard))
+
+
+def _is_deleted(fd: int) -> bool:
+    """Whether a file has no name any more; False if it was closed in the meantime."""
+    with contextlib.suppress(OSError):
+        return os.fstat(fd).st_nlink == 0
+    return False
+
+
+def _fds(files: list[PassedFile]) -> list[int]:
+    return [fd for one in files for fd in (one.fd, one.index) if fd is not None]
 
 
 def close_fds(fds: list[int]) -> None:

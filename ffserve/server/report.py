@@ -55,6 +55,7 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
                 "size": shard.size,
                 "payload_size": shard.payload_size,
                 "sessions": shard.sessions,
+                "open": shard.fd >= 0,
                 "cached_size": usage.get(shard.base, 0) if shard.count else 0,
             }
             for shard in shards[:MOST_ROWS]

@@ -42,6 +42,8 @@ ACCEPT_PAUSE_S = 0.2
 """After accept() has failed, for example without a free descriptor."""
 FILES_TIMEOUT_S = 30.0
 """From NEED to FILES."""
+TEND_INTERVAL_S = 1.0
+"""How often idle shards are looked at."""
 OPENINGS, LANE_TIMEOUT_S = 4, 60.0
 """OPENs of one user that are carried out at once; how long another waits for its turn."""
 _CHUNK = 80 * 1024
@@ -141,6 +143,9 @@ class ClientConnection:
             timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.refuse_files, late)
             try:
                 answer = await answered
+            except asyncio.CancelledError:
+                self.session.refuse_files(late)
+                raise
             finally:
                 timer.cancel()
                 self._drop_received()
@@ -267,6 +272,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
+        self._tending = self._loop.create_task(self._tend())
         self._draining = False
         self._used_at = time.monotonic()
         self._later: deque[ClientConnection] = deque()
@@ -359,6 +365,14 @@ class Server:
         finally:
             lane.release()
 
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(TEND_INTERVAL_S)
+            try:
+                await self.state.catalog.tend(time.monotonic())
+            except Exception:
+                log.exception("internal error while closing files")
+
     def arm(self) -> None:
         """Set the timers for blocked requests and for a resize."""
         if self._resize_timer is None and self.state.resizing.under_way:
@@ -409,7 +423,7 @@ class Server:
         while not self.state.scheduler.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         drained = self.state.scheduler.idle
-        for task in list(self._openings):
+        for task in (*self._openings, self._tending):
             task.cancel()
         self.state.scheduler.stop()
         for connection in list(self._connections):

@@ -97,6 +97,7 @@ class ServerState:
             Rules(config.roots, config.file_systems, config.common),
             config.max_chunk_size_bytes,
             self.domains,
+            config.close_after_s,
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()

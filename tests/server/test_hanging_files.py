@@ -1,0 +1,205 @@
+"""Descriptors of files whose file system answers when its owner wants, or never."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon import Daemon, Raw, asking, client, run_python, sample, serving, until, write
+
+from ffserve import protocol
+
+COUNT = 10
+TRUTH = [sample(i) for i in range(COUNT)]
+ALICE = 61_001
+
+FUSE = """
+import ctypes, os, struct, sys
+content = open(sys.argv[1], "rb").read()
+silent = set(map(int, sys.argv[3].split(",")))
+device = os.open("/dev/fuse", os.O_RDWR)
+libc = ctypes.CDLL(None, use_errno=True)
+options = b"fd=%d,rootmode=40000,user_id=0,group_id=0,allow_other" % device
+if libc.mount(b"test", os.fsencode(sys.argv[2]), b"fuse", 0, options):
+    raise SystemExit(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+
+def attributes(node):
+    mode, size = (0o40755, 0) if node == 1 else (0o100644, len(content))
+    return struct.pack("<6Q10I", node, size, 8, 1, 1, 1, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+
+def answer(opcode, node, body):
+    match opcode:
+        case 1:  # LOOKUP
+            return 0, struct.pack("<4Q2I", 2, 1, 0, 0, 0, 0) + attributes(2)
+        case 3:  # GETATTR
+            return 0, struct.pack("<Q2I", 0, 0, 0) + attributes(node)
+        case 14:  # OPEN
+            return 0, struct.pack("<Q2I", 1, 0, 0)
+        case 15:  # READ
+            _, offset, size = struct.unpack_from("<QQI", body)
+            return 0, content[offset : offset + size]
+        case 17:  # STATFS
+            return 0, struct.pack("<5Q10I", 1, 1, 1, 1, 1, 4096, 255, 4096, *[0] * 7)
+        case 18 | 25:  # RELEASE, FLUSH
+            return 0, b""
+        case 26:  # INIT
+            return 0, struct.pack("<4I2H2I2H8I", 7, 31, 65536, 0, 9, 9, 65536, 1, 16, 0, *[0] * 8)
+    return -38, b""
+
+print("ready", flush=True)
+while True:
+    try:
+        request = os.read(device, 1 << 20)
+    except OSError:
+        break
+    _, opcode, unique, node = struct.unpack_from("<IIQQ", request)
+    if opcode in (2, 36, 42) or opcode in silent:
+        continue
+    error, reply = answer(opcode, node, request[40:])
+    os.write(device, struct.pack("<IiQ", 16 + len(reply), error, unique) + reply)
+"""
+"""A FUSE file system with one file, under any name; some kinds of requests get no answer."""
+READ, STATFS, FLUSH = 15, 17, 25
+
+
+@contextlib.contextmanager
+def fuse(tmp_path: Path, *silent: int) -> Iterator[str]:
+    """The path of a file on FUSE; the file system ends in any case."""
+    source = write(tmp_path / "source.ffr", TRUTH)
+    place = tmp_path / "fuse"
+    place.mkdir()
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("no FUSE here")
+    try:
+        with client(FUSE, source, place, ",".join(map(str, silent)) or "0"):
+            yield str(place / "a.ffr")
+    finally:
+        subprocess.run(["umount", "-l", place], capture_output=True)
+
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
+
+AS_ALICE = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+import daemon as support
+from ffserve import protocol
+os.setgroups([]); os.setgid({ALICE}); os.setuid({ALICE})
+"""
+PASS = (
+    AS_ALICE
+    + """
+raws = [support.Raw(sys.argv[2]) for _ in range(int(sys.argv[3]))]
+print("ready", flush=True)
+for raw in raws:
+    raw.send(support.asking(sys.argv[1]))
+    if isinstance(raw.receive(), protocol.Need):
+        raw.pass_files(1, [sys.argv[1]])
+for raw in raws:
+    print(raw.receive(), flush=True)
+"""
+)
+"""A user who passes descriptors in some sessions, and prints what the daemon says."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory that every user can search."""
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon of root that everybody may connect to."""
+    with serving(options=["--socket-mode", "0666", "--close-after", "0"]) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def silence(place: Path, silent: int, daemon: Daemon) -> Iterator[None]:
+    """A user passes files of a file system that does not answer, which ends before him."""
+    with contextlib.ExitStack() as ending, contextlib.ExitStack() as stack:
+        path = stack.enter_context(fuse(place, silent))
+        sender = ending.enter_context(client(PASS, path, daemon.socket, 6))
+        time.sleep(0.5)
+        yield
+        assert sender.poll() is None
+
+
+def others_are_served(daemon: Daemon, tmp_path: Path) -> None:
+    """Check that another user opens files and reads them."""
+    with daemon.open(write(tmp_path / "other.ffr", TRUTH)) as reader:
+        assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
+
+
+def test_a_file_on_fuse_is_refused(daemon: Daemon, place: Path) -> None:
+    with fuse(place) as path:
+        done = run_python(PASS, path, daemon.socket, 1).stdout
+        assert "access" in done and "file system (fuse)" in done, done
+        with daemon.open(path) as reader:
+            assert bytes(reader[3]) == TRUTH[3], "the daemon's own user may hang itself"
+    others_are_served(daemon, place)
+
+
+def test_a_file_on_fuse_that_the_administrator_allows(place: Path) -> None:
+    options = ["--socket-mode", "0666", "--close-after", "0", "--file-system", "fuse"]
+    with serving(options=options) as daemon, fuse(place) as path:
+        assert "Opened" in run_python(PASS, path, daemon.socket, 1).stdout
+
+
+@pytest.mark.parametrize("silent", [STATFS, FLUSH], ids=["statfs", "close"])
+def test_a_file_system_that_does_not_answer_the_check(
+    daemon: Daemon, place: Path, silent: int
+) -> None:
+    """Only the sender waits; when the file system ends, everything is given back."""
+    before = daemon.fd_count()
+    with silence(place, silent, daemon):
+        for _ in range(3):
+            others_are_served(daemon, place)
+    until(lambda: daemon.fd_count() <= before + 1, "nothing is held")
+
+
+def test_a_file_whose_reads_never_return(place: Path) -> None:
+    """On a file system that the administrator allowed: the openings of one user wait."""
+    options = ["--socket-mode", "0666", "--close-after", "0", "--file-system", "fuse"]
+    with serving(options=options) as daemon:
+        before = daemon.fd_count()
+        with silence(place, READ, daemon):
+            for _ in range(3):
+                others_are_served(daemon, place)
+        until(lambda: daemon.fd_count() <= before + 1, "nothing is held")
+
+
+def test_users_without_a_number_here_are_not_one_user(place: Path) -> None:
+    """All of them appear as the overflow user to a daemon in a user namespace."""
+    path = write(place / "a.ffr", TRUTH)
+    os.chmod(path, 0o600)
+    os.chown(path, ALICE, ALICE)
+    daemon = Daemon(options=["--socket-mode", "0666"])
+    daemon.command = ["unshare", "-Ur", *daemon.command]
+    hold = AS_ALICE + (
+        "import time\n"
+        "raw = support.Raw(sys.argv[2]); raw.open(sys.argv[1])\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    claim = AS_ALICE.replace(str(ALICE), str(ALICE + 1)) + (
+        "raw = support.Raw(sys.argv[2]); raw.send(support.asking(sys.argv[1]))\n"
+        "print(type(raw.receive()).__name__)"
+    )
+    try:
+        daemon.start()
+        with client(hold, path, daemon.socket):
+            assert run_python(claim, path, daemon.socket).stdout == "Need\n"
+            with Raw(daemon.socket) as raw:
+                raw.send(asking(path))
+                assert isinstance(raw.receive(), protocol.Need)
+        assert daemon.end() == 0
+    finally:
+        daemon.close()
