@@ -356,6 +356,8 @@ class Catalog:
             for key, shard in outcome:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
+                    if shard.count:
+                        self._cache.fit(shard.base)
                     future.set_result(shard)
                     del domains[key]
                 else:
@@ -397,7 +399,6 @@ class Catalog:
             domain=shard.domain.number,
             chunked=shard.chunked,
         )
-        self._cache.fit(shard.base)
 
     def _inherits(self, shard: OpenShard) -> bool:
         """Whether a shard has taken over the samples of the same file, which was closed."""
