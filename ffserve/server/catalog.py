@@ -370,6 +370,7 @@ class Catalog:
             for key, future in mine.items():
                 if not future.done():
                     del self._open[key]
+                    self._idle.pop(key, None)
                     future.cancel()
         for _, shard in outcome:
             if not isinstance(shard, OpenShard):
