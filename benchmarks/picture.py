@@ -29,6 +29,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "TFRecord": ("#666666", ">"),
     "WebDataset": ("#AAAAAA", "h"),
     "ffrecord": ("#333333", "*"),
+    "HF datasets": ("#B15928", "p"),
+    "litData": ("#1B9E77", "1"),
+    "SPDL": ("#7570B3", "2"),
+    "TensorSocket": ("#E7298A", "3"),
+    "tf.data service": ("#A6761D", "4"),
 }
 Rows = Sequence[dict[str, Any]]
 Curve = dict[float, tuple[float, float, float]]

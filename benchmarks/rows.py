@@ -457,9 +457,23 @@ def _peers(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer]) -
                 hot(bench, data, batch, clients, {"read_batch": None}, peers, "hot-peers")
                 for clients in PEER_CLIENTS
             ]
+        if data.mean in (SMALL, LARGE):
+            found.append(_two_jobs(bench, data, batch, peers))
         reads = [ColdRead(name, name, batch) for name in ("in_flight", "read_batch")]
         found.append(cold(bench, data, DEPTH, reads, peers, peer_batch=batch, prefix="cold-peers"))
     return found
+
+
+def _two_jobs(bench: Bench, data: BenchmarkData, batch: int, peers: Sequence[Peer]) -> Group:
+    """Return the group of two jobs that train on one data set from disk at the same time."""
+    return cold(
+        bench, data, DEPTH,
+        [
+            ColdRead(row, "job", batch, clients=2, case={"shared": shared, "warm": 1})
+            for row, shared in (("one-order", True), ("own-orders", False))
+        ],
+        peers, peer_batch=batch, prefix="jobs", peer_clients=2,
+    )  # fmt: skip
 
 
 def _daemon_share(result: Result, base: Result | None) -> float:

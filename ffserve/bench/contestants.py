@@ -195,6 +195,20 @@ def windowed_batch(case: Case) -> Delivered:
         yield len(batch), batch.buffer.nbytes
 
 
+def job(case: Case) -> Delivered:
+    """Read a shuffled epoch that was announced, with several batches in flight: a training job.
+
+    Jobs with ``shared`` in the case follow one order, others one of their own.
+    """
+    reader = _open(case)
+    shared = case["shared"]
+    order = epoch_order(case["count"], seed=1 if shared else case["seed"], epoch=0)
+    reader.announce(order, name="benchmark" if shared else None)
+    yield 0, 0
+    for batch in reader.batches(order, count=case["batch"]):
+        yield len(batch), batch.buffer.nbytes
+
+
 def windowed_order(case: Case) -> NDArray[np.int64]:
     """Return the order of `ffserve.torch.EpochSampler(…, window=…)`, which needs torch."""
     return epoch_order(case["count"], seed=case["seed"], epoch=0, window=case["window"])

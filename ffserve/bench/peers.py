@@ -5,15 +5,25 @@ reads a batch in the way that the peer's documentation recommends for speed, and
 as bytes in this process's memory. Nothing is compressed. ArrayRecord and TFRecord check every
 record, and so does ffrecord as it is called here; the others check nothing. A peer without random
 access (WebDataset, TFRecord) reads in order and is labelled so; only the number of indices counts.
+
+A peer that chooses the order itself, or is a pipeline, has `Peer.stream` instead of `Peer.open`.
+Two of these share data between jobs by a server (TensorSocket, tf.data service): the first client
+starts it as a child, whose CPU time counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import itertools
 import mmap
 import os
 import shutil
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.bench.contestants import Case, Delivered, delivering
+from ffserve.bench.contestants import Case, Delivered, batches, delivering
 from ffserve.bench.harness import BenchmarkData
 
 ReadBatch = Callable[[NDArray[np.int64]], int]
@@ -40,17 +50,19 @@ class Peer:
         package: the name that pip installs.
         module: the name that Python imports.
         prepare: writes all samples into a new directory.
-        in_order: it has no random access.
+        in_order: it has no random access, or chooses the order itself.
         forks: a process may fork after importing it.
+        stream: delivers the samples of a case, instead of `open`.
     """
 
     name: str
     package: str
     module: str
     prepare: Callable[[BenchmarkData, str], None]
-    open: Callable[[str], ReadBatch]
+    open: Callable[[str], ReadBatch] | None = None
     in_order: bool = False
     forks: bool = True
+    stream: Callable[[Case], Delivered] | None = None
 
     @property
     def missing(self) -> str | None:
@@ -77,7 +89,11 @@ class Peer:
 
 def read(case: Case) -> Delivered:
     """Read with the peer that the case names."""
-    return delivering(case, BY_NAME[case["peer"]].open(case["files_path"]))
+    peer = BY_NAME[case["peer"]]
+    if peer.stream is not None:
+        return peer.stream({**case, "run": os.getppid()})
+    assert peer.open is not None
+    return delivering(case, peer.open(case["files_path"]))
 
 
 def prepare(case: Case) -> Delivered:
@@ -331,6 +347,179 @@ def _open_tfrecord(directory: str) -> ReadBatch:
     return read
 
 
+def _prepare_hf(data: BenchmarkData, directory: str) -> None:
+    datasets = _import("datasets")
+    features = datasets.Features({"x": datasets.Value("large_binary")})
+    arrow = os.path.join(directory, "samples.arrow")
+    with _import("datasets.arrow_writer").ArrowWriter(path=arrow, features=features) as writer:
+        for sample in data.samples():
+            writer.write({"x": sample.tobytes()})
+        writer.finalize()
+
+
+def _open_hf(directory: str) -> ReadBatch:
+    """The format "arrow" gives a batch as a table, without making Python objects of it."""
+    compute = _import("pyarrow.compute")
+    path = os.path.join(directory, "samples.arrow")
+    dataset = _import("datasets").Dataset.from_file(path).with_format("arrow")
+
+    def read(indices: NDArray[np.int64]) -> int:
+        return int(compute.sum(compute.binary_length(dataset[indices.tolist()]["x"])).as_py())
+
+    return read
+
+
+def _prepare_litdata(data: BenchmarkData, directory: str) -> None:
+    cache = _import("litdata.streaming.cache").Cache(directory, chunk_bytes="64MB")
+    for k, sample in enumerate(data.samples()):
+        cache[k] = sample.tobytes()
+    cache.done()
+    cache.merge()
+
+
+def _bytes(samples: list[Any]) -> list[bytes]:
+    return [bytes(sample) for sample in samples]
+
+
+def _stream_litdata(case: Case) -> Delivered:
+    """Without workers it is twice as fast here: they send each sample through a pipe."""
+    litdata = _import("litdata")
+    while True:
+        dataset = litdata.StreamingDataset(case["files_path"], shuffle=True, seed=case["seed"])
+        loader = litdata.StreamingDataLoader(
+            dataset, batch_size=case["batch"], num_workers=0, collate_fn=_bytes
+        )
+        for samples in loader:
+            yield len(samples), sum(map(len, samples))
+        if case["once"]:
+            return
+
+
+SPDL_THREADS = 4
+
+
+def _stream_spdl(case: Case) -> Delivered:
+    """A pipeline of threads that read batches with preadv, which releases the GIL."""
+    read = _open_preadv(case["files_path"])
+    pipeline = (
+        _import("spdl.pipeline")
+        .PipelineBuilder()
+        .add_source(batches(case))
+        .pipe(lambda indices: (len(indices), read(indices)), concurrency=SPDL_THREADS)
+        .add_sink(SPDL_THREADS)
+        .build(num_threads=SPDL_THREADS)
+    )
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+# --------------------------------------------------------------------------- shared by a server
+
+
+def _ports(case: Case, count: int) -> list[int]:
+    """Return ports that all clients of a run know."""
+    first = 20_000 + case["run"] * count % 40_000
+    return list(range(first, first + count))
+
+
+@contextlib.contextmanager
+def _server(case: Case, serve: Callable[[Case], None], port: int) -> Iterator[None]:
+    """Let the first client serve from a child, which ends with it; wait until the port answers."""
+    alive, kept = os.pipe()
+    pid = os.fork() if case["client"] == 0 else -1
+    if pid == 0:
+        os.close(kept)
+        threading.Thread(target=lambda: (os.read(alive, 1), os._exit(0)), daemon=True).start()
+        try:
+            serve(case)
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+    os.close(alive)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(kept)
+        if pid > 0:
+            os.waitpid(pid, 0)
+
+
+def _serve_tensorsocket(case: Case) -> None:
+    """Serve tensors of batches, several of them in a message as its default has it."""
+    torch, producer = _import("torch"), _import("tensorsocket").TensorProducer
+    fd, starts, ends = _flat_table(case["files_path"])
+    size = int(ends[0])
+
+    class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
+        def __len__(self) -> int:
+            return len(ends)
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            rows = np.empty((len(indices), size), np.uint8)
+            for row, k in zip(rows, indices, strict=True):
+                os.preadv(fd, [row.data], int(starts[k]))
+            return (torch.from_numpy(rows),)
+
+    loader = torch.utils.data.DataLoader(
+        Rows(), batch_size=case["batch"], shuffle=True, drop_last=True, collate_fn=lambda rows: rows
+    )
+    port, ack, beat, echo = _ports(case, 4)
+    # The second job joins a moment after the first; without this it waits for the next epoch.
+    served = producer(
+        loader, port=port, ack_port=ack, heart_ports=(beat, echo), rubber_band_pct=0.25
+    )
+    while True:
+        for _ in served:
+            pass
+
+
+def _stream_tensorsocket(case: Case) -> Delivered:
+    port, ack, beat, echo = _ports(case, 4)
+    with _server(case, _serve_tensorsocket, port):
+        consumer = _import("tensorsocket").TensorConsumer(
+            port=port, ack_port=ack, heart_ports=(beat, echo), batch_size=case["batch"]
+        )
+        while True:
+            for (rows,) in consumer:
+                yield len(rows), rows.nbytes
+            if case["once"]:
+                return
+
+
+def _serve_tf_data(case: Case) -> None:
+    service = _import("tensorflow").data.experimental.service
+    [port] = _ports(case, 1)
+    dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
+    address = dispatcher.target.split("://")[1]
+    worker = service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
+    worker.join()
+
+
+def _stream_tf_data(case: Case) -> Delivered:
+    """With the cache that several trainers share, as the documentation has it for jobs that read
+    the same data; uncompressed, since the network is this machine."""
+    [port] = _ports(case, 1)
+    with _server(case, _serve_tf_data, port):
+        data = _import("tensorflow").data
+        service = data.experimental.service
+        path = os.path.join(case["files_path"], "samples.tfrecord")
+        files = data.TFRecordDataset(path, buffer_size=8 << 20).repeat().batch(case["batch"])
+        shared = files.apply(
+            service.distribute(
+                service.ShardingPolicy.OFF, f"grpc://localhost:{port}", job_name="shared",
+                compression=None,
+                cross_trainer_cache=service.CrossTrainerCache(trainer_id=str(case["client"])),
+            )
+        )  # fmt: skip
+        for batch in itertools.islice(shared.prefetch(2), None):
+            samples = batch.numpy()
+            yield len(samples), sum(map(len, samples))
+
+
 PEERS = (
     Peer("preadv", "", "os", _flat, _open_preadv),
     Peer("mmap", "", "mmap", _flat, _open_mmap),
@@ -346,6 +535,20 @@ PEERS = (
     Peer(
         "WebDataset", "webdataset", "webdataset", _prepare_webdataset, _open_webdataset,
         in_order=True,
+    ),
+    Peer("HF datasets", "datasets", "datasets", _prepare_hf, _open_hf),
+    Peer(
+        "litData", "litdata", "litdata", _prepare_litdata, in_order=True, stream=_stream_litdata,
+        forks=False,
+    ),
+    Peer("SPDL", "spdl", "spdl", _flat, stream=_stream_spdl, forks=False),
+    Peer(
+        "TensorSocket", "tensorsocket", "tensorsocket", _flat, in_order=True,
+        stream=_stream_tensorsocket, forks=False,
+    ),
+    Peer(
+        "tf.data service", "tensorflow", "tensorflow", _prepare_tfrecord, in_order=True,
+        stream=_stream_tf_data, forks=False,
     ),
 )  # fmt: skip
 BY_NAME = {peer.name: peer for peer in PEERS}

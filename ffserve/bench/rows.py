@@ -139,6 +139,7 @@ def cold(
     cpu_limit: float | None = None,
     prefix: str = "cold",
     pattern: Pattern = "blocks",
+    peer_clients: int = 1,
 ) -> Group:
     """Return a group that reads from disk: every sample once, in random order.
 
@@ -169,10 +170,13 @@ def cold(
         yardstick=disk(bench, data, depth, pattern),
         contestants=(
             *(contestant(read, k == 0) for k, read in enumerate(reads)),
-            *(peer_contestant(bench, p, data, peer_batch, 1, name, cold=True) for p in peers),
+            *(
+                peer_contestant(bench, p, data, peer_batch, peer_clients, name, cold=True)
+                for p in peers
+            ),
         ),
         prepare=data.make,
-        labels={"state": "cold", "bytes": data.mean, "batch": peer_batch, "clients": 1},
+        labels={"state": "cold", "bytes": data.mean, "batch": peer_batch, "clients": peer_clients},
     )
 
 
