@@ -7,6 +7,7 @@
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord
+# make figures measure every figure of README.md anew and write it there (an hour with all peers)
 # make docs    draw docs/images/architecture.svg (needs graphviz)
 # make clean   remove what was built (make distclean: .venv as well)
 
@@ -17,7 +18,7 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
-.PHONY: demo test lint check interop bench docs soak fuzz guided asan tsan setup clean distclean
+.PHONY: demo test lint check interop bench figures docs soak fuzz guided asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -68,6 +69,11 @@ bench:
 	@bash .ci/setup --bench
 	@mkdir -p .bench
 	@$(python) -m benchmarks --record .bench/bench.json --picture .bench/bench.png
+
+figures:
+	@bash .ci/setup --bench
+	@$(python) -m benchmarks --turns 5 --record docs/bench.json --picture docs/images/bench.png \
+	    --readme README.md --readme docs/TORCH.md
 
 docs: setup
 	@bash docs/images/draw

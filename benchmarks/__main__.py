@@ -65,8 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         help="compare with the rows recorded in FILE; exit code 1 if any is worse")  # fmt: skip
     add("--picture", type=Path, metavar="FILE",
         help="draw the measured rows, or those in --record's file, as PNG or SVG")  # fmt: skip
-    add("--readme", type=_existing, metavar="FILE",
-        help="write the measured section of README FILE from the same rows")  # fmt: skip
+    add("--readme", type=_existing, action="append", default=[], metavar="FILE",
+        help="write the measured section of FILE (README.md, TORCH.md) from the same rows; may be "
+        "repeated")  # fmt: skip
     add("--draw-only", action="store_true", help="measure nothing")
     return parser
 
@@ -168,8 +169,8 @@ def _finish(options: argparse.Namespace, measured: list[dict[str, Any]]) -> int:
             picture.draw(shown, options.picture)
         except ModuleNotFoundError as error:
             print(f"no picture: {error.name} is not installed (pip install {error.name})")
-    if options.readme:
-        readme.write(shown, options.readme)
+    for document in options.readme:
+        readme.write(shown, document)
     if options.compare:
         recorded = json.loads(options.compare.read_text())
         worse, better, compared = report.compare(recorded["rows"], measured)

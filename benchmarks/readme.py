@@ -1,4 +1,4 @@
-"""README's measured section: text around recorded rows, written between its two markers.
+"""Measured sections of documents: text around recorded rows, written between two markers.
 
 A place such as ``{hot/4KiB/lease:.0f}`` is the median of the row of that name.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from ffserve.errors import UsageError
 
 BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured: end -->"
-PLACE = re.compile(r"\{([\w/-]+):(\.\df)\}")
+PLACE = re.compile(r"\{([\w/. -]+):(\.\df)\}")
 
 TEXT = """\
 ![Throughput as a share of memcpy and of fio, by record size and by clients](docs/images/bench.png)
 
 The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in its own processes, in batches of 256 (32 at 1 MiB). Bars go from the lowest turn to the highest. ffserve checks every sample once and returns copies; `mmap` and `preadv` check nothing and use the page cache.
 
-The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn. The row through the socket is from another such machine (AMD EPYC): it was measured again after zero-copy sends were removed.
+The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn. The row through the socket, the windowed order and the two jobs are from another such machine (AMD EPYC).
 
 | in memory / memcpy | 4 KiB | 100 KiB |
 |---|---|---|
@@ -42,32 +42,75 @@ The tables show ratios to memcpy (with as many processes) and to `fio` with io_u
 | engine in the client's process, several batches | {cold/4KiB/depth128/engine:.2f} | {cold/100KiB/depth128/engine:.2f} |
 | in order / fio in order | {stream/4KiB/daemon:.2f} | {stream/100KiB/daemon:.2f} |
 
+| a windowed order, windows of 16 MiB ([what it costs](docs/TORCH.md#which-order)) / fio in order | 1 KiB | 4 KiB |
+|---|---|---|
+| through the daemon, several batches of 64 in flight | {windowed/1KiB/daemon:.2f} | {windowed/4KiB/daemon:.2f} |
+| through the daemon, one batch of 64 at a time | {windowed/1KiB/daemon64:.2f} | {windowed/4KiB/daemon64:.2f} |
+| engine in the client's process, several batches | {windowed/1KiB/engine:.2f} | {windowed/4KiB/engine:.2f} |
+| engine in the client's process, one batch at a time | {windowed/1KiB/engine64:.2f} | {windowed/4KiB/engine64:.2f} |
+
+| two jobs on one data set of 4 KiB samples, from disk / fio | both together |
+|---|---|
+| ffserve, one order for both jobs | {jobs/4KiB/depth128/one-order:.2f} |
+| ffserve, orders of their own | {jobs/4KiB/depth128/own-orders:.2f} |
+| SPDL | {jobs/4KiB/depth128/SPDL:.2f} |
+| `mmap` | {jobs/4KiB/depth128/mmap:.2f} |
+| `preadv` | {jobs/4KiB/depth128/preadv:.2f} |
+| LMDB | {jobs/4KiB/depth128/LMDB:.2f} |
+
 64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two clients. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median, and the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included. While a client only hits, the daemon uses {hot/4KiB/daemon-cpu:.2f} % of a core. [docs/BENCHMARKS.md](docs/BENCHMARKS.md) lists every row; `ffserve bench` measures your machine and your files.
 """  # noqa: E501
 
 
-def section(rows: list[dict[str, Any]]) -> str:
-    """Return the section without its markers. Raises: UsageError for a row that is missing."""
+WINDOWED = """\
+| rate / fio in order | 1 KiB | 4 KiB |
+|---|---|---|
+| through the daemon, several batches of 64 in flight | {windowed/1KiB/daemon:.2f} | {windowed/4KiB/daemon:.2f} |
+| through the daemon, one batch of 64 at a time | {windowed/1KiB/daemon64:.2f} | {windowed/4KiB/daemon64:.2f} |
+| without a daemon, several batches | {windowed/1KiB/engine:.2f} | {windowed/4KiB/engine:.2f} |
+| without a daemon, one batch at a time | {windowed/1KiB/engine64:.2f} | {windowed/4KiB/engine64:.2f} |
+
+| quality | 1 KiB | 4 KiB | a shuffle buffer of 16,384, 4096 samples | uniform |
+|---|---|---|---|---|
+| displacement | {windowed/1KiB/displacement:.2f} | {windowed/4KiB/displacement:.2f} | {windowed/1KiB/buffer-displacement:.2f}, {windowed/4KiB/buffer-displacement:.2f} | 1 |
+| together, per cent | {windowed/1KiB/together:.2f} | {windowed/4KiB/together:.2f} | {windowed/1KiB/buffer-together:.2f}, {windowed/4KiB/buffer-together:.2f} | below 0.01 |
+| design effect | {windowed/1KiB/design:.1f} | {windowed/4KiB/design:.1f} | {windowed/1KiB/buffer-design:.0f}, {windowed/4KiB/buffer-design:.0f} | 1 |
+"""  # noqa: E501
+
+SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED}
+"""The text of the measured section of each document."""
+
+
+def section(rows: list[dict[str, Any]], document: str) -> str:
+    """Return a document's section without its markers.
+
+    Raises: UsageError for a row that is missing.
+    """
     values = {row["name"]: row["value"] for row in rows}
 
     def value(place: re.Match[str]) -> str:
         if place[1] not in values:
-            raise UsageError(f"the row {place[1]} of the README has not been recorded")
+            raise UsageError(f"the row {place[1]} of {document} has not been recorded")
         return format(values[place[1]], place[2])
 
-    return PLACE.sub(value, TEXT)
+    return PLACE.sub(value, SECTIONS[document])
 
 
-def measured(readme: str) -> str:
-    """Return the text between the markers of a README."""
-    return readme.partition(BEGIN)[2].partition(END)[0]
+def measured(text: str) -> str:
+    """Return the text between the markers of a document."""
+    return text.partition(BEGIN)[2].partition(END)[0]
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Replace the section between the markers of a README. Raises: UsageError."""
+    """Replace the section between the markers of a document. Raises: UsageError."""
+    if path.name not in SECTIONS:
+        raise UsageError(
+            f"this document has no measured section; those that have: {', '.join(SECTIONS)}",
+            path=str(path),
+        )
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise UsageError("the markers of the measured section are missing", path=str(path))
-    path.write_text(before + begin + section(rows) + end + after)
+    path.write_text(before + begin + section(rows, path.name) + end + after)

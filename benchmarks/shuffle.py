@@ -59,11 +59,27 @@ def buffered(n: int, size: int, seed: int) -> Order:
     return order
 
 
-def quality(count: int, window: int | None, batch: int, epochs: int = 2) -> dict[str, float]:
-    """Return the three measures of windowed orders, the means of some epochs."""
-    orders = [epoch_order(count, seed=1, epoch=e, window=window) for e in range(epochs)]
+MEASURES = {
+    "displacement": ("mean displacement / that of a uniform shuffle", ""),
+    "together": ("the probability that neighbours share a batch", "%"),
+    "design": ("the variance of batch means / that of a uniform shuffle", ""),
+}
+"""Each measure's description and unit."""
+
+
+def _measured(order: Order, batch: int) -> dict[str, float]:
     return {
-        "displacement": float(np.mean([displacement(order) for order in orders])),
-        "together": float(np.mean([together(order, batch) for order in orders])),
-        "design": float(np.mean([design_effect(order, batch) for order in orders])),
+        "displacement": displacement(order),
+        "together": 100 * together(order, batch),
+        "design": design_effect(order, batch),
     }
+
+
+def of_windows(count: int, window: int, batch: int) -> dict[str, float]:
+    """Return the measures of a windowed order."""
+    return _measured(epoch_order(count, seed=1, epoch=0, window=window), batch)
+
+
+def of_buffer(count: int, size: int, batch: int) -> dict[str, float]:
+    """Return the measures of a shuffle buffer of as many samples."""
+    return _measured(buffered(count, size, 1), batch)

@@ -833,6 +833,10 @@ class AnnouncedOrders:
         self._orders[epoch] = _Announcement(
             order.astype(np.uint32) if small else order, name, replacement
         )
+        current = self._orders.get(self._epoch)
+        if current is None or (epoch > self._epoch and self._position >= len(current.order)):
+            # The epoch before it is over.
+            self._epoch, self._position, self._reported_position = epoch, 0, 0
         while len(self._orders) > MOST_EPOCHS:
             del self._orders[min(self._orders)]
 

@@ -107,6 +107,21 @@ def test_every_way_of_reading_brings_the_right_samples(
         check(order, [sample for batch in got for sample in batch])
 
 
+def test_an_epoch_that_was_announced_when_the_one_before_it_was_over_was_read_singly(
+    path: str,
+) -> None:
+    evict(path)
+    with ffserve.open(path, server="off") as reader:
+        for epoch in range(3):
+            order = order_of(epoch)
+            reader.announce(order, epoch)
+            for indices in batches_of(order, 1000):
+                check(indices, reader.read(indices))
+            taken = reader._selector.current()._ahead._position  # type: ignore[attr-defined]
+            assert taken in (0, COUNT), "all of it came out of windows"
+            assert reader._announced.position == (epoch, COUNT)
+
+
 def test_a_program_that_does_not_follow_its_order_gets_what_it_asks_for(path: str) -> None:
     order = order_of()
     other = np.random.default_rng(1).permutation(COUNT)[:512]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import shuffle
 from ffserve.neighbours import window_end
 from ffserve.order import epoch_order
 
@@ -20,7 +21,7 @@ LOOK = 1 << 15
     start=st.integers(0, 20_000),
     ranks=st.sampled_from([1, 2, 4, 8]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_rest_of_a_window_is_found_wherever_it_is_looked_for(
     window: int, seed: int, start: int, ranks: int
 ) -> None:
@@ -54,3 +55,19 @@ def test_the_last_samples_of_an_order_are_a_window() -> None:
     assert window_end(order[:0], 1024, last=True) is None
     assert window_end(order[:0], 1024) is None
     assert window_end(order[:1000], 1024) is None
+
+
+def test_the_measures_of_a_shuffle_tell_orders_apart() -> None:
+    n, batch = 1 << 17, 64
+    uniform = shuffle.of_windows(n, n, batch)
+    assert uniform["displacement"] == pytest.approx(1, abs=0.02)
+    assert uniform["together"] == pytest.approx(100 * 63 / (n - 1), abs=0.02)
+    assert uniform["design"] == pytest.approx(1, abs=0.15)
+    windowed = shuffle.of_windows(n, 4096, batch)
+    assert windowed["displacement"] == pytest.approx(1, abs=0.1)
+    assert windowed["together"] == pytest.approx(100 * 63 / 4095, abs=0.2)
+    assert windowed["design"] == pytest.approx(1 + 63 / 32, abs=1), "32 clusters per window"
+    buffer = shuffle.of_buffer(n, 4096, batch)
+    assert buffer["displacement"] < 0.1 and buffer["design"] > 50
+    in_order = shuffle._measured(np.arange(n), batch)
+    assert in_order["displacement"] == 0 and in_order["design"] == pytest.approx(64, rel=0.01)
