@@ -38,7 +38,7 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.io import open_direct, set_direct
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import wrap_os_error
+from ffserve.files import os_error, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard, is_chunked
 from ffserve.protocol import MOST_FILES
 from ffserve.server.access import DomainOf, Owner, Peer, Rules
@@ -457,6 +457,8 @@ class Catalog:
                 outcome.append((key, self._parse(key, path, passed, domains[key])))
             except Exception as error:
                 failed = True
+                if isinstance(error, OSError) and not isinstance(error, FFServeError):
+                    error = os_error(error, path)
                 outcome.insert(0, (key, error))
         return outcome
 
