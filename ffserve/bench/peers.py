@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from ffserve.bench.contestants import Case, Delivered, batches, delivering
 from ffserve.bench.harness import BenchmarkData
+from ffserve.errors import FFServeError
 
 ReadBatch = Callable[[NDArray[np.int64]], int]
 """Takes the indices of a batch and returns its bytes."""
@@ -441,6 +442,8 @@ def _server(case: Case, serve: Callable[[Case], None], port: int) -> Iterator[No
             with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
                 break
             time.sleep(0.1)
+        else:
+            raise FFServeError(f"the server of {case['peer']} did not answer on port {port}")
         yield
     finally:
         os.close(kept)
