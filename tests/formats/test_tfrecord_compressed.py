@@ -178,16 +178,19 @@ def a_file(data: st.DataObject, most: int) -> tuple[list[bytes], bytes]:
     return payloads, content
 
 
-def sizes_of_the_pass(data: st.DataObject, patch: pytest.MonkeyPatch) -> None:
+def sizes_of_the_pass(data: st.DataObject, patch: pytest.MonkeyPatch, size: int) -> None:
+    smallest = 1 + size // 2000
     patch.setattr(tfcompressed, "SPAN_SIZE", data.draw(st.sampled_from([1, 300, 5000, 40_000])))
-    patch.setattr(tfcompressed, "READ_SIZE", data.draw(st.sampled_from([1, 17, 1000, 70_000])))
+    patch.setattr(
+        tfcompressed, "READ_SIZE", data.draw(st.sampled_from([smallest, 17 * smallest, 70_000]))
+    )
     patch.setattr(tfcompressed, "PIECE_SIZE", data.draw(st.sampled_from([300, 5000, 70_000])))
 
 
 def written_then_read(data: st.DataObject, most: int) -> None:
     payloads, content = a_file(data, most)
     with pytest.MonkeyPatch.context() as patch:
-        sizes_of_the_pass(data, patch)
+        sizes_of_the_pass(data, patch, len(content))
         if compression_of(content[:4096]) is None:
             return
         shard = indexed(content)
@@ -200,7 +203,7 @@ def damaged_then_read(data: st.DataObject, most: int) -> None:
     """Damage to the file, after it was indexed and before; to the index; to both."""
     payloads, content = a_file(data, most)
     with pytest.MonkeyPatch.context() as patch:
-        sizes_of_the_pass(data, patch)
+        sizes_of_the_pass(data, patch, len(content))
         if compression_of(content[:4096]) is None or not payloads:
             return
         shard: CompressedShard | None = indexed(content)
@@ -264,7 +267,7 @@ def test_written_then_read_many_times_over(data: st.DataObject) -> None:
 
 @pytest.mark.fuzz
 @given(st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 def test_damage_many_times_over(data: st.DataObject) -> None:
     damaged_then_read(data, 20_000)
 
