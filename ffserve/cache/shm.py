@@ -120,7 +120,8 @@ class MemoryFile:
 
     def close(self) -> None:
         """Close the descriptor. The memory stays while anybody maps it."""
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 class SharedMemory:

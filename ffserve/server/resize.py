@@ -16,6 +16,7 @@ CALM_S.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -135,6 +136,9 @@ class Pages:
         self._stopping = False
         self._moved = 0
         """Slabs that were moved to another domain."""
+        self._again: dict[tuple[MemoryFile, int], int] = {}
+        """Parts that moved, and may have kept pages: file and offset, size. A huge page that an
+        engine has registered cannot be split, so that a part of it is not freed."""
         self._calm_at = 0.0
         """No pages are taken ahead before this time."""
         self.populated = 0
@@ -171,6 +175,8 @@ class Pages:
                     "cannot give memory to another user (%s): raise vm.max_map_count", error
                 )
                 return False
+            self._again.pop((after, offset), None)
+            self._again[before, offset] = size
             try:
                 before.punch(offset, size)
             except OSError as error:
@@ -206,10 +212,16 @@ class Pages:
                 if touched == wanted and wait_s > 0:
                     self._changed.wait(wait_s)
                     continue
+                for (file, offset), size in self._again.items():
+                    with contextlib.suppress(OSError):  # it was closed
+                        file.punch(offset, size)
+                self._again.clear()
             if touched > wanted:
                 self._give_back(wanted, touched)
                 continue
             step = min(_STEP, wanted - start)
+            if not step:
+                continue
             self._memory.populate(start, step)
             with self._changed:
                 # Else a part of this may have other pages by now.
@@ -218,7 +230,8 @@ class Pages:
                     self._engines.arena_ready(self.populated, wanted)
 
     def _something(self) -> bool:
-        return self._stopping or self._touched > self._wanted or self.populated < self._wanted
+        behind = self._touched > self._wanted or self.populated < self._wanted
+        return self._stopping or behind or bool(self._again)
 
     def _give_back(self, wanted: int, touched: int) -> None:
         with self._changed:

@@ -227,13 +227,14 @@ def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
         (first,) = arena_pages(running)
         assert arena_pages(running)[first] > 14 * MIB
         as_user(BOB, READ, running.socket, other, 2)
-        pages = arena_pages(running)
-        assert len(pages) == 2 and sum(pages.values()) <= 16 * MIB
+        # Parts of huge pages are freed when the engine has let go of them.
+        fits = "the files of both users fit into the arena"
+        until(lambda: sum(arena_pages(running).values()) <= 16 * MIB, fits)
         # She has gone, and her samples are the first to go.
-        assert pages[first] < 4 * MIB
+        assert len(arena_pages(running)) == 2 and arena_pages(running)[first] < 4 * MIB
         as_user(ALICE, READ, running.socket, mine, 2)
-        pages = arena_pages(running)
-        assert pages[first] > 12 * MIB and sum(pages.values()) <= 16 * MIB
+        until(lambda: sum(arena_pages(running).values()) <= 16 * MIB, fits)
+        assert arena_pages(running)[first] > 12 * MIB
         assert running.status()["arena"]["used"] <= 16 * MIB
 
 
