@@ -98,6 +98,8 @@ class OpenShard:
     sessions: int = 0
     holders: Counter[Owner] = field(default_factory=Counter)
     proven: set[Owner] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    """By user who has passed a descriptor: the path that this user gave."""
     aliases: set[Alias] = field(default_factory=set)
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
@@ -318,7 +320,8 @@ class Catalog:
                         continue
                     found[one.position] = shard = future.result()
                     self._hold(shard, peer.owner)
-                    self._proven(shard, request.alias(one.position, key[0]), peer.owner)
+                    alias, path = request.alias(one.position, key[0]), request.paths[one.position]
+                    self._proven(shard, alias, peer.owner, path)
                 left = waiting
                 others = [f for key, _ in left if (f := self._open.get(key)) and not f.done()]
                 if others:
@@ -330,8 +333,9 @@ class Catalog:
             raise
         await in_thread(lambda: close_fds(fds))
 
-    def _proven(self, shard: OpenShard, alias: Alias, owner: Owner) -> None:
+    def _proven(self, shard: OpenShard, alias: Alias, owner: Owner, path: str) -> None:
         shard.proven.add(owner)
+        shard.names[owner[0]] = path
         if len(shard.aliases) < MOST_ALIASES:
             shard.aliases.add(alias)
             self._aliases[alias, shard.key[4]] = shard

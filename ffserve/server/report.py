@@ -11,6 +11,7 @@ import numpy as np
 
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
+from ffserve.server.access import Peer
 from ffserve.server.catalog import OpenShard
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
@@ -18,11 +19,19 @@ MOST_ROWS = 1000
 """Rows in each list, so that a REPORT fits into a frame whatever clients open."""
 
 
-def status(state: ServerState, now: float) -> dict[str, Any]:
-    """Return the answer to STATUS."""
+def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
+    """Return the answer to STATUS.
+
+    Root and the daemon's own user see everything. Others see totals and what is their own, since
+    the names of files and jobs tell much about a user.
+    """
+    viewer = None if peer.uid in (0, os.geteuid()) else peer.uid
     counters = state.cache.counters
     engine = state.engines.counters()
-    shards = state.catalog.shards()
+    shards = [s for s in state.catalog.shards() if viewer is None or viewer in s.names]
+    jobs = [job for job in state.jobs.values() if viewer in (None, job.uid)]
+    own = {job.name for job in jobs}
+    progress = [each for each in state.next_use.jobs if each.job in own]
     alone_sizes = _alone_sizes(state, shards)
     usage = dict(zip(state.table.bases.tolist(), state.table.used.tolist(), strict=True))
     return {
@@ -49,7 +58,7 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
         },
         "shards": [
             {
-                "path": shard.path,
+                "path": shard.path if viewer is None else shard.names[viewer],
                 "format": shard.format,
                 "count": shard.count,
                 "size": shard.size,
@@ -60,15 +69,27 @@ def status(state: ServerState, now: float) -> dict[str, Any]:
             }
             for shard in shards[:MOST_ROWS]
         ],
-        "progress": [
-            progress_facts(state, progress, now) for progress in state.next_use.jobs[:MOST_ROWS]
-        ],
-        "groups": group_facts(state, now),
+        "progress": [progress_facts(state, each, now) for each in progress[:MOST_ROWS]],
+        "groups": group_facts(state, now, None if viewer is None else own),
         "jobs": [
-            job_facts(state, job, now, alone_sizes.get(job.name, 0))
-            for job in list(state.jobs.values())[:MOST_ROWS]
+            job_facts(state, job, now, alone_sizes.get(job.name, 0)) for job in jobs[:MOST_ROWS]
         ],
+        "domains": domain_facts(state, viewer),
     }
+
+
+def domain_facts(state: ServerState, viewer: int | None) -> list[dict[str, Any]]:
+    """Return the memory of each domain; sizes in bytes."""
+    return [
+        {
+            "user": None if domain.owner is None else domain.owner[0],
+            "namespace": None if domain.owner is None else domain.owner[1],
+            "size": state.arena.slabs_in(domain.number) * state.arena.slab_size,
+            "shards": domain.shards,
+        }
+        for domain in state.domains.all[:MOST_ROWS]
+        if viewer is None or domain.owner is None or domain.owner[0] == viewer
+    ]
 
 
 def arena_facts(state: ServerState) -> dict[str, Any]:
@@ -118,11 +139,14 @@ def kind_of(progress: JobProgress) -> str:
     return "random" if progress.replacement else "silent"
 
 
-def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
-    """Return the memory of each group of data sets that share shards, the largest first."""
+def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[dict[str, Any]]:
+    """Return the memory of each group of data sets that share shards, the largest first.
+
+    Args: own: only groups with these jobs, and of their jobs only these; None: all.
+    """
     floors, used = state.cache.policy.floors(), state.cache.policy.used
     groups = state.next_use.groups
-    facts = [
+    facts: list[dict[str, Any]] = [
         {
             "group": number,
             "jobs": sorted({each.job for each in groups[number].jobs}) if number in groups else [],
@@ -132,6 +156,10 @@ def group_facts(state: ServerState, now: float) -> list[dict[str, Any]]:
         }
         for number in sorted(used.keys() | groups.keys(), key=lambda n: -used.get(n, 0))
     ]
+    if own is not None:
+        for each in facts:
+            each["jobs"] = [name for name in each["jobs"] if name in own]
+        facts = [each for each in facts if each["jobs"]]
     return facts[:MOST_ROWS]
 
 

@@ -51,6 +51,7 @@ class Job:
     name: str
     first_seen: float
     last_seen: float
+    uid: int
     sessions: int = 0
     hits: int = 0
     hit_size: int = 0
@@ -111,11 +112,13 @@ class ServerState:
             sizes.view(np.uint64),
         )
 
-    def job(self, name: str, now: float) -> Job:
-        """Return the job of this name; create it if it is new."""
-        job = self.jobs.get(name)
+    def job(self, name: str, now: float, uid: int) -> Job:
+        """Return a user's job of this name; create it if it is new. If a job of another user has
+        the name, it gets another."""
+        while (job := self.jobs.get(name)) is not None and job.uid != uid:
+            name += f" ({uid})"
         if job is None:
-            job = self.jobs[name] = Job(name, now, now)
+            job = self.jobs[name] = Job(name, now, now, uid)
             for old in [j for j in self.jobs.values() if not j.sessions and j is not job]:
                 if len(self.jobs) <= MOST_JOBS:
                     break

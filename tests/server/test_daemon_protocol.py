@@ -363,15 +363,16 @@ def test_a_report_of_thousands_of_jobs_and_data_sets_did_not_fit_into_a_frame() 
 import numpy as np
 from ffserve import protocol
 from ffserve.config import ServerConfig
+from ffserve.server.access import Peer
 from ffserve.server.report import status
 from ffserve.server.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
-    job = state.job(f"{k:0200}", 0.0)
+    job = state.job(f"{k:0200}", 0.0, 0)
     job.sessions, job.paths = 1, "/" + "x" * 4000
     for part in (1, 2):
         state.next_use.join(job.name, np.array([2 * k]), np.array([part]))
-frame = protocol.encode(protocol.Report(1, status(state, 1.0)))
+frame = protocol.encode(protocol.Report(1, status(state, 1.0, Peer(1, 0, 1))))
 [report] = protocol.Decoder(protocol.FROM_SERVER).feed(frame)
 assert [len(report.facts[key]) for key in ("jobs", "progress", "groups")] == [1000] * 3
 state.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, run_python, serving, until, write
+from daemon import Daemon, client, run_python, serving, until, write
 
 import ffserve
 from ffserve.config import ServerConfig
@@ -40,6 +40,13 @@ with ffserve.open(sys.argv[2], server=sys.argv[1]) as reader:
         for first in range(0, len(reader), 50):
             reader.read_batch(np.arange(first, min(first + 50, len(reader))))
     print(reader.read_batch(np.arange(min(200, len(reader)))).buffer.tobytes().hex())
+"""
+HOLD = """
+readers = [ffserve.open(path, server=sys.argv[1]) for path in sys.argv[2:]]
+for reader in readers:
+    reader.read_batch(np.arange(10))
+print("ready", flush=True)
+sys.stdin.read()
 """
 SEARCH = """
 import socket
@@ -260,6 +267,40 @@ with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
 """
         assert as_user(ALICE, program, running.socket, *paths) == "True"
         assert len(arena_pages(running)) == 2
+
+
+def test_status_told_everybody_the_files_and_jobs_of_all() -> None:
+    status = """
+from ffserve.client import connection
+facts = connection.status(sys.argv[1])
+print([each["path"] for each in facts["shards"]], [job["pid"] > 0 for job in facts["jobs"]])
+print(len(facts["progress"]), len(facts["groups"]), [each["user"] for each in facts["domains"]])
+"""
+    with daemon_of() as running:
+        folder = running.directory / "alices"
+        folder.mkdir()
+        os.chown(folder, ALICE, ALICE)
+        hers = private(folder, ALICE, "secret.ffr", 1)
+        link = str(folder / "another-name.ffr")
+        shared = public(running.directory, "shared.ffr", 2)
+        os.symlink(shared, link)
+        # All jobs have the same name.
+        named = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'support')!r})\n"
+        named += AS_USER + "from ffserve.client import connection\nconnection.join_job('name')\n"
+        with (
+            client(named + HOLD, ALICE, "", running.socket, hers, link),
+            client(named + HOLD, BOB, "", running.socket, shared),
+        ):
+            lines = as_user(BOB, status, running.socket).splitlines()
+            assert lines == [f"['{shared}'] [True]", "1 1 [None]"]
+            lines = as_user(ALICE, status, running.socket).splitlines()
+            assert sorted(lines[0][1:].split("]")[0].split(", ")) == sorted(
+                [repr(hers), repr(link)]
+            )
+            assert lines[1] == f"2 2 [{ALICE}, None]"
+            assert as_user(CAROL, status, running.socket).splitlines() == ["[] []", "0 0 [None]"]
+            facts = running.status()
+            assert len(facts["shards"]) == 2 and len(facts["jobs"]) == 2
 
 
 # ---- life of a domain ------------------------------------------------------------------------
