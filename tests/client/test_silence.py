@@ -141,11 +141,7 @@ def test_a_slow_daemon_is_not_taken_for_a_stopped_one(path: str, payload: str) -
 def _takes_a_while(slow: Daemon, path: str) -> None:
     """A client that asks gets ALIVE until it gets its answer, and none afterwards."""
     with Raw(slow.socket, payload=["shared", "inline"]) as raw:
-        raw.send(
-            protocol.Open(1, {"paths": [path], "format": None, "verify": True, "tolerant": False})
-        )
-        opened = raw.receive()
-        assert isinstance(opened, protocol.Opened)
+        opened = raw.open(path)
         raw.send(protocol.Get(2, opened.dataset, protocol.pack_indices(np.array([9])), b"", 0, 0))
         got: list[Any] = [raw.receive()]
         while isinstance(got[-1], protocol.Alive):
