@@ -55,12 +55,14 @@ def test_index_reports_each_kind_of_file(tmp_path: Path) -> None:
     assert facts[0]["samples"] == 8 and os.path.exists(facts[0]["index"])
 
 
-def test_one_compressed_file_ended_the_indexing_of_all(tmp_path: Path) -> None:
+def test_one_file_that_cannot_be_read_ended_the_indexing_of_all(tmp_path: Path) -> None:
     for name in ("small.tfrecord", "mixed.tfrecord.gz"):
         shutil.copy(GOLDEN / name, tmp_path)
-    done = run("index", tmp_path, code=2)
+    assert run("index", tmp_path).stdout == b"2 files indexed, 57 samples\n"
+    (tmp_path / "mixed.tfrecord.gz").write_bytes((GOLDEN / "mixed.tfrecord.gz").read_bytes()[:-9])
+    done = run("index", tmp_path, code=1)
     assert done.stdout == b"1 file indexed, 8 samples; 1 unreadable file\n"
-    assert b"mixed.tfrecord.gz: this file is compressed as a whole" in done.stderr
+    assert b"mixed.tfrecord.gz" in done.stderr
 
 
 def test_index_of_a_missing_file(tmp_path: Path) -> None:
@@ -69,7 +71,8 @@ def test_index_of_a_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixed.tfrecord.gz", "mixed.tfrecord.zlib"])
 def test_compressed_files(name: str, tmp_path: Path) -> None:
-    path = GOLDEN / name
+    path = tmp_path / name
+    shutil.copy(GOLDEN / name, path)
     [facts] = json.loads(text_of("inspect", "--json", path))
     [plain] = json.loads(text_of("inspect", "--json", GOLDEN / "mixed.tfrecord"))
     same = ("samples", "sample_size_bytes", "histogram")
@@ -79,11 +82,12 @@ def test_compressed_files(name: str, tmp_path: Path) -> None:
     expected = run("cat", GOLDEN / "mixed.tfrecord", *which).stdout
     assert len(expected) > 70_000 and run("cat", path, *which).stdout == expected
     assert "outside the dataset of 49 samples" in error_of("cat", path, "49", code=2)
-    assert "neither names nor a known end" in error_of("cat", path, "name", code=2)
-    (tmp_path / name).write_bytes(path.read_bytes()[:50_000])
-    found = json.loads(text_of("verify", "--json", tmp_path / name, code=1))
+    assert "the file has no names" in error_of("cat", path, "name", code=2)
+    assert text_of("index", path).startswith("1 file indexed, 49 samples")
+    path.write_bytes(path.read_bytes()[:50_000])
+    found = json.loads(text_of("verify", "--json", path, code=1))
     assert [entry["error"] for entry in found["damaged"]] == ["truncated"]
-    assert "convert" in error_of("index", path, code=2)
+    error_of("index", path, code=1)
 
 
 def test_a_compressed_file_without_samples_and_runs_without_end(tmp_path: Path) -> None:
