@@ -215,18 +215,27 @@ def test_stale_index_is_found_by_a_read(tmp_path: Path) -> None:
         assert [bytes(each) for each in reader.read(range(90))] == payloads, "it was made anew"
 
 
-def test_file_damaged_after_it_was_indexed_is_refused_with_the_place(tmp_path: Path) -> None:
-    path, _ = large(tmp_path)
+def test_damage_after_indexing_is_refused_with_its_place_or_fails_its_record(
+    tmp_path: Path,
+) -> None:
+    path, payloads = large(tmp_path)
     run("index", path)
     status = os.stat(path)
     with open(path, "r+b") as file:
         file.seek(status.st_size // 2)
         file.write(b"\xff" * 64)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with ffserve.open(path, server="off") as reader, pytest.raises(FormatError) as caught:
-        len(reader)
-    assert caught.value.path == path
-    assert caught.value.offset is not None or caught.value.index is not None
+    # Bytes that deflate stored as they are decode to others; only their record's checksum tells.
+    try:
+        with ffserve.open(path, server="off") as reader:
+            found = reader.read(range(90), errors="return")
+    except FormatError as error:
+        assert error.path == path
+        assert error.offset is not None or error.index is not None
+    else:
+        failed = [k for k, each in enumerate(found) if isinstance(each, ChecksumError)]
+        assert 0 < len(failed) < 90
+        assert all(bytes(found[k]) == payloads[k] for k in set(range(90)) - set(failed))
     assert "damaged" in text_of("verify", path, code=1)
 
 
