@@ -233,7 +233,8 @@ def test_damage_after_indexing_is_refused_with_its_place_or_fails_its_record(
         assert error.path == path
         assert error.offset is not None or error.index is not None
     else:
-        failed = [k for k, each in enumerate(found) if isinstance(each, ChecksumError)]
+        failed = [k for k, each in enumerate(found) if isinstance(each, FFServeError)]
+        assert all(path in str(found[k]) for k in failed)
         assert 0 < len(failed) < 90
         assert all(bytes(found[k]) == payloads[k] for k in set(range(90)) - set(failed))
     assert "damaged" in text_of("verify", path, code=1)
