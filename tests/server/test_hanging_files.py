@@ -108,11 +108,12 @@ for raw in raws:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A directory that every user can search."""
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
-    return tmp_path
+def place() -> Iterator[Path]:
+    """A directory that every user can search, unlike pytest's own."""
+    with contextlib.ExitStack() as stack:
+        daemon = Daemon()
+        stack.callback(daemon.close)
+        yield daemon.directory
 
 
 @pytest.fixture
