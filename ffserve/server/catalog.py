@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import threading
@@ -108,7 +109,8 @@ class OpenShard:
 
 @dataclass(slots=True, eq=False)
 class PassedFile:
-    """A descriptor that a client passed for a file of its OPEN; `index`: of its index file."""
+    """A descriptor that a client passed for a file of its OPEN, -1 once it is closed; `index`: of
+    its index file."""
 
     position: int
     fd: int
@@ -175,9 +177,10 @@ class Catalog:
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
         self._reserving = threading.Lock()
-        # Each shard has one descriptor or two; an eighth is left for sessions and everything else.
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most_open, self._most_cached = limit * 3 // 4, limit // 8
+        # Three quarters are for shards, an eighth for their second descriptors and for domains, an
+        # eighth for sessions and everything else.
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_open, self._most_extra = self._limit * 3 // 4, self._limit // 8
         self._cached_count = 0
 
     # ---- opening --------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class Catalog:
         """Close idle shards, so that those of a request can be opened. Raises: ReadError."""
         # Shards that others have proven need no room, but who has not must not learn of them.
         new = len({request.identities[position] for position in left})
-        most = self._most_open
+        room = most = self._room()
         if peer.uid not in (0, os.geteuid()):
             most //= 2
             if self._held[peer.owner] + new > most:
@@ -276,15 +279,23 @@ class Catalog:
                     "unit, ulimit -n)",
                 )
         used = len(self._open) - len(self._idle)
-        if used + new <= self._most_open:
-            await self._close(list(self._idle.values()), len(self._open) + new - self._most_open)
-        if len(self._open) + new > self._most_open:
+        if used + new <= room:
+            await self._close(list(self._idle.values()), len(self._open) + new - room)
+        if len(self._open) + new > room:
             raise ReadError(
-                f"the daemon may have {self._most_open} files open; {used} are in use, "
+                f"the daemon may have {room} files open; {used} are in use, "
                 f"and this data set has {new} more",
                 path=request.paths[left[0]],
                 hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )
+
+    def _extra(self) -> int:
+        """Return the second descriptors of shards, and those of domains beyond the first."""
+        return self._cached_count + self._domains.fd_count
+
+    def _room(self) -> int:
+        """Return how many shards may be open: fewer once domains need more than their part."""
+        return max(self._most_open - max(self._extra() - self._most_extra, 0), 0)
 
     async def _take(
         self,
@@ -294,7 +305,6 @@ class Catalog:
         found: dict[int, OpenShard],
     ) -> None:
         """Hold the shards of passed descriptors, and close the descriptors."""
-        fds = _fds(passed)
         try:
             keys = await in_thread(lambda: self._identify(request, passed, peer))
             for owner in {key[4] for key in keys}:
@@ -329,9 +339,9 @@ class Catalog:
         except asyncio.CancelledError:
             raise  # The daemon ends, and a thread may still read the files.
         except BaseException:
-            await in_thread(lambda: close_fds(fds))
+            await in_thread(lambda: close_fds(_fds(passed)))
             raise
-        await in_thread(lambda: close_fds(fds))
+        await in_thread(lambda: close_fds(_fds(passed)))
 
     def _proven(self, shard: OpenShard, alias: Alias, owner: Owner, path: str) -> None:
         shard.proven.add(owner)
@@ -459,9 +469,20 @@ class Catalog:
                 continue
             try:
                 outcome.append((key, self._parse(key, path, passed, domains[key])))
+                # The shard has a descriptor of its own; two of each would not be counted.
+                fds, passed.fd, passed.index = _fds([passed]), -1, None
+                close_fds(fds)
             except Exception as error:
                 failed = True
-                if isinstance(error, OSError) and not isinstance(error, FFServeError):
+                if _is_emfile(error):
+                    error = ReadError(
+                        "too many files open in the daemon: others open files at the same time, "
+                        f"and its limit is {self._limit}",
+                        path=path,
+                        hint="try again, or raise the daemon's limit on open files (LimitNOFILE= "
+                        "in the systemd unit, ulimit -n)",
+                    )
+                elif isinstance(error, OSError) and not isinstance(error, FFServeError):
                     error = os_error(error, path)
                 outcome.insert(0, (key, error))
         return outcome
@@ -525,7 +546,7 @@ class Catalog:
 
     def _open_cached(self, fd: int, alignment: int, begin: int, end: int) -> int:
         """Return `open_cached` of a file with direct I/O, while there are descriptors for it."""
-        if alignment == 1 or self._cached_count >= self._most_cached:
+        if alignment == 1 or self._extra() >= self._most_extra:
             return -1
         cached_fd = open_cached(fd, begin, end)
         with self._reserving:
@@ -718,7 +739,12 @@ def _is_deleted(fd: int) -> bool:
 
 
 def _fds(files: list[PassedFile]) -> list[int]:
-    return [fd for one in files for fd in (one.fd, one.index) if fd is not None]
+    return [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
+
+
+def _is_emfile(error: Exception) -> bool:
+    """Whether an error, or what it was made of, says that no descriptor is left."""
+    return errno.EMFILE in (getattr(each, "errno", 0) for each in (error, error.__cause__))
 
 
 def close_fds(fds: list[int]) -> None:

@@ -87,6 +87,11 @@ class Domains:
         arena.give = self._give
 
     @property
+    def fd_count(self) -> int:
+        """Return the descriptors of the domains beyond the first, which exists from the start."""
+        return len(self._first.files) * (len(self._by_number) - 1)
+
+    @property
     def all(self) -> list[Domain]:
         """Return every domain, the oldest first."""
         return sorted(self._by_owner.values(), key=lambda domain: domain.serial)

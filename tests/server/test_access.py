@@ -585,3 +585,17 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
         with daemon.open(few / "001.ffr") as reader:
             assert bytes(reader[0]) == b"x"
         assert daemon.fd_count() < 64
+
+
+def test_second_descriptors_and_passed_ones_fit_into_the_limit(folder: Path) -> None:
+    """Files in the page cache took a passed descriptor, their own and a second one at once."""
+    many = folder / "many_cached"
+    many.mkdir()
+    for k in range(150):
+        write(many / f"{k:03}.ffr", [b"x"])
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"
+    with serving(patch=patch) as daemon, daemon.open(many) as reader:
+        assert len(reader) == 150
+        assert daemon.fd_count() > 150
+        with pytest.raises(ReadError, match="may have 180 files open; 150 are in use"):
+            daemon.open([write(folder / f"other{k}.ffr", [b"y"]) for k in range(40)])
