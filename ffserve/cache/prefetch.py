@@ -172,6 +172,7 @@ class Prefetcher:
                 and cursor.epoch == progress.epoch
                 and len(cursor.window)
                 and cursor.window_end - cursor.window_count < progress.front
+                and not self._all_resident(progress, cursor)
                 and self._left(cursor) > 0
             ):
                 load = self._advance(progress, cursor, now, cursor.window_piece)

@@ -214,3 +214,20 @@ def test_a_job_ahead_of_the_prefetcher_waits_for_its_window(
     assert (node.cache._slot_of[node.order[front:3072]] > 0).all()
     assert node.prefetcher.next_of_window("another job", 1.0) is None
     node.directory.close()
+
+
+def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All samples were known to be there, and more of them were looked for."""
+    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
+    node.bring(node.order)
+    assert len(node.prefetched()) == 0
+    assert node.prefetcher._all_resident(node.progress, node.prefetcher._cursors[node.progress])
+    node.progress.asked(node.order[:64], 1.0)
+    assert node.prefetcher.next_of_window("job", 1.0) is None
+    node.prefetcher.make_room()
+    assert node.cache.allocator.evict(node.base, node.base + COUNT)
+    assert node.prefetcher.next_of_window("job", 1.0) is not None, "what is gone is read again"
+    node.directory.close()
