@@ -291,7 +291,7 @@ class Allocator:
         """
         if self._policy.now < self._giving_after:
             return found
-        givers = self._policy.givers(size_class, group)
+        givers = self._givers(size_class, group, found)
         while len(found) < wanted and givers:
             self._state[found] = LOADING
             slab = self._given_slab(givers)
@@ -299,8 +299,11 @@ class Allocator:
                 break
             self._empty(slab)
             found = joined((found, self._arena.take(size_class, wanted - len(found))))
-            givers = self._policy.givers(size_class, group)
+            givers = self._givers(size_class, group, found)
         return found
+
+    def _givers(self, size_class: int, group: int, found: Int64s) -> list[int]:
+        return self._policy.givers(size_class, group, int(self._arena.sizes(found).sum()))
 
     def _given_slab(self, givers: list[int]) -> int | None:
         """Return a slab that holds samples of these groups only, none of them busy; None: none is

@@ -226,21 +226,27 @@ class Policy:
         # A group without slots of this class has to take from another.
         return first + own if own or first else above or there
 
-    def givers(self, size_class: int, taker: int) -> list[int]:
+    def givers(self, size_class: int, taker: int, coming: int) -> list[int]:
         """Return the groups whose slabs of other size classes a group may take: those that would
-        have to give it slots, but have none of its size class."""
+        have to give it slots, but have none of its size class, and keep their floor without a slab.
+        Otherwise two groups would take the same slab from one another for ever.
+
+        Args: coming: bytes of slots that the group was given and has not entered yet.
+        """
         if self._next_use.merged:
             self._merge()
         if len(self.used) - (taker in self.used) == 0:
             return []
         bucket_sets = self.buckets.of_class[size_class]
-        floors = self.floors()
+        floors, slab_size = self.floors(), self._arena.slab_size
         above = [
             number
             for number, size in self.used.items()
-            if number != taker and number not in bucket_sets and size > floors.get(number, 0)
+            if number != taker
+            and number not in bucket_sets
+            and (number not in floors or size >= floors[number] + slab_size)
         ]
-        if not above or self.used.get(taker, 0) < floors.get(taker, 0):
+        if not above or self.used.get(taker, 0) + coming < floors.get(taker, 0):
             return above
         least = ADVANTAGE * self._epoch_s(taker)
         return [number for number in above if self._epoch_s(number) > least]

@@ -8,7 +8,10 @@ test is the very code that the daemon runs. After every tick the invariants of `
 from __future__ import annotations
 
 import heapq
+import mmap
+import os
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,16 +29,19 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import NONE
+from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import FFServeError, ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
+from ffserve.server.domains import Domain, Domains
+from ffserve.server.inline import MemoryMessage
 from ffserve.server.resize import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
 from ffserve.server.session import Session
-from ffserve.server.state import Job
+from ffserve.server.state import Job, ServerState
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
@@ -55,6 +61,7 @@ class Shard:
     base: int
     count: int
     size: int
+    domain: Domain
     sessions: int = 0
     format: str = "ffrecord"
     fingerprint: int = 7
@@ -140,6 +147,12 @@ class World:
         self.pages = Pages(self)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.catalog = Shards(self.table, self.cache)
+        self.epoch = self.random.getrandbits(63)
+        self.page = SharedMemory("ffserve-page", mmap.PAGESIZE)
+        self.page.array[:8] = np.array([self.epoch], "<u8").view(np.uint8)
+        self.memory = SharedMemory("ffserve-arena", self.arena.limit)
+        self.domains = Domains(self.cache, self.memory, self.directory, self._move)
+        self.domain = self.domains.obtain(None)
         self.failure_rate = failure_rate
         self.slowest_s = slowest_s
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -147,7 +160,7 @@ class World:
         self.unheard: list[tuple[Load, dict[int, Failure]]] = []
         """Loads that have ended, of which the scheduler was not told yet."""
         self.clients: list[Client] = []
-        self.jobs: dict[str, Job] = {}
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.slot_bytes: dict[int, int] = {}
         """What the directory says to clients: sample → place in the arena, readable ones only."""
         self.disk_delay_s = 0.0
@@ -170,7 +183,10 @@ class World:
             file=k,
             engine=0,
         )
-        return Shard(f"/shard{k}", base, len(lengths), int(ends[-1]) + 64)
+        return Shard(f"/shard{k}", base, len(lengths), int(ends[-1]) + 64, self.domain)
+
+    def _move(self, offset: int, size: int, before: MemoryFile, after: MemoryFile) -> bool:
+        raise AssertionError("a slab of the only domain is given to another")
 
     # ---- what ServerState offers its sessions ------------------------------------------------
 
@@ -180,10 +196,9 @@ class World:
     engines = SimpleNamespace(kind="simulated", read_size=0, checksum_failures=0, counters=dict)
 
     def about(self) -> dict[str, Any]:
-        return {"version": protocol.VERSION}
+        return {"version": protocol.VERSION, "epoch": self.epoch}
 
-    def job(self, name: str, now: float) -> Job:
-        return self.jobs.setdefault(name, Job(name, now, now))
+    job: Any = ServerState.job
 
     # ---- the disk ---------------------------------------------------------------------------
 
@@ -391,6 +406,8 @@ class World:
 
     def close(self) -> None:
         self.directory.close()
+        self.memory.close()
+        self.page.close()
 
 
 @dataclass(eq=False)
@@ -451,6 +468,8 @@ class Client:
     done: bool = False
     tag: int = 0
     due: list[int] = field(default_factory=list)
+    mapped: list[int] = field(default_factory=list)
+    """Domains whose memory it has."""
 
     def __post_init__(self) -> None:
         self.shards = self.shards or self.world.shards
@@ -486,11 +505,16 @@ class Client:
         shards: Any = self.shards
         self.session.opened(tag, [shard.path for shard in shards], shards)
 
-    def _got(self, message: Message) -> None:
+    def _got(self, sent: Message | MemoryMessage) -> None:
         assert not self.dead, "the dead get an answer"
+        message = sent
+        if isinstance(sent, MemoryMessage):
+            message = sent.message
+            self._map(sent)
         for received in self._decoder.feed(protocol.encode(message)):
             match received:
                 case protocol.Opened():
+                    assert self.mapped, "a data set without its memory"
                     self.dataset = received.dataset
                     counts = np.array([shard.count for shard in self.shards])
                     bases = np.array([shard.base for shard in self.shards])
@@ -507,6 +531,19 @@ class Client:
                     pass
                 case _:
                     raise AssertionError(f"unexpected: {received}")
+
+    def _map(self, sent: MemoryMessage) -> None:
+        """Check the memory that comes with a message."""
+        if isinstance(sent.message, protocol.Welcome):
+            (page,) = sent.files
+            epoch = int.from_bytes(os.pread(page.fd, 8, 0), "little")
+            assert epoch == sent.message.about["epoch"], "the page of another daemon"
+            return
+        assert isinstance(sent.message, protocol.Opened)
+        assert not self.mapped, "memory that the client has comes again"
+        self.mapped = protocol.unpack_tags(sent.message.domains)
+        assert self.mapped == [self.world.domain.serial]
+        assert sent.files == list(self.world.domain.files)
 
     def _announce(self) -> None:
         order = np.concatenate(self.batches)
@@ -768,7 +805,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
     honest = Client(world, batches_of(chooser, 800, 300, 20), pace_s=0.01)
     try:
         for _ in range(5):
-            heard: list[Message] = []
+            heard: list[Message | MemoryMessage] = []
             session: Any = Session
 
             openings: list[int] = []
@@ -798,7 +835,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
             wild.leave(world.now)
             world.check()
             for message in heard:
-                protocol.encode(message)
+                protocol.encode(message.message if isinstance(message, MemoryMessage) else message)
         world.run()
         assert honest.done
         world.check_end()
@@ -925,5 +962,31 @@ def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
         assert len(tiny.waited_s) > 20 and tiny.direct_replies > 20
         assert sorted(tiny.waited_s)[len(tiny.waited_s) // 2] < 0.05
         assert max(tiny.waited_s) < 1.5
+    finally:
+        world.close()
+
+
+def test_two_data_sets_of_other_sizes_do_not_take_the_same_slabs_in_turn() -> None:
+    count = 1200
+    world = World(6, 6 * MIB, [np.full(count, size, np.int64) for size in (16_000, 48_000)])
+    chooser = np.random.default_rng(6)
+    held: list[int] = []
+    try:
+        for shard, pace_s, epochs in zip(world.shards, (0.01, 0.02), (12, 6), strict=True):
+            orders = [chooser.permutation(count) for _ in range(epochs)]
+            batches = [order[k : k + 20] for order in orders for k in range(0, count, 20)]
+            Client(world, batches, pace_s=pace_s, in_flight=1, job=shard.path, shards=[shard])
+        slow = world.next_use.group_of(world.shards[1].base)
+
+        def look() -> None:
+            held.append(world.cache.policy.used.get(slow, 0))
+            if len(held) < 400:
+                world.at(world.now + 0.01, look)
+
+        world.at(world.now + 2, look)
+        world.run(check=False)
+        # Once it has its floor it keeps that, within a slab.
+        assert min(held) >= 0.8 * world.arena.size / 4
+        assert max(held) - min(held) <= world.arena.slab_size
     finally:
         world.close()
