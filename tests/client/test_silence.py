@@ -149,9 +149,12 @@ def _takes_a_while(slow: Daemon, path: str) -> None:
         assert len(got) > 3
         if isinstance(got[-1], protocol.Sending):
             return
+        # One more may be under way: an I/O thread answers, and the loop learns of it later.
         raw.socket.settimeout(1.0)
+        late: list[Any] = []
         with pytest.raises(TimeoutError):
-            raw.receive()
+            while len(late) < 2:
+                late.append(raw.receive())
 
 
 @pytest.mark.usefixtures("impatient")

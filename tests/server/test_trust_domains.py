@@ -234,13 +234,13 @@ def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
         (first,) = arena_pages(running)
         assert arena_pages(running)[first] > 14 * MIB
         as_user(BOB, READ, running.socket, other, 2)
-        # Parts of huge pages are freed when the engine has let go of them.
-        fits = "the files of both users fit into the arena"
-        until(lambda: sum(arena_pages(running).values()) <= 16 * MIB, fits)
+        # A huge page of which two users have parts may stay whole in both files.
+        most, fits = 18 * MIB, "the files of both users fit into the arena and one huge page"
+        until(lambda: sum(arena_pages(running).values()) <= most, fits)
         # She has gone, and her samples are the first to go.
         assert len(arena_pages(running)) == 2 and arena_pages(running)[first] < 4 * MIB
         as_user(ALICE, READ, running.socket, mine, 2)
-        until(lambda: sum(arena_pages(running).values()) <= 16 * MIB, fits)
+        until(lambda: sum(arena_pages(running).values()) <= most, fits)
         assert arena_pages(running)[first] > 12 * MIB
         assert running.status()["arena"]["used"] <= 16 * MIB
 
