@@ -62,7 +62,7 @@ CACHE_LIMIT = 4 << 30
 MIN_INDEXED_SIZE = 1 << 20
 """Smaller files get no index file unless the user asks for one; their scan is cheap."""
 
-INDEX_ALLOWED, INDEX_A_BYTE = 64 << 20, 64
+INDEX_ALLOWED, INDEX_PER_BYTE = 64 << 20, 64
 """Size of an index file at most: a constant, plus a number per byte of its file."""
 
 _HEADER = struct.Struct("<8sII16sQqIIQQ")
@@ -241,7 +241,7 @@ def _read_open(fd: int, owners: set[int], file_size: int) -> tuple[bytes, int] |
             return None
         # Bounds the size of a valid index file: a record takes a byte of the file at least, and so
         # does a chunk of a compressed one.
-        if status.st_size > _HEADER.size + INDEX_ALLOWED + INDEX_A_BYTE * file_size:
+        if status.st_size > _HEADER.size + INDEX_ALLOWED + INDEX_PER_BYTE * file_size:
             return None
         content = bytearray(status.st_size)
         got = read_at_of(fd, "")(0, memoryview(content))

@@ -686,7 +686,7 @@ class StreamReader(Reader):
     def _forget_indexing(self) -> None:
         self._indexing = threading.RLock()
         self._opening = False
-        """Whether a thread is at it; itself, if it holds the lock."""
+        """Whether a thread opens the files by index: this one, if it has the lock."""
 
     def open_by_index(self) -> None:
         """Open the files by index, unless they are open already.

@@ -46,9 +46,8 @@ def fitting_share(size: int) -> float:
     """Return which share of `size` bytes fits into free memory: 0 to 1, a multiple of 1/16."""
     if not size:
         return 1.0
-    return min(int(MOST_OF_FREE_MEMORY * free_memory() / size * SHARE_STEPS), SHARE_STEPS) / (
-        SHARE_STEPS
-    )
+    steps = int(MOST_OF_FREE_MEMORY * free_memory() / size * SHARE_STEPS)
+    return min(steps, SHARE_STEPS) / SHARE_STEPS
 
 
 @dataclass(slots=True)

@@ -58,10 +58,9 @@ GETS_IN_FLIGHT = 4
 _MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
 """How long the daemon is not asked again for what its arena could not hold: the arena can be
-resized, and leases end. Each time that the arena was busy, which costs a wait of 20 s, twice as
-long as before, but not more often than"""
+resized, and leases end."""
 _MOST_DOUBLED = 4
-"""times."""
+"""How often that time doubles: each time that the arena was busy, which costs a wait of 20 s."""
 
 
 class DaemonSource:

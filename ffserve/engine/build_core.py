@@ -1,12 +1,12 @@
 """Build of the C core: for pip, in place, or with a sanitizer.
 
 Every C file of this folder is part of the core, except arrays.c; there is no other list of them.
-That one is a module by itself, which needs numpy's headers; if it cannot be built, the package
-works without it. pip reaches
-``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and loads this file alone, not
-the package, so nothing of ffserve may be imported here. Optional libraries are found by linking a
-small program; without liburing the core has no io_uring engines, without ISA-L it computes
-checksums by tables, without zlib it reads compressed TFRecord files in order only.
+arrays.c is a module by itself, which needs numpy's headers; the package works without it where it
+cannot be built. pip reaches ``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and
+loads this file alone, not the package, so nothing of ffserve may be imported here. Optional
+libraries are found by linking a small program; without liburing the core has no io_uring engines,
+without ISA-L it computes checksums by tables, without zlib it reads compressed TFRecord files in
+order only.
 
 ``FFSERVE_BUILD_WITHOUT``: macros of libraries to leave out (``FFS_HAVE_URING,FFS_HAVE_ISAL``).
 ``FFSERVE_BUILD_STRICT``: compiler warnings are errors (continuous integration, sanitizers); a
@@ -92,7 +92,7 @@ def declarations() -> str:
 def emit(target: Path) -> None:
     """Write the generated C module."""
     builder = cffi.FFI()
-    builder.cdef(declarations() + "#define FFS_SOURCES ...\n")  # defined for the compiler
+    builder.cdef(declarations() + "#define FFS_SOURCES ...\n")  # a macro of `BuildExt`
     includes = "".join(f'#include "{name}"\n' for name in HEADERS)
     builder.set_source(MODULE, includes)
     target.parent.mkdir(parents=True, exist_ok=True)

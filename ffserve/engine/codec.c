@@ -247,7 +247,7 @@ static int implausible(const ffs_chunk_scan *w)
         return FFS_CHUNK_SIZE;
     if (!w->records || w->records > w->decoded / 4)
         return FFS_CHUNK_RECORDS;
-    if ((uint64_t)w->firsts[w->count] + w->records > w->records_allowed + w->records_a_byte * end)
+    if ((uint64_t)w->firsts[w->count] + w->records > w->records_allowed + w->records_per_byte * end)
         return FFS_CHUNK_LIMIT;
     return 0;
 }

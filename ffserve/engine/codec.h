@@ -90,8 +90,8 @@ typedef struct {
     uint32_t *checksums;
     uint8_t *compressors; /* as the dialect numbers them */
     int64_t count, room;
-    uint64_t records_allowed, records_a_byte; /* limit: so many, plus so many per byte of file */
-    int32_t dialect;                          /* 0 py, 1 go, -1: the first chunk decides */
+    uint64_t records_allowed, records_per_byte; /* limit: so many, plus so many per byte of file */
+    int32_t dialect;                            /* 0 py, 1 go, -1: the first chunk decides */
     int32_t single; /* examine the chunk at `at` only, and leave `at` and the tables as they are */
     int32_t fault;  /* out: with FFS_CHUNKS_FAULT */
     int32_t inside; /* private: the header at `at` was read, its payload is being examined */

@@ -253,8 +253,8 @@ class ChunkScanner:
 
     Args:
         file_size: in bytes.
-        records_allowed, records_a_byte: limit of the records that headers may state: so many, plus
-            so many per byte of the file up to there.
+        records_allowed, records_per_byte: limit of the records that headers may state: so many,
+            plus so many per byte of the file up to there.
     """
 
     MORE: int = lib.FFS_CHUNKS_MORE
@@ -272,11 +272,11 @@ class ChunkScanner:
     RECORDS: int = lib.FFS_CHUNK_RECORDS
     LIMIT: int = lib.FFS_CHUNK_LIMIT
 
-    def __init__(self, file_size: int, *, records_allowed: int, records_a_byte: int) -> None:
+    def __init__(self, file_size: int, *, records_allowed: int, records_per_byte: int) -> None:
         self._c = ffi.new("ffs_chunk_scan *")
         self._c.file_size = file_size
         self._c.records_allowed = records_allowed
-        self._c.records_a_byte = records_a_byte
+        self._c.records_per_byte = records_per_byte
         self._c.dialect = -1
         self._tables: dict[str, NDArray[Any]] = {
             name: np.zeros(1, kind) for name, (kind, _) in _CHUNK_TABLES.items()

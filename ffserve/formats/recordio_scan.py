@@ -27,7 +27,7 @@ MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 _MXNET_MAGIC = 0xCED7230A
 _DIALECTS = (PY, GO)
 """In the numbering of the C core."""
-_RECORDS_ALLOWED, _RECORDS_A_BYTE = 1 << 20, 8
+_RECORDS_ALLOWED, _RECORDS_PER_BYTE = 1 << 20, 8
 """Limits on the records of a file: a constant, plus a number per byte. Tables are allocated by what
 headers claim, and a few compressed bytes can decode to very many empty records."""
 _SEARCHED_AGAIN = 8
@@ -84,7 +84,7 @@ class Scan:
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
         self.table = ChunkScanner(
-            size, records_allowed=_RECORDS_ALLOWED, records_a_byte=_RECORDS_A_BYTE
+            size, records_allowed=_RECORDS_ALLOWED, records_per_byte=_RECORDS_PER_BYTE
         )
         self.problems: dict[int, FFServeError] = {}
         self._read_at = read_at

@@ -66,10 +66,10 @@ SPAN_SIZE = 1 << 20
 READ_SIZE = 128 << 10
 PIECE_SIZE = 256 << 10
 """Bytes of output that the pass looks at together."""
-RECORDS_ALLOWED, RECORDS_A_BYTE = 1 << 20, 1
+RECORDS_ALLOWED, RECORDS_PER_BYTE = 1 << 20, 1
 """Limit of the records of a file: a constant, plus a number per byte. Each record has a checksum of
 4 bytes, which do not compress unless records repeat."""
-MADE_ALLOWED, MADE_A_BYTE = 4 << 30, 128
+OUTPUT_ALLOWED, OUTPUT_PER_BYTE = 4 << 30, 128
 """Limit of the output of a file: a constant, plus a number per byte. Deflate allows 1032, which no
 records of use come near; a pass over a small file could take hours."""
 COMPARED_CHUNKS = 3
@@ -78,7 +78,7 @@ COMPARED_CHUNKS = 3
 _COMPRESSIONS = ("gzip", "zlib")
 _UNBOUNDED = 1 << 62
 _HEAD = struct.Struct("<QQQ")
-"""Of the bytes for an index file: compression, number of chunks, size of the output."""
+"""Head of what an index file keeps: compression, number of chunks, size of the output."""
 _ROW = np.dtype(
     [("bit", "<u8"), ("end", "<u8"), ("first", "<u8"), ("skip", "<u8"), ("window", "<i8")]
 )
@@ -115,8 +115,8 @@ class CompressedShard:
     chunks: Chunks = field(repr=False)
     rows: NDArray[Any] = field(repr=False)
     windows: bytes = field(repr=False)
-    made: int
-    """Bytes of the output."""
+    output_size: int
+    """In bytes."""
     verify: bool = True
     sound: bool = True
     """Whether a tolerant pass skipped nothing."""
@@ -128,8 +128,11 @@ class CompressedShard:
     def __post_init__(self) -> None:
         self.count = len(self.lengths)
         self.fingerprint = scan_fingerprint(self.format, self.lengths, self.checksums, self.size)
-        sizes = np.maximum(self.rows["window"], 0)
-        self._window_ends = np.cumsum(sizes)
+        sizes = self.rows["window"]
+        self._window_ends = np.cumsum(np.maximum(sizes, 0))
+        # Of each chunk: the chunk that keeps its window.
+        rows = np.where(sizes == _SAME, 0, np.arange(len(sizes)))
+        self._window_rows = np.maximum.accumulate(rows)
         self._agrees: bool | None = None
 
     def load(self, offsets: Uint64s, lengths: Uint64s, checksums: Uint32s) -> None:
@@ -220,10 +223,8 @@ class CompressedShard:
         return starts.astype(np.int64), lengths.astype(np.int64)
 
     def _window(self, chunk: int) -> bytes:
-        sizes = self.rows["window"]
-        while sizes[chunk] == _SAME:
-            chunk -= 1
-        end, size = int(self._window_ends[chunk]), int(sizes[chunk])
+        row = int(self._window_rows[chunk])
+        end, size = int(self._window_ends[row]), int(self.rows["window"][row])
         if not size:
             return b""
         try:
@@ -235,7 +236,7 @@ class CompressedShard:
     @property
     def kept(self) -> bytes:
         """What an index file keeps beside lengths and checksums."""
-        head = _HEAD.pack(_COMPRESSIONS.index(self.compression), len(self.rows), self.made)
+        head = _HEAD.pack(_COMPRESSIONS.index(self.compression), len(self.rows), self.output_size)
         return head + self.rows.tobytes() + self.windows
 
     def agrees(self, read_at: ReadAt, records: Int64s) -> bool:
@@ -272,19 +273,22 @@ def restore(
     """
     if len(kept) < _HEAD.size:
         return None
-    number, count, made = _HEAD.unpack_from(kept)
+    number, count, output_size = _HEAD.unpack_from(kept)
     if number >= len(_COMPRESSIONS) or count > (len(kept) - _HEAD.size) // _ROW.itemsize:
         return None
     rows = np.frombuffer(kept, _ROW, count, _HEAD.size)
     windows = kept[_HEAD.size + count * _ROW.itemsize :]
-    if len(lengths) > RECORDS_ALLOWED + RECORDS_A_BYTE * size or bool(count) != bool(len(lengths)):
+    if bool(count) != bool(len(lengths)):
         return None
-    if made > min(MADE_ALLOWED + MADE_A_BYTE * size, UNKNOWN_LENGTH - 1):
+    if len(lengths) > RECORDS_ALLOWED + RECORDS_PER_BYTE * size:
         return None
-    if (lengths > np.uint64(made)).any():
+    if output_size > min(OUTPUT_ALLOWED + OUTPUT_PER_BYTE * size, UNKNOWN_LENGTH - 1):
+        return None
+    if (lengths > np.uint64(output_size)).any():
         return None
     ends = np.cumsum(lengths + np.uint64(FRAME_SIZE))
-    if (int(ends[-1]) if len(ends) else 0) != made:  # it cannot wrap: 2^46 records of 2^48 bytes
+    # The sum cannot wrap: at most 2^46 records of 2^48 bytes.
+    if (int(ends[-1]) if len(ends) else 0) != output_size:
         return None
     if count and not _rows_are_valid(rows, len(windows), ends, size):
         return None
@@ -333,10 +337,10 @@ def _shard(
         ends=rows["end"].astype(np.int64),
         sizes=np.diff(starts),
     )
-    made = int(ends[-1]) if len(ends) else 0
+    output_size = int(ends[-1]) if len(ends) else 0
     offsets = ends - lengths - np.uint64(FRAME_SIZE - FRAME_HEADER_SIZE)
     return CompressedShard(
-        path, size, compression, offsets, lengths, checksums, chunks, rows, windows, made
+        path, size, compression, offsets, lengths, checksums, chunks, rows, windows, output_size
     )
 
 
@@ -377,7 +381,7 @@ class _Pass:
         self._inflater = BlockInflater(compression)
         self._scanner = FrameScanner(_UNBOUNDED, verify=verify or tolerant)
         self._buffer = np.empty(WINDOW_SIZE + PIECE_SIZE, np.uint8)
-        """Output: up to WINDOW_SIZE bytes of before, then the latest."""
+        """The last WINDOW_SIZE bytes of earlier output, or fewer, then the latest piece."""
         self._cutter = _Cutter(self._refers_to)
         self._sums = _Sums()
 
@@ -399,7 +403,7 @@ class _Pass:
         return self._found(problem)
 
     def _pieces(self) -> Iterator[tuple[NDArray[np.uint8], int, NDArray[Any]]]:
-        """Yield the output in pieces, each with what came before it, the offset of that, and the
+        """Yield the output in pieces: a piece behind its window, the offset of that window, and the
         beginnings of blocks in the piece."""
         inflater, buffer = self._inflater, self._buffer
         kept, at, data, memory = 0, 0, memoryview(b""), bytearray(min(READ_SIZE, self._size))
@@ -431,8 +435,8 @@ class _Pass:
         if stop == FrameScanner.CUT_RECORD:
             raise cut_record_error(self._path, scanner.count, self._inflater.made - scanner.at)
         for kind, found, most in (
-            ("records", scanner.count, RECORDS_ALLOWED + RECORDS_A_BYTE * used),
-            ("bytes", self._inflater.made, MADE_ALLOWED + MADE_A_BYTE * used),
+            ("records", scanner.count, RECORDS_ALLOWED + RECORDS_PER_BYTE * used),
+            ("bytes", self._inflater.made, OUTPUT_ALLOWED + OUTPUT_PER_BYTE * used),
         ):
             if found > most:
                 raise FormatError(
@@ -461,7 +465,7 @@ class _Pass:
         offsets, lengths, checksums = offsets[:count], lengths[:count], checksums[:count]
         rows, windows = self._cutter.finish(count)
         if self._verify:
-            rows = _apart(rows, offsets, self._sums.differ(checksums))
+            rows = _isolated(rows, offsets, self._sums.differ(checksums))
         ends = offsets + lengths + np.uint64(FRAME_SIZE - FRAME_HEADER_SIZE)
         if problem is not None:
             # A record of its own stands for everything behind the damage.
@@ -638,7 +642,7 @@ def _before(view: NDArray[np.uint8], place: int) -> NDArray[np.uint8]:
     return view[max(0, place - WINDOW_SIZE) : place]
 
 
-def _apart(rows: NDArray[Any], offsets: Uint64s, bad: Int64s) -> NDArray[Any]:
+def _isolated(rows: NDArray[Any], offsets: Uint64s, bad: Int64s) -> NDArray[Any]:
     """Give each bad record a chunk of its own, decoded from the block of the chunk it was in."""
     if not len(bad):
         return rows

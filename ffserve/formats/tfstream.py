@@ -1,9 +1,8 @@
 """TFRecord streams: bytes in, records out, for compressed files that are read in order.
 
-An ``Inflater`` turns the bytes of the file into pieces of
-bounded size, a ``FrameStream`` turns pieces into records. Neither does I/O, and their output does
-not depend on how the input is split. A record with a length above the limit is refused before
-memory is allocated for it.
+An ``Inflater`` turns the bytes of the file into pieces of bounded size, a ``FrameStream`` turns
+pieces into records. Neither does I/O, and their output does not depend on how the input is split. A
+record with a length above the limit is refused before memory is allocated for it.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_every_value_of_every_byte_stops_at_its_fault() -> None:
 @given(data=st.data())
 def test_windows_do_not_matter(data: st.DataObject) -> None:
     body = data.draw(st.sampled_from(FILES + SMALL))
-    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
+    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_per_byte=8)
     for _ in range(1000):
         before = data.draw(st.integers(0, 30))
         base = max(0, scan.wanted - before)
@@ -178,7 +178,7 @@ def test_windows_do_not_matter(data: st.DataObject) -> None:
 
 def test_tables_grow_with_what_was_found() -> None:
     body = content(("py", "none"), [40]) * 5000
-    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_a_byte=8)
+    scan = ChunkScanner(len(body), records_allowed=1 << 20, records_per_byte=8)
     assert scan.feed(memoryview(bytearray(body)), 0) == ChunkScanner.END
     assert scan.count == scan.records == 5000
     assert scan.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))

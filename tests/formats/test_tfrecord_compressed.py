@@ -372,7 +372,7 @@ def bomb(pieces: Iterator[bytes]) -> bytes:
 
 
 def test_bombs_cost_no_memory_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfcompressed, "MADE_ALLOWED", 64 << 20)
+    monkeypatch.setattr(tfcompressed, "OUTPUT_ALLOWED", 64 << 20)
     monkeypatch.setattr(tfcompressed, "RECORDS_ALLOWED", 100_000)
     empty = written([b""]) * 65_536
     zeros = bytes(1 << 20)

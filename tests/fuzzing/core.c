@@ -80,7 +80,7 @@ static void chunks(const uint8_t *bytes, size_t size, const uint8_t *parameters)
                            .compressors = compressors,
                            .room = ROOM,
                            .records_allowed = 1000,
-                           .records_a_byte = 16,
+                           .records_per_byte = 16,
                            .dialect = (int32_t)(parameters[1] % 3) - 1,
                            .single = parameters[2] & 1};
     for (int turn = 0; turn < 1000; turn++) {
