@@ -289,8 +289,9 @@ def _make_room(directory: str, size: int) -> bool:
     found: list[tuple[int, int, str]] = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            found.append((status.st_mtime_ns, status.st_size, entry.path))
+            if entry.name.endswith(".ffx") or entry.name.startswith(".ffx-"):
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_mtime_ns, status.st_size, entry.path))
     total = sum(each for _, each, _ in found) + size
     for _, each, path in sorted(found):
         if total <= CACHE_LIMIT:
@@ -310,14 +311,22 @@ def _own(fd: int, path: str) -> bool:
     return False
 
 
+def _is_private(directory: str) -> bool:
+    """Whether a cache directory is one of this user's, in which no other user may write. Where
+    another could make it, it may be a link to files that are not to be removed."""
+    status = os.lstat(directory)
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _write(place: str, content: bytes) -> bool:
     directory, name = os.path.split(place)
-    if not name.startswith(".") and not _make_room(directory, len(content)):
-        return False
     temporary = os.path.join(directory, f".ffx-{secrets.token_hex(6)}.tmp")
     try:
         if not name.startswith("."):
             os.makedirs(directory, mode=0o700, exist_ok=True)
+            if not _is_private(directory) or not _make_room(directory, len(content)):
+                return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o644)
     except OSError:

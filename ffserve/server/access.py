@@ -74,6 +74,10 @@ statfs(2); see linux/magic.h. Not served are file systems that ordinary users ca
 hang (FUSE; in a user namespace an overlay over FUSE), unless the administrator says so, and those
 whose files are no data (proc, sysfs)."""
 
+DECIDED_ELSEWHERE = ("afs", "cifs", "smb2")
+"""File systems whose servers decide who may read, whatever the permission bits say: their files are
+never common by these bits."""
+
 Owner: TypeAlias = tuple[int, int]
 """User and namespace: who shares a proof; see `Peer`."""
 
@@ -232,7 +236,7 @@ class Rules:
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
         """Refuse a file system that is not served, unless it is an overlay among the daemon's own
         mounts, where only an administrator mounts one."""
-        if kind == USER_FILE_SYSTEMS["overlay"] and os.fstat(fd).st_dev in _own_devices():
+        if kind == USER_FILE_SYSTEMS["overlay"] and os.fstat(fd).st_dev in _own_overlays():
             return
         known = {**FILE_SYSTEMS, **USER_FILE_SYSTEMS}
         name = next((name for name, number in known.items() if number == kind), f"{kind:#x}")
@@ -303,7 +307,7 @@ class _Directories:
     def everybody_may_read(self, path: str, status: os.stat_result) -> bool:
         """Whether this is the file of this name, and all users may read it by that."""
         with contextlib.suppress(OSError, ValueError):
-            directory, name = os.path.split(os.path.realpath(path))
+            directory, name = os.path.split(_resolved(path))
             if directory != self._last[0]:
                 fd, self._last = self._last[1], (directory, None)
                 if fd is not None:
@@ -312,10 +316,25 @@ class _Directories:
             if self._last[1] is not None:
                 fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._last[1])
                 try:
-                    return _same_file(fd, status) and _permits(fd, 0o444)
+                    return _same_file(fd, status) and _permits(fd, 0o444) and _bits_decide(fd)
                 finally:
                     os.close(fd)
         return False
+
+
+def _resolved(path: str) -> str:
+    """Return a path without symbolic links. The kernel follows 40 of them, `os.path.realpath` as
+    many as a user makes."""
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def _bits_decide(fd: int) -> bool:
+    """Whether the permission bits of a file tell who may read it."""
+    return file_system_type(fd) not in {FILE_SYSTEMS[name] for name in DECIDED_ELSEWHERE}
 
 
 def _open_public(directory: str) -> int | None:
@@ -348,11 +367,14 @@ def _permits(fd: int, bits: int) -> bool:
     return False
 
 
-def _own_devices() -> set[int]:
-    """Return the devices of the file systems that are mounted in the daemon's mount namespace."""
+def _own_overlays() -> set[int]:
+    """Return the devices of the overlays that are mounted in the daemon's mount namespace. The
+    files of an overlay can have the device of the file system below it instead."""
     devices = set()
     with open("/proc/self/mountinfo", "rb") as file:
         for mount in file:
-            major, minor = mount.split(maxsplit=3)[2].split(b":")
-            devices.add(os.makedev(int(major), int(minor)))
+            about, _, source = mount.partition(b" - ")
+            if source.startswith(b"overlay "):
+                major, minor = about.split(maxsplit=3)[2].split(b":")
+                devices.add(os.makedev(int(major), int(minor)))
     return devices

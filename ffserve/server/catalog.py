@@ -25,7 +25,7 @@ import os
 import resource
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +65,8 @@ DROP_COUNT = 8192
 SUFFIX_LENGTH, MOST_ALIASES = 16, 64
 """Characters of a name in an alias: the suffix may decide what the format is. How many aliases of a
 shard are known; under others its users pass descriptors each time."""
+SILENT_S = 5.0
+"""Files of a device that does not answer for so long are not looked at before it does."""
 MOST_CLOSED = 16_384
 """Closed shards whose samples are kept; beyond, those of the shard closed first are evicted."""
 
@@ -174,6 +176,8 @@ class Catalog:
         self._closed: OrderedDict[Key, OpenShard] = OrderedDict()
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
+        self._silent: set[int] = set()
+        """Devices whose file systems do not answer."""
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
         self._reserving = threading.Lock()
@@ -450,7 +454,12 @@ class Catalog:
         path = request.paths[passed.position]
         status = self._rules.check(passed.fd, path, peer)
         if passed.index is not None:
-            self._rules.check(passed.index, path, peer)
+            try:
+                self._rules.check(passed.index, path, peer)
+            except FFServeError:
+                # Whoever may write to the directory could put it there: the file is read without.
+                index, passed.index = passed.index, None
+                close_fds([index])
         # The tables are read through the page cache.
         set_direct(passed.fd, direct=False)
         name = request.format or _format_of(passed.fd, path, status.st_size)
@@ -625,9 +634,7 @@ class Catalog:
         """Close the files of shards that have been idle for long, or were deleted, and forget
         closed shards without samples. Called now and then."""
         idle = list(self._idle.values())
-        deleted: set[OpenShard] = set()
-        if idle:
-            deleted = await in_thread(lambda: {shard for shard in idle if _is_deleted(shard.fd)})
+        deleted = await self._deleted(idle)
         before = now - self._close_after_s
         chosen = [s for s in idle if s in deleted or s.idle_since <= before]
         await self._close(chosen, len(chosen))
@@ -635,6 +642,30 @@ class Catalog:
         while len(self._closed) > MOST_CLOSED:
             if not await self._drop(next(iter(self._closed.values()))):
                 break
+
+    async def _deleted(self, shards: list[OpenShard]) -> set[OpenShard]:
+        """Return the shards whose files have no name any more, as far as file systems answer."""
+        by_device: defaultdict[int, list[OpenShard]] = defaultdict(list)
+        for shard in shards:
+            if shard.device not in self._silent:
+                by_device[shard.device].append(shard)
+        asked = (
+            self._on_device(device, partial(_deleted_of, some))
+            for device, some in by_device.items()
+        )
+        found: set[OpenShard] = set()
+        return found.union(*(answer or () for answer in await asyncio.gather(*asked)))
+
+    async def _on_device(self, device: int, call: Callable[[], T]) -> T | None:
+        """Make a call on files of a device in a thread; return None if it takes too long. The
+        device is silent then, until the call has ended."""
+        task = asyncio.ensure_future(in_thread(call))
+        await asyncio.wait({task}, timeout=SILENT_S)
+        if task.done():
+            return task.result()
+        self._silent.add(device)
+        task.add_done_callback(lambda _: self._silent.discard(device))
+        return None
 
     async def _forget_empty(self) -> None:
         """Forget the closed shards without samples."""
@@ -648,19 +679,20 @@ class Catalog:
 
     async def _close(self, shards: list[OpenShard], most: int) -> None:
         """Close the files of shards that are still idle and not being read, `most` of them."""
-        fds: list[int] = []
+        fds: defaultdict[int, list[int]] = defaultdict(list)
         closed = 0
         busy = self._cache.shards_being_read() if shards else set()
         for shard in shards:
             if closed >= most:
                 break
-            if self._idle.get(shard.key) is not shard or shard.base in busy:
+            unfit = shard.base in busy or shard.device in self._silent
+            if self._idle.get(shard.key) is not shard or unfit:
                 continue
             del self._idle[shard.key], self._open[shard.key]
             self._drop_aliases(shard)
             shard.proven.clear()
             closed += 1
-            fds += self._taken_fds(shard)
+            fds[shard.device] += self._taken_fds(shard)
             if shard.count:
                 row = self._table.row(shard.base)
                 engine, file = int(self._table.engines[row]), int(self._table.files[row])
@@ -669,8 +701,8 @@ class Catalog:
                 self._closed[shard.key] = shard
             else:
                 shard.domain.shards -= 1
-        if fds:
-            await in_thread(lambda: close_fds(fds))
+        closing = (self._on_device(each, partial(close_fds, some)) for each, some in fds.items())
+        await asyncio.gather(*closing)
 
     async def _drop_oldest(self) -> bool:
         """Drop a shard that no session has open; return False when there is none that can be."""
@@ -731,11 +763,15 @@ class Catalog:
             close_fds(self._taken_fds(shard))
 
 
-def _is_deleted(fd: int) -> bool:
-    """Whether a file has no name any more; False if it was closed in the meantime."""
-    with contextlib.suppress(OSError):
-        return os.fstat(fd).st_nlink == 0
-    return False
+def _deleted_of(shards: list[OpenShard]) -> list[OpenShard]:
+    """Return the shards whose files have no name any more, without those that were closed in the
+    meantime."""
+    deleted = []
+    for shard in shards:
+        with contextlib.suppress(OSError):
+            if os.fstat(shard.fd).st_nlink == 0:
+                deleted.append(shard)
+    return deleted
 
 
 def _fds(files: list[PassedFile]) -> list[int]:

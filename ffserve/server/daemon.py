@@ -226,7 +226,7 @@ def _lock(path: str) -> int:
     lock_path = path + ".lock"
     while True:
         try:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _open_lock(lock_path)
         except OSError as error:
             raise os_error(error, lock_path, hint="choose another path with --socket") from error
         try:
@@ -246,6 +246,22 @@ def _lock(path: str) -> int:
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
         os.close(fd)
+
+
+def _open_lock(path: str) -> int:
+    """Open or create the lock file. Raises: OSError; UsageError: it is not a file of this user's
+    alone, since another user may have put a link there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    raise UsageError(
+        "the lock file of the socket is not a file of the daemon's user alone",
+        path=path,
+        hint="remove it, or choose another path with --socket",
+    )
 
 
 def _clear_stale(path: str) -> None:

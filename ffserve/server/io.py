@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,10 @@ from ffserve.server.page_cache import CachedFiles, Int32s
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
 costs more than the read that merging saves."""
+
+
+MOST_ENGINES = 16
+"""Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
 
 
 class Engines:
@@ -46,6 +51,8 @@ class Engines:
         self._table = table
         self._engines: list[Engine] = []
         self._by_device: dict[int, int] = {}
+        self._diskless: list[int] = []
+        """Engines of devices without a disk."""
         self._cached: list[CachedFiles] = []
         """By engine."""
         self._batches: dict[EngineBatch, tuple[Load, Int64s | None]] = {}
@@ -121,15 +128,26 @@ class Engines:
 
         Args: cached_fd: the same file, see `page_cache.open_cached`.
         """
-        if device not in self._by_device:
-            number = self._start_engine() if self._by_device else 0
-            self._by_device[device] = number
-        number = self._by_device[device]
+        number = self._by_device.get(device)
+        if number is None:
+            number = self._by_device[device] = self._engine_for(device)
         engine = self._engines[number]
         file = engine.add_file(fd, alignment)
         cached = engine.add_file(cached_fd, 1) if cached_fd >= 0 else -1
         self._cached[number].add(file, cached_fd, cached)
         return number, file
+
+    def _engine_for(self, device: int) -> int:
+        """Return the number of the engine of a device from which nothing was read so far."""
+        if not self._by_device:
+            return 0
+        number = len(self._engines)
+        if os.major(device):
+            return self._start_engine()
+        if number < MOST_ENGINES or not self._diskless:
+            self._diskless.append(number)
+            return self._start_engine()
+        return self._diskless[device % len(self._diskless)]
 
     def remove_file(self, engine: int, file: int) -> None:
         """Forget a file of which no read is queued or in flight."""

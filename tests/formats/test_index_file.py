@@ -187,6 +187,32 @@ def test_cache_directory_is_bounded(
     assert os.listdir(cache) == []
 
 
+def test_a_link_in_the_place_of_the_cache_lost_the_files_that_it_led_to(
+    path: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scans: list[str]
+) -> None:
+    """Room was made among them, where another user could make the directory."""
+    os.chmod(os.path.dirname(path), 0o1777)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("thesis.tex", "other.ffx"):
+        (victim / name).write_bytes(bytes(1000))
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.symlink_to(victim)
+    monkeypatch.setattr(index_file, "CACHE_LIMIT", 1500)
+    check(path)
+    assert sorted(os.listdir(victim)) == ["other.ffx", "thesis.tex"]
+    cache.unlink()
+    # Files that are no index files stay in a directory of its own, too.
+    cache.mkdir(mode=0o700)
+    (cache / "thesis.tex").write_bytes(bytes(1000))
+    check(path)
+    assert "thesis.tex" in os.listdir(cache)
+    cache.chmod(0o777)
+    (cache / "other.ffx").write_bytes(bytes(1000))
+    check(path)
+    assert "other.ffx" in os.listdir(cache)
+
+
 def test_name_too_long_for_one_beside_it(path: str, cache: Path, scans: list[str]) -> None:
     long = os.path.join(os.path.dirname(path), "n" * 245 + ".tfrecord")
     os.rename(path, long)

@@ -21,7 +21,7 @@ ALICE = 61_001
 FUSE = """
 import ctypes, os, struct, sys
 content = open(sys.argv[1], "rb").read()
-silent = set(map(int, sys.argv[3].split(",")))
+silent, begin = set(map(int, sys.argv[3].split(","))), sys.argv[4]
 device = os.open("/dev/fuse", os.O_RDWR)
 libc = ctypes.CDLL(None, use_errno=True)
 options = b"fd=%d,rootmode=40000,user_id=0,group_id=0,allow_other" % device
@@ -58,25 +58,29 @@ while True:
     except OSError:
         break
     _, opcode, unique, node = struct.unpack_from("<IIQQ", request)
-    if opcode in (2, 36, 42) or opcode in silent:
+    if opcode in (2, 36, 42) or opcode in silent and os.path.exists(begin):
         continue
     error, reply = answer(opcode, node, request[40:])
     os.write(device, struct.pack("<IiQ", 16 + len(reply), error, unique) + reply)
 """
-"""A FUSE file system with one file, under any name; some kinds of requests get no answer."""
-READ, STATFS, FLUSH = 15, 17, 25
+"""A FUSE file system with one file, under any name; some kinds of requests get no answer as soon as
+a file exists."""
+GETATTR, READ, STATFS, FLUSH = 3, 15, 17, 25
 
 
 @contextlib.contextmanager
-def fuse(tmp_path: Path, *silent: int) -> Iterator[str]:
-    """The path of a file on FUSE; the file system ends in any case."""
+def fuse(tmp_path: Path, *silent: int, begin: str | Path = "/") -> Iterator[str]:
+    """The path of a file on FUSE; the file system ends in any case.
+
+    Args: silent: kinds of requests without an answer. begin: from when this file exists.
+    """
     source = write(tmp_path / "source.ffr", TRUTH)
     place = tmp_path / "fuse"
     place.mkdir()
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no FUSE here")
     try:
-        with client(FUSE, source, place, ",".join(map(str, silent)) or "0"):
+        with client(FUSE, source, place, ",".join(map(str, silent)) or "0", begin):
             yield str(place / "a.ffr")
     finally:
         subprocess.run(["umount", "-l", place], capture_output=True)
@@ -183,6 +187,24 @@ def test_a_file_whose_reads_never_return(place: Path) -> None:
             for _ in range(3):
                 others_are_served(daemon, place)
         until(lambda: not held(daemon, place), "nothing is held")
+
+
+def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place: Path) -> None:
+    """Idle files were looked at one after another."""
+    options = ["--socket-mode", "0666", "--file-system", "fuse"]
+    begin = place / "begin"
+    with serving(options=options) as daemon, fuse(place, GETATTR, begin=begin) as path:
+        assert "Opened" in run_python(PASS, path, daemon.socket, 1).stdout
+        begin.touch()
+        time.sleep(1.5)  # it is looked at
+        for k in range(2):
+            deleted = write(place / f"deleted{k}.ffr", TRUTH)
+            with daemon.open(deleted) as reader:
+                assert bytes(reader[3]) == TRUTH[3]
+            os.unlink(deleted)
+            until(lambda k=k: not any(f"deleted{k}" in name for name in held(daemon, place)),
+                  "it is closed")  # fmt: skip
+        begin.unlink()
 
 
 def test_users_without_a_number_here_are_not_one_user(place: Path) -> None:
