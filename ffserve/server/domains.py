@@ -29,7 +29,7 @@ MOST_DOMAINS = 256
 SLABS_AT_ONCE = 4
 """Slabs given back in one step, at 0.3 ms each."""
 MOST_OF_ONE_USER = 64
-"""A user can have as many namespaces as he likes."""
+"""A user can have any number of namespaces."""
 
 
 @dataclass(slots=True, eq=False)
