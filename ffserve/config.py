@@ -147,9 +147,9 @@ def _parse_file_systems(value: Any) -> tuple[int, ...]:
 
 
 def _parse_file_system(name: Any) -> int:
-    if name in USER_FILE_SYSTEMS:
-        return USER_FILE_SYSTEMS[name]
     try:
+        if name in USER_FILE_SYSTEMS:
+            return USER_FILE_SYSTEMS[name]
         number = name if type(name) is int else int(name, 0)
     except (ValueError, TypeError):
         raise UsageError(

@@ -6,7 +6,10 @@ A read that later finds a sample that does not match its checksum asks here for 
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +29,11 @@ from ffserve.formats.base import (
     needs_scan,
 )
 
+log = logging.getLogger("ffserve")
+
+SAID_AFTER_S = 10.0
+"""How long a scan takes before it is logged how far it is; again each time it took twice as long.
+"""
 COMPARED_COUNT = 16
 """Records of a file that are compared with an index file that is older than the file's ctime."""
 
@@ -64,13 +72,42 @@ def open_shard(
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
             return shard
-    scanned = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
+    watched = _watched(read_at, _long_scan(path, size))
+    scanned = chosen.open(watched, size, path, verify=verify, tolerant=tolerant)
     if verify and not (indexed is not None and _same(indexed, scanned)):
         if scanned.sound:
             index_file.store(fd, path, identity, scanned, keep)
         elif indexed is not None and len(indexed.lengths):
             index_file.discard(fd, path, identity, keep)
     return scanned
+
+
+def _watched(read_at: ReadAt, seen: Callable[[int], None]) -> ReadAt:
+    """Return the same `ReadAt`, which reports before each read up to which byte it has come."""
+    furthest = 0
+
+    def read(offset: int, into: memoryview, /) -> int:
+        nonlocal furthest
+        furthest = max(furthest, offset + len(into))
+        seen(furthest)
+        return read_at(offset, into)
+
+    return read
+
+
+def _long_scan(path: str, size: int) -> Callable[[int], None]:
+    """Return a function that logs how far the scan of a file is, if it takes long."""
+    begun = time.monotonic()
+    due = begun + SAID_AFTER_S
+
+    def seen(end: int) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            due = now + (now - begun)
+            log.warning("%s: scanned %d of %d MiB for its index", path, end >> 20, size >> 20)
+
+    return seen
 
 
 def _restored(
@@ -203,7 +240,11 @@ class FileState:
 
 
 def write_index_file(
-    path: str, format_name: str | None = None, *, renew: bool = False
+    path: str,
+    format_name: str | None = None,
+    *,
+    renew: bool = False,
+    seen: Callable[[int], None] | None = None,
 ) -> tuple[ScannedShard, str] | None:
     """Scan a file and write its index file beside it, else into the user's cache.
 
@@ -211,6 +252,7 @@ def write_index_file(
         path: the file.
         format_name: format; None detects it by content, then by suffix.
         renew: scan even if there is a valid index file.
+        seen: gets the byte up to which the scan has come, again and again.
     Returns: the shard and the path of its index file; None if the format has tables of its own.
     Raises:  FormatError, ChecksumError, TruncatedError, AccessDenied; ReadError also if the index
              file cannot be written anywhere.
@@ -226,7 +268,7 @@ def write_index_file(
             shard = _restored(fd, path, chosen, read_at, size, indexed)
             if shard is not None:
                 return shard, indexed.path
-        scanned = chosen.open(read_at, size, path)
+        scanned = chosen.open(_watched(read_at, seen) if seen else read_at, size, path)
         written = index_file.store(fd, path, identity, scanned, "beside")
     finally:
         os.close(fd)

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from ffserve.cli import exit_code_of_all, report
-from ffserve.cli.record_files import format_option, jobs_option, json_option, total_size
+from ffserve.cli.options import format_option, jobs_option, json_option
+from ffserve.cli.record_files import total_size
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.errors import FFServeError, UsageError
 
@@ -38,8 +39,15 @@ def index(
     from ffserve.shardfile import write_index_file
 
     def scan(path: str) -> dict[str, Any]:
+        done = 0
+
+        def seen(end: int) -> None:
+            nonlocal done
+            shown.advance(end - done)
+            done = end
+
         try:
-            found = write_index_file(path, format_name, renew=renew)
+            found = write_index_file(path, format_name, renew=renew, seen=seen)
         except FFServeError as error:
             if isinstance(error, UsageError) and error.path is None:  # about the options
                 raise
@@ -47,7 +55,7 @@ def index(
                 report(error)
             return {"path": path, "error": error.code, "message": str(error)}
         finally:
-            shown.advance(os.path.getsize(path) if os.path.isfile(path) else 0)
+            seen(os.path.getsize(path) if os.path.isfile(path) else 0)
         if found is None:
             return {"path": path, "index": None}
         return {"path": path, "samples": found[0].count, "index": found[1]}

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
-from ffserve.cli.record_files import files_of, format_option, json_option
+from ffserve.cli.options import format_option, json_option
+from ffserve.cli.record_files import files_of
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json, printable
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import numpy as np
 
-from ffserve.cli.record_files import folders_of, format_option, json_option
+from ffserve.cli.options import format_option, json_option
+from ffserve.cli.record_files import folders_of
 from ffserve.cli.terminal import printable, write_json_rows, write_lines
 from ffserve.dataset import outside
 

@@ -1,4 +1,4 @@
-"""Options and file lists of the commands that read record files."""
+"""Record files, as the commands take them: lists of files, their names, parts of a read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,21 +19,6 @@ if TYPE_CHECKING:
 BATCH_SIZE = 32 << 20
 """Bytes that one read of cat requests, unless a single sample is larger."""
 BATCH_COUNT = 4096
-
-format_option = click.option(
-    "--format",
-    "format_name",
-    metavar="NAME",
-    help="ffrecord, recordio or tfrecord.  [default: by content, then suffix]",
-)
-jobs_option = click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    default=min(4, os.cpu_count() or 1),
-    show_default=True,
-    help="Number of files to read at the same time.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 
 
 def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:

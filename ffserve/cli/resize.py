@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import print_json
 from ffserve.config import format_size, parse_size
 from ffserve.socket_path import find_socket
@@ -18,17 +19,13 @@ _PATIENCE_S = 1.0
 
 @click.command()
 @click.argument("size", metavar="SIZE")
-@click.option(
-    "--socket",
-    metavar="PATH",
-    help="The daemon's socket.  [default: FFSERVE_SOCKET, else the usual place]",
-)
+@socket_option
 @click.option(
     "--wait/--no-wait",
     default=True,
     help="Wait until the arena has its new size.  [default: --wait]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write the arena's figures as JSON.")
+@json_option
 def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
     """Change the size of the daemon's arena while it serves.
 

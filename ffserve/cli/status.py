@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, printable
 from ffserve.config import format_size
 
@@ -15,12 +16,8 @@ AT_WORK_S = 10
 
 
 @click.command()
-@click.option(
-    "--socket",
-    metavar="PATH",
-    help="The daemon's socket.  [default: FFSERVE_SOCKET, else the usual place]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Write all figures as JSON.")
+@socket_option
+@json_option
 def status(socket: str | None, as_json: bool) -> int:
     """Show the daemon's memory, files and jobs.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
 from ffserve.server.access import Peer
@@ -26,17 +27,13 @@ _PATIENCE_S = 1.0
 
 
 @click.command()
-@click.option(
-    "--socket",
-    metavar="PATH",
-    help="The daemon's socket.  [default: FFSERVE_SOCKET, else the usual place]",
-)
+@socket_option
 @click.option(
     "--wait/--no-wait",
     default=True,
     help="Wait until the daemon has ended.  [default: --wait]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
+@json_option
 def stop(socket: str | None, wait: bool, as_json: bool) -> int:
     """Stop the daemon.
 

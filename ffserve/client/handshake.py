@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Channel
-from ffserve.client.memory import Memories, check_page
+from ffserve.client.memory import Memories, check_page, close_all
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.socket_path import MAX_SOCKET_PATH
@@ -42,7 +42,7 @@ class Handshake:
         self.path = path
         self.memories: Memories | None = None
         self._fds: list[int] = []
-        weakref.finalize(self, _close_all, self._fds).atexit = False
+        weakref.finalize(self, close_all, self._fds).atexit = False
         self.socket = _connect(path)
         try:
             decoder = protocol.Decoder(protocol.FROM_SERVER)
@@ -122,20 +122,15 @@ class Handshake:
         if "shared" not in payload:
             raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
         reason = check_page(self.path, self._fds, about.get("epoch"), arena_size)
-        _close_all(self._fds)
+        close_all(self._fds)
         if reason is not None:
             raise _NoMemory(f"cannot map the daemon's memory: {reason}", path=self.path)
 
     def drop_fds(self) -> None:
         """Close the descriptors of the shared memory; mappings stay."""
-        _close_all(self._fds)
+        close_all(self._fds)
         if self.memories is not None:
             self.memories.close()
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 def connect(path: str, job: str) -> Handshake:

@@ -1,8 +1,8 @@
 """Samples read by this process itself, for reading without a daemon.
 
-What `page_cache` says is in memory is copied in the calling thread. An engine of this process reads
-the rest into buffers of its own, verifies, and copies each payload to its destination while the
-bytes are warm. Neighbours in one request are read together.
+What is in the page cache (`local_files`) is copied in the calling thread. An engine of this process
+reads the rest into buffers of its own, verifies, and copies each payload to its destination while
+the bytes are warm. Neighbours in one request are read together.
 
 Records in chunks: the chunks are read as a few batches (`ffserve/decoding.py`) and decoded by a few
 threads while the caller continues. Decoded chunks are kept for a while, so that a request for their
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
 from ffserve.client.ahead import AheadRequest, Part, ReadAhead, copy_parts, offsets_of
-from ffserve.client.page_cache import Numbers, ShardFiles, fitting_share
+from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
 from ffserve.dataset import Layout, ShardInfo, bound_lengths
 from ffserve.decoding import (

@@ -47,7 +47,7 @@ class DomainMemory:
         self._arena_size = arena_size
         self._capacity = capacity
         self._arena: Bytes | None = None
-        weakref.finalize(self, _close_all, fds).atexit = False
+        weakref.finalize(self, close_all, fds).atexit = False
         if not all(map(is_sealed, fds)):
             self.close()
             raise ProtocolError("the daemon's memory is not sealed", path=path)
@@ -85,7 +85,7 @@ class DomainMemory:
 
     def close(self) -> None:
         """Close the descriptors; mappings stay."""
-        _close_all(self._fds)
+        close_all(self._fds)
 
 
 class Memories:
@@ -134,7 +134,7 @@ class Memories:
 
     def close(self) -> None:
         """Close all descriptors; mappings stay."""
-        _close_all(self._received)
+        close_all(self._received)
         for memory in self._domains.values():
             memory.close()
 
@@ -169,7 +169,7 @@ def check_page(path: str, fds: list[int], epoch: object, arena_size: int) -> str
     except (ReadError, OSError) as error:
         return str(error)
     finally:
-        _close_all(spare)
+        close_all(spare)
     if int(page[:8].view("<u8")[0]) != epoch:
         raise ProtocolError("invalid WELCOME: its page is that of another daemon", path=path)
     if not can_map(arena_size):
@@ -203,7 +203,8 @@ class _Span:
         }  # fmt: skip
 
 
-def _close_all(fds: list[int] | deque[int]) -> None:
+def close_all(fds: list[int] | deque[int]) -> None:
+    """Close descriptors, and forget them."""
     while fds:
         with contextlib.suppress(OSError):
             os.close(fds.pop())

@@ -20,8 +20,8 @@ import ffserve
 from ffserve import aio
 from ffserve.client import page_cache
 from ffserve.client.local import LocalSource, process_engine
+from ffserve.client.local_files import ShardFiles, fitting_share
 from ffserve.client.loop import loop_state
-from ffserve.client.page_cache import ShardFiles, fitting_share
 from ffserve.engine import io
 from ffserve.engine.cached import REGION_BITS, LocalTables, cached_pages
 from ffserve.errors import ChecksumError, ReadError

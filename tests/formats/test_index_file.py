@@ -150,6 +150,25 @@ def test_small_file_gets_none_unless_asked_for(tmp_path: Path, scans: list[str])
     assert shardfile.write_index_file(path, renew=True) is not None and len(scans) == 3
 
 
+def test_a_scan_of_minutes_said_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "a.tfrecord.gz")
+    with ffserve.create(path) as writer:
+        for _ in range(50):
+            writer.write(os.urandom(100_000))
+    with caplog.at_level("WARNING", "ffserve"), ffserve.open(path, server="off") as reader:
+        monkeypatch.setattr(shardfile, "SAID_AFTER_S", 0.0)
+        assert len(reader) == 50
+    said = [record.getMessage() for record in caplog.records]
+    assert said and all(line.startswith(f"{path}: ") for line in said)
+    done = [int(line.removeprefix(f"{path}: scanned ").split()[0]) for line in said]
+    assert done == sorted(done) and done[-1] <= os.path.getsize(path) >> 20
+    seen: list[int] = []
+    assert shardfile.write_index_file(path, renew=True, seen=seen.append) is not None
+    assert seen[-1] == os.path.getsize(path) and len(seen) > 10
+
+
 def test_format_with_tables_of_its_own_needs_none(tmp_path: Path) -> None:
     with ffserve.create(tmp_path / "a.ffr") as writer:
         writer.write(bytes(2 << 20))

@@ -287,6 +287,8 @@ def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path
         ('socket_mode = "9"', "socket_mode: "),
         ("roots = []", "roots: "),
         ('roots = ["data"]', "roots: expected an absolute path"),
+        ('file_systems = ["nofs"]', "file_systems: unknown file system 'nofs'"),
+        ('file_systems = [["fuse"]]', "file_systems: unknown file system .'fuse'."),
         ('socket = "x.sock"', "socket: expected an absolute path"),
         (f'socket = "/{"x" * 107}"', "more than the limit of 107"),
         ("drain_timeout = nan", "drain_timeout: "),
