@@ -19,7 +19,7 @@ import click
 from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
-from ffserve.server.access import Peer
+from ffserve.server.access import Credentials
 from ffserve.socket_path import find_socket
 
 _PATIENCE_S = 1.0
@@ -78,7 +78,7 @@ def _daemon(path: str) -> Iterator[tuple[int, int, int]]:
 
     connection = Connection(path, "stop")
     try:
-        peer = Peer.of(connection.handshake.socket)
+        peer = Credentials.of(connection.handshake.socket)
         pidfd = _open(peer.pid)
         try:
             facts = connection.status()
@@ -100,7 +100,7 @@ def _open(pid: int) -> int:
     return -1
 
 
-def _check(path: str, peer: Peer, pid: int, pidfd: int) -> None:
+def _check(path: str, peer: Credentials, pid: int, pidfd: int) -> None:
     """Check that the daemon, process `pid`, is the peer, and that this user may stop it."""
     if peer.pid != pid or pidfd < 0:
         name = _name(peer.pid)

@@ -24,7 +24,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
 from ffserve.engine.io import file_system_type
@@ -81,6 +81,12 @@ never common by these bits."""
 Owner: TypeAlias = tuple[int, int]
 """User and namespace: who shares a proof; see `Peer`."""
 
+OWN, HOST = 0, 1
+"""The namespaces that last as long as the daemon: its own, and that of process 1."""
+
+Viewer: TypeAlias = int | Owner
+"""Who sees which files and jobs in STATUS."""
+
 _unknown = itertools.count(-1, -1)
 
 
@@ -88,8 +94,8 @@ _unknown = itertools.count(-1, -1)
 class Peer:
     """The user behind a connection, as the kernel reports it.
 
-    uid: in the daemon's user namespace. namespace: the mount namespace that the client connected
-    from; below 0: unknown, and different for each connection.
+    uid: in the daemon's user namespace. namespace: a number for the mount namespace that the client
+    connected from, see `Namespaces`; below 0: unknown, and different for each connection.
 
     A number is not always a person: the root of a container is not the root of the machine, equal
     numbers in two containers may be two people, and all users without a number in the daemon's user
@@ -107,20 +113,115 @@ class Peer:
         return self.uid, self.namespace
 
     @property
+    def viewer(self) -> Viewer:
+        """As who it is told of files and jobs."""
+        return viewer_of(self.owner)
+
+    @property
     def is_self(self) -> bool:
         """Whether it is the daemon's own user, outside of any container of its own."""
-        return self.uid == os.geteuid() and self.namespace == _own_namespace()
+        return self.uid == os.geteuid() and self.namespace == OWN
+
+    @property
+    def is_administrator(self) -> bool:
+        """Whether it is root or the daemon's own user, and not the root of a container."""
+        return is_administrator(self.uid) and self.namespace in (OWN, HOST)
+
+
+class Credentials(NamedTuple):
+    """Process and user at the other end of a connection."""
+
+    pid: int
+    uid: int
 
     @classmethod
-    def of(cls, connection: socket.socket) -> Peer:
-        """Return the peer of a connected Unix socket."""
-        pid, uid, _gid = _UCRED.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        )
-        namespace = None if uid == _ambiguous_uid() else _namespace_of(str(pid))
-        if namespace is None or _has_ended(connection):
-            namespace = next(_unknown)
-        return cls(pid, uid, namespace)
+    def of(cls, connection: socket.socket) -> Credentials:
+        """Return those with which the peer of a Unix socket connected, or began to listen."""
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return cls(*_UCRED.unpack(raw)[:2])
+
+
+def viewer_of(owner: Owner) -> Viewer:
+    """Return as who an owner is told of files and jobs: as the user, in all namespaces, unless that
+    number stands for somebody else elsewhere."""
+    uid, namespace = owner
+    elsewhere = is_administrator(uid) and namespace not in (OWN, HOST)
+    return owner if elsewhere or uid == _ambiguous_uid() else uid
+
+
+def is_administrator(uid: int) -> bool:
+    """Whether a user is one of those who may stop the daemon, if not in a container."""
+    return uid in (0, os.geteuid())
+
+
+@dataclass(slots=True, eq=False)
+class _Namespace:
+    """A mount namespace with clients. mounts: its table of mounts, which keeps it alive."""
+
+    number: int
+    mounts: int
+    clients: int = 0
+
+
+class Namespaces:
+    """The mount namespaces of clients.
+
+    Everybody may tell them apart by the numbers of their mounts. But the kernel gives free numbers
+    to others, so a container would be taken for one that has ended, and get its samples. So each
+    namespace has a number here that is never used again, and is kept alive while one of its clients
+    is connected.
+    """
+
+    def __init__(self) -> None:
+        self._by_mount: dict[int, _Namespace] = {}
+        self._by_number: dict[int, _Namespace] = {}
+        self._numbers = itertools.count(HOST + 1)
+
+    def peer(self, connection: socket.socket) -> Peer:
+        """Return the peer of a connected Unix socket; `release` its namespace when it has gone."""
+        pid, uid = Credentials.of(connection)
+        namespace = None if uid == _ambiguous_uid() else self._hold(pid)
+        if namespace is not None and _has_ended(connection):
+            self.release(namespace)
+            namespace = None
+        return Peer(pid, uid, next(_unknown) if namespace is None else namespace)
+
+    def _hold(self, pid: int) -> int | None:
+        try:
+            fd = os.open(f"/proc/{pid}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        first = _first_mount(fd)
+        held = None if first is None else self._by_mount.get(first)
+        if held is not None and _first_mount(held.mounts) != first:
+            held = None  # that mount has gone from it
+        if first is None or held is not None or first in (_mount_of("self"), _mount_of("1")):
+            os.close(fd)
+        if first is None:
+            return None
+        if first == _mount_of("self"):
+            return OWN
+        if first == _mount_of("1"):
+            return HOST
+        if held is None:
+            held = self._by_mount[first] = _Namespace(next(self._numbers), fd)
+            self._by_number[held.number] = held
+        held.clients += 1
+        return held.number
+
+    def release(self, number: int) -> bool:
+        """A client has gone; return whether nobody of this namespace will ever come again."""
+        held = self._by_number.get(number)
+        if held is None:
+            return False
+        held.clients -= 1
+        if held.clients:
+            return False
+        del self._by_number[number]
+        for first in [first for first, each in self._by_mount.items() if each is held]:
+            del self._by_mount[first]
+        os.close(held.mounts)
+        return True
 
 
 @functools.cache
@@ -136,21 +237,26 @@ def _read(path: str) -> bytes:
         return file.read(4096)
 
 
-def _namespace_of(process: str) -> int | None:
-    """Return a number of the mount namespace of a process; None: it cannot be found out.
+def _first_mount(mounts: int) -> int | None:
+    """Return the number of the first mount in an open table of mounts; None: it has none.
 
-    The number of the first mount belongs to one namespace only. Everybody may read it, whereas
-    /proc/PID/ns/mnt is for those who may trace the process.
+    It belongs to one namespace only. Everybody may read it, whereas /proc/PID/ns/mnt is for those
+    who may trace the process.
     """
-    try:
-        return int(_read(f"/proc/{process}/mountinfo").split(maxsplit=1)[0])
-    except (OSError, IndexError, ValueError):
-        return None
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(os.pread(mounts, 64, 0).split(maxsplit=1)[0])
+    return None
 
 
 @functools.cache
-def _own_namespace() -> int | None:
-    return _namespace_of("self")
+def _mount_of(process: str) -> int | None:
+    with contextlib.suppress(OSError):
+        fd = os.open(f"/proc/{process}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _first_mount(fd)
+        finally:
+            os.close(fd)
+    return None
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -42,7 +42,7 @@ from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
 from ffserve.formats.base import HEAD_SIZE, ChunkedShard, is_chunked
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import DomainOf, Owner, Peer, Rules
+from ffserve.server.access import HOST, OWN, DomainOf, Owner, Peer, Rules, Viewer, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.server.page_cache import open_cached
@@ -101,7 +101,7 @@ class OpenShard:
     sessions: int = 0
     holders: Counter[Owner] = field(default_factory=Counter)
     proven: set[Owner] = field(default_factory=set)
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[Viewer, str] = field(default_factory=dict)
     """By user who has passed a descriptor: the path that this user gave."""
     aliases: set[Alias] = field(default_factory=set)
     stale: bool = False
@@ -176,6 +176,8 @@ class Catalog:
         self._closed: OrderedDict[Key, OpenShard] = OrderedDict()
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
+        self._ended: set[int] = set()
+        """Namespaces that have ended, while there is something in the domains of their users."""
         self._silent: set[int] = set()
         """Devices whose file systems do not answer."""
         self._held: Counter[Owner] = Counter()
@@ -272,7 +274,7 @@ class Catalog:
         # Shards that others have proven need no room, but who has not must not learn of them.
         new = len({request.identities[position] for position in left})
         room = most = self._room()
-        if peer.uid not in (0, os.geteuid()):
+        if not peer.is_administrator:
             most //= 2
             if self._held[peer.owner] + new > most:
                 raise ReadError(
@@ -349,7 +351,7 @@ class Catalog:
 
     def _proven(self, shard: OpenShard, alias: Alias, owner: Owner, path: str) -> None:
         shard.proven.add(owner)
-        shard.names[owner[0]] = path
+        shard.names[viewer_of(owner)] = path
         if len(shard.aliases) < MOST_ALIASES:
             shard.aliases.add(alias)
             self._aliases[alias, shard.key[4]] = shard
@@ -602,10 +604,12 @@ class Catalog:
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]
-        # The last holder's proof stays, for its next job. An owner that is one connection (below 0)
-        # does not come again.
-        if shard.holders or owner[1] < 0:
+        # The last holder's proof stays, for its next job; that of one whose namespace may end, so
+        # that nobody else gets its number, does not.
+        if shard.holders or owner[1] not in (OWN, HOST):
             shard.proven.discard(owner)
+        if viewer_of(owner) == owner:
+            shard.names.pop(owner, None)
 
     def explain(
         self, shard: OpenShard, error: FFServeError, record: tuple[int, int, int]
@@ -636,12 +640,31 @@ class Catalog:
         idle = list(self._idle.values())
         deleted = await self._deleted(idle)
         before = now - self._close_after_s
-        chosen = [s for s in idle if s in deleted or s.idle_since <= before]
+        chosen = [
+            s
+            for s in idle
+            if s in deleted or s.idle_since <= before or self._has_ended(s.domain.owner)
+        ]
         await self._close(chosen, len(chosen))
         await self._forget_empty()
+        await self._drop_ended()
         while len(self._closed) > MOST_CLOSED:
             if not await self._drop(next(iter(self._closed.values()))):
                 break
+
+    def end_namespace(self, number: int) -> None:
+        """Nobody of a mount namespace will come again: what is cached for its users is dropped."""
+        self._ended.add(number)
+
+    def _has_ended(self, owner: Owner | None) -> bool:
+        return owner is not None and owner[1] in self._ended
+
+    async def _drop_ended(self) -> None:
+        if self._ended:
+            for shard in [s for s in self._closed.values() if self._has_ended(s.domain.owner)]:
+                await self._drop(shard)
+            owners = [each.owner for each in self._domains.all if each.owner is not None]
+            self._ended.intersection_update([owner[1] for owner in owners])
 
     async def _deleted(self, shards: list[OpenShard]) -> set[OpenShard]:
         """Return the shards whose files have no name any more, as far as file systems answer."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
-from ffserve.server.access import Peer
+from ffserve.server.access import Peer, Viewer, viewer_of
 from ffserve.server.catalog import OpenShard
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
@@ -25,11 +25,11 @@ def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
     Root and the daemon's own user see everything. Others see totals and what is their own, since
     the names of files and jobs tell much about a user.
     """
-    viewer = None if peer.uid in (0, os.geteuid()) else peer.uid
+    viewer = None if peer.is_administrator else peer.viewer
     counters = state.cache.counters
     engine = state.engines.counters()
     shards = [s for s in state.catalog.shards() if viewer is None or viewer in s.names]
-    jobs = [job for job in state.jobs.values() if viewer in (None, job.uid)]
+    jobs = [job for job in state.jobs.values() if viewer in (None, job.user)]
     own = {job.name for job in jobs}
     progress = [each for each in state.next_use.jobs if each.job in own]
     alone_sizes = _alone_sizes(state, shards)
@@ -78,7 +78,7 @@ def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
     }
 
 
-def domain_facts(state: ServerState, viewer: int | None) -> list[dict[str, Any]]:
+def domain_facts(state: ServerState, viewer: Viewer | None) -> list[dict[str, Any]]:
     """Return the memory of each domain; sizes in bytes."""
     return [
         {
@@ -88,7 +88,7 @@ def domain_facts(state: ServerState, viewer: int | None) -> list[dict[str, Any]]
             "shards": domain.shards,
         }
         for domain in state.domains.all[:MOST_ROWS]
-        if viewer is None or domain.owner is None or domain.owner[0] == viewer
+        if viewer is None or domain.owner is None or viewer_of(domain.owner) == viewer
     ]
 
 

@@ -21,7 +21,7 @@ from ffserve import protocol
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-from ffserve.server.access import Owner, Peer
+from ffserve.server.access import Namespaces, Owner
 from ffserve.server.catalog import PassedFile, Request, close_fds, run_in_thread
 from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
 from ffserve.server.session import NEW, OVER, Session
@@ -66,7 +66,7 @@ class ClientConnection:
         self._reply_socket = ReplySocket(self._fd)
         self.session = Session(
             server.state,
-            Peer.of(sock),
+            server.namespaces.peer(sock),
             self._send,
             self._open_dataset,
             self._outbox,
@@ -266,6 +266,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._connections: set[ClientConnection] = set()
         self._openings: set[asyncio.Task[None]] = set()
+        self.namespaces = Namespaces()
         self._lanes: weakref.WeakValueDictionary[Owner, asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
@@ -318,6 +319,9 @@ class Server:
     def forget(self, connection: ClientConnection) -> None:
         """A connection has closed itself."""
         self._connections.discard(connection)
+        namespace = connection.session.peer.namespace
+        if self.namespaces.release(namespace):
+            self.state.catalog.end_namespace(namespace)
         if connection.session.joined:
             self._used_at = time.monotonic()
 

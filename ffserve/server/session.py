@@ -308,7 +308,7 @@ class Session:
         if self.inline:
             assert self._outbox is not None
             self._owner.taken_back = self._outbox.stop
-        self.job = Job(name, now, now, self.peer.uid)
+        self.job = Job(name, now, now, self.peer.viewer)
         self._owner.job = name
         self.phase = READY
         welcome = protocol.Welcome({**self._state.about(), "payload": chosen})
@@ -340,7 +340,7 @@ class Session:
         if self.joined:
             return
         self.joined = True
-        self.job = self._state.job(self.job.name, now, self.peer.uid)
+        self.job = self._state.job(self.job.name, now, self.peer.viewer)
         self.job.sessions += 1
         self.job.pid = self.job.pid or self.peer.pid
 

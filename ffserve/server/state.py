@@ -8,7 +8,6 @@ scheduler ─ turns ─▶ cache ─ loads ─▶ engines ─ batches ─▶ I/O
 from __future__ import annotations
 
 import mmap
-import os
 import secrets
 import time
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
 from ffserve.errors import AccessDenied, ReadError
 from ffserve.machine import free_memory, usable_memory
-from ffserve.server.access import Peer, Rules
+from ffserve.server.access import Peer, Rules, Viewer
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
@@ -51,7 +50,7 @@ class Job:
     name: str
     first_seen: float
     last_seen: float
-    uid: int
+    user: Viewer
     sessions: int = 0
     hits: int = 0
     hit_size: int = 0
@@ -112,13 +111,13 @@ class ServerState:
             sizes.view(np.uint64),
         )
 
-    def job(self, name: str, now: float, uid: int) -> Job:
+    def job(self, name: str, now: float, user: Viewer) -> Job:
         """Return a user's job of this name; create it if it is new. If a job of another user has
         the name, it gets another."""
-        while (job := self.jobs.get(name)) is not None and job.uid != uid:
-            name += f" ({uid})"
+        while (job := self.jobs.get(name)) is not None and job.user != user:
+            name += f" ({user})"
         if job is None:
-            job = self.jobs[name] = Job(name, now, now, uid)
+            job = self.jobs[name] = Job(name, now, now, user)
             for old in [j for j in self.jobs.values() if not j.sessions and j is not job]:
                 if len(self.jobs) <= MOST_JOBS:
                     break
@@ -133,7 +132,7 @@ class ServerState:
             UsageError: the arena cannot have that size.
             ReadError: too little memory is free.
         """
-        if peer.uid not in (0, os.geteuid()):
+        if not peer.is_administrator:
             raise AccessDenied(
                 f"user {peer.uid} may not resize the arena",
                 hint="run this as root or as the user of the daemon",

@@ -226,6 +226,78 @@ def test_the_roots_of_two_containers_are_two_users() -> None:
         assert running.cache()["blocks_read"] == 3 * COUNT
 
 
+NAMED = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'support')!r})\n"
+
+
+def in_container(program: str, *arguments: Any, mount: str | Path) -> list[str]:
+    """Run a program as root of a mount namespace, with an empty file system in one place; return
+    the number of its first mount and the words that it prints."""
+    command = 'mount -t tmpfs none "$0" && head -c 12 /proc/self/mountinfo && echo && exec "$@"'
+    program = (
+        NAMED + AS_USER.partition("uid, groups")[0] + AS_USER.partition("if g]\n")[2] + program
+    )
+    program = program.replace("os.setgroups(groups); os.setgid(uid); os.setuid(uid)", "")
+    inside = ["unshare", "-m", "sh", "-c", command, str(mount), sys.executable, "-c", program]
+    done = subprocess.run([*inside, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    about, _, printed = done.stdout.partition("\n")
+    return [about.split()[0], *printed.split()]
+
+
+def test_a_container_got_the_samples_of_one_that_had_ended() -> None:
+    """The kernel gives the numbers of namespaces again; the second root had the first one's domain.
+
+    The files are in a mount of the container's own: so the daemon's descriptors keep that one, and
+    not the first, whose number tells the namespace.
+    """
+    put = """
+path = support.write(sys.argv[2] + "/a.ffr", [bytes.fromhex(sys.argv[3]) * 100] * 200)
+os.chmod(path, 0o600)
+"""
+    with daemon_of() as running:
+        mount = running.directory / "mount"
+        mount.mkdir()
+        read = put + "sys.argv[2:] = [path, '1']\n" + READ
+        secret, other = contents(11)[0][:32], contents(12)[0][:32]
+        first, got = in_container(read, running.socket, mount, secret.hex(), mount=mount)
+        assert bytes.fromhex(got) == secret * 20_000
+        search = put + "sys.argv[2:] = [path, sys.argv[4], sys.argv[3]]\n" + SEARCH
+        for _ in range(20):  # until the kernel has given the number again
+            arguments = running.socket, mount, other.hex(), secret.hex()
+            number, fds, *found = in_container(search, *arguments, mount=mount)
+            assert (fds, found) == ("4", ["1"]), "its own samples, and no others"
+            if number == first:
+                break
+        # Nobody can ask for them again, so they are dropped.
+        own = lambda: [each for each in running.status()["domains"] if each["namespace"]]  # noqa: E731
+        until(lambda: not any(each["shards"] for each in own()), "the samples are dropped")
+
+
+def test_root_of_a_container_was_told_everything_and_could_resize() -> None:
+    program = """
+from ffserve.client import connection
+facts = connection.status(sys.argv[1])
+print(*(each["path"] for each in facts["shards"]), len(facts["jobs"]), len(facts["domains"]))
+with support.Raw(sys.argv[1]) as raw:
+    raw.send(protocol.Resize(1, 8 << 20))
+    print(type(raw.receive()).__name__)
+"""
+    with daemon_of() as running:
+        hers = private(running.directory, ALICE, "hers.ffr", 1)
+        roots = private(running.directory, 0, "roots.ffr", 2)
+        mount = running.directory / "mount"
+        mount.mkdir()
+        with (
+            client(NAMED + AS_USER + HOLD, ALICE, "", running.socket, hers),
+            running.open(roots) as reader,
+        ):
+            assert len(reader) == COUNT
+            assert in_container(program, running.socket, mount=mount)[1:] == [
+                "0", "0", "Fail",
+            ]  # fmt: skip
+            assert len(running.status()["shards"]) == 2
+
+
 def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
     with daemon_of() as running:
         mine = private(running.directory, ALICE, "a.ffr", 4, 6000)
