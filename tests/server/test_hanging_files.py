@@ -105,7 +105,9 @@ for raw in raws:
     if isinstance(raw.receive(), protocol.Need):
         raw.pass_files(1, [sys.argv[1]])
 for raw in raws:
-    print(raw.receive(), flush=True)
+    while isinstance(answer := raw.receive(), protocol.Alive):
+        pass
+    print(answer, flush=True)
 """
 )
 """A user who passes descriptors in some sessions, and prints what the daemon says."""
