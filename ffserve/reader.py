@@ -65,6 +65,9 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """Samples whose lengths are looked up together."""
 
+_AS_THEY_ARE = frozenset((list, tuple, np.ndarray))
+"""Types of indices that sources take."""
+
 _OF_THIS_PROCESS = frozenset(
     ("_announced", "_indexing", "_opening", "_selector", "_selectors", "_stream")
 )
@@ -312,16 +315,16 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: at most one round trip for each 8 MiB of the batch, none if all samples are cached;
             one copy.
         """
-        numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        if type(indices) not in _AS_THEY_ARE:
+            indices = as_int64(indices, len(self))
         source, lookup = self._selector.selection.source, None
         if source is not None and self._intact is None:
-            cached = source.cached_arrays(numbers)
-            if isinstance(cached, list):
+            lookup = source.cached_arrays(indices)
+            if type(lookup) is list:
                 if self._announced:
-                    self._used(numbers)
-                return cached
-            lookup = cached
-        numbers = self._numbers(numbers)
+                    self._used(as_int64(indices, len(self)))
+                return lookup
+        numbers = self._numbers(indices)
 
         def attempt(current: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
             known = lookup if current is source else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.client.channel import MOST_BUFFERS, Steps
 from ffserve.client.shared_memory import GETS_IN_FLIGHT, DaemonSource
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
+from ffserve.client.source import Batch, Bytes, Indices, Int64s, Leased, Target, check_out
 from ffserve.engine.shm import Located
 from ffserve.errors import FFServeError, ProtocolError, UsageError, raise_first
 
@@ -52,7 +52,7 @@ class InlineSource(DaemonSource):
         """Return None: every sample has to be sent."""
         return None
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
+    def cached_arrays(self, indices: Indices) -> list[Bytes] | Located | None:
         """Return None: every sample has to be sent."""
         return None
 

@@ -25,8 +25,17 @@ from numpy.typing import NDArray
 from ffserve import formats, shardfile
 from ffserve.client.ahead import AheadRequest, Part, ReadAhead, copy_parts, offsets_of
 from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Target, check_out
-from ffserve.dataset import Layout, ShardInfo, bound_lengths
+from ffserve.client.source import (
+    Batch,
+    Bytes,
+    Indices,
+    Int64s,
+    Leased,
+    Target,
+    check_out,
+    places,
+)
+from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths
 from ffserve.decoding import (
     ChunkBatch,
     ChunkRun,
@@ -149,7 +158,6 @@ class LocalSource:
         most_at_once: int = 1 << 62,
     ) -> None:
         self._choose_engine = engine
-        self._most_at_once = most_at_once
         self._files = ShardFiles()
         self._engine: Engine | None = None
         self._attaching = threading.Lock()
@@ -165,8 +173,9 @@ class LocalSource:
             size = int(self._sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
             self._tables = self._files.tables(
-                self._offsets, self._held, self._checksums, self.layout.firsts[:-1], self._kinds
-            )
+                self._offsets, self._held, self._checksums, self.layout.firsts[:-1], self._kinds,
+                most_at_once=most_at_once,
+            )  # fmt: skip
         except BaseException:
             self._files.close()
             raise
@@ -207,17 +216,12 @@ class LocalSource:
         ]
         self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
+        self._plain = not self._chunked and not self._truncated
         self._chunk_cache = ChunkCache(self._chunked, self._learned)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
         self._lengths[first : first + len(lengths)] = lengths
-
-    def _hold(self) -> bool:
-        """Count a request: the files stay open until `_detach`. False: the source was closed."""
-        with self._attaching:
-            self._pending += not self._closed
-            return not self._closed
 
     def _attach(self) -> Engine:
         """Return the engine, and count a request: the files stay open until it is over.
@@ -292,29 +296,30 @@ class LocalSource:
         found = self._read_cached(indices, apart=False, out=out)
         if found is None or len(found.left):
             return found
-        self._add(found.target)
         assert found.target.buffer is not None
         return Batch(found.target.buffer, found.target.offsets)
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | PartlyRead | None:
+    def cached_arrays(self, indices: Indices) -> list[Bytes] | PartlyRead | None:
         """Copy samples that are all in the page cache, each to an array of its own."""
-        found = self._read_cached(indices, apart=True, out=None)
-        if found is None or len(found.left):
-            return found
-        self._add(found.target)
-        return found.target.arrays
+        if places.place is None:
+            if self._ahead is not None or not self._plain:
+                return None
+            read = self._tables.arrays(indices)
+            if read is None or isinstance(read, list):
+                return read
+            arrays, edges, addresses, left = read
+            return PartlyRead(Target(edges, apart=True, arrays=(arrays, addresses)), left)
+        found = self._read_cached(as_int64(indices, self.count), apart=True, out=None)
+        return found if found is None or len(found.left) else found.target.arrays
 
     def _read_cached(
         self, indices: NDArray[Any], *, apart: bool, out: Bytes | None
     ) -> PartlyRead | None:
         """Read what is in the page cache; None for what `start` has to look at."""
-        if self._ahead is not None or self._chunked or self._truncated or not self._hold():
+        if self._ahead is not None or not self._plain:
             return None
-        try:
-            edges = self._tables.edges(indices)
-            return None if edges is None else self._to_target(indices, edges, apart, out)
-        finally:
-            self._detach()
+        edges = self._tables.edges(indices)
+        return None if edges is None else self._to_target(indices, edges, apart, out)
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
@@ -322,8 +327,6 @@ class LocalSource:
         if out is not None:
             out = check_out(out, int(edges[-1]))
         target = Target(edges, apart=apart, out=out)
-        if edges[-1] > self._most_at_once:
-            return PartlyRead(target, np.arange(len(indices)))
         to = target.places() if target.buffer is None else target.buffer
         return PartlyRead(target, self._tables.read(indices, edges, to))
 
@@ -332,10 +335,10 @@ class LocalSource:
         assert edges is not None, "indices are checked before"
         return edges
 
-    def _add(self, target: Target) -> None:
-        """Count samples that were read."""
-        self._served += len(target.offsets) - 1
-        self._size += int(target.offsets[-1])
+    def _add(self, count: int, size: int) -> None:
+        """Count samples that were not read by `LocalTables`, which counts by itself."""
+        self._served += count
+        self._size += size
 
     def start(
         self,
@@ -445,7 +448,7 @@ class LocalSource:
         try:
             failed = request.ahead.errors(request.parts)
             copy_parts(request.parts, request.target)
-            self._add(request.target)
+            self._add(len(request.indices), int(request.target.offsets[-1]))
             return failed
         finally:
             self._detach()
@@ -459,7 +462,8 @@ class LocalSource:
         return self._read_errors(request)
 
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
-        self._add(request.target)
+        sizes = np.diff(request.target.offsets)[request.positions]
+        self._add(len(sizes), int(sizes.sum()))
         return self._read_errors(request)
 
     def _read_errors(self, request: LocalRequest) -> dict[int, FFServeError]:
@@ -505,8 +509,7 @@ class LocalSource:
             out = check_out(out, int(offsets[-1]))
         request.target = Target(offsets, apart=request.apart, out=out)
         chunks.copy_to(request.target)
-        self._served += len(indices) - len(positions)
-        self._size += int(offsets[-1]) - size
+        self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
 
     def _read_singly(self, engine: Engine, batch: io.EngineBatch) -> None:
@@ -646,11 +649,12 @@ class LocalSource:
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
+        count, size = self._tables.counters
         return {
             "hits": 0,
-            "misses": self._served,
-            "samples": self._served,
-            "bytes": self._size,
+            "misses": self._served + count,
+            "samples": self._served + count,
+            "bytes": self._size + size,
             "hit_rate": 0.0,
         }
 
@@ -660,6 +664,7 @@ class LocalSource:
         self._ahead = None
         self._orders.clear()
         self._files.after_fork()
+        self._tables.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
         self._chunk_cache = ChunkCache(self._chunked, self._learned)
@@ -668,6 +673,7 @@ class LocalSource:
         """Close the files when no request needs them any more."""
         if self._ahead is not None:
             self._ahead.close()
+        self._tables.close()
         with self._attaching:
             if not self._closed and not self._pending:
                 self._release()

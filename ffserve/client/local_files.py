@@ -102,6 +102,8 @@ class ShardFiles:
         checksums: NDArray[np.uint32],
         firsts: Int64s,
         kinds: NDArray[np.int32],
+        *,
+        most_at_once: int = 1 << 62,
     ) -> LocalTables:
         """Return tables that read through the chosen share; see `LocalTables`."""
         limit = int(self.share * (1 << 32))
@@ -116,6 +118,7 @@ class ShardFiles:
             np.array([file.seed for file in self._files], np.uint64),
             np.array([1 << 32 if a else limit for a in always], np.uint64),
             in_memory=all(file.in_memory for file in self._files),
+            most_at_once=most_at_once,
         )
 
     def fd(self, shard: int) -> int:

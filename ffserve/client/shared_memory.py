@@ -27,6 +27,7 @@ from ffserve.client.memory import address, span
 from ffserve.client.source import (
     Batch,
     Bytes,
+    Indices,
     Int64s,
     Leased,
     Target,
@@ -37,7 +38,7 @@ from ffserve.client.source import (
 )
 from ffserve.client.statistics import ClientStatistics
 from ffserve.dataset import Layout, ShardInfo
-from ffserve.engine.arrays import separate
+from ffserve.engine.arrays import integers, separate
 from ffserve.engine.shm import Located, View
 from ffserve.errors import (
     ArenaBusyError,
@@ -268,10 +269,15 @@ class SharedMemorySource(DaemonSource):
             self.statistics.add_hits(indices, len(found.buffer))
         return found
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Located | None:
+    def cached_arrays(self, indices: Indices) -> list[Bytes] | Located | None:
         """Copy cached samples, each to an array of its own."""
         if self.look_due:
             return None
+        if type(indices) is not np.ndarray:
+            numbers = integers(indices, self.count)
+            if numbers is None:
+                return None
+            indices = numbers
         allocate = separate if places.place is None else arrays_of
         found = self.view.copy_arrays(indices, allocate)
         if found is None or isinstance(found, Located):

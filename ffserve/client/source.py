@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Indices: TypeAlias = "NDArray[Any] | list[Any] | tuple[Any, ...]"
+"""Sample indices in the types that need no conversion first."""
 
 
 class Held(Protocol):
@@ -111,17 +113,25 @@ class Target:
     Args:
         offsets: int64[n + 1], running sum of the lengths. apart: an array for each sample.
         out: a buffer of offsets[n] bytes to use instead of a new one.
+        arrays: an array for each sample, and their addresses, to use instead of new ones.
     """
 
     __slots__ = ("addresses", "arrays", "buffer", "offsets")
 
-    def __init__(self, offsets: Int64s, *, apart: bool, out: Bytes | None = None) -> None:
+    def __init__(
+        self,
+        offsets: Int64s,
+        *,
+        apart: bool,
+        out: Bytes | None = None,
+        arrays: tuple[list[Bytes], NDArray[np.uint64]] | None = None,
+    ) -> None:
         self.offsets = offsets
         self.buffer: Bytes | None = None
         self.arrays: list[Bytes] | None = None
         self.addresses: NDArray[np.uint64] | None = None
         if apart:
-            self.arrays, self.addresses = arrays_of(offsets)
+            self.arrays, self.addresses = arrays or arrays_of(offsets)
         else:
             self.buffer = empty(int(offsets[-1])) if out is None else out
 
@@ -210,10 +220,10 @@ class Source(Protocol):
         """
         ...
 
-    def cached_arrays(self, indices: NDArray[Any]) -> list[Bytes] | Any:
+    def cached_arrays(self, indices: Indices) -> list[Bytes] | Any:
         """Copy cached samples, each to an array of its own.
 
-        Args, Returns: as of `cached_batch`.
+        Args, Returns: as of `cached_batch`; also lists and tuples.
         """
         ...
 

@@ -26,7 +26,6 @@ from ffserve import parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
 from ffserve.dataset import expand_paths
-from ffserve.engine.arrays import integers
 from ffserve.errors import MissingFile, SampleIndexError, UsageError
 from ffserve.files import read_at_of
 from ffserve.formats import by_name, suffixes
@@ -185,10 +184,16 @@ class FileReader:
                  reader is closed.
         Cost:    one request to the daemon, or one batch of reads.
         """
-        reader, numbers = self._open(), integers(indices, self._n)
-        if numbers is None:
-            numbers = self._checked(indices)
-        arrays: list[NDArray[np.uint8]] = reader.read(numbers)
+        reader = self._open()
+        arrays: list[NDArray[np.uint8]]
+        if type(indices) is not list and type(indices) is not tuple:
+            arrays = reader.read(self._checked(indices))
+            return arrays
+        try:
+            arrays = reader.read(indices)
+        except (UsageError, SampleIndexError):
+            # What is wrong, in the original's terms.
+            arrays = reader.read(self._checked(indices))
         return arrays
 
     def read_batch(self, indices: Any, out: NDArray[np.uint8] | None = None) -> Batch:

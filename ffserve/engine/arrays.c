@@ -1,8 +1,10 @@
 /* Lists of arrays: what costs Python 0.25 us per sample, and 0.1 here.
  *
- * cffi cannot make an array; this is the only file that uses numpy's C API. It knows nothing of
- * samples, files or shared memory, and releases no lock: the copies are those of shm.c and read.c.
- * It keeps to the stable ABI. engine/arrays.py does the same in Python where this is not built.
+ * cffi cannot make an array; this is the only file that uses numpy's C API. The copies are those of
+ * shm.c and cached.c. A read of samples in the page cache is one call, since a sample of 4 KiB is
+ * copied and verified in the time of a few Python statements; it calls cached.c, which is linked into
+ * the core, by the addresses that `connect` was given. This file keeps to the stable ABI.
+ * engine/arrays.py and engine/cached.py do without it where it is not built.
  */
 #ifndef Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030A0000
@@ -11,6 +13,30 @@
 #include <Python.h>
 
 #include <numpy/arrayobject.h>
+
+#include "cached.h"
+
+/* Samples of a call whose numbers need no memory of their own. */
+#define FEW 16
+/* Bytes of a call from which on other Python threads run meanwhile. Less is read sooner than a
+ * thread that gave the interpreter away gets it back. */
+#define LARGE (32 << 10)
+
+/* Integers from 0 to `count` - 1 out of a list or tuple of n. Returns whether it has only such. */
+static int take_integers(PyObject *from, int is_list, npy_intp n, uint64_t count, int64_t *to)
+{
+    for (npy_intp k = 0; k < n; k++) {
+        PyObject *item = is_list ? PyList_GetItem(from, k) : PyTuple_GetItem(from, k);
+        int outside = 1;
+        int64_t value = 0;
+        if (item && PyLong_CheckExact(item))
+            value = PyLong_AsLongLongAndOverflow(item, &outside);
+        if (outside || (uint64_t)value >= count)
+            return 0;
+        to[k] = value;
+    }
+    return 1;
+}
 
 static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
 {
@@ -26,20 +52,9 @@ static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_
         Py_RETURN_NONE;
     npy_intp n = is_list ? PyList_Size(from) : PyTuple_Size(from);
     PyObject *found = PyArray_SimpleNew(1, &n, NPY_INT64);
-    if (!found)
-        return NULL;
-    uint64_t *to = PyArray_DATA((PyArrayObject *)found);
-    for (npy_intp k = 0; k < n; k++) {
-        PyObject *item = is_list ? PyList_GetItem(from, k) : PyTuple_GetItem(from, k);
-        int outside = 1;
-        int64_t value = 0;
-        if (PyLong_CheckExact(item))
-            value = PyLong_AsLongLongAndOverflow(item, &outside);
-        if (outside || (uint64_t)value >= count) {
-            Py_DECREF(found);
-            Py_RETURN_NONE;
-        }
-        to[k] = (uint64_t)value;
+    if (found && !take_integers(from, is_list, n, count, PyArray_DATA((PyArrayObject *)found))) {
+        Py_DECREF(found);
+        Py_RETURN_NONE;
     }
     return found;
 }
@@ -79,8 +94,126 @@ static PyObject *separate(PyObject *self, PyObject *offsets)
     return both;
 }
 
+/* ---- samples in the page cache ------------------------------------------------------------ */
+static __typeof__(ffs_local_edges) *local_edges;
+static __typeof__(ffs_local_read) *local_read;
+
+/* The addresses of ffs_local_edges and ffs_local_read. */
+static PyObject *connect(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)self;
+    if (arg_count != 2)
+        return PyErr_Format(PyExc_TypeError, "connect() takes 2 arguments, not %zd", arg_count);
+    local_edges = (__typeof__(ffs_local_edges) *)PyLong_AsVoidPtr(args[0]);
+    local_read = (__typeof__(ffs_local_read) *)PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The numbers of one call: n of each, of edges one more. */
+typedef struct {
+    npy_intp n;
+    int64_t *indices, *edges, *left;
+    uint64_t *addresses;
+    int64_t few[4 * FEW + 1];
+} numbers;
+
+static int make_room(numbers *of)
+{
+    size_t n = (size_t)of->n, most = PTRDIFF_MAX / 4 / sizeof(int64_t) - 1;
+    of->indices = n <= FEW ? of->few
+                : n > most ? NULL
+                           : PyMem_Malloc((4 * n + 1) * sizeof(int64_t));
+    if (!of->indices) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    of->left = of->indices + n;
+    of->addresses = (uint64_t *)(of->left + n);
+    of->edges = (int64_t *)(of->addresses + n);
+    return 1;
+}
+
+/* Take a list, a tuple or an array of int64. Returns 1, 0 if it is none of these or has invalid
+ * indices, or -1. */
+static int take_indices(const ffs_local *t, PyObject *from, numbers *to)
+{
+    int is_list = PyList_CheckExact(from), is_tuple = PyTuple_CheckExact(from);
+    PyArrayObject *array = (PyArrayObject *)from;
+    if (is_list || is_tuple)
+        to->n = is_list ? PyList_Size(from) : PyTuple_Size(from);
+    else if (PyArray_Check(from) && PyArray_NDIM(array) == 1 && PyArray_ISSIGNED(array) &&
+             PyArray_ITEMSIZE(array) == sizeof(int64_t) && PyArray_ISCARRAY_RO(array))
+        to->n = PyArray_DIM(array, 0);
+    else
+        return 0;
+    if (!make_room(to))
+        return -1;
+    if (!is_list && !is_tuple) /* a copy: other threads may write to the array */
+        memcpy(to->indices, PyArray_DATA(array), (size_t)to->n * sizeof(int64_t));
+    else if (!take_integers(from, is_list, to->n, (uint64_t)t->sample_count, to->indices))
+        return 0;
+    return !local_edges(t, to->indices, to->n, to->edges);
+}
+
+static PyObject *array_of(npy_intp n, int type, const void *from)
+{
+    PyObject *array = PyArray_SimpleNew(1, &n, type);
+    if (array)
+        memcpy(PyArray_DATA((PyArrayObject *)array), from, (size_t)n * sizeof(int64_t));
+    return array;
+}
+
+/* The samples; or, if some are left, also what an engine needs to read those. */
+static PyObject *result_of(PyObject *list, const numbers *of, npy_intp left)
+{
+    if (!left)
+        return list;
+    PyObject *edges = array_of(of->n + 1, NPY_INT64, of->edges);
+    PyObject *addresses = array_of(of->n, NPY_UINT64, of->addresses);
+    PyObject *positions = array_of(left, NPY_INT64, of->left);
+    PyObject *all = edges && addresses && positions
+                      ? PyTuple_Pack(4, list, edges, addresses, positions)
+                      : NULL;
+    Py_DECREF(list);
+    Py_XDECREF(edges);
+    Py_XDECREF(addresses);
+    Py_XDECREF(positions);
+    return all;
+}
+
+static PyObject *read_cached(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)self;
+    ffs_local *t = arg_count == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
+    if (!t || !local_read)
+        return PyErr_Occurred() ? NULL
+                                : PyErr_Format(PyExc_TypeError,
+                                               "read_cached() takes tables and indices, connected");
+    numbers of; /* not zeroed: half a KiB */
+    of.indices = NULL;
+    int taken = take_indices(t, args[1], &of);
+    PyObject *result = NULL;
+    if (taken > 0 && (result = list_of((uint64_t *)of.edges, of.n, of.addresses))) {
+        uint8_t *const *dests = (uint8_t *const *)of.addresses;
+        PyThreadState *state = of.edges[of.n] >= LARGE ? PyEval_SaveThread() : NULL;
+        int64_t left = local_read(t, of.indices, of.n, of.edges, NULL, dests, of.left);
+        if (state)
+            PyEval_RestoreThread(state);
+        result = result_of(result, &of, left);
+    }
+    if (of.indices != of.few)
+        PyMem_Free(of.indices);
+    if (!taken)
+        Py_RETURN_NONE;
+    return result;
+}
+
 static PyMethodDef functions[] = {
+    {"connect", (PyCFunction)(void (*)(void))connect, METH_FASTCALL, NULL},
     {"integers", (PyCFunction)(void (*)(void))integers, METH_FASTCALL, NULL},
+    {"read_cached", (PyCFunction)(void (*)(void))read_cached, METH_FASTCALL, NULL},
     {"separate", separate, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

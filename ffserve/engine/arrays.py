@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.core import DESTS, SOURCES, ffi, from_buffer
+from ffserve.engine.core import DESTS, SOURCES, ffi, from_buffer, lib
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
@@ -31,8 +32,24 @@ Args: offsets: int64[n + 1], contiguous, running sum of the sizes.
 Raises: MemoryError; ValueError for a negative size.
 """
 
+PartOfArrays: TypeAlias = tuple[list[Bytes], Int64s, UInt64s, Int64s]
+
+read_cached: Callable[[int, object], list[Bytes] | PartOfArrays | None]
+"""Read samples that are in the page cache, each to a new array; verify them. Waits for no device.
+
+Args: address of an `ffs_local`, which outlives the call. indices: list, tuple or int64[n].
+Returns: the arrays; if some were not read: the arrays, int64[n + 1] the running sum of their sizes,
+    their addresses, and the positions of those that are left. None for invalid indices, other
+    types, and where it is not built.
+Raises: MemoryError.
+"""
+
 
 def _no_integers(indices: object, count: int) -> None:
+    return None
+
+
+def _read_nothing(tables: int, indices: object) -> None:
     return None
 
 
@@ -47,6 +64,10 @@ def addresses(arrays: Sequence[NDArray[np.uint8]]) -> UInt64s:
     return np.frombuffer(ffi.buffer(pointers), np.uint64)
 
 
+def _address_of(function: str) -> int:
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
+
+
 def _load() -> tuple[ModuleType | None, str]:
     """Return the module in C, or None and why it cannot be used."""
     try:
@@ -55,9 +76,11 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, str(error)
     if SOURCES and _arrays.SOURCES != SOURCES:
         return None, "it was built from other sources than those in its folder"
+    _arrays.connect(_address_of("ffs_local_edges"), _address_of("ffs_local_read"))
     return _arrays, ""
 
 
 _module, MISSING = _load()
 integers = _no_integers if _module is None else _module.integers
 separate = _separate if _module is None else _module.separate
+read_cached = _read_nothing if _module is None else _module.read_cached

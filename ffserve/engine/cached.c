@@ -1,6 +1,7 @@
 /* See cached.h. */
 #define _GNU_SOURCE /* preadv2 */
 #include <errno.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/syscall.h>
@@ -131,8 +132,10 @@ static int read_cached(const ffs_local *t, int64_t shard, int64_t sample, uint8_
     return kind != FFS_CRC_NONE && found != t->checksums[sample] ? -EAGAIN : 0;
 }
 
-int64_t ffs_local_read(const ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
-                       uint8_t *buffer, uint8_t *const *dests, int64_t *left)
+/* Returns how many of the samples are left, or -EOPNOTSUPP. */
+static int64_t read_samples(const ffs_local *t, const int64_t *indices, int64_t n,
+                            const int64_t *edges, uint8_t *buffer, uint8_t *const *dests,
+                            int64_t *left)
 {
     int64_t count = 0, shard = 0;
     int missed = 0;
@@ -159,4 +162,36 @@ int64_t ffs_local_read(const ffs_local *t, const int64_t *indices, int64_t n, co
         missed = rc ? missed + 1 : 0;
     }
     return count;
+}
+
+int64_t ffs_local_read(ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
+                       uint8_t *buffer, uint8_t *const *dests, int64_t *left)
+{
+    int64_t count = -EOPNOTSUPP, size = edges[n];
+    /* ffs_local_close writes `closed` before it looks at `readers`: one of us sees the other. */
+    __atomic_fetch_add(&t->readers, 1, __ATOMIC_SEQ_CST);
+    if (size <= t->most_at_once && !__atomic_load_n(&t->silent, __ATOMIC_RELAXED) &&
+        !__atomic_load_n(&t->closed, __ATOMIC_SEQ_CST)) {
+        count = read_samples(t, indices, n, edges, buffer, dests, left);
+        if (count == -EOPNOTSUPP)
+            __atomic_store_n(&t->silent, 1, __ATOMIC_RELAXED);
+    }
+    __atomic_fetch_sub(&t->readers, 1, __ATOMIC_RELEASE);
+    if (count < 0) {
+        for (int64_t k = 0; k < n; k++)
+            left[k] = k;
+        return n;
+    }
+    for (int64_t k = 0; k < count; k++)
+        size -= edges[left[k] + 1] - edges[left[k]];
+    __atomic_fetch_add(&t->count, n - count, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&t->size, size, __ATOMIC_RELAXED);
+    return count;
+}
+
+void ffs_local_close(ffs_local *t)
+{
+    __atomic_store_n(&t->closed, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&t->readers, __ATOMIC_SEQ_CST))
+        sched_yield(); /* no reader waits for a device */
 }

@@ -21,7 +21,12 @@ typedef struct {
     const int32_t *kinds;  /* of checksum */
     const uint64_t *seeds; /* see ffs_through_cache */
     const uint64_t *limits;
-    int32_t in_memory; /* all files lie in memory (tmpfs) */
+    int64_t most_at_once; /* bytes of samples that one call may read */
+    int32_t in_memory;    /* all files lie in memory (tmpfs) */
+    int32_t silent;       /* the file system cannot tell what is in memory: nothing is read here */
+    int32_t readers;      /* threads that are reading */
+    int32_t closed;
+    int64_t count, size; /* samples that were read, and their bytes */
 } ffs_local;
 
 /* Running sums of the lengths, n + 1. Returns 0, or FFS_ERANGE when an index is outside. */
@@ -31,10 +36,13 @@ int ffs_local_edges(const ffs_local *t, const int64_t *indices, int64_t n, int64
  * the first miss the kernel is asked about each record before it is read (Linux 6.5; else the first
  * miss is the end), and after a few misses in a row no more records are looked for. Indices and
  * edges are those of ffs_local_edges. left: the positions of samples for an engine, which also tells
- * what is wrong with them. Returns how many these are, or -EOPNOTSUPP: the file system cannot tell
- * what is in memory. */
-int64_t ffs_local_read(const ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
+ * what is wrong with them; all of them if the file system cannot tell what is in memory, if they are
+ * more than `most_at_once` bytes, or after ffs_local_close. Returns how many these are. */
+int64_t ffs_local_read(ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
                        uint8_t *buffer, uint8_t *const *dests, int64_t *left);
+/* Let ffs_local_read read no more, and wait for the threads that are in it: the files may be closed
+ * then. */
+void ffs_local_close(ffs_local *t);
 /* chosen[k]: records at this offset of this shard are read through the page cache. A region of a
  * file (1 << FFS_REGION_BITS bytes) is chosen if the hash of its number and its shard's seed, 32
  * bits, is below the shard's limit. */

@@ -5,14 +5,15 @@ The Python face of cached.h.
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.engine.arrays import Bytes, PartOfArrays, read_cached
 from ffserve.engine.core import I32S, I64S, NULL, U8S, U32S, U64S, ffi, from_buffer, lib
+from ffserve.engine.shm import keep_freed_memory
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
@@ -33,6 +34,7 @@ class LocalTables:
         firsts: int64[shards], the first sample of each shard. fds, kinds: int32[shards].
         seeds, limits: uint64[shards], see `ffs_through_cache`.
         in_memory: all files lie in memory.
+        most_at_once: bytes of samples that one call may read.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LocalTables:
         limits: UInt64s,
         *,
         in_memory: bool,
+        most_at_once: int = 1 << 62,
     ) -> None:
         self._c: Any = ffi.new("ffs_local *")
         c = self._c
@@ -64,10 +67,15 @@ class LocalTables:
         }
         for name, array in kept.items():
             setattr(c, name, array)
-        c.sample_count, c.shard_count, c.in_memory = len(offsets), len(firsts), in_memory
+        c.sample_count, c.shard_count = len(offsets), len(firsts)
+        c.in_memory, c.most_at_once = in_memory, most_at_once
         self._keep = kept
-        self._tells = True
-        """Whether the file systems tell what is in memory."""
+        self._address = int(ffi.cast("uintptr_t", c))
+        keep_freed_memory()
+
+    def arrays(self, indices: object) -> list[Bytes] | PartOfArrays | None:
+        """Read samples that are in the page cache; see `arrays.read_cached`."""
+        return read_cached(self._address, indices)
 
     def edges(self, indices: NDArray[Any]) -> Int64s | None:
         """Return the running sums of the samples' lengths, int64[n + 1].
@@ -90,8 +98,6 @@ class LocalTables:
             to: uint8[total], a buffer for all of them; or uint64[n], the address of each.
         Returns: the positions of those that are left to an engine, rising.
         """
-        if not self._tells:
-            return np.arange(len(indices))
         apart = to.dtype != np.uint8
         left = np.empty(len(indices), _INT64)
         count = lib.ffs_local_read(
@@ -103,10 +109,20 @@ class LocalTables:
             ffi.cast(_DESTS, from_buffer(to)) if apart else NULL,
             from_buffer(I64S, left),
         )
-        if count == -errno.EOPNOTSUPP:
-            self._tells = False
-            return np.arange(len(indices))
         return left[:count]
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Samples that were read here, and their bytes."""
+        return self._c.count, self._c.size
+
+    def close(self) -> None:
+        """Read no more; wait for the threads that read, which wait for no device."""
+        lib.ffs_local_close(self._c)
+
+    def after_fork(self) -> None:
+        """The threads that read are the parent's."""
+        self._c.readers = 0
 
     def through_cache(self, shards: Int64s, offsets: Int64s) -> NDArray[np.bool_]:
         """Return which records are read through the page cache."""
