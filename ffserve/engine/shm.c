@@ -8,6 +8,7 @@
  * The copy itself races by design. It must never leave the arena, so the bounds are checked on values
  * that are loaded once.
  */
+#include <malloc.h>
 #include <string.h>
 
 #include "shm.h"
@@ -428,4 +429,14 @@ void ffs_publish_run(ffs_entry *entries, uint64_t first, int64_t n, uint64_t bas
 {
     for (int64_t k = 0; k < n; k++)
         ffs_publish(&entries[first + k], base + (uint64_t)starts[k], (uint64_t)lengths[k]);
+}
+
+void ffs_keep_freed_memory(uint64_t block, uint64_t total)
+{
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, (int)block);
+    mallopt(M_TRIM_THRESHOLD, (int)total);
+#else
+    (void)block, (void)total;
+#endif
 }

@@ -95,5 +95,9 @@ void ffs_publish_run(ffs_entry *entries, uint64_t first, int64_t n, uint64_t bas
  * value sees everything the other one wrote before setting it. */
 void ffs_flag_set(uint32_t *flag, uint32_t value);
 uint32_t ffs_flag_get(const uint32_t *flag);
+
+/* Have malloc take blocks of less than `block` bytes (32 MiB at most) from its heap, and keep up to
+ * `total` bytes of that when they are free. With glibc; other allocators have their own ways. */
+void ffs_keep_freed_memory(uint64_t block, uint64_t total);
 /* end cdef */
 #endif

@@ -346,10 +346,13 @@ def publish_run(
 
 # ---- memory that is kept -------------------------------------------------------------------------
 
-SMALL_SIZE = (32 << 20) - (64 << 10)
+BLOCK_SIZE = 32 << 20
+"""Bytes from which on malloc maps a block anew; more is not allowed."""
+SMALL_SIZE = BLOCK_SIZE - (64 << 10)
 """Bytes up to which malloc keeps freed memory."""
 MOST_KEPT = 512 << 20
-"""Bytes of the largest buffer that is kept for the next batch."""
+"""Bytes of the largest buffer that is kept for the next batch, and of free memory of a list's
+samples."""
 
 _asked = False
 _spare: list[mmap.mmap] = []
@@ -359,14 +362,14 @@ def keep_freed_memory() -> None:
     """Have malloc keep the memory of freed batches; once per process.
 
     glibc maps blocks of 128 KiB and more anew each time, and gives the top of its heap back to the
-    kernel beyond as much. Freeing one large block raises both limits, to its size and to twice its
-    size (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold, 32 MiB at most). The block is never
-    touched, so it costs nothing.
+    kernel beyond as much. It raises both limits by itself, but not beyond 32 and 64 MiB
+    (mallopt(3), M_MMAP_THRESHOLD): of a list of 64 samples of 1 MiB every page would be cleared by
+    the kernel each time, which takes three times as long as reading them from memory.
     """
     global _asked
     if not _asked:
         _asked = True
-        np.empty(SMALL_SIZE, np.uint8)
+        lib.ffs_keep_freed_memory(BLOCK_SIZE, MOST_KEPT)
 
 
 def empty(size: int) -> Bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -90,3 +92,31 @@ def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
     assert [one[0] for one in batches[0]] == list(range(39, -1, -1))
     assert [one[0] for one in batches[2]] == list(range(40))
     assert (shown == batches[0].buffer).all()
+
+
+LARGE_LISTS = """
+import resource, sys
+import ffserve
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+with ffserve.open(sys.argv[1], server="off") as reader:
+    for _ in range(3):
+        reader.read(range(96))
+    before = faults()
+    for _ in range(5):
+        reader.read(range(96))
+    print((faults() - before) // 5)
+"""
+
+
+def test_the_memory_of_a_list_of_96_mib_was_cleared_anew_for_each_batch(tmp_path: Path) -> None:
+    path = tmp_path / "large.ffr"
+    with ffserve.create(path, n=96) as writer:
+        for _ in range(96):
+            writer.write(bytes(1 << 20))
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_LISTS, path], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2000, "pages of 4 KiB that the kernel cleared; 24,576 for all"
