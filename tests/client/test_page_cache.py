@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -9,8 +10,10 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +25,9 @@ from ffserve.client import page_cache
 from ffserve.client.local import LocalSource, process_engine
 from ffserve.client.local_files import ShardFiles, fitting_share
 from ffserve.client.loop import loop_state
-from ffserve.engine import io
+from ffserve.engine import arrays, io
 from ffserve.engine.cached import REGION_BITS, LocalTables, cached_pages
-from ffserve.errors import ChecksumError, ReadError
+from ffserve.errors import ChecksumError, ReadError, SampleIndexError, UsageError
 
 COUNT = 700
 TRUTH = [sample(i) for i in range(COUNT)]
@@ -315,6 +318,95 @@ async def test_event_loop_copies_no_large_batch(large: str) -> None:
         before = engine.counters()["reads"]
         await reader.read([1, 2, 3])
         assert engine.counters()["reads"] == before
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """Return how many functions, of Python and of C, an action calls."""
+    count = 0
+
+    def count_calls(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count - 2  # the action itself, and the end of profiling
+
+
+def test_one_sample_in_memory_took_forty_calls(path: str) -> None:
+    """A sample of 4 KiB is copied and verified in the time of a few of them."""
+    assert not arrays.MISSING
+    with ffserve.FileReader(path) as drop_in, ffserve.open(path, server="off") as reader:
+        assert calls_of(lambda: reader.read([7])) <= 8
+        assert calls_of(lambda: reader.read((7, 9))) <= 8
+        assert calls_of(lambda: drop_in.read([7])) <= 10
+        many = np.arange(COUNT)
+        assert calls_of(lambda: reader.read(many)) <= 8
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_all_kinds_of_indices_are_read_alike(path: str, kind: Any) -> None:
+    with ffserve.open(path, server="off") as reader, ffserve.FileReader(path) as drop_in:
+        for indices in ([], [3], [5, 5, 1], list(range(40)), list(range(COUNT - 1, -1, -1))):
+            wanted = [TRUTH[k] for k in indices]
+            for each in (reader, drop_in):
+                assert [bytes(one) for one in each.read(kind(indices))] == wanted
+        for bad in ([0, COUNT], [-1], [2**63 - 1], [0, -(2**63)]):
+            for each in (reader, drop_in):
+                with pytest.raises(SampleIndexError):
+                    each.read(kind(bad))
+
+
+@pytest.mark.parametrize("evicted", ["none", "half", "all"])
+def test_samples_in_memory_and_on_disk_in_one_list(path: str, evicted: str) -> None:
+    with ffserve.open(path, server="off") as reader:
+        offsets = reader.tables(0)[0]
+        evict(path)
+        before = reader.stats()
+        order = np.random.default_rng(3).permutation(COUNT).tolist()
+        if evicted != "all":
+            last = COUNT if evicted == "none" else COUNT // 2
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                file.read(int(offsets[last - 1]) + len(TRUTH[last - 1]))
+        assert [bytes(one) for one in reader.read(order)] == [TRUTH[k] for k in order]
+        now = reader.stats()
+        assert int(now["samples"]) - int(before["samples"]) == COUNT
+        assert int(now["bytes"]) - int(before["bytes"]) == sum(map(len, TRUTH))
+
+
+def test_closing_waits_for_the_threads_that_copy(path: str) -> None:
+    """Else they would read from whatever file gets the descriptor next."""
+    other = os.open("/dev/zero", os.O_RDONLY)
+    try:
+        for _ in range(20):
+            reader = ffserve.open(path, server="off")
+            reader.read([0])
+            begun, wrong = threading.Barrier(3), []
+
+            def read(reader: Any = reader, begun: Any = begun, wrong: Any = wrong) -> None:
+                begun.wait()
+                with contextlib.suppress(UsageError):
+                    while True:
+                        found = reader.read(list(range(COUNT)))
+                        wrong += [k for k, one in enumerate(found) if bytes(one) != TRUTH[k]]
+
+            threads = [threading.Thread(target=read) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            begun.wait()
+            reader.close()
+            taken = [os.dup(other) for _ in range(8)]
+            for thread in threads:
+                thread.join()
+            for fd in taken:
+                os.close(fd)
+            assert not wrong
+    finally:
+        os.close(other)
 
 
 def test_readers_dropped_without_close_leaked_their_files(path: str) -> None:
