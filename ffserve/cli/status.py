@@ -101,7 +101,7 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
         [
             [
                 job["name"][:12],
-                str(job["pid"]),
+                "-" if job["pid"] is None else str(job["pid"]),
                 f"{job['hits'] + job['missed']:,}",
                 percent(job["hits"], job["hits"] + job["missed"]),
                 f"{job['errors']:,}",

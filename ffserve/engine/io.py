@@ -17,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import logging
 import mmap
+import multiprocessing
 import os
 import stat
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
+
+log = logging.getLogger("ffserve")
 
 Int64s = NDArray[np.int64]
 Kind = Literal["registered", "uring", "aio", "threads"]
@@ -254,21 +257,14 @@ class Engine:
             )
         if not 1 <= depth <= 4096 or not 1 <= threads <= 1024:
             raise UsageError("depth must be 1 to 4096 and threads 1 to 1024")
-        self.kind: Kind = _best() if kind == "auto" else kind
-        out = ffi.new("ffs_engine **")
-        rc = lib.ffs_engine_open(out, KINDS[self.kind], depth, threads)
-        if rc < 0:
-            raise ReadError(
-                f"the engine {self.kind!r} does not work on this machine: {_reason(rc)}",
-                hint='use "auto", which chooses one that works',
-            )
+        self.kind, core = _open_engine(kind, depth, threads)
         self.depth = depth if self.kind != "threads" else threads
         self._pid = os.getpid()
         self._in_flight: dict[int, EngineBatch] = {}
         self._notifying = False
         self._arena_size = 0
         # Freed with the last reference, which may be that of a call in another thread.
-        self._c: Any = ffi.gc(out[0], lib.ffs_engine_close)
+        self._c: Any = ffi.gc(core, lib.ffs_engine_close)
         self._finalizer = weakref.finalize(self, _shut, self._c, self._in_flight)
 
     def _core(self) -> Any:
@@ -762,9 +758,9 @@ def _trial(kind: Kind) -> str | None:
         return "not in this build"
     content = os.urandom(_TRIAL_SIZE)
     try:
-        with tempfile.TemporaryFile() as file:
+        # In memory: a container may have no directory that can be written.
+        with open(os.memfd_create("ffserve-trial"), "w+b", buffering=0) as file:
             file.write(content)
-            file.flush()
             fd, alignment = open_direct(file.fileno())
             try:
                 with Engine(kind, depth=2, threads=1) as engine:
@@ -782,9 +778,9 @@ def _trial(kind: Kind) -> str | None:
         return str(error)
     status = int(batch.records["status"][0])
     if status:
-        return f"a read of a temporary file failed: {os.strerror(-status)}"
+        return f"a read of a file in memory failed: {os.strerror(-status)}"
     if got.tobytes() != content[100 : 100 + len(got)]:
-        return "a read of a temporary file returned wrong bytes"
+        return "a read of a file in memory returned wrong bytes"
     return _reason(-12) if kind == "registered" and not fixed else None
 
 
@@ -793,11 +789,33 @@ def probe() -> list[Kind]:
     return [kind for kind in KINDS if _trial(kind) is None]
 
 
-def _best() -> Kind:
-    for kind in KINDS:  # stops at the first: trying all of them takes 50 ms
-        if _trial(kind) is None:
-            return kind
-    raise ReadError(f"no engine works on this machine: {describe()}")
+_refused: dict[Kind, str] = {}
+"""Why a kind that passed its trial could not be opened: the trial is small."""
+
+
+def _open_engine(kind: Kind | Literal["auto"], depth: int, threads: int) -> tuple[Kind, Any]:
+    """Return the kind that was opened, and the engine in C. Raises: ReadError."""
+    out = ffi.new("ffs_engine **")
+    for each in KINDS if kind == "auto" else (kind,):
+        if kind == "auto" and _trial(each) is not None:
+            continue  # stops at the first: trying all of them takes 50 ms
+        rc = lib.ffs_engine_open(out, KINDS[each], depth, threads)
+        if rc >= 0:
+            return each, out[0]
+        _refused[each] = _reason(rc)
+    if kind == "auto":
+        raise ReadError(f"no engine works on this machine: {describe()}")
+    raise ReadError(
+        f"the engine {kind!r} does not work on this machine: {_refused[kind]}",
+        hint='use "auto", which chooses one that works',
+    )
+
+
+def ring_refusal(kind: str) -> str | None:
+    """Return why "auto" chose this kind and not io_uring; None: it is io_uring."""
+    if kind in ("registered", "uring"):
+        return None
+    return _refused.get("uring") or _trial("uring")
 
 
 def local_engine() -> Engine:
@@ -805,8 +823,19 @@ def local_engine() -> Engine:
 
     Linux AIO carries out buffered reads one after another; threads take its place.
     """
-    best = _best()
-    return Engine("threads" if best == "aio" else best, depth=128)
+    engine = Engine(depth=128)
+    if engine.kind == "aio":
+        engine.close()
+        engine = Engine("threads", depth=128)
+    # Once, and not by each worker of a job.
+    if multiprocessing.parent_process() is None and (reason := ring_refusal(engine.kind)):
+        _say_refusal(engine.kind, reason)
+    return engine
+
+
+@functools.cache
+def _say_refusal(kind: Kind, reason: str) -> None:
+    log.warning("io_uring is not used (%s): reading with %s", reason, kind)
 
 
 def describe() -> str:
@@ -817,6 +846,7 @@ def describe() -> str:
     if usable[1:]:
         parts.append(f"also {', '.join(usable[1:])}")
     parts += [f"no {kind}: {_trial(kind)}" for kind in KINDS if kind not in usable]
+    parts += [f"{kind} refused: {why}" for kind, why in _refused.items() if kind in usable]
     parts.append(f"checksums by {codec.checksum_library()}")
     parts.append(f"lists of arrays by {f'Python: {arrays.MISSING}' if arrays.MISSING else 'C'}")
     return "; ".join(parts)

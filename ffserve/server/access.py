@@ -17,6 +17,7 @@ import errno
 import fcntl
 import functools
 import itertools
+import logging
 import os
 import select
 import socket
@@ -30,6 +31,8 @@ from ffserve.config import USER_FILE_SYSTEMS, CommonName
 from ffserve.engine.io import file_system_type
 from ffserve.errors import AccessDenied
 from ffserve.files import wrap_os_error
+
+log = logging.getLogger("ffserve")
 
 _SO_PEERPIDFD = 77
 _PATH_MAX = 4096
@@ -187,6 +190,8 @@ class Namespaces:
         return Peer(pid, uid, next(_unknown) if namespace is None else namespace)
 
     def _hold(self, pid: int) -> int | None:
+        if not _proc_is_own():
+            return None
         try:
             fd = os.open(f"/proc/{pid}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -246,6 +251,15 @@ def _first_mount(mounts: int) -> int | None:
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int(os.pread(mounts, 64, 0).split(maxsplit=1)[0])
     return None
+
+
+@functools.cache
+def _proc_is_own() -> bool:
+    """Whether the numbers in /proc are those of this process's PID namespace."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -330,14 +344,16 @@ class Rules:
                 is_common = _never
             else:
                 is_common = held.enter_context(_Directories()).everybody_may_read
-            # The kernel accepts no longer path, and to resolve it would take very long.
-            yield (
-                lambda path, status: (
-                    None
-                    if len(os.fsencode(path)) < _PATH_MAX and is_common(path, status)
-                    else peer.owner
-                )
-            )
+
+            def domain_of(path: str, status: os.stat_result) -> Owner | None:
+                # The kernel accepts no longer path, and to resolve it would take very long.
+                if len(os.fsencode(path)) < _PATH_MAX and is_common(path, status):
+                    return None
+                if peer.namespace < 0:
+                    _say_unknown()
+                return peer.owner
+
+            yield domain_of
 
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
         """Refuse a file system that is not served, unless it is an overlay among the daemon's own
@@ -360,6 +376,15 @@ class Rules:
                 path=asked,
                 hint=f"its roots are {' '.join(self.roots)}; add one with --root",
             )
+
+
+@functools.cache
+def _say_unknown() -> None:
+    log.warning(
+        "the daemon does not see in which container its clients are (it has a PID or user "
+        "namespace of its own): samples of files that not everybody may read, or that it does not "
+        "find by their names, are kept apart for each process of a job"
+    )
 
 
 def may_read_everything() -> bool:

@@ -20,6 +20,7 @@ import stat
 import uvloop
 
 from ffserve.config import ServerConfig, format_size
+from ffserve.engine.io import ring_refusal
 from ffserve.errors import ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
@@ -113,6 +114,8 @@ async def _run(
         format_size(state.arena.size),
         state.engines.kind,
     )
+    if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
+        log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
     _notify("READY=1")
     tasks = [loop.create_task(_watchdog())]
     if config.idle_timeout_s:

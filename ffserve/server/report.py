@@ -168,7 +168,7 @@ def job_facts(state: ServerState, job: Job, now: float, alone_size: int) -> dict
     read_size = state.scheduler.read_sizes.get(job.name, 0)
     return {
         "name": job.name,
-        "pid": job.pid,
+        "pid": job.pid or None,
         "paths": job.paths,
         "sessions": job.sessions,
         "age_s": round(now - job.first_seen, 3),

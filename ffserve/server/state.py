@@ -128,14 +128,15 @@ class ServerState:
         """Begin to resize the arena.
 
         Raises:
-            AccessDenied: the peer is neither root nor the user of the daemon.
+            AccessDenied: the peer is no administrator.
             UsageError: the arena cannot have that size.
             ReadError: too little memory is free.
         """
         if not peer.is_administrator:
             raise AccessDenied(
                 f"user {peer.uid} may not resize the arena",
-                hint="run this as root or as the user of the daemon",
+                hint="run this as root or as the user of the daemon, and not in a container other "
+                "than the daemon's",
             )
         size = self.resizing.rounded(size)
         more, free = size - max(self.pages.populated, self.arena.used_size), free_memory()

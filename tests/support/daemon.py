@@ -72,6 +72,7 @@ class Daemon:
             *(argument for root in roots for argument in ("--root", str(root))),
             *options,
         ]
+        self.environment: dict[str, str] | None = None
         self.log = self.directory / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -80,7 +81,11 @@ class Daemon:
         assert self.process is None
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
             )
         if wait:
             until(self._answers, "the daemon answers")
