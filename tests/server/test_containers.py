@@ -163,10 +163,9 @@ def test_containers_that_the_daemon_sees_share_among_their_own_processes_only() 
         path = record_file(data / "a.ffr", 1, 100_000, 0o600)
         box = Container(mounts=((str(data), str(inside)),), hidden=(str(data),))
         seen = str(inside / "a.ffr")
-        two = f"import multiprocessing as m\np = os.fork()\n{READ}\nif p: os.waitpid(p, 0)"
+        two = f"p = os.fork()\n{READ}\nif p: os.waitpid(p, 0)"
         for count in (1, 2):
-            lines = box.run(two, daemon.socket, seen).splitlines()
-            assert [json.loads(line)[3] for line in lines] == [text(1)] * 2
+            assert box.run(two, daemon.socket, seen).count(text(1)) == 2
             assert daemon.cache()["blocks_read"] == count * COUNT
         assert os.path.exists(path)
 
@@ -308,8 +307,7 @@ def test_a_daemon_with_the_machines_pids_sees_containers() -> None:
         hers = folder(daemon.directory / "hers", 100_000)
         path = record_file(hers / "a.ffr", 1, 100_000, 0o600)
         two = f"p = os.fork()\n{READ}\nif p: os.waitpid(p, 0)"
-        lines = Container().run(two, daemon.socket, path).splitlines()
-        assert [json.loads(line)[3] for line in lines] == [text(1)] * 2
+        assert Container().run(two, daemon.socket, path).count(text(1)) == 2
         facts = daemon.status()
         assert facts["cache"]["blocks_read"] == COUNT
         assert facts["jobs"][0]["pid"] > 1, "root of the machine sees all"
