@@ -29,10 +29,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.shm import MemoryFile, SharedMemory, private_zeros
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
+from ffserve.memfd import MemoryFile, SharedMemory, private_zeros
 
 ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32

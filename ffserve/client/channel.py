@@ -443,9 +443,9 @@ class Channel:
                 self._sink.filled(size)
 
     @property
-    def memory_due(self) -> bool:
-        """Whether descriptors for `memories` may come with the next bytes."""
-        return bool(self._opening) and self.memories is not None
+    def memories_due(self) -> Memories | None:
+        """The memories whose descriptors may come with the next bytes; None: none may."""
+        return self.memories if self._opening else None
 
     def feed(self, chunk: bytes) -> list[int]:
         """Take received bytes; return the tags that were answered.

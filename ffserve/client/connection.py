@@ -257,7 +257,7 @@ class Connection:
             size = self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             channel.payload_filled(size)
         else:
-            chunk = receive(self._socket, channel)
+            chunk = receive(self._socket, channel.receive_size, channel.memories_due)
             size = len(chunk)
             if channel.feed(chunk) != [tag]:
                 with self._state:

@@ -221,7 +221,7 @@ class LoopConnection:
                 size = self._socket.recvmsg_into(buffers)[0]
                 channel.payload_filled(size)
             else:
-                chunk = receive(self._socket, channel)
+                chunk = receive(self._socket, channel.receive_size, channel.memories_due)
                 size = len(chunk)
                 answered = channel.feed(chunk)
             if not size:

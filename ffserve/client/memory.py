@@ -15,18 +15,14 @@ import os
 import socket
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.shm import can_map, is_sealed, map_read_only
 from ffserve.engine.shm import ENTRY_DTYPE
 from ffserve.errors import ProtocolError, ReadError, ServerUnavailable
+from ffserve.memfd import can_map, is_sealed, map_read_only
 from ffserve.protocol import MOST_FILES
-
-if TYPE_CHECKING:
-    from ffserve.client.channel import Channel
 
 Bytes = NDArray[np.uint8]
 
@@ -139,15 +135,12 @@ class Memories:
             memory.close()
 
 
-def receive(sock: socket.socket, channel: Channel) -> bytes:
-    """Receive bytes for a channel, and the descriptors that come with them. Raises: OSError."""
-    if not channel.memory_due:
-        return sock.recv(channel.receive_size)
-    assert channel.memories is not None
-    chunk, fds, _flags, _address = socket.recv_fds(
-        sock, channel.receive_size, MOST_FILES, socket.MSG_CMSG_CLOEXEC
-    )
-    channel.memories.receive(fds)
+def receive(sock: socket.socket, size: int, memories: Memories | None) -> bytes:
+    """Receive bytes, and the descriptors that come with them, for `memories`. Raises: OSError."""
+    if memories is None:
+        return sock.recv(size)
+    chunk, fds, _flags, _address = socket.recv_fds(sock, size, MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+    memories.receive(fds)
     return chunk
 
 

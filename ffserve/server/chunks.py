@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ffserve.cache.cache import Failure, Int64s, Load
-from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.decoding import (
     Bytes,
@@ -31,6 +30,7 @@ from ffserve.decoding import (
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT
+from ffserve.memfd import SharedMemory
 from ffserve.server.page_cache import Int32s
 
 RAW_SIZE = 64 << 20

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ffserve.cache.cache import Cache
-from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
+from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.access import Owner
 
 MOST_DOMAINS = 256

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.cache.cache import Int64s
-from ffserve.cache.shm import MemoryFile
 from ffserve.engine.io import PayloadRun
+from ffserve.memfd import MemoryFile
 
 log = logging.getLogger("ffserve")
 

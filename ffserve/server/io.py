@@ -11,11 +11,11 @@ import numpy as np
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Failure, Int64s, Load
-from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch, refused
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
+from ffserve.memfd import SharedMemory
 from ffserve.server.chunks import ChunkLoader
 from ffserve.server.page_cache import CachedFiles, Int32s
 

@@ -23,9 +23,9 @@ import time
 from typing import Protocol
 
 from ffserve.cache.cache import Cache
-from ffserve.cache.shm import MemoryFile, SharedMemory
 from ffserve.config import format_size
 from ffserve.errors import UsageError
+from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.io import Engines
 from ffserve.server.scheduler import Scheduler
 

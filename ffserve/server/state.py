@@ -20,12 +20,12 @@ from ffserve import __version__, protocol
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Int64s
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
-from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
 from ffserve.errors import AccessDenied, ReadError
 from ffserve.machine import free_memory, usable_memory
+from ffserve.memfd import SharedMemory
 from ffserve.server.access import Peer, Rules, Viewer
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains

@@ -24,12 +24,12 @@ from ffserve.cache.arena import (
     Arena,
 )
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
-from ffserve.cache.shm import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.slots import FREE, RESIDENT
 from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, ReadError, UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.memfd import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.server.scheduler import (
     GIVE_UP_S,
     MOST_UNACKNOWLEDGED,

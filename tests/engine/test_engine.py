@@ -27,12 +27,12 @@ from daemon import DEADLINE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ffserve.cache.shm import SharedMemory
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
 from ffserve.engine.io import Engine, EngineBatch, open_direct
 from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE
 from ffserve.errors import UsageError
+from ffserve.memfd import SharedMemory
 
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
 PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/backend.h

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ffserve.cache.shm import SharedMemory
 from ffserve.engine.io import PayloadRun
+from ffserve.memfd import SharedMemory
 
 
 @pytest.fixture(scope="module")

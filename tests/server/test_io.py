@@ -16,11 +16,11 @@ from daemon import until
 import ffserve
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
-from ffserve.cache.shm import SharedMemory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine import io
 from ffserve.engine.shm import View
 from ffserve.formats.base import ChunkedShard
+from ffserve.memfd import SharedMemory
 from ffserve.server.io import Engines
 from ffserve.shardfile import open_shard
 

@@ -19,6 +19,7 @@ LAYERS = {
     "decoding": "engine formats",
     # files
     "files": "formats",
+    "memfd": "files",
     "dataset": "engine formats files",
     "testing": "engine formats dataset",
     "output": "files",
@@ -26,12 +27,12 @@ LAYERS = {
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
     # the daemon
-    "cache": "neighbours engine formats files",
+    "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
-    "files shardfile cache",
+    "files memfd shardfile cache",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
-    "index_file shardfile",
+    "memfd index_file shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use
@@ -51,17 +52,11 @@ LAYERS = {
 """What each folder and each top-level module may import, from the lowest layer up. All may import
 errors; "ffserve" is the package itself, which offers the names of the upper layers."""
 
-EXCEPTIONS = {
-    ("client", "ffserve.cache.shm"): "clients map the memory that the daemon creates",
-}
-"""What a folder may import against the table, and why."""
-
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
 PURE = {"formats", "protocol", "dataset", "order", "neighbours", "cache"}
-"""They can be simulated: no socket, event loop, thread, foreign function or clock of their own.
-Except the module that creates the shared memory."""
+"""They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
 
@@ -110,18 +105,16 @@ def test_modules_import_only_from_the_layers_below() -> None:
             if folder_of(other) in (folder, "errors"):
                 continue
             used.add((folder, folder_of(other)))
-            used.add((folder, other))
-            if folder_of(other) not in allowed[folder] and (folder, other) not in EXCEPTIONS:
+            if folder_of(other) not in allowed[folder]:
                 wrong.append(f"{module} imports {other}")
     assert not wrong
-    assert not set(EXCEPTIONS) - used, "these exceptions are not needed any more"
     for names, row in LAYERS.items():
         unused = [n for n in row.split() if not {(f, n) for f in names.split()} & used]
         assert not unused, f"{names} no longer imports {unused}"
 
 
 def test_the_pure_layers_import_nothing_that_does_io() -> None:
-    for module in set(MODULES) - {"ffserve.cache.shm"}:
+    for module in MODULES:
         if folder_of(module) in PURE:
             assert not {other.split(".")[0] for other in IMPORTS[module]} & IMPURE, module
 
