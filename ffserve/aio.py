@@ -28,6 +28,7 @@ from collections.abc import (
 )
 from typing import Any, Literal, overload
 
+from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, in_thread, loop_state
 from ffserve.client.source import Batch, Bytes, Int64s, Source, cut
@@ -39,7 +40,6 @@ from ffserve.reader import (
     REQUESTS_AHEAD,
     SIZES_AT_ONCE,
     BaseReader,
-    check_count,
     check_options,
     read_ahead,
     split,

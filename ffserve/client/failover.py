@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as connections
+from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
 from ffserve.client.handshake import Driver
@@ -29,7 +30,7 @@ from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
-from ffserve.client.source import Int64s, Source
+from ffserve.client.source import Source
 from ffserve.dataset import check_same_content, combined_fingerprint
 from ffserve.engine.io import probe
 from ffserve.errors import (
@@ -58,8 +59,6 @@ _NOT_RUNNING = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
 """Errors of connecting to a socket that no process listens on."""
 
 T = TypeVar("T")
-Order: TypeAlias = tuple[Int64s, int, str | None, bool]
-"""The arguments of `Source.announce`: order, epoch, name, replacement."""
 
 
 class OpenSource(enum.Enum):
@@ -85,19 +84,6 @@ class Announce:
 Step: TypeAlias = OpenSource | StartDaemon | Announce | float
 """A float is a step as well: wait so many seconds."""
 SelectionSteps: TypeAlias = Generator[Step, Any, T]
-
-
-class AnnouncedOrders(Protocol):
-    """The orders that a reader announced, for the next source."""
-
-    def orders(self) -> list[Order]:
-        """Return the orders, first epoch first."""
-        ...
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Epoch and position in its order."""
-        ...
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ def test_a_reader_that_is_faster_than_its_reports_was_taken_to_follow_no_order(
     daemon: Daemon, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asked for samples more than 8192 positions beyond those that the daemon knew of."""
-    monkeypatch.setattr("ffserve.reader.REPORT_INTERVAL_S", 1e9)
+    monkeypatch.setattr("ffserve.client.announced.REPORT_INTERVAL_S", 1e9)
     # The last samples share no block with others, so they alone are missing.
     far = np.arange(COUNT - 2048, COUNT)
     order = np.concatenate((np.random.default_rng(1).permutation(COUNT - 2048), far))
