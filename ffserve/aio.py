@@ -258,7 +258,7 @@ class Reader(BaseReader):
             source.reached(epoch, position)
 
     def _used(self, numbers: Int64s) -> None:
-        due = self._announced.read(numbers) if self._announced else None
+        due = self._announced.read(numbers) if self._announced.any else None
         source = self._here().source
         if due is not None and source is not None:
             source.reached(*due)

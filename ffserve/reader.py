@@ -309,7 +309,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         if source is not None and self._intact is None:
             lookup = source.cached_arrays(indices)
             if type(lookup) is list:
-                if self._announced:
+                if self._announced.any:
                     self._used(as_int64(indices, len(self)))
                 return lookup
         numbers = self._numbers(indices)
@@ -344,7 +344,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         if source is not None and self._intact is None:
             found = source.cached_batch(numbers, out)
             if isinstance(found, Batch):
-                if self._announced:
+                if self._announced.any:
                     self._used(numbers)
                 return found
             lookup = found
@@ -566,11 +566,11 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _report(self, epoch: int, position: int) -> None:
         source = self._selector.selection.source
         known = source is not None and source.reached(epoch, position)
-        if self._announced and (not known or self._selector.away):
+        if self._announced.any and (not known or self._selector.away):
             self._selector.look_for_daemon(source)
 
     def _used(self, numbers: Int64s) -> None:
-        due = self._announced.read(numbers) if self._announced else None
+        due = self._announced.read(numbers) if self._announced.any else None
         if due is not None:
             self._report(*due)
 

@@ -43,6 +43,8 @@ class AnnouncedOrders:
     A loader reports its position itself (`Reader.reached`). For a program that only announces and
     reads, the reader counts: a read that is the next part of the order moves the position, another
     one does not. Copies of a reader in other processes (a loader's workers) do neither.
+
+    any: whether there are any; an attribute, since each read looks at it.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class AnnouncedOrders:
 
     def forget(self) -> None:
         """Nothing was announced in this process."""
+        self.any = False
         self._orders: dict[int, _Announcement] = {}
         self._epoch = 0
         self._position = 0
@@ -59,6 +62,7 @@ class AnnouncedOrders:
 
     def add(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Keep an order that the source has taken."""
+        self.any = True
         if not self._orders or epoch <= self._epoch:
             self._orders.clear()
             self._epoch, self._position, self._reported_position = epoch, 0, 0
@@ -110,9 +114,6 @@ class AnnouncedOrders:
             return None
         self._reported, self._reported_position = now, self._position
         return epoch, position
-
-    def __bool__(self) -> bool:
-        return bool(self._orders)
 
 
 def check_order(order: Int64s, count: int, name: object, replacement: bool) -> None:

@@ -21,7 +21,7 @@ from daemon import damage, sample, write
 
 import ffserve
 from ffserve import aio
-from ffserve.client import page_cache
+from ffserve.client import local_files
 from ffserve.client.local import LocalSource, process_engine
 from ffserve.client.local_files import ShardFiles, fitting_share
 from ffserve.client.loop import loop_state
@@ -198,20 +198,20 @@ def test_smaller_share_lies_in_a_larger_one() -> None:
     shards = np.zeros(20_000, np.int64)
     offsets = np.arange(20_000, dtype=np.int64) << REGION_BITS
     before = np.zeros(20_000, np.bool_)
-    for step in range(page_cache.SHARE_STEPS + 1):
+    for step in range(local_files.SHARE_STEPS + 1):
         files = ShardFiles()
         fd = os.open(__file__, os.O_RDONLY)
         files.add(__file__, fd, 12345)
-        files.choose_share(step / page_cache.SHARE_STEPS)
+        files.choose_share(step / local_files.SHARE_STEPS)
         now = tables_of(files).through_cache(shards, offsets)
         files.close()
         assert (now | ~before).all()
-        assert abs(now.mean() - step / page_cache.SHARE_STEPS) < 0.02
+        assert abs(now.mean() - step / local_files.SHARE_STEPS) < 0.02
         before = now
 
 
 def test_fitting_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "free_memory", lambda: 1000)
+    monkeypatch.setattr(local_files, "free_memory", lambda: 1000)
     assert fitting_share(0) == 1
     assert fitting_share(800) == 1
     assert fitting_share(1600) == 0.5
@@ -297,7 +297,7 @@ def _share_of(reader: ffserve.Reader) -> float:
 
 def test_workers_choose_the_same_regions(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = os.stat(path).st_size
-    monkeypatch.setattr(page_cache, "free_memory", lambda: size)
+    monkeypatch.setattr(local_files, "free_memory", lambda: size)
     with ffserve.open(path, server="off") as reader:
         assert _share_of(reader) == 12 / 16
         monkeypatch.undo()
