@@ -89,7 +89,8 @@ class Load:
     """Blocks to be read, each into its slot.
 
     number: unique while the load is in progress. parts: its slots by size class. size: bytes of the
-    blocks, widened. reads: of the device; the reader lowers it where neighbours are read together.
+    blocks in their files, widened. reads: of the device; the reader lowers it where neighbours are
+    read together.
     batches, failures: of the reader: engine batches that have not ended, failed samples by number.
     """
 
@@ -152,7 +153,7 @@ class Cache:
     def add_domain(self) -> int:
         """Let another domain have slots; return its number."""
         number = self.arena.add_domain()
-        self.policy.buckets.follow_arena()
+        self.policy.buckets.add_classes()
         return number
 
     def fit(self, base: int) -> None:

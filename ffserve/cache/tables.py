@@ -254,9 +254,10 @@ class Directory:
 class Blocks:
     """Blocks to be read, one column of `table` each; the attributes are its rows.
 
-    firsts, counts: sample numbers. begins, ends: the extent in the file. sizes:
-    bytes of the extent, widened to the file's alignment; of chunks, the decoded bytes. shards: rows
-    of the shard table.
+    firsts, counts: sample numbers. begins, ends: the extent in the file. sizes: bytes of memory
+    that it needs: the extent, widened to the file's alignment where that is at most 1/32 more (a
+    direct read then goes straight to the slot); of chunks, the decoded bytes. shards: rows of the
+    shard table.
     """
 
     __slots__ = ("begins", "counts", "ends", "firsts", "shards", "sizes", "table")

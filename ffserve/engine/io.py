@@ -138,14 +138,17 @@ class EngineBatch:
         sizes: NDArray[np.int64],
         arena_address: int,
         merge: tuple[int, int, int],
+        *,
+        cached: bool = False,
     ) -> EngineBatch:
         """Return a batch that reads blocks into slots; one C call fills it.
 
         Args:
             shards, blocks: see `ffserve.engine.slots`; n blocks, with a record per sample.
             offsets, sizes: int64[n], of the slots in the arena.
-            merge: most, gap and size of `merge_reads`. Blocks that are merged are read through a
-                buffer.
+            merge: most, gap and size of `merge_reads`. Blocks that are merged, and those whose slot
+                does not hold what a direct read brings, are read through a buffer.
+            cached: the blocks are read from the page cache, so no read is direct.
         Raises: UsageError when a record is not inside its block.
         """
         batch = cls.__new__(cls)
@@ -157,6 +160,7 @@ class EngineBatch:
             from_buffer(I64S, sizes),
             ffi.cast("uint8_t *", arena_address),
             *merge,
+            cached,
         )
         if c == NULL:
             raise UsageError("no memory for a batch, or a record is outside its block")

@@ -6,6 +6,9 @@
  * it stopped, rounded down to the alignment. Only the end of a file leaves an unaligned remainder;
  * reading that block again returns nothing new, so no progress means the end of the file.
  *
+ * A read without a slot goes to the bounce buffer, and each record is copied to its place when it is
+ * verified, while it is in the processor's cache.
+ *
  * Each piece of a larger read puts its bytes where they belong, in the slot or at the records'
  * destinations. The piece that ends last verifies them there.
  */

@@ -13,6 +13,9 @@
 #define SEEN 0x80
 #define MARK -1
 #define FEW 256 /* blocks: a turn of the scheduler */
+#define PACKED_PART 32
+#define MEMORY_ALIGNMENT                                                                           \
+    512 /* that direct I/O needs on every common device (statx: dio_mem_align) */
 
 /* Rows of a table of blocks. */
 enum { FIRST, COUNT, BEGIN, END, SIZE, SHARD };
@@ -67,6 +70,15 @@ static int64_t widened(int64_t begin, int64_t end, int64_t alignment)
     return (int64_t)((((uint64_t)end + mask) & ~mask) - ((uint64_t)begin & ~mask));
 }
 
+/* Bytes of memory for an extent: those that a direct read brings, unless more than 1 part in
+ * PACKED_PART of them would hold nothing. Then the bytes are copied, and only the extent is kept. */
+static int64_t room_of(int64_t begin, int64_t end, int64_t alignment)
+{
+    int64_t exact = (int64_t)((uint64_t)end - (uint64_t)begin);
+    int64_t whole = widened(begin, end, alignment);
+    return (uint64_t)whole - (uint64_t)exact > (uint64_t)whole / PACKED_PART ? exact : whole;
+}
+
 int ffs_blocks(const ffs_shards *s, const int64_t *numbers, int64_t n, int64_t largest,
                int64_t *blocks)
 {
@@ -96,7 +108,7 @@ int ffs_blocks(const ffs_shards *s, const int64_t *numbers, int64_t n, int64_t l
         blocks[COUNT * n + k] = stop - first;
         blocks[BEGIN * n + k] = begin;
         blocks[END * n + k] = end;
-        blocks[SIZE * n + k] = widened(begin, end, s->alignments[shard]);
+        blocks[SIZE * n + k] = room_of(begin, end, s->alignments[shard]);
         blocks[SHARD * n + k] = shard;
     }
     return 0;
@@ -145,10 +157,20 @@ static bool add_records(const ffs_shards *s, const int64_t *blocks, int64_t n, i
     return true;
 }
 
+/* Whether a direct read of block k fits into its slot. */
+static bool takes_direct(const ffs_shards *s, const int64_t *blocks, int64_t n, int64_t k,
+                         const int64_t *offsets, const int64_t *sizes)
+{
+    int64_t alignment = s->alignments[blocks[SHARD * n + k]];
+    return alignment == 1 ||
+           (widened(blocks[BEGIN * n + k], blocks[END * n + k], alignment) <= sizes[k] &&
+            offsets[k] % MEMORY_ALIGNMENT == 0);
+}
+
 /* firsts: the first block of each read. */
 static ffs_batch *batch_of(const ffs_shards *s, const int64_t *blocks, int64_t n,
                            const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
-                           const int64_t *firsts, int64_t reads)
+                           const int64_t *firsts, int64_t reads, bool cached)
 {
     int64_t total = 0;
     for (int64_t k = 0; k < n; k++) {
@@ -167,18 +189,19 @@ static ffs_batch *batch_of(const ffs_shards *s, const int64_t *blocks, int64_t n
     uint32_t record = 0;
     for (int64_t r = 0; r < reads; r++) {
         int64_t low = firsts[r], high = r + 1 < reads ? firsts[r + 1] : n;
-        bool alone = high - low == 1;
         int64_t shard = blocks[SHARD * n + low];
+        bool direct = high - low == 1 &&
+                      (cached || takes_direct(s, blocks, n, low, offsets, sizes));
         ffs_read *read = &b->reads[r];
         read->offset = (uint64_t)blocks[BEGIN * n + low];
         read->length = (uint64_t)blocks[END * n + high - 1] - read->offset;
-        read->slot = alone ? (uint64_t)offsets[low] : UINT64_MAX;
+        read->slot = direct ? (uint64_t)offsets[low] : UINT64_MAX;
         read->slot_size = (uint64_t)sizes[low];
         read->file = s->files[shard];
         read->checksum_kind = s->kinds[shard];
         read->first_record = record;
         for (int64_t k = low; k < high; k++) {
-            uint8_t *slot = alone ? NULL : arena + offsets[k];
+            uint8_t *slot = direct ? NULL : arena + offsets[k];
             if (!add_records(s, blocks, n, k, slot, &b->records[record])) {
                 ffs_batch_free(b);
                 return NULL;
@@ -192,14 +215,14 @@ static ffs_batch *batch_of(const ffs_shards *s, const int64_t *blocks, int64_t n
 
 ffs_batch *ffs_batch_blocks(const ffs_shards *s, const int64_t *blocks, int64_t n,
                             const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
-                            int64_t most, int64_t gap, int64_t size)
+                            int64_t most, int64_t gap, int64_t size, int cached)
 {
     int64_t few[FEW], *firsts = n > FEW ? malloc((size_t)n * sizeof *firsts) : few;
     if (!firsts)
         return NULL;
     int64_t reads = ffs_merge(blocks + BEGIN * n, blocks + END * n, blocks + SHARD * n, n, most,
                               gap, size, firsts);
-    ffs_batch *b = batch_of(s, blocks, n, offsets, sizes, arena, firsts, reads);
+    ffs_batch *b = batch_of(s, blocks, n, offsets, sizes, arena, firsts, reads, cached != 0);
     if (firsts != few)
         free(firsts);
     return b;
@@ -340,8 +363,10 @@ int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int6
         offsets[k] = s->offsets[slot];
         sizes[k] = s->sizes[slot];
         bytes += sizes[k];
-        *read_size += blocks[SIZE * n + k];
-        shards->used[blocks[SHARD * n + k]] += sizes[k];
+        int64_t shard = blocks[SHARD * n + k];
+        *read_size += widened(blocks[BEGIN * n + k], blocks[END * n + k],
+                              shards->alignments[shard]);
+        shards->used[shard] += sizes[k];
     }
     return bytes;
 }

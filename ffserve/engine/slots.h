@@ -27,8 +27,8 @@ typedef struct {
 } ffs_shards;
 
 /* A table of blocks has FFS_BLOCK_ROWS rows of int64, one column per block: its first sample, its
- * number of samples, its begin and end in the file, its size widened to the file's alignment, its
- * shard. */
+ * number of samples, its begin and end in the file, the bytes of memory that it needs (its size, widened
+ * to the file's alignment if that adds little), its shard. */
 #define FFS_BLOCK_ROWS 6
 
 /* Find the block of each of n samples, one column per sample; a sample alone where its block would be
@@ -43,11 +43,12 @@ int64_t ffs_merge(const int64_t *begins, const int64_t *ends, const int64_t *fil
                   int64_t most, int64_t gap, int64_t size, int64_t *firsts);
 
 /* Make a batch that reads n blocks into slots of sizes[k] bytes at offsets[k], with a record for every
- * sample. Blocks that ffs_merge joins are read at once, into a buffer, and copied to their slots.
- * Returns NULL without memory, or when a block or record exceeds what contains it. */
+ * sample. Blocks that ffs_merge joins, and those whose slot does not hold what a direct read brings,
+ * are read into a buffer and copied to their slots. cached: the reads are not direct. Returns NULL
+ * without memory, or when a block or record exceeds what contains it. */
 ffs_batch *ffs_batch_blocks(const ffs_shards *shards, const int64_t *blocks, int64_t n,
                             const int64_t *offsets, const int64_t *sizes, uint8_t *arena,
-                            int64_t most, int64_t gap, int64_t size);
+                            int64_t most, int64_t gap, int64_t size, int cached);
 
 /* ---- slots (slots.c) --------------------------------------------------------------------- */
 typedef struct {
@@ -91,7 +92,8 @@ int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64
 int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
 
 /* Give slots[k] to block k of n: it becomes LOADING, gets a pin and belongs to the load; its bytes
- * count as used by its shard. offsets[], sizes[]: of the slots; *read_size: bytes of the blocks.
+ * count as used by its shard. offsets[], sizes[]: of the slots; *read_size: bytes of the blocks in
+ * their files, widened.
  * Returns the bytes of the slots, or FFS_ERANGE when a sample of a block is in a slot already, a slot
  * has a pin, or something is outside the tables. */
 int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int64_t *blocks,

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 ROWS: int = lib.FFS_BLOCK_ROWS
 """Rows of a table of blocks, int64[ROWS, n]: first sample, number of samples, begin and end in the
-file, size widened to the file's alignment, shard."""
+file, bytes of memory that it needs, shard."""
 
 FREE: int = lib.FFS_SLOT_FREE
 LOADING: int = lib.FFS_SLOT_LOADING
@@ -205,7 +205,8 @@ class Slots:
     def enter(self, blocks: Int64s, slots: Int64s, load: int) -> tuple[int, int, Int64s, Int64s]:
         """Give slots to blocks that a load reads; each becomes LOADING and gets a pin.
 
-        Returns: bytes of the slots together, and of the blocks; offset and size of each slot.
+        Returns: bytes of the slots together, and of the blocks in their files, widened; offset and
+            size of each slot.
         """
         offsets, sizes = np.empty((2, len(slots)), np.int64)
         found = self._found

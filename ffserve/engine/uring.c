@@ -42,16 +42,16 @@
  * (RLIMIT_MEMLOCK) costs speed and nothing else. Only the I/O thread registers: a ring for a single
  * issuer accepts it from no other. */
 
-/* A bounce buffer is pinned completely, so only a read that fills a good part of it registers it: a
- * process that reads small records keeps to the few pages that it touches. */
-#define BOUNCE_WORTH (FFS_BOUNCE_SIZE / 4)
+/* What is registered of a bounce buffer is pinned, so that is twice what reads need at most: a process
+ * that reads small records keeps to the few pages that it touches. */
+#define LEAST_BOUND 8192
 #define MOST_PIECES 8192 /* of the arena: 1 TiB; reads beyond it are issued plainly */
 
 typedef struct {
-    bool *bounces;   /* by op: whether its bounce buffer is registered */
-    uint32_t pieces; /* of the arena, registered from its start */
-    uint64_t end;    /* of the last piece, in the arena */
-    bool refused;    /* the kernel accepts no more */
+    uint32_t *bounces; /* by op: bytes of its bounce buffer that are registered */
+    uint32_t pieces;   /* of the arena, registered from its start */
+    uint64_t end;      /* of the last piece, in the arena */
+    bool refused;      /* the kernel accepts no more */
 } buffers;
 
 /* Register one buffer, or remove it (size 0). */
@@ -64,16 +64,20 @@ static int put(struct io_uring *ring, uint32_t number, uint8_t *start, uint64_t 
 
 static bool bounce_is_bound(ffs_engine *e, buffers *b, struct io_uring *ring, const ffs_op *op)
 {
-    uint32_t number = (uint32_t)(op - e->ops);
-    if (b->bounces[number])
+    uint32_t number = (uint32_t)(op - e->ops), size = LEAST_BOUND;
+    uint64_t end = (uint64_t)(op->to - op->bounce) + op->size;
+    if (end <= b->bounces[number])
         return true;
-    if (b->refused || op->size < BOUNCE_WORTH)
+    if (b->refused)
         return false;
-    b->refused = put(ring, number, op->bounce, FFS_BOUNCE_SIZE) != 0;
-    b->bounces[number] = !b->refused;
-    if (!b->refused)
-        atomic_fetch_add_explicit(&e->registered, FFS_BOUNCE_SIZE, memory_order_relaxed);
-    return !b->refused;
+    while (size < end)
+        size *= 2;
+    b->refused = put(ring, number, op->bounce, size) != 0;
+    if (b->refused)
+        return false;
+    atomic_fetch_add_explicit(&e->registered, size - b->bounces[number], memory_order_relaxed);
+    b->bounces[number] = size;
+    return true;
 }
 
 static void free_buffers(buffers *b)
@@ -92,13 +96,13 @@ static int open_buffers(ffs_engine *e, buffers *b, struct io_uring *ring)
     if (!rc)
         rc = ffs_op_map_bounce(&e->ops[0]);
     if (!rc)
-        rc = put(ring, 0, e->ops[0].bounce, FFS_BOUNCE_SIZE);
+        rc = put(ring, 0, e->ops[0].bounce, LEAST_BOUND);
     if (rc) {
         free_buffers(b);
         return rc;
     }
-    b->bounces[0] = true;
-    atomic_store(&e->registered, FFS_BOUNCE_SIZE);
+    b->bounces[0] = LEAST_BOUND;
+    atomic_store(&e->registered, LEAST_BOUND);
     return 0;
 }
 

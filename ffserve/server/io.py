@@ -251,6 +251,7 @@ class Engines:
             sizes,
             self._memory.address,
             (merged_most, MERGED_GAP, MERGED_SIZE),
+            cached=cached,
         )
         if cached:
             batch.reads["file"] = self._cached[number].numbers(batch.reads["file"])

@@ -49,7 +49,7 @@ class Tables:
         self.used = np.array([2750, 0])
         shards, none = Shards(0, 0, 0, SAMPLES), np.zeros(2, np.int64)
         bases, counts, files = np.array([0, 20]), np.array([20, 20]), np.zeros(2, np.int32)
-        shards.follow(bases, counts, none + 1, none, files, files, self.used, none[:0])
+        shards.follow(bases, counts, np.array([512, 1]), none, files, files, self.used, none[:0])
         return shards
 
 
@@ -127,9 +127,10 @@ def test_pins_and_what_is_read() -> None:
     tables = Tables()
     blocks = np.zeros((ROWS, 2), np.int64)
     blocks[0], blocks[1], blocks[4], blocks[5] = [12, 20], [1, 3], [400, 90], [0, 1]
+    blocks[2], blocks[3] = [1030, 2006], [1430, 2090]
     held, size, offsets, sizes = tables.c.enter(blocks, np.array([11, 10]), 7)
     assert tables.used.tolist() == [2750 + 1150, 1050]
-    assert (held, size) == (2200, 490)
+    assert (held, size) == (2200, 512 + 84), "as the disk is read"
     assert (offsets.tolist(), sizes.tolist()) == ([11000, 10000], [1150, 1050])
     assert tables.slot_of[[12, 19, 20, 21, 22, 23]].tolist() == [12, 0, 11, 11, 11, 0]
     assert tables.firsts[10:].tolist() == [20, 12] and tables.counts[10:].tolist() == [3, 1]
@@ -210,7 +211,7 @@ def test_blocks() -> None:
     assert table[1].tolist() == [4, 4, 4, 1, 1, 1]
     assert table[2].tolist() == [1250, 1250, 2050, 1700, 2500, 2700]
     assert table[3].tolist() == [1408, 1408, 2224, 1714, 2530, 2734]
-    assert table[4].tolist() == [512, 512, 512, 512, 30, 34]
+    assert table[4].tolist() == [158, 158, 174, 14, 30, 34], "what fills a block badly is packed"
     assert table[5].tolist() == [0, 0, 0, 0, 1, 1]
     assert files.c.blocks(np.array([24]), 100)[:2].tolist() == [[24], [1]]
     for outside in (4, 25, 35, SAMPLES, -1):
@@ -253,6 +254,35 @@ def test_a_batch_of_blocks() -> None:
     assert batch.records["checksum"].tolist() == [12, 13, 14, 15, 37, 38]
     batch.free()
     assert not len(batch.reads) and not len(batch.records)
+
+
+def test_small_samples_kept_the_ends_of_the_disk_blocks_they_were_read_with() -> None:
+    """Their slots hold just the samples, and what was read with them is not copied."""
+    files = Files()
+    table = files.c.blocks(np.array([5]), 1 << 20)
+    exact = int(table[4][0])
+    assert exact == 158
+    arena, nowhere = 1 << 20, 2**64 - 1
+    for place, room, cached, direct in (
+        (4096, 192, False, False),
+        (4096, 192, True, True),
+        (4096, 512, False, True),
+        (4096 + 64, 512, False, False),
+    ):
+        batch = EngineBatch.of_blocks(
+            files.c, table, np.array([place]), np.array([room]), arena, (0, 0, 1), cached=cached
+        )
+        assert batch.reads["slot"].tolist() == [place if direct else nowhere]
+        dests = [0] * 4 if direct else [arena + place + o for o in (0, 50, 100, 150)]
+        assert batch.records["dest"].tolist() == dests
+
+
+def test_large_samples_are_read_to_their_slots() -> None:
+    """Copying would cost more than the ends of the disk blocks."""
+    shards = Files()
+    shards.entries["length_low"][5:9] = 16_384
+    shards.offsets[5:9] = 1000 + 16_384 * np.arange(4, dtype=np.uint64)
+    assert shards.c.blocks(np.array([5]), 1 << 20)[4].tolist() == [4 * 16_384 + 512]
 
 
 def test_a_record_outside_of_its_block_is_refused() -> None:
