@@ -164,7 +164,7 @@ class Allocator:
             found = joined((found, idle)) if len(idle) else found
         while len(found) < wanted and (self._idle_slabs or self._idle_found):
             self._state[found] = LOADING
-            if not self._steal_idle():
+            if not self._steal_idle(self._arena.run_length(size_class)):
                 break
             found = joined((found, self._arena.take(size_class, wanted - len(found))))
         if len(found) < wanted and latest is None:
@@ -251,8 +251,9 @@ class Allocator:
             for size_class in np.unique(classes).tolist():
                 self._policy.abandon(idle[classes == size_class], size_class)
 
-    def _steal_idle(self) -> bool:
-        """Empty an idle slab of any size class; False when none is among those examined this time.
+    def _steal_idle(self, most: int) -> bool:
+        """Empty up to `most` idle slabs of any size class, neighbours if possible; False when none
+        is among those examined this time.
 
         Without this, a job with samples of one size would evict its own samples while memory is
         full of samples of another size that an earlier job left behind.
@@ -267,12 +268,13 @@ class Allocator:
             self._idle_hand = high = min(low + self._window(), total)
             self._idle_slabs = max(0, self._idle_slabs - (high - low))
             self._idle_found = self._idle_in(heads, low, high)
-        while self._idle_found:
+        emptied = 0
+        while self._idle_found and emptied < most:
             slab = self._idle_found.pop()
             if slab < total and self._idle_in(heads, slab, slab + 1):
                 self._empty(slab)
-                return True
-        return False
+                emptied += 1
+        return emptied > 0
 
     def _idle_in(self, heads: Int64s, low: int, high: int) -> list[int]:
         """Return the slabs of [low, high) that hold samples of idle shards only."""
@@ -291,19 +293,21 @@ class Allocator:
         """
         if self._policy.now < self._giving_after:
             return found
-        givers = self._givers(size_class, group, found)
-        while len(found) < wanted and givers:
+        run = self._arena.run_length(size_class)
+        while len(found) < wanted:
             self._state[found] = LOADING
-            slab = self._given_slab(givers)
-            if slab is None:
+            coming, emptied = int(self._arena.sizes(found).sum()), 0
+            while emptied < run and (givers := self._policy.givers(size_class, group, coming)):
+                slab = self._given_slab(givers)
+                if slab is None:
+                    break
+                self._empty(slab)
+                coming += self._arena.slab_size
+                emptied += 1
+            if not emptied:
                 break
-            self._empty(slab)
             found = joined((found, self._arena.take(size_class, wanted - len(found))))
-            givers = self._givers(size_class, group, found)
         return found
-
-    def _givers(self, size_class: int, group: int, found: Int64s) -> list[int]:
-        return self._policy.givers(size_class, group, int(self._arena.sizes(found).sum()))
 
     def _given_slab(self, givers: list[int]) -> int | None:
         """Return a slab that holds samples of these groups only, none of them busy; None: none is
@@ -344,7 +348,6 @@ class Allocator:
     def resize(self, slabs: int) -> None:
         """Hand out slabs below `slabs` only; `retire` empties those above."""
         self._arena.resize(slabs)
-        self._policy.buckets.follow_arena()
 
     def retire(self) -> bool:
         """Empty some of the slabs beyond the arena's size; return whether all are empty now. Slabs
@@ -472,7 +475,7 @@ class Allocator:
     def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
         usable = self._slots.usable(slots)
         if self._arena.open_count < self._arena.slab_count:
-            usable &= slots < self._arena.open_count * self._arena.slots_per_slab
+            usable &= self._arena.within(slots)
         return usable
 
     def _usable_idle(self, slots: Int64s) -> NDArray[np.bool_]:

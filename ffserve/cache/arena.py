@@ -3,10 +3,11 @@
 The arena is divided into slabs. A slab serves one size class (eight per doubling, so at most one
 part in nine of a slot is unused; more where a slab has only a few slots, and below SMALLEST_SLOT).
 A data set whose samples are all of one size gets a class of its own, so that its slots have no
-unused part. A slab returns to the common pool when its last slot is freed, so memory follows the
-sizes in demand; a slab can also be emptied by eviction and given to another class. A sample larger
-than a slab takes a run of whole slabs. Slots are contiguous because clients copy out of them and
-the kernel reads into them.
+unused part; where a slab would leave much over, such a class is cut from runs of adjacent slabs. A
+slab returns to the common pool when its last slot is freed, so memory follows the sizes in demand;
+a slab can also be emptied by eviction and given to another class. A sample larger than a slab takes
+a run of whole slabs. Slots are contiguous because clients copy out of them and the kernel reads
+into them.
 
 A slab belongs to one *domain* at a time: its pages are those of the domain's own file (`domains`).
 So a size class is one of a domain: class number = domain × classes per domain + rank of the size,
@@ -14,7 +15,7 @@ and nothing that goes by class can put a sample where readers of another domain 
 may be given to another domain; that is how memory moves between them.
 
 This is bookkeeping over numpy arrays: no memory of the arena is touched, so a simulation can drive
-it. Slot number = slab × slots_per_slab + number in the slab.
+it. Slot number = slab × slots_per_slab + number in the slab, or in the run that begins there.
 """
 
 from __future__ import annotations
@@ -30,14 +31,22 @@ from ffserve.errors import UsageError
 SLAB_SIZE = 4 * 1024 * 1024
 SMALLEST_SLAB = 256 * 1024
 SLABS_WANTED = 128
-SMALLEST_SLOT = 4096
+SMALLEST_SLOT = 2048
 SLOT_ALIGNMENT = 512
 """The alignment of memory that O_DIRECT needs on every common device (statx: dio_mem_align)."""
 SMALLEST_ARENA = 1024 * 1024
+PACKED_ALIGNMENT = 64
+"""The alignment of slots to which samples are copied: a cache line."""
 OWN_CLASSES = 16
 """Size classes for data sets of one sample size, besides those for any size."""
 OWN_GAIN = 1 / 64
 """A class is made for one size if a slab then holds more slots by this share at least."""
+LONGEST_RUN = 8
+"""Slabs in a run of slabs that is cut into slots, at most."""
+RUN_SHARE = 16
+"""Such a run has at most 1 part in RUN_SHARE of the arena."""
+RUN_WASTE = 1 / 256
+"""A longer run is preferred while more than this part of it is left over."""
 
 _FREE = -1
 _RETIRED = -3
@@ -116,6 +125,8 @@ class Arena:
         general = _class_sizes(self.slab_size)
         self.class_sizes = np.concatenate((general, np.zeros(OWN_CLASSES, np.int64)))
         """Bytes of a slot by rank; 0: a class that was not made."""
+        self._class_runs = [1] * len(self.class_sizes)
+        """Slabs in a run that is cut into slots of each class."""
         self._general = len(general)
         self.large = len(self.class_sizes)
         """The rank of the size class of slots larger than a slab, the last one of each domain."""
@@ -130,7 +141,10 @@ class Arena:
         """Whose pages each slab has, used or not."""
         self.slab_used = np.zeros(slabs, np.int64)
         """Slots in use in each slab."""
-        self._run_length = np.zeros(slabs, np.int64)
+        self._run_length = np.ones(slabs, np.int64)
+        """Of the run that begins with each slab."""
+        self._inside_run = np.zeros(slabs, np.bool_)
+        """Slabs of a run behind its first."""
         self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
         self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
         self.slab_count = self.open_count = 0
@@ -153,7 +167,7 @@ class Arena:
         if not slots:
             return np.zeros(0, np.int64)
         heads = np.unique(np.concatenate(slots) // self.slots_per_slab)
-        lengths = np.maximum(self._run_length[heads], 1)
+        lengths = self._run_length[heads]
         if int(lengths.max(initial=1)) == 1:
             return heads
         return np.concatenate([np.arange(h, h + n) for h, n in zip(heads, lengths, strict=True)])
@@ -180,9 +194,9 @@ class Arena:
             beyond = self.slab_class[count : self.open_count]
             beyond[beyond == _FREE] = _RETIRED
             self._free_slabs = [[s for s in slabs if s < count] for slabs in self._free_slabs]
-            first = count * self.slots_per_slab
+            self.open_count = count
             for free in self._free_slots:
-                free.keep(free.held < first)
+                free.keep(self.within(free.held))
         else:
             if count > self.slab_count:
                 self.slab_class[self.slab_count : count] = _RETIRED
@@ -236,25 +250,49 @@ class Arena:
         self._by_size = np.append(made, self.large)
         """The rank of each of the rising sizes, and of all above."""
 
-    def per_slab(self, size: int) -> int:
-        """Return how many slots of a size fit into a slab."""
-        return self.slab_size // (-(-max(size, SMALLEST_SLOT) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
-
     def make_class(self, size: int) -> None:
-        """Make a size class for samples of this size, of at most a slab, unless a slab would hold
-        hardly more of them, or the slots of other such classes are all in use."""
-        count = self.per_slab(size)
+        """Make a size class for samples of this size, of at most a slab, unless the slabs would
+        hold hardly more of them, or the slots of other such classes are all in use."""
+        unit = PACKED_ALIGNMENT if size % SLOT_ALIGNMENT else SLOT_ALIGNMENT
+        size = max(-(-size // unit) * unit, SMALLEST_SLOT)
+        run = self._run_for(size)
+        count = run * self.slab_size // size
         (known,) = self.classes(np.array([size])).tolist()
-        if count < (1 + OWN_GAIN) * (self.slab_size // self._class_sizes[known]):
+        if count < (1 + OWN_GAIN) * run * self._slots_in_run(known) / self._class_runs[known]:
             return
         taken = self.slab_class[: self.slab_count]
         used = set((taken[taken >= 0] % self.class_count).tolist())
         for rank in range(self._general, self.large):
             if rank not in used:
-                size = self.slab_size // count // SLOT_ALIGNMENT * SLOT_ALIGNMENT
-                self.class_sizes[rank] = size
+                self.class_sizes[rank] = run * self.slab_size // count // unit * unit
+                self._class_runs[rank] = run
                 self._sort_classes()
                 return
+
+    def _run_for(self, size: int) -> int:
+        """Return how many slabs together leave the least over, or so little that it is no matter,
+        when they are cut into slots of a size."""
+        longest = max(min(LONGEST_RUN, self.open_count // RUN_SHARE, size // SMALLEST_SLOT), 1)
+        best, least = 1, 1.0
+        for run in range(1, longest + 1):
+            waste = run * self.slab_size % size / (run * self.slab_size)
+            if waste < least:
+                best, least = run, waste
+            if least <= RUN_WASTE:
+                break
+        return best
+
+    def _slots_in_run(self, rank: int) -> int:
+        return self._class_runs[rank] * self.slab_size // self._class_sizes[rank]
+
+    def run_length(self, size_class: int) -> int:
+        """Return how many adjacent slabs are cut into slots of a class where there are so many."""
+        return self._class_runs[size_class % self.class_count]
+
+    @property
+    def longest_run(self) -> int:
+        """The most slabs that are emptied with one of them."""
+        return max(self._class_runs)
 
     def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rank of the size class of each size; `large` for those larger than a slab."""
@@ -313,14 +351,43 @@ class Arena:
         free = self._free_slots[size_class]
         domain, rank = divmod(size_class, self.class_count)
         size = self._class_sizes[rank]
-        while len(free) < count and (slab := self._pop_free_slab(domain)) is not None:
-            self.slab_class[slab] = size_class
+        while len(free) < count and (found := self._take_slabs(domain, self._class_runs[rank])):
+            slab, run = found
+            self._begin_run(slab, run, size_class)
             first = slab * self.slots_per_slab
-            per_slab = self.slab_size // size
-            self._size[first : first + per_slab] = size
+            slots = run * self.slab_size // size
+            self._size[first : first + slots] = size
             begin = slab * self.slab_size
-            self._offset[first : first + per_slab] = range(begin, begin + per_slab * size, size)
-            free.add(np.arange(first + per_slab - 1, first - 1, -1))
+            self._offset[first : first + slots] = range(begin, begin + slots * size, size)
+            free.add(np.arange(first + slots - 1, first - 1, -1))
+
+    def _begin_run(self, slab: int, run: int, size_class: int) -> None:
+        self.slab_class[slab : slab + run] = size_class
+        self._run_length[slab] = run
+        self._inside_run[slab + 1 : slab + run] = True
+
+    def _take_slabs(self, domain: int, run: int) -> tuple[int, int] | None:
+        """Take a run of free slabs for a domain, or one slab where there is no such run; return its
+        first and its length, or None."""
+        if run > 1:
+            free = self.slab_class[: self.open_count] == _FREE
+            start = first_run(free & (self.slab_domain[: self.open_count] == domain), run)
+            if start is None:
+                # As high as possible: see `_pop_free_slab`.
+                start = first_run(free[::-1], run)
+                start = None if start is None else self.open_count - start - run
+            if start is not None and self._take_run_at(start, run, domain):
+                return start, run
+        slab = self._pop_free_slab(domain)
+        return None if slab is None else (slab, 1)
+
+    def _take_run_at(self, start: int, run: int, domain: int) -> bool:
+        """Take free slabs, which are given to a domain, from its list."""
+        members = range(start, start + run)
+        if not all(self._give(slab, domain) for slab in members):
+            return False
+        self._free_slabs[domain] = [s for s in self._free_slabs[domain] if s not in members]
+        return True
 
     def _pop_free_slab(self, domain: int) -> int | None:
         own = self._free_slabs[domain]
@@ -364,15 +431,9 @@ class Arena:
         """Take a run of free slabs for a large slot of `size` bytes, or return None."""
         need = -(-size // self.slab_size)
         start = first_run(self.slab_class[: self.open_count] == _FREE, need)
-        if start is None:
+        if start is None or not self._take_run_at(start, need, domain):
             return None
-        members = set(range(start, start + need))
-        if not all(self._give(slab, domain) for slab in sorted(members)):
-            return None
-        own = self._free_slabs[domain]
-        self._free_slabs[domain] = [slab for slab in own if slab not in members]
-        self.slab_class[start : start + need] = domain * self.class_count + self.large
-        self._run_length[start] = need
+        self._begin_run(start, need, domain * self.class_count + self.large)
         self.slab_used[start] = 1
         self.used_size += need * self.slab_size
         self._offset[start * self.slots_per_slab] = start * self.slab_size
@@ -388,7 +449,7 @@ class Arena:
         classes = self.slab_class[slabs]
         np.subtract.at(self.slab_used, slabs, 1)
         used = self.slab_used[slabs] > 0
-        staying = used & (slabs < self.open_count)
+        staying = used & self.within(slots)
         self._add_free(slots[staying], classes[staying])
         emptied = np.unique(slabs[~used])
         for size_class in np.unique(self.slab_class[emptied]).tolist():
@@ -396,8 +457,9 @@ class Arena:
                 free = self._free_slots[size_class]
                 free.keep(~np.isin(free.held // self.slots_per_slab, emptied))
         for slab in emptied.tolist():
-            run = max(1, int(self._run_length[slab]))
-            self._run_length[slab] = 0
+            run = int(self._run_length[slab])
+            self._run_length[slab] = 1
+            self._inside_run[slab : slab + run] = False
             self.slab_class[slab : slab + run] = _RETIRED
             end = min(slab + run, self.open_count)
             self.slab_class[slab:end] = _FREE
@@ -413,26 +475,24 @@ class Arena:
         free: NDArray[np.bool_] = self.slab_class[low:high] == _FREE
         return free
 
+    def within(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which slots lie within the size, with all of the run that they were cut from."""
+        slabs = slots // self.slots_per_slab
+        within: NDArray[np.bool_] = slabs + self._run_length[slabs] <= self.open_count
+        return within
+
     def members(self, slab: int) -> tuple[int, int]:
-        """Return the slot numbers [low, high) in a slab, those of its large slot included."""
+        """Return the slot numbers [low, high) of a slab, and of its run up to there."""
         head = slab
-        if self._is_large(slab):
-            while not self._run_length[head]:
-                head -= 1
+        while self._inside_run[head]:
+            head -= 1
         return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
 
     def heads(self) -> NDArray[np.int64]:
-        """Return for each slab the slab whose slots cover it: itself, or its large slot's first."""
+        """Return for each slab the slab whose slots cover it: itself, or the first of its run."""
         heads = np.arange(self.slab_count)
-        inside = self._is_large(slice(self.slab_count))
-        heads[inside & (self._run_length[: self.slab_count] == 0)] = 0
+        heads[self._inside_run[: self.slab_count]] = 0
         return np.maximum.accumulate(heads)
-
-    def _is_large(self, slabs: int | slice) -> NDArray[np.bool_]:
-        # Below 0 are the slabs of no class.
-        classes = self.slab_class[slabs]
-        large: NDArray[np.bool_] = (classes % self.class_count == self.large) & (classes >= 0)
-        return large
 
 
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

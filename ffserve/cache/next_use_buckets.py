@@ -154,8 +154,7 @@ class NextUseBuckets:
         self._arena = arena
         # Sized for the largest arena; only the part that was ever used takes memory.
         self.key = np.empty(arena.slot_limit, np.int64)
-        self.known = 0
-        """Slots below this have a key."""
+        """Of slots that were entered."""
         self.group = np.zeros(arena.slot_limit, np.int32)
         self.prefetched = np.zeros(arena.slot_limit, np.bool_)
         """Filled before a request, and not used since."""
@@ -169,16 +168,17 @@ class NextUseBuckets:
             arena.slab_class,
             arena.slots_per_slab,
         )
-        self.follow_arena()
+        self.add_classes()
 
-    def follow_arena(self) -> None:
-        """Add the slots of an arena that has grown, which are in no bucket, and the classes of new
-        domains."""
+    def add_classes(self) -> None:
+        """Add the size classes of new domains."""
         classes = self._arena.domain_count * self._arena.class_count
         self.of_class += [{} for _ in range(classes - len(self.of_class))]
-        if self._arena.slot_count > self.known:
-            self.key[self.known : self._arena.slot_count] = NONE
-            self.known = self._arena.slot_count
+
+    def enter(self, slots: Int64s, group: int) -> None:
+        """Slots are being filled for a group; they are in no bucket yet."""
+        self.key[slots] = NONE
+        self.group[slots] = group
 
     def put(self, slots: Int64s, size_class: int, key: int) -> None:
         """Move slots of one size class to their groups' buckets of a key."""

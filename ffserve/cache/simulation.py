@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import SMALLEST_SLOT, Arena
+from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import NextUse
@@ -25,6 +25,8 @@ from ffserve.engine.slots import RESIDENT
 
 REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
 """When a reader reports its position; see ffserve/reader.py."""
+SAMPLE_SIZE = 4096
+"""Bytes of a sample whose size does not matter: no part of a slot or slab is unused."""
 HEAD_SIZE = 12
 """Bytes of the file before the first sample."""
 
@@ -106,8 +108,7 @@ class Simulation:
 
     Args:
         samples: of the dataset. cache_share: memory / data, in bytes.
-        sample_size: bytes. alignment: of reads; a slot holds what is read, so unless this is 1 it
-            is larger than its sample.
+        sample_size: bytes. alignment: of reads; a slot of a large sample holds what is read.
         disk_rate: samples per second that the disk can read; None: no limit.
         check: called after every batch.
     """
@@ -118,7 +119,7 @@ class Simulation:
         cache_share: float,
         jobs: list[Job],
         *,
-        sample_size: int = SMALLEST_SLOT,
+        sample_size: int = SAMPLE_SIZE,
         alignment: int = 1,
         disk_rate: float | None = None,
         check: Callable[[Simulation], None] | None = None,

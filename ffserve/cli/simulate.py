@@ -14,7 +14,7 @@ from ffserve.errors import UsageError
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 WARM_EPOCHS, EPOCHS = 3, 2
-SIZES = 4096, 1 << 20
+SIZES = 2048, 1 << 20
 DISK_BLOCK = 512
 """Alignment of the simulated disk's reads."""
 SMALLEST = 300
@@ -36,8 +36,8 @@ SMALLEST = 300
 )  # fmt: skip
 @click.option(
     "--sample-size", "size", metavar="SIZE",
-    help="Size of a sample, such as 8KiB: counts what is read with it and not used, and the unused"
-    " parts of slots.  [default: there are none]",
+    help="Size of a sample, such as 8KiB: counts the unused parts of slots and slabs."
+    "  [default: there are none]",
 )  # fmt: skip
 @click.option(
     "--speeds",
@@ -119,7 +119,7 @@ def _sample_size(text: str | None) -> int | None:
         return None
     size = parse_size(text)
     if not SIZES[0] <= size <= SIZES[1]:
-        raise UsageError(f"--sample-size {text}: a size must be between 4KiB and 1MiB")
+        raise UsageError(f"--sample-size {text}: a size must be between 2KiB and 1MiB")
     return size
 
 
@@ -152,8 +152,7 @@ def _row(
     announces: bool,
     disk: float | None,
 ) -> dict[str, Any]:
-    from ffserve.cache.arena import SMALLEST_SLOT
-    from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+    from ffserve.cache.simulation import SAMPLE_SIZE, Job, Simulation, belady, shuffled
 
     jobs = [
         Job(shuffled(samples, 0 if same_seed else k), pace=1000 * pace, announces=announces)
@@ -164,7 +163,7 @@ def _row(
         samples,
         share,
         jobs,
-        sample_size=sample_size or SMALLEST_SLOT,
+        sample_size=sample_size or SAMPLE_SIZE,
         alignment=DISK_BLOCK if sample_size else 1,
         disk_rate=disk_rate,
     )

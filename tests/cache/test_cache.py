@@ -16,8 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from ffserve.cache.arena import (
+    LONGEST_RUN,
     OWN_CLASSES,
     OWN_GAIN,
+    PACKED_ALIGNMENT,
+    RUN_SHARE,
     SLOT_ALIGNMENT,
     SMALLEST_ARENA,
     SMALLEST_SLOT,
@@ -41,7 +44,7 @@ from ffserve.server.scheduler import (
 )
 
 Int64s = NDArray[np.int64]
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
 
 
@@ -73,6 +76,11 @@ def test_a_class_wastes_at_most_a_ninth(size: int, wanted: float) -> None:
     assert slot - ask <= slot / 9 + slot / (arena.slab_size // slot) + SLOT_ALIGNMENT
 
 
+def unit_of(size: int) -> int:
+    """What the slots of a class of its own are a multiple of."""
+    return PACKED_ALIGNMENT if size % SLOT_ALIGNMENT else SLOT_ALIGNMENT
+
+
 @given(size=st.integers(SMALLEST_ARENA, 1 << 34), wanted=st.floats(0, 1))
 def test_samples_of_one_size_left_a_ninth_of_the_memory_unused(size: int, wanted: float) -> None:
     arena = Arena(size)
@@ -80,8 +88,49 @@ def test_samples_of_one_size_left_a_ninth_of_the_memory_unused(size: int, wanted
     arena.make_class(ask)
     taken = arena.take(int(arena.classes(np.array([ask]))[0]), 1 << 30)
     assert len(np.unique(taken)) == len(taken)
-    most = arena.open_count * (arena.slab_size // (-(-ask // SLOT_ALIGNMENT) * SLOT_ALIGNMENT))
-    assert len(taken) >= most / (1 + OWN_GAIN)
+    most = arena.open_count * (arena.slab_size // (-(-ask // unit_of(ask)) * unit_of(ask)))
+    assert len(taken) >= most / (1 + OWN_GAIN) * (1 - 1 / RUN_SHARE)
+
+
+@given(wanted=st.floats(0, 1), slabs=st.integers(LONGEST_RUN * RUN_SHARE, 200))
+@example(wanted=66_048 / MIB, slabs=128)
+def test_slabs_that_were_no_multiple_of_their_slots_left_a_tenth_unused(
+    wanted: float, slabs: int
+) -> None:
+    arena = Arena(slabs * MIB)
+    assert arena.slab_size == MIB
+    ask = int(SMALLEST_SLOT + wanted * (MIB // 4))
+    arena.make_class(ask)
+    taken = arena.take(int(arena.classes(np.array([ask]))[0]), 1 << 30)
+    # What no run can leave less of: a slot per run, one part in 32 of it, and slots hardly larger.
+    runs = 1 + arena.open_count // LONGEST_RUN
+    assert len(taken) * (ask + unit_of(ask)) * (1 + OWN_GAIN) >= arena.size - runs * ask - 7 * MIB
+
+
+def test_a_run_of_slabs_over_the_new_end_of_the_arena_is_not_filled_again() -> None:
+    arena = Arena(128 * MIB)
+    arena.make_class(66_048)
+    (size_class,) = arena.classes(np.array([66_048])).tolist()
+    run = arena.run_length(size_class)
+    count = run * MIB // 66_048
+    assert run == 6 and count == 95 > run * (MIB // 66_048)
+    taken = arena.take(size_class, 1 << 30)
+    everything = len(taken)
+    assert everything == 21 * count + 2 * (MIB // 66_048)
+    arena.resize(10 * run + 3)
+    inside = taken[arena.within(taken)]
+    assert len(inside) == 10 * count
+    across = taken[taken // arena.slots_per_slab == 10 * run]
+    assert len(across) == count
+    arena.free(across[:-1])
+    assert not len(arena.take(size_class, 1)), "it goes when it is empty"
+    arena.free(across[-1:])
+    fresh = arena.take(size_class, 1 << 30)
+    assert len(fresh) == 3 * (MIB // 66_048) and arena.within(fresh).all()
+    arena.resize(128)
+    arena.free(np.setdiff1d(taken, across))
+    arena.free(fresh)
+    assert len(arena.take(size_class, 1 << 30)) == everything
 
 
 def test_classes_of_one_size_are_made_anew_when_none_of_their_slots_is_in_use() -> None:
@@ -108,7 +157,8 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(2 * MIB)
+        self.arena = Arena(8 * MIB)
+        assert self.arena.slab_size == 256 * KIB and self.arena.open_count == 2 * RUN_SHARE
         assert [self.arena.add_domain(), self.arena.add_domain()] == [1, 2]
         self.given = self.arena.slab_domain.copy()
         self.arena.give = self.give
@@ -134,6 +184,10 @@ class ArenaMachine(RuleBasedStateMachine):
         for slot in taken:
             assert slot not in self.held
             self.held[slot], self.domains[slot] = size, domain
+
+    @rule(size=st.integers(4096, 262_144))
+    def make_class(self, size: int) -> None:
+        self.arena.make_class(size)
 
     @rule(size=st.integers(262_145, 2 * MIB), domain=st.integers(0, 2))
     def take_run(self, size: int, domain: int) -> None:
@@ -170,7 +224,8 @@ class ArenaMachine(RuleBasedStateMachine):
             assert not any(self.arena._free_slots)
             return
         offsets, sizes = self.arena.offsets(slots), self.arena.sizes(slots)
-        assert (offsets % SLOT_ALIGNMENT == 0).all()
+        assert (offsets % PACKED_ALIGNMENT == 0).all()
+        assert (offsets[sizes % SLOT_ALIGNMENT == 0] % SLOT_ALIGNMENT == 0).all()
         assert (sizes >= np.array([self.held[s] for s in slots.tolist()])).all()
         edges = sorted(zip(offsets.tolist(), sizes.tolist(), strict=True))
         for (offset, size), (following, _) in pairwise(edges):
