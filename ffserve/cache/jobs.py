@@ -39,6 +39,9 @@ NEARBY = 512
 FADE = 0.98
 """Factor by which a step or lead decays with each report."""
 
+USUAL = 16
+"""Reports over which the usual step is a mean, as it fades."""
+
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Table = tuple[Order, Floats]
@@ -95,6 +98,8 @@ class JobProgress:
         """The position after the last one known to be requested."""
         self.step = 0.0
         """Recent number of positions between two reports."""
+        self.usual_step = 0.0
+        """A mean of them, so that a late report changes it little."""
         self.lead = 0.0
         """Recent number of positions that its workers run ahead of its own."""
         self.name: str | None = None
@@ -171,7 +176,9 @@ class JobProgress:
         position, advanced = min(position, order.count), _NONE
         if position > self.position:
             self._use(position - self.position, now)
-            self.step = max(self.step * FADE, float(position - self.position))
+            step = float(position - self.position)
+            self.step = max(self.step * FADE, step)
+            self.usual_step += (step - self.usual_step) / (USUAL if self.usual_step else 1)
             self.lead = max(self.lead * FADE, float(self.front - position))
             self.position = position
             self.front = max(self.front, position)
@@ -250,7 +257,8 @@ class JobProgress:
             return _NONE
         # Requests mostly follow the order, so the last of them comes last in it.
         self._found(order, last, int(numbers[place]))
-        self.lead = max(self.lead, float(self.front - self.position))
+        known = self.position + (self.step if self._reports else 0.0)
+        self.lead = max(self.lead, self.front - known)
         if not self._reports:
             # Without reports, requests tell the position, with some disorder.
             lag = min(AHEAD, order.count // 16)

@@ -85,7 +85,7 @@ class Policy:
 
     def enter(self, slots: Int64s, group: int, size: int) -> None:
         """Slots of `size` bytes together are being filled for a group."""
-        self.buckets.group[slots] = group
+        self.buckets.enter(slots, group)
         self.used[group] = self.used.get(group, 0) + size
 
     def prefetched(self, slots: Int64s) -> None:
@@ -177,8 +177,8 @@ class Policy:
         found, others = [_NO_SLOTS], 0
         own = _NO_SLOTS
         missing = count
-        for number in self._sources(size_class, taker):
-            slots = self._take(number, size_class, missing, usable, latest)
+        for number, most in self._sources(size_class, taker):
+            slots = self._take(number, size_class, min(missing, most), usable, latest)
             missing -= len(slots)
             if number == taker:
                 own = slots
@@ -206,30 +206,33 @@ class Policy:
             for size_class, key, slots in moved:
                 self.buckets.put(slots, size_class, max(key, STALE))
 
-    def _sources(self, size_class: int, taker: int) -> list[int]:
-        """Return the groups to take victims from, in order."""
+    def _sources(self, size_class: int, taker: int) -> list[tuple[int, int]]:
+        """Return the groups to take victims from, in order, and how many from each at most: no
+        group is pushed below its floor while another can give."""
         bucket_sets = self.buckets.of_class[size_class]
         for number in [n for n, bucket_set in bucket_sets.items() if not bucket_set.entries]:
             del bucket_sets[number]
         there = list(bucket_sets)
         if there == [taker]:
-            return there
+            return [(taker, FAR)]
         floors = self.floors()
+        size = int(self._arena.class_sizes[size_class % self._arena.class_count])
+        spare = {n: (self.used.get(n, 0) - floors.get(n, 0)) // size for n in there}
         worth = {number: self._spared_s(number, bucket_sets[number]) for number in there}
-        above = [n for n in there if n != taker and self.used.get(n, 0) > floors.get(n, 0)]
-        above.sort(key=lambda n: -worth[n])
-        own = [taker] if taker in worth else []
+        above = [(n, spare[n]) for n in there if n != taker and spare[n] > 0]
+        above.sort(key=lambda source: -worth[source[0]])
+        own = [(taker, FAR)] if taker in worth else []
         if self.used.get(taker, 0) < floors.get(taker, 0):
             return above + own
         least = ADVANTAGE * self._worth_of_own(taker, worth)
-        first = [n for n in above if worth[n] > least]
+        first = [source for source in above if worth[source[0]] > least]
         # A group without slots of this class has to take from another.
-        return first + own if own or first else above or there
+        return first + own if own or first else above or [(n, FAR) for n in there]
 
     def givers(self, size_class: int, taker: int, coming: int) -> list[int]:
         """Return the groups whose slabs of other size classes a group may take: those that would
-        have to give it slots, but have none of its size class, and keep their floor without a slab.
-        Otherwise two groups would take the same slab from one another for ever.
+        have to give it slots, but have none of its size class, and keep their floor without a run
+        of slabs. Otherwise two groups would take the same slabs from one another for ever.
 
         Args: coming: bytes of slots that the group was given and has not entered yet.
         """
@@ -238,13 +241,13 @@ class Policy:
         if len(self.used) - (taker in self.used) == 0:
             return []
         bucket_sets = self.buckets.of_class[size_class]
-        floors, slab_size = self.floors(), self._arena.slab_size
+        floors, lost = self.floors(), self._arena.longest_run * self._arena.slab_size
         above = [
             number
             for number, size in self.used.items()
             if number != taker
             and number not in bucket_sets
-            and (number not in floors or size >= floors[number] + slab_size)
+            and (number not in floors or size >= floors[number] + lost)
         ]
         if not above or self.used.get(taker, 0) + coming < floors.get(taker, 0):
             return above
@@ -352,9 +355,7 @@ class Policy:
         bucket_set.surplus = min(bucket_set.surplus, surplus)
         if bucket_set.takes % (LOOK_FOR_SURPLUS * LOOKS) == 0:
             if bucket_set.surplus > 0:
-                slots = self.buckets.pop(
-                    bucket_set, EXPENDABLE, -(-bucket_set.surplus // 2), newest=False
-                )
+                slots = self.buckets.pop(bucket_set, EXPENDABLE, bucket_set.surplus, newest=False)
                 good = usable(slots)
                 self.buckets.put(slots[good], bucket_set.size_class, STALE)
                 self.buckets.put(slots[~good], bucket_set.size_class, EXPENDABLE)

@@ -6,8 +6,8 @@ them, so that they are still there when it asks. That takes about a hundredth of
 job, and is given up at once when a request waits for memory.
 
 A job is prefetched up to the position that its workers have reached as far as the daemon knows, and
-from there two batches or what the job uses during a slow read, whichever is more, but a batch and a
-half where more would take too much of a small arena.
+from there two batches or what the job uses during a slow read, whichever is more. Where that would
+take too much of a small arena it is a batch and what the job uses during a read, at most a half.
 
 A windowed order (`ffserve.neighbours`) is prefetched by windows: the samples of each are read in
 the order of the files, neighbours together, before the job comes to the first of them. No socket
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 
@@ -38,8 +39,9 @@ TOTAL_SHARE = 8
 """Prefetched samples of all jobs take at most 1 part in TOTAL_SHARE."""
 SHORTEST_S = 0.05
 """The least duration that a slow read is assumed to take."""
-FORGET = 0.999
-"""Factor by which the assumed duration of a slow read decreases with every piece that is read."""
+FORGET, FORGET_SOON = 0.999, 0.98
+"""Factors by which the assumed duration of a slow read, and that of one in a small arena, decrease
+with every piece that is read."""
 FIRST_STEP = 32
 """Samples in a batch of a job that has not reported a position yet."""
 PIECES = 4
@@ -131,6 +133,8 @@ class Prefetcher:
         self._cache = cache
         self._cursors: dict[JobProgress, _Cursor] = {}
         self._slowest_s = SHORTEST_S
+        self._slow_s = 0.0
+        """The longest duration of a recent read."""
         self._pinned_size = 0
 
     def window(self, progress: JobProgress, now: float) -> int:
@@ -142,8 +146,9 @@ class Prefetcher:
         share = JOB_SHARE
         if cursor and cursor.window_end:
             wanted, share = max(wanted, int(WINDOWS_AHEAD * cursor.window_count)), WINDOW_SHARE
-        # What a job may use before it is heard of again, and half of that while it is read.
-        least = step + (step + 1) // 2
+        # What a job may use before it is heard of again, and what it uses during a read.
+        usual = ceil(progress.usual_step) or step
+        least = usual + min(ceil(progress.rate(now) * self._slow_s), (usual + 1) // 2)
         return min(wanted, max(least, int(self._cache.arena.size / share / size)))
 
     def next_load(self, now: float) -> tuple[Load, str] | None:
@@ -315,7 +320,9 @@ class Prefetcher:
 
     def loaded(self, piece: Piece, now: float) -> None:
         """All loads of a piece have ended."""
-        self._slowest_s = max(self._slowest_s * FORGET, 2 * (now - piece.begun), SHORTEST_S)
+        duration_s = now - piece.begun
+        self._slowest_s = max(self._slowest_s * FORGET, 2 * duration_s, SHORTEST_S)
+        self._slow_s = max(self._slow_s * FORGET_SOON, duration_s)
         if piece.dropped:
             self._cache.release(piece.pins)
             piece.pins = []

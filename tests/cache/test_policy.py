@@ -30,6 +30,8 @@ from ffserve.cache.simulation import (
 Int64s = NDArray[np.int64]
 MIB = 1 << 20
 NOBODY: Int64s = np.zeros(0, np.int64)
+CLASS = int(Arena(MIB).classes(np.array([4096]))[0])
+"""Of slots of 4 KiB."""
 
 
 class Slots:
@@ -41,7 +43,7 @@ class Slots:
         self.first = np.zeros(self.arena.slot_count, np.int64)
         self.count = np.ones(self.arena.slot_count, np.int32)
         self.policy = Policy(self.arena, self.next_use, self.first, self.count)
-        self.free = self.arena.take(0, count).tolist()
+        self.free = self.arena.take(CLASS, count).tolist()
         self.samples = samples
 
     def progress(self, job: str, orders: list[Any] | None = None, base: int = 0) -> JobProgress:
@@ -62,14 +64,14 @@ class Slots:
         self.first[slots] = numbers
         group = self.next_use.group_of(int(numbers[0])) if len(numbers) else 0
         self.policy.enter(slots, group, 4096 * len(slots))
-        getattr(self.policy, how)(slots, 0)
+        getattr(self.policy, how)(slots, CLASS)
         return slots.tolist()
 
     def out(
         self, count: int, usable: Any = None, taker: int = 0, latest: float | None = None
     ) -> list[int]:
         """Evict; return the samples that went."""
-        found, _ = self.policy.victims(0, count, usable or everything, taker, latest)
+        found, _ = self.policy.victims(CLASS, count, usable or everything, taker, latest)
         self.policy.leave(found)
         self.free += found.tolist()
         return self.first[found].tolist()
@@ -86,7 +88,7 @@ def test_expendable_residents_go_first_and_then_the_newest() -> None:
     slots = Slots()
     slots.fill([1, 2, 3])
     slots.fill([4, 5], "admit_expendable")
-    assert slots.policy.victims(1, 3, everything, 0, None)[0].tolist() == []
+    assert slots.policy.victims(CLASS + 1, 3, everything, 0, None)[0].tolist() == []
     assert slots.out(3) == [4, 5, 3]
     assert sorted(slots.out(9)) == [1, 2]
     assert not slots.policy.used
@@ -102,8 +104,8 @@ def test_pinned_residents_stay_in_their_buckets() -> None:
 def test_an_idle_slot_that_is_wanted_again_is_not_lost() -> None:
     slots = Slots()
     taken = slots.fill([1, 2])
-    slots.policy.abandon(np.array(taken), 0)
-    assert slots.policy.idle_victims(0, 2, lambda s: s > 1 << 30).tolist() == []
+    slots.policy.abandon(np.array(taken), CLASS)
+    assert slots.policy.idle_victims(CLASS, 2, lambda s: s > 1 << 30).tolist() == []
     assert sorted(slots.out(2)) == [1, 2]
 
 
@@ -115,7 +117,7 @@ def test_a_hundred_thousand_that_left_by_another_way_are_not_remembered() -> Non
         slots.policy.leave(taken)
         slots.free += taken.tolist()
     assert time.perf_counter() - start < 20
-    (bucket_set,) = slots.policy.buckets.of_class[0].values()
+    (bucket_set,) = slots.policy.buckets.of_class[CLASS].values()
     assert bucket_set.entries < 4 * 65_536
     assert slots.out(5) == []
 
@@ -133,27 +135,30 @@ def test_no_slot_is_ever_offered_twice(steps: list[tuple[str, set[int]]]) -> Non
         match step:
             case "k" | "p" if len(fresh):
                 policy.enter(fresh, 0, 4096 * len(fresh))
-                (policy.admit if step == "k" else policy.admit_expendable)(fresh, 0)
+                (policy.admit if step == "k" else policy.admit_expendable)(fresh, CLASS)
                 inside |= some
             case "i":
-                policy.abandon(np.array(sorted(inside & some), np.int64), 0)
+                policy.abandon(np.array(sorted(inside & some), np.int64), CLASS)
             case "f":
                 gone = np.array(sorted(inside & some), np.int64)
                 policy.leave(gone)
                 inside -= some
             case "v":
-                found = policy.idle_victims(0, len(some), everything).tolist()
-                found += policy.victims(0, len(some) - len(found), everything, 0, None)[0].tolist()
+                found = policy.idle_victims(CLASS, len(some), everything).tolist()
+                found += policy.victims(CLASS, len(some) - len(found), everything, 0, None)[
+                    0
+                ].tolist()
                 assert len(found) == len(set(found)) == min(len(some), len(inside))
                 assert set(found) <= inside
                 policy.leave(np.array(found, np.int64))
                 inside -= set(found)
     policy.leave(np.array(sorted(inside), np.int64))
-    assert not policy.used and (policy.buckets.key == NONE).all()
+    assert not policy.used and (policy.buckets.key[:31] == NONE).all()
     assert slots.out(1) == []
 
 
 SHARED = Slots()
+SHARED.policy.buckets.enter(np.arange(31), 0)
 
 
 # ---- several jobs --------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ def test_no_slot_is_given_to_two(seed: int) -> None:
     for _ in range(400):
         slots.next_use.now += 0.01
         pinned = chance.random(slots.arena.slot_count) < 0.6
-        found, _ = slots.policy.victims(0, 8, lambda s, pinned=pinned: ~pinned[s], 0, None)
+        found, _ = slots.policy.victims(CLASS, 8, lambda s, pinned=pinned: ~pinned[s], 0, None)
         assert len(set(found.tolist())) == len(found)
         assert all(slot in held for slot in found.tolist())
         stolen = chance.choice(list(held), 8, replace=False)
@@ -323,6 +328,21 @@ def test_two_data_sets_have_their_floors() -> None:
         slots.fill(np.arange(4), "admit_expendable")
     assert slots.policy.used[slow.group] == 64 * 4096
     assert slots.out(300, taker=fast.group)
+
+
+def test_a_request_took_a_whole_batch_from_a_data_set_that_had_one_sample_above_its_floor() -> None:
+    slots = Slots(count=256)
+    slots.progress("slow", [np.arange(1000)]).advance_to(0, 0, 0.0)
+    slots.progress("fast", [np.arange(1000)], base=1000).advance_to(0, 0, 0.0)
+    slow, fast = slots.next_use.group_of(0), slots.next_use.group_of(1000)
+    floor = slots.policy.floors()[slow]
+    assert floor == 256 * 4096 // 4
+    slots.fill(np.arange(65))
+    slots.fill(1000 + np.arange(20))
+    gone = slots.out(32, taker=fast)
+    assert sum(number < 1000 for number in gone) == 1
+    assert slots.policy.used[slow] == floor
+    assert len(gone) == 21, "the rest are the taker's own"
 
 
 def test_data_sets_that_share_a_shard_are_one_group() -> None:
@@ -420,6 +440,23 @@ def test_a_few_cells_beside_belady(kind: str, share: float) -> None:
     assert best - 0.015 <= result.hit_rate <= best + 0.001
 
 
+@pytest.mark.parametrize("job_count", (1, 2))
+def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_allow(
+    job_count: int,
+) -> None:
+    """Fifteen slots in a slab of 1 MiB, and half a batch more prefetched than is used at once."""
+    count, pace = 8192, 3000.0
+    jobs = [Job(shuffled(count, seed), pace=pace) for seed in range(job_count)]
+    simulation = Simulation(count, 0.25, jobs, sample_size=64 << 10, alignment=512)
+    try:
+        result = simulation.run(warm_s=2 * count / pace, seconds=2 * count / pace)
+    finally:
+        simulation.close()
+    assert result.slots == count // 4
+    best = belady(result.trace, result.slots, result.measured_from)
+    assert best - 0.015 < result.hit_rate < best + 0.001
+
+
 def test_a_rank_whose_part_changes_gains_from_the_next_epochs_order() -> None:
     result, _ = simulated("a quarter of the ranks", 16_384, 0.25, batch=16, epochs=(8, 8))
     assert 0.39 <= result.hit_rate <= 0.41
@@ -478,7 +515,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
             held = np.concatenate(
                 [
                     bucket._items[bucket._start : bucket._end]
-                    for bucket_set in policy.buckets.of_class[0].values()
+                    for bucket_set in policy.buckets.of_class[CLASS].values()
                     for key, bucket in bucket_set.buckets.items()
                 ]
             )

@@ -148,11 +148,21 @@ def test_an_order_whose_samples_are_there_is_followed_in_longer_pieces() -> None
     """Each piece costs the same, however long; what has to be read is in short ones, as ever."""
     node = Node(1000, np.arange(COUNT))
     node.bring(node.order[:2048])
+    node.prefetcher._slow_s = 1.0
     node.use(1024)
     assert np.array_equal(node.prefetched(), np.unique(node.blocks[2048:2560]))
     lengths = [len(piece.numbers) for piece in node.prefetcher._cursors[node.progress].pieces]
     assert lengths[0] == lengths[-1] == PIECE_COUNT < max(lengths)
     assert sum(lengths) == 1536, "a step and a half ahead"
+    node.directory.close()
+
+
+def test_a_job_on_a_fast_disk_had_half_a_step_more_memory_pinned_than_it_could_use() -> None:
+    """The arena is small for its steps, and a read takes no time."""
+    node = Node(1000, np.arange(COUNT))
+    node.use(1024)
+    node.prefetched()
+    assert sum(len(p.numbers) for p in node.prefetcher._cursors[node.progress].pieces) == 1024
     node.directory.close()
 
 
