@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
@@ -25,6 +25,14 @@ from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 VERSION = 2
 MAX_FRAME_SIZE = 16 * 1024 * 1024
 """Bytes of a body: enough for an OPEN of 100,000 paths, and a bound for a false size."""
+MAX_MESSAGE_SIZE = 1024 * 1024
+"""Bytes of a body from a client, except OPEN."""
+MAX_LIST_COUNT = 262_144
+"""Values in a list of an OPEN."""
+FEW_VALUES = 64
+"""Values in other lists and maps of a client's message that is larger than STEP_SIZE."""
+STEP_SIZE, STEP_COUNT = 16_384, 512
+"""Bytes of a body that are decoded at once; values of a list."""
 MAX_CONTAINERS = 16_384
 """Lists and maps in a frame; decoded, each takes much more memory than its bytes."""
 MAX_GET_COUNT = 65_536
@@ -353,6 +361,8 @@ FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Paylo
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
 
+_LARGE = frozenset(cls.TYPE for cls in (Open, *FROM_SERVER))
+"""Types of messages of up to MAX_FRAME_SIZE; the others are smaller."""
 _KINDS = {"int": int, "bytes": bytes, "dict[str, Any]": dict, "list[Any]": list, "list[str]": list}
 _TABLE: dict[int, tuple[type[Any], tuple[type[Any], ...]]] = {
     cls.TYPE: (cls, tuple(_KINDS[str(f.type)] for f in fields(cls)))
@@ -423,82 +433,188 @@ class Decoder:
 
     def __init__(self, accept: tuple[type[Any], ...]) -> None:
         self._accept = frozenset(accept)
-        self._pending = bytearray()
+        self._buffer: bytes | bytearray | memoryview = b""
+        self._start = 0
+        """The first byte of the buffer that was not taken."""
+        self._steps: Generator[None, None, list[Any]] | None = None
         self._containers = 0
+        self._most_containers = MAX_CONTAINERS
         self.payload_size = 0
         """Bytes of the last PAYLOAD that are not taken yet; nothing is decoded before."""
+
+    @property
+    def pending_size(self) -> int:
+        """Bytes that were pushed and not taken."""
+        return len(self._buffer) - self._start
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `next` has decoded a part of a message, and must be called again."""
+        return self._steps is not None
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> list[Message]:
         """Take bytes as they arrive; return the messages that are complete now, in order.
 
+        Raises: as `next`.
+        """
+        self.push(chunk)
+        messages: list[Message] = []
+        while True:
+            message = self.next()
+            if message is not None:
+                messages.append(message)
+            elif self._steps is None:
+                self._keep()
+                return messages
+
+    def push(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Take bytes as they arrive; `next` returns the messages in them."""
+        if self._start == len(self._buffer):
+            self._buffer, self._start = chunk, 0
+        else:
+            self._keep()
+            assert isinstance(self._buffer, bytearray)
+            self._buffer += chunk
+
+    def _keep(self) -> None:
+        """Keep what was not taken, and nothing that belongs to the caller."""
+        if self._start == len(self._buffer):
+            self._buffer = b""
+        elif isinstance(self._buffer, bytearray):
+            del self._buffer[: self._start]
+        else:
+            self._buffer = bytearray(memoryview(self._buffer)[self._start :])
+        self._start = 0
+
+    def next(self) -> Message | None:
+        """Return the next message; None: it has not arrived yet, or is `unfinished`.
+
+        A call takes a millisecond at most: a larger message is decoded by several.
+
         Raises: ProtocolError: a size over the limit, an invalid body, a message that the peer must
             not send, or a field of the wrong type.
         """
-        pending = self._pending
-        whole: bytes | bytearray | memoryview = chunk
-        if pending:
-            pending += chunk
-            whole = pending
-        messages: list[Message] = []
-        start, end = 0, len(whole)
-        while end - start >= 4 and not self.payload_size:
-            (size,) = _HEADER.unpack_from(whole, start)
+        whole, begin = self._buffer, self._start + 4
+        if len(whole) < begin or self.payload_size:
+            return None
+        (size,) = _HEADER.unpack_from(whole, self._start)
+        if size > STEP_SIZE:
             if size > MAX_FRAME_SIZE:
                 raise ProtocolError(
                     f"a frame of {size} bytes exceeds the limit of {MAX_FRAME_SIZE}"
                 )
-            if end - start - 4 < size:
-                break
-            messages.append(self._message(memoryview(whole)[start + 4 : start + 4 + size]))
-            start += 4 + size
-            if type(messages[-1]) is Payload:
-                self.payload_size = messages[-1].size
-                if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
-                    raise ProtocolError(f"invalid PAYLOAD message: {self.payload_size} bytes")
-        if whole is pending:
-            del pending[:start]
-        elif start < end:
-            pending += memoryview(whole)[start:]
-        return messages
+            if len(whole) < begin + 2:
+                return None
+            if size > MAX_MESSAGE_SIZE and whole[begin + 1] not in _LARGE:
+                raise ProtocolError(
+                    f"a message of {size} bytes exceeds the limit of {MAX_MESSAGE_SIZE}"
+                )
+        if len(whole) - begin < size:
+            return None
+        values = self._values(memoryview(whole)[begin : begin + size])
+        if values is None:
+            return None
+        self._start = begin + size
+        message = self._message(values)
+        if type(message) is Payload:
+            self.payload_size = message.size
+            if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
+                raise ProtocolError(f"invalid PAYLOAD message: {self.payload_size} bytes")
+        return message
 
     def take_payload(self) -> bytes:
         """Return the fed bytes that belong to the last PAYLOAD."""
-        taken = bytes(self._pending[: self.payload_size])
-        del self._pending[: len(taken)]
+        end = min(self._start + self.payload_size, len(self._buffer))
+        taken = bytes(self._buffer[self._start : end])
+        self._start = end
         self.payload_size -= len(taken)
         return taken
 
     def skip_payload(self, size: int) -> None:
         """So many bytes of payload were received without the decoder."""
-        assert size <= self.payload_size and not self._pending
+        assert size <= self.payload_size and not self.pending_size
         self.payload_size -= size
 
     def _counted(self, container: Any) -> Any:
         # An empty list takes one byte of a frame and 64 of memory.
         self._containers += 1
-        if self._containers > MAX_CONTAINERS:
-            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
+        if self._containers > self._most_containers:
+            raise ValueError(f"more than {self._most_containers} lists and maps")
         return container
 
-    def _message(self, body: memoryview) -> Message:
+    def _values(self, body: memoryview) -> list[Any] | None:
+        """Return the values of a body; None: the next call goes on with it."""
+        large = len(body) > STEP_SIZE
         try:
-            self._containers = 0
-            values = msgpack.unpackb(
-                body,
-                raw=False,
-                unicode_errors=_FILE_NAMES,
-                strict_map_key=True,
-                use_list=True,
-                list_hook=self._counted,
-                object_hook=self._counted,
-                ext_hook=_no_extension,
-            )
-        except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
+            if large and body[1] == Open.TYPE:
+                if self._steps is None:
+                    self._containers, self._most_containers = 0, MAX_CONTAINERS
+                    self._steps = self._stepwise(body)
+                try:
+                    next(self._steps)
+                    return None
+                except StopIteration as end:
+                    self._steps = None
+                    values = end.value
+            else:
+                # What is large must be bytes: a million numbers would take 20 ms.
+                few = large and body[1] not in _LARGE
+                self._containers = 0
+                self._most_containers = FEW_VALUES if few else MAX_CONTAINERS
+                most = FEW_VALUES if few else -1
+                values = msgpack.unpackb(body, max_array_len=most, max_map_len=most, **self._how())
+                body.release()
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+            UnicodeDecodeError,
+            msgpack.UnpackException,
+        ) as error:
             raise ProtocolError(f"invalid frame, not msgpack: {error}") from None
-        finally:
-            body.release()
         if type(values) is not list or not values or type(values[0]) is not int:
             raise ProtocolError("invalid frame: not an array with a message type")
+        return values
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "raw": False,
+            "unicode_errors": _FILE_NAMES,
+            "strict_map_key": True,
+            "use_list": True,
+            "list_hook": self._counted,
+            "object_hook": self._counted,
+            "ext_hook": _no_extension,
+        }
+
+    def _stepwise(self, body: memoryview) -> Generator[None, None, list[Any]]:
+        """Decode a body of values and of maps of values and lists, some at a time."""
+        unpacker = _Values(body, max_array_len=FEW_VALUES, max_map_len=FEW_VALUES, **self._how())
+        values: list[Any] = []
+        for _ in range(unpacker.header(unpacker.read_array_header, FEW_VALUES)):
+            if not _is_map(unpacker.head()):
+                values.append(unpacker.take(unpacker.unpack))
+                continue
+            entries: dict[str, Any] = {}
+            values.append(entries)
+            for _ in range(unpacker.header(unpacker.read_map_header, FEW_VALUES)):
+                key = unpacker.take(unpacker.unpack)
+                if type(key) is not str:
+                    raise ValueError("a key that is not a string")
+                if not _is_list(unpacker.head()):
+                    entries[key] = unpacker.take(unpacker.unpack)
+                    continue
+                elements = entries[key] = []
+                count = unpacker.header(unpacker.read_array_header, MAX_LIST_COUNT)
+                while len(elements) < count:
+                    some = range(min(STEP_COUNT, count - len(elements)))
+                    elements += [unpacker.take(unpacker.unpack) for _ in some]
+                    yield
+        if unpacker.tell() < len(body):
+            raise ValueError("more than one value")
+        return values
+
+    def _message(self, values: list[Any]) -> Message:
         known = _TABLE.get(values[0])
         if known is None or known[0] not in self._accept:
             raise ProtocolError(f"unexpected message of type {values[0]}")
@@ -515,6 +631,48 @@ class Decoder:
                 )
         message: Message = cls(*values[1:])
         return message
+
+
+class _Values(msgpack.Unpacker):  # type: ignore[misc]
+    """Unpacks a body value by value."""
+
+    def __init__(self, body: memoryview, **how: Any) -> None:
+        super().__init__(max_buffer_size=len(body), **how)
+        self._body = body
+        self._fed = 0
+
+    def take(self, read: Callable[[], Any]) -> Any:
+        """Return what a method of this object returns. Raises: ValueError: nothing is left."""
+        while True:
+            try:
+                return read()
+            except msgpack.OutOfData:
+                if self._fed == len(self._body):
+                    raise ValueError("it ends within a value") from None
+                part = self._body[self._fed : self._fed + STEP_SIZE]
+                self.feed(part)
+                self._fed += len(part)
+
+    def header(self, read: Callable[[], int], most: int) -> int:
+        """Return the number of values in the container that comes next."""
+        count: int = self.take(read)
+        if count > most:
+            raise ValueError(f"{count} values in a list or map, of {most} at most")
+        return count
+
+    def head(self) -> int:
+        """Return the first byte of the next value."""
+        place: int = self.tell()
+        return self._body[place] if place < len(self._body) else 0
+
+
+def _is_list(head: int) -> bool:
+    """Whether the first byte of a value says that it is an array."""
+    return 0x90 <= head <= 0x9F or head in (0xDC, 0xDD)
+
+
+def _is_map(head: int) -> bool:
+    return 0x80 <= head <= 0x8F or head in (0xDE, 0xDF)
 
 
 def _no_extension(code: int, content: bytes) -> Any:

@@ -19,6 +19,8 @@ from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
 """Announced epochs that are held for one job."""
+MOST_ADVANCED = 65_536
+"""Positions that a job advances at once; the loop of the daemon serves others in between."""
 PACE_S = 20.0
 """Time constant of the average pace."""
 UNKNOWN_PACE = 1000.0
@@ -83,6 +85,8 @@ class JobProgress:
 
     def __init__(self, job: str, sample_count: int, low: int, span: int) -> None:
         self.job = job
+        self.key = job, b""
+        """Its key in `NextUse`."""
         self.sample_count = sample_count
         self.low = low
         self.span = span
@@ -105,6 +109,8 @@ class JobProgress:
         self.name: str | None = None
         self.announcer: object = None
         """The dataset of a session that announced the orders: they are dropped with it."""
+        self.user = 0
+        """The user that announced them."""
         self.departed = False
         """Its requests departed from its order; it counts as silent since."""
         self._reports = False
@@ -130,7 +136,13 @@ class JobProgress:
         return sum(order.size for order in self.orders.values())
 
     def announced(
-        self, epoch: int, order: Order, name: str | None, announcer: object, now: float
+        self,
+        epoch: int,
+        order: Order,
+        name: str | None,
+        announcer: object,
+        now: float,
+        user: int = 0,
     ) -> None:
         """Add an order; it replaces another of this epoch.
 
@@ -145,6 +157,7 @@ class JobProgress:
             del self.orders[sorted(self.orders)[-2]]
         self.name = name
         self.announcer = announcer
+        self.user = user
         self.departed = False
         self.seen = None
         self.last_used = now
@@ -153,27 +166,34 @@ class JobProgress:
     def advance_to(self, epoch: int, position: int, now: float) -> Int64s:
         """The job reports that it has used the first `position` samples of an epoch.
 
+        A call advances MOST_ADVANCED positions at most: call it again while `behind`.
+
         Returns: the samples that it used since it was last known.
         """
         if epoch < self.epoch:
             return _NONE
-        advanced = _NONE
         if epoch > self.epoch:
             order = self.order
-            if order is not None and self.position > order.count * 9 // 10:
+            if order is not None and order.count * 9 // 10 < self.position < order.count:
                 # The end was not reported; an epoch that was abandoned earlier was not used.
-                advanced = self._advance(order.count, now)
+                return self._advance(order.count, now)
             if self.epoch != epoch:
                 self._enter(epoch)
         self._reports = True
-        more = self._advance(position, now)
-        return np.concatenate((advanced, more)) if len(advanced) else more
+        return self._advance(position, now)
+
+    def behind(self, epoch: int, position: int) -> bool:
+        """Whether it has not advanced as far."""
+        if self.epoch != epoch:
+            return self.epoch < epoch
+        order = self.order
+        return order is not None and self.position < min(position, order.count)
 
     def _advance(self, position: int, now: float) -> Int64s:
         order = self.order
         if order is None:
             return _NONE
-        position, advanced = min(position, order.count), _NONE
+        position, advanced = min(position, order.count, self.position + MOST_ADVANCED), _NONE
         if position > self.position:
             self._use(position - self.position, now)
             step = float(position - self.position)
@@ -329,11 +349,7 @@ class JobProgress:
         following = self.orders.get(self.epoch + 1)
         if order.count == self.sample_count or following is None:
             return True
-        if self._compared is None or self._compared[0] is not following:
-            self._compared = following, order.visits_like(following)
-        return self._compared[1]
-
-    _compared: tuple[Order, bool] | None = None
+        return order.like is not None and order.like == (following, True)
 
     def tables(self, now: float) -> list[Table]:
         """Return the orders, and for each the absolute time of each of its parts."""

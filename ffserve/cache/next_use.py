@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.jobs import JobProgress
-from ffserve.cache.orders import Arriving, Order
+from ffserve.cache.orders import Arriving, Order, Steps, done
 from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
 
@@ -95,6 +95,8 @@ class NextUse:
         """(old, new): groups that became one, which the policy has not seen yet."""
         self.most_size = most_size
         self._jobs: dict[tuple[str, bytes], JobProgress] = {}
+        self._announced: dict[JobProgress, None] = {}
+        """Those with an order, and some that have none any more."""
         self._arriving: WeakSet[Arriving] = WeakSet()
         self._bases: list[int] = []
         """First samples of the shards of all datasets, rising."""
@@ -112,6 +114,7 @@ class NextUse:
             low = int(bases[filled].min(initial=1 << 62)) if filled.any() else 0
             high = int((bases + counts)[filled].max(initial=0))
             progress = self._jobs[key] = JobProgress(job, int(counts.sum()), low, high - low)
+            progress.key = key
             progress.group = self._unite(bases[filled].tolist())
             self.groups[progress.group].jobs.append(progress)
         progress.sessions += 1
@@ -143,7 +146,8 @@ class NextUse:
         progress.end(announcer)
         progress.sessions -= 1
         if progress.sessions == 0:
-            self._jobs = {key: each for key, each in self._jobs.items() if each is not progress}
+            del self._jobs[progress.key]
+            self._announced.pop(progress, None)
             self.groups[progress.group].jobs.remove(progress)
 
     def drop(self, base: int) -> None:
@@ -166,8 +170,30 @@ class NextUse:
 
     # ---- announced orders -----------------------------------------------------------------
 
-    def arriving(self, progress: JobProgress, count: int, *, replacement: bool) -> Arriving:
-        """Begin to receive an order.
+    @property
+    def announced_jobs(self) -> list[JobProgress]:
+        """Return the progress of every job with an order."""
+        if not all(progress.orders for progress in self._announced):
+            self._announced = {each: None for each in self._announced if each.orders}
+        return list(self._announced)
+
+    @property
+    def order_size(self) -> int:
+        """Bytes that all orders take, including those still being received."""
+        size = sum(progress.size for progress in self.announced_jobs)
+        return size + sum(arriving.size for arriving in self._arriving)
+
+    def announced_by(self, user: int) -> tuple[int, int]:
+        """Return the bytes of a user's orders, and in how many data sets they are."""
+        mine = [progress for progress in self.announced_jobs if progress.user == user]
+        arriving = [each for each in self._arriving if each.user == user]
+        size = sum(each.size for each in mine) + sum(each.size for each in arriving)
+        return size, len(mine) + len(arriving)
+
+    def arriving(
+        self, progress: JobProgress, count: int, *, replacement: bool, user: int = 0
+    ) -> Arriving:
+        """Begin to receive an order of a user.
 
         Raises: UsageError when no order of this length is valid, or all orders together, including
             those still being received, would be too large.
@@ -178,9 +204,9 @@ class NextUse:
             low=progress.low,
             span=progress.span,
             replacement=replacement,
+            user=user,
         )
-        size = sum(each.size for each in self._jobs.values()) + 6 * count
-        size += sum(6 * other.count for other in self._arriving)
+        size = self.order_size + arriving.size
         if size > self.most_size:
             raise UsageError(
                 f"all announced orders together would take {size} bytes",
@@ -192,10 +218,29 @@ class NextUse:
     def announced(
         self, progress: JobProgress, epoch: int, order: Order, name: str | None, announcer: object
     ) -> None:
+        """As `announcing`, in one step."""
+        done(self.announcing(progress, epoch, order, name, announcer))
+
+    def announcing(
+        self,
+        progress: JobProgress,
+        epoch: int,
+        order: Order,
+        name: str | None,
+        announcer: object,
+        user: int = 0,
+    ) -> Steps[None]:
         """Add a complete order; one that equals another job's is held once."""
-        for other in self._jobs.values():
-            for known in other.orders.values():
-                if known.same(order):
+        for other in self.announced_jobs:
+            for known in tuple(other.orders.values()):
+                if (yield from known.same(order)):
                     order.share(known)
                     break
-        progress.announced(epoch, order, name, announcer, self.now)
+        before, after = progress.orders.get(epoch - 1), progress.orders.get(epoch + 1)
+        if before is not None:
+            yield from before.compare(order)
+        if after is not None:
+            yield from order.compare(after)
+        progress.announced(epoch, order, name, announcer, self.now, user)
+        if progress.sessions:
+            self._announced[progress] = None

@@ -7,10 +7,13 @@ parts: 32 to 64 parts equal exact positions to a tenth of a point of hit rate, s
 A sample that comes more than once (sampling with replacement) is entered at its next use, and
 `following` holds the part of the use after that, one byte per position.
 
-The input of `Arriving` is untrusted until `finish` has returned.
+The input of `Arriving` is untrusted until `finishing` has returned.
 """
 
 from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +29,30 @@ MOST_VISITS = 16
 """Positions per sample of the dataset that an order with replacement may have."""
 _FEW = 1 << 20
 
+STEP_COUNT, STEP_SIZE = 16_384, 1 << 20
+"""Positions of an order, and bytes of its table, that one step of a long calculation handles."""
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""A calculation in steps: the daemon serves others in between."""
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Piece = NDArray[np.uint32]
 """Sample numbers less the lowest of the dataset, which are below 2^32: see `tables.CAPACITY`."""
 
 
+def done(steps: Steps[T]) -> T:
+    """Take all steps; return the result."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
 class Order:
-    """A complete order, made by `Arriving.finish`.
+    """A complete order, made by `Arriving.finishing`.
 
     Args:
         count: positions. low: the lowest sample number of the dataset.
@@ -57,12 +76,14 @@ class Order:
         self.following = following
         self._pieces = pieces
         self._position = 0
+        self.like: tuple[Order, bool] | None = None
+        """The order of the epoch after, and whether it visits the same samples."""
 
     @property
     def size(self) -> int:
         """Bytes that it takes, about."""
-        held = sum(piece.nbytes for piece in self._pieces if piece is not None)
-        return held + self.count * (1 if self.following is None else 2)
+        left = self.count - self._position // PIECE * PIECE
+        return 4 * left + len(self.table) + (0 if self.following is None else self.count)
 
     def part(self, position: int) -> int:
         """Return the part of a position; PARTS + 1 at the end."""
@@ -104,17 +125,16 @@ class Order:
         self._position = max(self._position, position)
         return numbers
 
-    def same(self, other: Order) -> bool:
-        """Whether both visit the same samples in the same order, as far as both still hold them."""
-        return (
-            self.count == other.count
-            and self.low == other.low
-            and len(self.table) == len(other.table)
-            and all(
-                a is None or b is None or a is b or np.array_equal(a, b)
-                for a, b in zip(self._pieces, other._pieces, strict=True)
-            )
-        )
+    def same(self, other: Order) -> Steps[bool]:
+        """Return whether both visit the same samples in the same order, as far as both still hold
+        them."""
+        if (self.count, self.low, len(self.table)) != (other.count, other.low, len(other.table)):
+            return False
+        for a, b in zip(self._pieces, other._pieces, strict=True):
+            if not (a is None or b is None or a is b or np.array_equal(a, b)):
+                return False
+            yield None
+        return True
 
     def share(self, other: Order) -> None:
         """Share the pieces of an order that is the `same`."""
@@ -122,11 +142,21 @@ class Order:
             a if b is None else b for a, b in zip(self._pieces, other._pieces, strict=True)
         ]
 
-    def visits_like(self, other: Order) -> bool:
-        """Whether the other order visits all samples left in this one."""
-        if self.low != other.low or len(self.table) != len(other.table):
-            return False
-        return self.count == other.count and not np.any((self.table > 0) & (other.table == 0))
+    def compare(self, following: Order) -> Steps[None]:
+        """Find out whether the order of the epoch after visits all samples left in this one: sets
+        `like`."""
+        same = (self.count, self.low, len(self.table)) == (
+            following.count,
+            following.low,
+            len(following.table),
+        )
+        for first in range(0, len(self.table) if same else 0, STEP_SIZE):
+            here, there = (each.table[first : first + STEP_SIZE] for each in (self, following))
+            same = not np.any((here > 0) & (there == 0))
+            yield None
+            if not same:
+                break
+        self.like = following, same
 
 
 class Arriving:
@@ -136,12 +166,20 @@ class Arriving:
         count: announced positions.
         sample_count: of the dataset. low, span: its sample numbers are in [low, low + span).
         replacement: whether a sample may come more than once.
+        user: who announces it.
 
     Raises: UsageError when no order of this length is valid.
     """
 
     def __init__(
-        self, count: int, *, sample_count: int, low: int, span: int, replacement: bool
+        self,
+        count: int,
+        *,
+        sample_count: int,
+        low: int,
+        span: int,
+        replacement: bool,
+        user: int = 0,
     ) -> None:
         most = max(MOST_VISITS * sample_count, _FEW) if replacement else sample_count
         if not 0 < count <= most:
@@ -151,6 +189,9 @@ class Arriving:
                 + ("" if replacement else "; an order that repeats samples must say so"),
             )
         self.count = count
+        self.user = user
+        self.size = span + 5 * count
+        """Bytes that it takes, at most."""
         self.arrived = 0
         self._low = low
         self._replacement = replacement
@@ -182,6 +223,10 @@ class Arriving:
             at += len(run)
 
     def finish(self) -> Order:
+        """As `finishing`, in one step."""
+        return done(self.finishing())
+
+    def finishing(self) -> Steps[Order]:
         """Return the order when all of it was received.
 
         Raises:
@@ -195,29 +240,42 @@ class Arriving:
             )
         order = Order(self.count, self._low, self._table, list(self._pieces), None)
         if self._replacement:
-            order.following = self._link(order)
-        elif np.count_nonzero(self._table) < self.count:
-            twice = self._first_repeated(order)
+            order.following = yield from self._link(order)
+            return order
+        visited = 0
+        for first in range(0, len(self._table), STEP_SIZE):
+            visited += int(np.count_nonzero(self._table[first : first + STEP_SIZE]))
+            yield None
+        if visited < self.count:
+            twice = yield from self._first_repeated(order)
             raise SampleIndexError("the order visits a sample more than once", index=twice)
         return order
 
-    def _link(self, order: Order) -> Bytes:
+    def _link(self, order: Order) -> Steps[Bytes]:
         """Compute `following`, from the last part to the first."""
         following = np.zeros(self.count, np.uint8)
         for part in range(PARTS, 0, -1):
-            start, stop = order.edge(part), order.edge(part + 1)
-            places = order.numbers(start, stop) - self._low
-            following[start:stop] = self._table[places]
-            self._table[places] = part
+            first, stop = order.edge(part), order.edge(part + 1)
+            # Of a sample that comes twice in a part both places have the same next use.
+            cuts = range(first, stop, STEP_COUNT)
+            for start in cuts:
+                places = order.numbers(start, min(start + STEP_COUNT, stop)) - self._low
+                following[start : start + len(places)] = self._table[places]
+                yield None
+            for start in cuts:
+                places = order.numbers(start, min(start + STEP_COUNT, stop)) - self._low
+                self._table[places] = part
+                yield None
         return following
 
-    def _first_repeated(self, order: Order) -> int:
+    def _first_repeated(self, order: Order) -> Steps[int]:
         seen = np.zeros(len(self._table), np.bool_)
-        for start in range(0, self.count, PIECE):
-            numbers = order.numbers(start, start + PIECE)
+        for start in range(0, self.count, STEP_COUNT):
+            numbers = order.numbers(start, start + STEP_COUNT)
             unique, counts = np.unique(numbers, return_counts=True)
             again = unique[(counts > 1) | seen[unique - self._low]]
             if len(again):
                 return int(again[0])
             seen[unique - self._low] = True
+            yield None
         raise AssertionError("an order that is shorter than its table has a repeated sample")

@@ -47,6 +47,8 @@ FIRST_STEP = 32
 PIECES = 4
 """A window is read, and given up, in at least so many pieces."""
 SMALLEST_PIECE = 8
+MOST_LOOKED_AT = 64
+"""Jobs of which the most urgent is served; with more, these are others each time."""
 RETRY_S = 0.02
 """Pause after the arena had no room."""
 LOOK = 65_536
@@ -136,6 +138,8 @@ class Prefetcher:
         self._slow_s = 0.0
         """The longest duration of a recent read."""
         self._pinned_size = 0
+        self._first = 0
+        """The first job that is looked at."""
 
     def window(self, progress: JobProgress, now: float) -> int:
         """Return how many positions beyond its front a job is prefetched."""
@@ -187,8 +191,12 @@ class Prefetcher:
 
     def _most_urgent(self, now: float) -> JobProgress | None:
         best, soonest = None, np.inf
-        for progress in self._cache.next_use.jobs:
-            if not progress.orders or not progress.active(now):
+        jobs = self._cache.next_use.announced_jobs
+        if len(jobs) > MOST_LOOKED_AT:
+            self._first = (self._first + MOST_LOOKED_AT) % len(jobs)
+            jobs = (jobs[self._first :] + jobs[: self._first])[:MOST_LOOKED_AT]
+        for progress in jobs:
+            if not progress.active(now):
                 continue
             cursor = self._cursors.get(progress)
             if cursor is None:

@@ -26,7 +26,7 @@ import resource
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -775,15 +775,21 @@ class Catalog:
                 left = self._domains.dissolve(domain)
             await asyncio.sleep(0)
 
-    def shards(self) -> list[OpenShard]:
-        """Return every shard in the tables, closed ones included."""
-        opened = [f.result() for f in self._open.values() if f.done() and not f.exception()]
-        return [*opened, *self._closed.values()]
+    def shards(self) -> Iterator[list[OpenShard]]:
+        """Yield every shard in the tables, closed ones included, some at a time."""
+        opened = list(self._open.values())
+        for first in range(0, len(opened), HOLD_COUNT):
+            part = opened[first : first + HOLD_COUNT]
+            yield [f.result() for f in part if f.done() and not f.exception()]
+        closed = list(self._closed.values())
+        for first in range(0, len(closed), HOLD_COUNT):
+            yield closed[first : first + HOLD_COUNT]
 
     def shutdown(self) -> None:
         """Close every descriptor."""
-        for shard in self.shards():
-            close_fds(self._taken_fds(shard))
+        for shards in self.shards():
+            for shard in shards:
+                close_fds(self._taken_fds(shard))
 
 
 def _deleted_of(shards: list[OpenShard]) -> list[OpenShard]:

@@ -207,6 +207,7 @@ class Outbox:
         """Drop everything: the client is gone."""
         self._queue.clear()
         self._run = None
+        self.frames_size = 0
 
     def stop(self, tag: int) -> None:
         """The scheduler takes the pins of a reply back: copy the rest of its run, end it after."""

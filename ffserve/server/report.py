@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Generator, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,14 @@ from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
 MOST_ROWS = 1000
 """Rows in each list, so that a REPORT fits into a frame whatever clients open."""
+STEP_ROWS = 64
+"""Rows that are made in one step."""
 
 
-def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
-    """Return the answer to STATUS.
+def status(
+    state: ServerState, now: float, peer: Peer
+) -> Generator[None, None, dict[str, Any]]:
+    """Return the answer to STATUS, in steps.
 
     Root and the daemon's own user see everything. Others see totals and what is their own, since
     the names of files and jobs tell much about a user.
@@ -28,12 +34,21 @@ def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
     viewer = None if peer.is_administrator else peer.viewer
     counters = state.cache.counters
     engine = state.engines.counters()
-    shards = [s for s in state.catalog.shards() if viewer is None or viewer in s.names]
+    shards: list[OpenShard] = []
+    for part in state.catalog.shards():
+        shards += [shard for shard in part if viewer is None or viewer in shard.names]
+        yield None
     jobs = [job for job in state.jobs.values() if viewer in (None, job.user)]
     own = {job.name for job in jobs}
     progress = [each for each in state.next_use.jobs if each.job in own]
-    alone_sizes = _alone_sizes(state, shards)
-    usage = dict(zip(state.table.bases.tolist(), state.table.used.tolist(), strict=True))
+    alone_sizes = yield from _alone_sizes(state, shards)
+    rows = yield from _rows(
+        shards=(shard_facts(state, shard, viewer) for shard in shards),
+        progress=(progress_facts(state, each, now) for each in progress),
+        groups=iter(group_facts(state, now, None if viewer is None else own)),
+        jobs=(job_facts(state, job, now, alone_sizes.get(job.name, 0)) for job in jobs),
+        domains=iter(domain_facts(state, viewer)),
+    )
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -56,25 +71,34 @@ def status(state: ServerState, now: float, peer: Peer) -> dict[str, Any]:
             "prefetched": counters.prefetched,
             "wasted": counters.wasted,
         },
-        "shards": [
-            {
-                "path": shard.path if viewer is None else shard.names[viewer],
-                "format": shard.format,
-                "count": shard.count,
-                "size": shard.size,
-                "payload_size": shard.payload_size,
-                "sessions": shard.sessions,
-                "open": shard.fd >= 0,
-                "cached_size": usage.get(shard.base, 0) if shard.count else 0,
-            }
-            for shard in shards[:MOST_ROWS]
-        ],
-        "progress": [progress_facts(state, each, now) for each in progress[:MOST_ROWS]],
-        "groups": group_facts(state, now, None if viewer is None else own),
-        "jobs": [
-            job_facts(state, job, now, alone_sizes.get(job.name, 0)) for job in jobs[:MOST_ROWS]
-        ],
-        "domains": domain_facts(state, viewer),
+        **rows,
+    }
+
+
+def _rows(
+    **facts: Iterator[dict[str, Any]],
+) -> Generator[None, None, dict[str, list[dict[str, Any]]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, each in facts.items():
+        mine = rows[name] = []
+        while part := list(islice(each, min(STEP_ROWS, MOST_ROWS - len(mine)))):
+            mine += part
+            yield None
+    return rows
+
+
+def shard_facts(state: ServerState, shard: OpenShard, viewer: Viewer | None) -> dict[str, Any]:
+    """Return the facts about one shard, by the name that this user has for it."""
+    used = int(state.table.used[state.table.row(shard.base)]) if shard.count else 0
+    return {
+        "path": shard.path if viewer is None else shard.names.get(viewer, ""),
+        "format": shard.format,
+        "count": shard.count,
+        "size": shard.size,
+        "payload_size": shard.payload_size,
+        "sessions": shard.sessions,
+        "open": shard.fd >= 0,
+        "cached_size": used,
     }
 
 
@@ -184,22 +208,26 @@ def job_facts(state: ServerState, job: Job, now: float, alone_size: int) -> dict
     }
 
 
-def _alone_sizes(state: ServerState, shards: list[OpenShard]) -> dict[str, int]:
+def _alone_sizes(
+    state: ServerState, shards: list[OpenShard]
+) -> Generator[None, None, dict[str, int]]:
     """Return the bytes that each job would have read with the whole arena for itself: everything
     in its first epoch, later what does not fit."""
     bases = np.array([shard.base for shard in shards], np.int64)
     payload_sizes = np.array([shard.payload_size for shard in shards], np.int64)
+    yield None
     data_sets: defaultdict[str, list[JobProgress]] = defaultdict(list)
     for progress in state.next_use.jobs:
         data_sets[progress.job].append(progress)
     sizes = {}
     for name, every in data_sets.items():
-        job, count = state.jobs[name], sum(progress.sample_count for progress in every)
-        if not count:
+        job, count = state.jobs.get(name), sum(progress.sample_count for progress in every)
+        if job is None or not count:
             continue
         inside = np.zeros(len(bases), np.bool_)
         for progress in every:
             inside |= (bases >= progress.low) & (bases < progress.low + progress.span)
+            yield None
         payload = int(payload_sizes[inside].sum())
         used = (job.hits + job.missed) * payload // count
         later = max(used - payload, 0)

@@ -1,17 +1,22 @@
 """Scheduler: which request gets the next turn, and which has to wait for memory.
 
-Jobs take turns, and within a job its sessions do. A turn is at most QUANTUM samples and
-QUANTUM_SIZE bytes, so a request for 100,000 samples delays its neighbours by one turn, and a job
-with sixteen workers gets no more of the disk than one with two. The number of reads in flight is
-bounded, so that the next turn comes soon. No request blocks for ever:
+Users take turns (`users.FairShare`, by samples and bytes), within a user its jobs do, and within a
+job its sessions. A turn is at most QUANTUM samples and QUANTUM_SIZE bytes, so a request for 100,000
+samples delays its neighbours by one turn, and a job with sixteen workers gets no more of the disk
+than one with two. The number of reads in flight is bounded, so that the next turn comes soon; while
+several users ask, each has a part of it. `pump` gives MOST_TURNS turns and then lets the loop serve
+others. No request blocks for ever:
 
 * A finished GET keeps its samples pinned until the client acknowledges it, so that the client can
-  copy them. When other requests wait for memory, pins older than PIN_GRACE_S are taken back. That
-  is safe at any time: a client that copies too late sees the seqlock move and asks again.
+  copy them. When other requests wait for memory, pins older than PIN_GRACE_S are taken back, and
+  younger ones of a user who has pinned more than an equal share of the arena when another user
+  waits. That is safe at any time: a client that copies too late sees the seqlock move and asks
+  again.
 * A request that is blocked while some of its samples are ready is answered in part; the client asks
   for the rest and acknowledges the part.
 * While the oldest blocked request has waited between FAVOUR_S[0] and FAVOUR_S[1], no other request
-  takes memory. Otherwise small samples could for ever take what a large one waits for.
+  takes memory. Otherwise small samples could for ever take what a large one waits for. Other users
+  with less than an equal share of the arena go on.
 * Prefetching for announced jobs runs when no request has a turn, with at most half of the reads in
   flight, and loses its pins when a request waits for memory (`prefetch.py`).
 * After GIVE_UP_S the next sample of a blocked request fails with ReadError. Only leases can hold
@@ -23,8 +28,9 @@ No socket and no clock: `now` is monotonic time in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,9 +38,23 @@ import numpy as np
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY
+from ffserve.server.users import ACTIVE_S, MOST_ASKED, FairShare, User
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
 """A device reads that in 2 to 6 ms. A turn costs the loop 100 us and 1 us per sample."""
+MOST_TURNS = 4
+"""Turns that one `pump` gives, one with several users; the next one comes after the loop has looked
+for messages."""
+SEVERAL_QUANTUM, SEVERAL_SHARE = 64, 4
+"""With several users a turn is shorter, and 1 part in SEVERAL_SHARE of the reads is in flight, so
+that the turn of another user comes soon. A disk is busy with that, for more turns of the loop."""
+FLOWING_SIZE = 8 << 20
+"""Bytes that one of several users has in flight, at which its turns wait: 4 ms of a disk."""
+MOST_TRIED = 4
+"""Blocked requests of one user that one `pump` tries again: the oldest, and others in turn. With
+several users: the oldest, and of a user with more than an equal share only every RETRY_S, since a
+search for memory among pinned slots takes milliseconds."""
+RETRY_S = 0.01
 PIN_GRACE_S = 0.05
 FAVOUR_S = (0.1, 1.0)
 GIVE_UP_S = 20.0
@@ -51,6 +71,8 @@ So a client that never acknowledges does not make the daemon's memory grow."""
 MOST_COUNTED_JOBS = 1024
 """Jobs whose reads are counted."""
 _FEW_PINS = 1024
+_FEW = 16
+"""Tags whose pins one step of `leave` gives back."""
 
 
 class Reply(Protocol):
@@ -126,6 +148,17 @@ class Lease:
     pins: list[Int64s]
     pinned_size: int
     slabs: Int64s
+    count: int
+    """Samples that it was asked for."""
+
+
+@dataclass(eq=False, slots=True)
+class Answered:
+    """The pins of a finished GET: slots, their size in bytes, the samples that it was asked for."""
+
+    pins: list[Int64s]
+    pinned_size: int
+    count: int
 
 
 @dataclass(eq=False, slots=True)
@@ -136,17 +169,54 @@ class Owner:
     """Called when a request is finished."""
     job: str = ""
     """Sessions of one job share its turns."""
+    user: User = field(default_factory=User)
+    """Jobs of one user share its turns."""
     taken_back: Callable[[int], None] | None = None
     """Called with its tag before the pins of a finished GET are taken back."""
     runnable: deque[SampleRequest] = field(default_factory=deque)
     waiting: dict[int, SampleRequest] = field(default_factory=dict)
     """Requests that are not finished, by tag."""
-    unacknowledged: dict[int, list[Int64s]] = field(default_factory=dict)
-    """Pins of finished GETs, by tag."""
+    unacknowledged: dict[int, Answered] = field(default_factory=dict)
+    """Finished GETs, by tag."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """Granted leases that pin something, by tag."""
     queued: bool = False
     gone: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Turns:
+    """What the scheduler knows of one user."""
+
+    user: User
+    jobs: deque[str] = field(default_factory=deque)
+    """Jobs with a runnable request."""
+    sessions: dict[str, deque[Owner]] = field(default_factory=dict)
+    """The sessions of these jobs that have a runnable request."""
+    blocked: deque[SampleRequest] = field(default_factory=deque)
+    """By the time since when they wait."""
+    tried: int = 0
+    tried_at: float = float("-inf")
+    """The number of `blocked` that is tried next, and when one was tried last."""
+    pins: deque[tuple[float, Owner, int]] = field(default_factory=deque)
+    """When GETs were finished, their sessions and tags; some are acknowledged already."""
+    most_pins: int = _FEW_PINS
+    reads: int = 0
+    read_size: int = 0
+    """Reads in flight, and their bytes."""
+    pinned_size: int = 0
+    pinning_size: int = 0
+    """Bytes of slots that finished GETs hold, and requests that are not finished."""
+    leased_size: int = 0
+    leased_count: int = 0
+    """Bytes of slots that leases hold, and samples that they were asked for."""
+    seen: float = float("-inf")
+    """The time of the last request."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not (self.jobs or self.blocked or self.pins or self.reads or self.leased_count)
 
 
 class Scheduler:
@@ -165,14 +235,19 @@ class Scheduler:
         self._submit = submit
         self._most_reads = most_reads
         self._reads = 0
+        self._reading: dict[int, tuple[_Turns, int]] = {}
+        """The users of the loads in flight, and the reads that they were counted for."""
         self.prefetcher = Prefetcher(cache)
-        self._turns: deque[str] = deque()
-        """Jobs with a runnable request."""
-        self._sessions: dict[str, deque[Owner]] = {}
-        """The sessions of these jobs that have a runnable request."""
-        self._blocked: deque[SampleRequest] = deque()
-        self._pins: deque[tuple[float, Owner, int]] = deque()
-        self._most_pins = _FEW_PINS
+        self._share = FairShare()
+        self._users: dict[User, _Turns] = {}
+        self._runnable: dict[User, _Turns] = {}
+        """Users with a runnable request."""
+        self._active = 1
+        """Users that have made a request lately."""
+        self.wake: Callable[[], object] | None = None
+        """Called when `pump` has stopped after MOST_TURNS: it must be called again soon. None: it
+        does not stop."""
+        self._waking = False
         self.request_count = 0
         """Requests of all sessions that are not finished."""
         self.leased_size = 0
@@ -187,7 +262,7 @@ class Scheduler:
         """Bytes read from files by job; a shared read counts for the job that began it."""
 
     @property
-    def _share(self) -> int:
+    def _share_size(self) -> int:
         return max(1, self._cache.arena.size // ARENA_SHARE)
 
     @property
@@ -206,7 +281,7 @@ class Scheduler:
     @property
     def blocked_count(self) -> int:
         """Requests that wait for memory."""
-        return len(self._blocked)
+        return sum(len(turns.blocked) for turns in self._users.values())
 
     def add(self, request: SampleRequest, now: float) -> None:
         """Accept a request and give turns."""
@@ -215,18 +290,36 @@ class Scheduler:
         ):
             request.owner.finished(request)
             return
+        owner = request.owner
+        owner.user.requests.take(1)
+        owner.user.asked.take(len(request.numbers))
+        turns = self._turns_of(owner.user)
+        turns.seen = now
         self.request_count += 1
-        request.owner.waiting[request.tag] = request
-        request.owner.runnable.append(request)
-        self._queue(request.owner)
-        self.pump(now)
+        owner.waiting[request.tag] = request
+        owner.runnable.append(request)
+        self._queue(owner)
+        if not self._waking:
+            self.pump(now)
+
+    def _turns_of(self, user: User) -> _Turns:
+        turns = self._users.get(user)
+        if turns is None:
+            gone = [u for u, t in self._users.items() if t.idle and not u.sessions]
+            for other in [each for each in gone if not each.requests.held]:
+                del self._users[other]
+                self._share.forget(other)
+            turns = self._users[user] = _Turns(user)
+        return turns
 
     def acknowledge(self, owner: Owner, tags: list[int]) -> None:
         """The client has copied the samples of these GETs: unpin them."""
         for tag in tags:
-            pins = owner.unacknowledged.pop(tag, None)
-            if pins is not None:
-                self._cache.release(pins)
+            answered = owner.unacknowledged.pop(tag, None)
+            if answered is not None:
+                self._users[owner.user].pinned_size -= answered.pinned_size
+                owner.user.asked.give(answered.count)
+                self._cache.release(answered.pins)
 
     def release(self, owner: Owner, tags: list[int]) -> None:
         """End these leases. A lease that is not granted yet becomes a GET."""
@@ -235,6 +328,10 @@ class Scheduler:
                 owner.waiting[tag].lease = False
             lease = owner.leases.pop(tag, None)
             if lease is not None:
+                turns = self._users[owner.user]
+                turns.leased_size -= lease.pinned_size
+                turns.leased_count -= lease.count
+                owner.user.asked.give(lease.count)
                 self.leased_size -= lease.pinned_size
                 self._leases_in_slab[lease.slabs] -= 1
                 self._leased_slabs -= int(np.sum(self._leases_in_slab[lease.slabs] == 0))
@@ -243,6 +340,10 @@ class Scheduler:
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
         """A load has ended."""
         self._reads -= load.reads
+        turns, reads = self._reading.pop(load.number, (None, 0))
+        if turns is not None:
+            turns.reads -= reads
+            turns.read_size -= load.size
         for fetch in self._cache.loaded(load, failures):
             if isinstance(fetch, Piece):
                 self.prefetcher.loaded(fetch, now)
@@ -253,32 +354,46 @@ class Scheduler:
                 fetch.pins = []
             elif fetch.complete or fetch.enough or fetch.blocked_since is not None:
                 self._finish(fetch, now)
-        self.pump(now)
+        if not self._waking:
+            self.pump(now)
 
-    def leave(self, owner: Owner, now: float) -> None:
-        """A session has ended: drop its requests and give back its pins and leases."""
+    def leave(self, owner: Owner, now: float) -> Iterator[None]:
+        """A session has ended: drop its requests, and give back its pins and leases in steps."""
         owner.gone = True
+        user, turns = owner.user, self._turns_of(owner.user)
         for request in owner.waiting.values():
             self.request_count -= 1
+            user.requests.give(1)
+            user.asked.give(len(request.numbers))
+            turns.pinning_size -= request.pinned_size
             if request.waiting == 0:
                 self._cache.release(request.pins)
                 request.pins = []
         owner.waiting.clear()
         owner.runnable.clear()
-        self._blocked = deque(r for r in self._blocked if r.owner is not owner)
-        self.acknowledge(owner, list(owner.unacknowledged))
-        self.release(owner, list(owner.leases))
+        turns.blocked = deque(r for r in turns.blocked if r.owner is not owner)
+        return self._leaving(owner, now)
+
+    def _leaving(self, owner: Owner, now: float) -> Iterator[None]:
+        for held, give in ((owner.unacknowledged, self.acknowledge), (owner.leases, self.release)):
+            while held:
+                give(owner, list(islice(held, _FEW)))
+                yield
         self.pump(now)
 
     def next_deadline(self) -> float | None:
         """Return when `pump` must be called again if nothing else happens; None: never."""
-        if not self._blocked:
+        blocked = [turns.blocked[0] for turns in self._users.values() if turns.blocked]
+        if not blocked:
             return None
-        since = self._since(self._blocked[0])
+        since = min(map(self._since, blocked))
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
-        self._sweep()
-        if self._pins:
-            deadlines.append(self._pins[0][0] + PIN_GRACE_S)
+        if self._active > 1:
+            deadlines.append(self._pumped + RETRY_S)
+        for turns in self._users.values():
+            self._sweep(turns)
+            if turns.pins:
+                deadlines.append(turns.pins[0][0] + PIN_GRACE_S)
         return min(deadlines, default=None)
 
     def stop(self) -> None:
@@ -292,17 +407,28 @@ class Scheduler:
     # ---- turns ----------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
-        """Give turns until every request is blocked or enough reads are in flight."""
+        """Give turns until every request is blocked, enough reads are in flight, or MOST_TURNS were
+        given."""
         self._pumped = self._cache.next_use.now = now
+        self._waking = False
         if self._stopped:
             return
-        if self._blocked:
-            self.make_room(now)
-            self._unblock(now)
-        if self._blocked and self._favours(self._blocked[0], now):
+        self._active = sum(now - turns.seen < ACTIVE_S for turns in self._users.values())
+        blocked = [turns for turns in self._users.values() if turns.blocked]
+        if blocked:
+            self._unblock(blocked, now)
+            blocked = [turns for turns in blocked if turns.blocked]
+        favoured = self._favoured(blocked, now)
+        if favoured is not None and self._active == 1:
             return
-        while self._turns and self._reads < self._most_reads:
-            owner = self._next_owner()
+        left = MOST_TURNS if self._active == 1 else 1
+        while self._reads < self._most_reads and (user := self._next_user(favoured)) is not None:
+            if not left and self.wake is not None:
+                self._waking = True
+                self.wake()
+                return
+            left -= 1
+            owner = self._next_owner(user)
             if owner.gone or not owner.runnable:
                 continue
             part = self.prefetcher.next_of_window(owner.job, now)
@@ -312,7 +438,7 @@ class Scheduler:
                 owner.runnable.popleft()
             self._queue(owner)
 
-        if self._turns or self._blocked:
+        if self._runnable or any(turns.blocked for turns in self._users.values()):
             return
         while self._reads < self._most_reads // 2:
             load = self.prefetcher.next_load(now)
@@ -327,38 +453,88 @@ class Scheduler:
         self._submit(load, reply)
         self._reads += load.reads
 
-    def _next_owner(self) -> Owner:
-        job = self._turns.popleft()
-        sessions = self._sessions[job]
+    def _next_user(self, favoured: SampleRequest | None) -> User | None:
+        """Return the user whose turn it is; None: none has one now."""
+        users = self._runnable
+        if self._active > 1:
+            users = {
+                user: turns
+                for user, turns in users.items()
+                if self._may_read(turns) and self._may_pass(turns, favoured)
+            }
+        return self._share.choose(users) if users else None
+
+    def _may_read(self, turns: _Turns) -> bool:
+        """Whether one of several users may have another turn now."""
+        return not turns.reads or (
+            turns.reads < max(self._most_reads // SEVERAL_SHARE // self._active, 1)
+            and turns.read_size < FLOWING_SIZE
+            and turns.pinning_size < self._equal_size
+        )
+
+    def _may_pass(self, turns: _Turns, favoured: SampleRequest | None) -> bool:
+        """Whether a user need not wait for the favoured request."""
+        if favoured is None:
+            return True
+        return turns.user is not favoured.owner.user and self._has_little(turns)
+
+    def _has_little(self, turns: _Turns) -> bool:
+        """Whether a user holds less than an equal share of the arena."""
+        held_size = turns.pinned_size + turns.pinning_size + turns.leased_size
+        return held_size < self._equal_size
+
+    @property
+    def _equal_size(self) -> int:
+        """An equal share of the arena for each user that has made a request lately."""
+        return self._cache.arena.size // max(self._active, 2)
+
+    def _next_owner(self, user: User) -> Owner:
+        turns = self._runnable[user]
+        job = turns.jobs.popleft()
+        sessions = turns.sessions[job]
         owner = sessions.popleft()
         owner.queued = False
         if sessions:
-            self._turns.append(job)
+            turns.jobs.append(job)
         else:
-            del self._sessions[job]
+            del turns.sessions[job]
+            if not turns.jobs:
+                del self._runnable[user]
         return owner
 
     def _queue(self, owner: Owner) -> None:
         if owner.runnable and not owner.queued:
             owner.queued = True
-            sessions = self._sessions.get(owner.job)
+            turns = self._users[owner.user]
+            if not turns.jobs:
+                self._runnable[owner.user] = turns
+                self._share.begin(owner.user)
+            sessions = turns.sessions.get(owner.job)
             if sessions is None:
-                sessions = self._sessions[owner.job] = deque()
-                self._turns.append(owner.job)
+                sessions = turns.sessions[owner.job] = deque()
+                turns.jobs.append(owner.job)
             sessions.append(owner)
 
     def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
         before, waiting = request.cursor, request.waiting
-        size = min(QUANTUM_SIZE, max(self._share - request.pinned_size, 1))
-        load = self._cache.advance(request, QUANTUM, size)
+        turns = self._users[request.owner.user]
+        load = self._advance(request, turns)
+        if request.cursor == before and self._active > 1 and self._others_give(turns):
+            load = self._advance(request, turns)
+        cost = (request.cursor - before) / QUANTUM
         if load is not None:
             waiting += 1
+            cost = max(cost, load.size / QUANTUM_SIZE)
             self._start(load, request.owner.job, request.reply)
+            turns.reads += load.reads
+            turns.read_size += load.size
+            self._reading[load.number] = turns, load.reads
+        self._share.charge(turns.user, cost)
         if request.waiting > waiting:
             request.reply = None  # it also waits for a load of another request
         # Remembered, since the arena may grow before the loads have ended.
-        request.enough = request.pinned_size >= self._share
+        request.enough = request.pinned_size >= self._share_size
         whole = request.cursor == len(request.numbers)
         if whole or request.enough:
             if request.waiting == 0:
@@ -372,91 +548,150 @@ class Scheduler:
             self._finish(request, now)
         else:
             request.blocked_since = now
-            self._blocked.append(request)
+            turns.blocked.append(request)
         return True
 
+    def _advance(self, request: SampleRequest, turns: _Turns) -> Load | None:
+        size = min(QUANTUM_SIZE, max(self._share_size - request.pinned_size, 1))
+        turns.pinning_size -= request.pinned_size
+        count = QUANTUM if self._active == 1 else SEVERAL_QUANTUM
+        load = self._cache.advance(request, count, size)
+        turns.pinning_size += request.pinned_size
+        return load
+
     def _finish(self, request: SampleRequest, now: float) -> None:
-        owner = request.owner
+        owner, turns = request.owner, self._users[request.owner.user]
         request.count = request.cursor
         self.request_count -= 1
         owner.waiting.pop(request.tag, None)
+        turns.pinning_size -= request.pinned_size
         if request.blocked_since is not None:
-            self._blocked.remove(request)
+            turns.blocked.remove(request)
             request.blocked_since = None
         if not request.lease:
-            owner.unacknowledged[request.tag] = request.pins
-            self._pins.append((now, owner, request.tag))
+            answered = Answered(request.pins, request.pinned_size, len(request.numbers))
+            owner.unacknowledged[request.tag] = answered
+            turns.pinned_size += request.pinned_size
+            turns.pins.append((now, owner, request.tag))
             if len(owner.unacknowledged) > MOST_UNACKNOWLEDGED:
                 self._take_back(owner, next(iter(owner.unacknowledged)))
-            self._sweep()
-        elif not self._grant(request):
+            self._sweep(turns)
+        elif not self._grant(request, turns):
             self._cache.release(request.pins)
             request.count = 0
+            owner.user.asked.give(len(request.numbers))
+        owner.user.requests.give(1)
         owner.finished(request)
 
-    def _grant(self, request: SampleRequest) -> bool:
+    def _grant(self, request: SampleRequest, turns: _Turns) -> bool:
         """Turn the pins of a request into a lease; return False if leases would hold too much."""
-        if self.leased_size + request.pinned_size > self._most_leased:
+        user, size, count = request.owner.user, request.pinned_size, len(request.numbers)
+        if not request.pins:
+            user.asked.give(count)
+            return True
+        if not user.may_take(size, turns.leased_size, self.leased_size, self._most_leased):
+            return False
+        if turns.leased_count + count > MOST_ASKED // 2:
             return False
         slabs = self._cache.arena.slabs_of(request.pins)
         fresh = int(np.sum(self._leases_in_slab[slabs] == 0))
         if self._leased_slabs + fresh > self._most_leased_slabs:
             return False
-        self.leased_size += request.pinned_size
+        self.leased_size += size
+        turns.leased_size += size
+        turns.leased_count += count
         self._leases_in_slab[slabs] += 1
         self._leased_slabs += fresh
-        if request.pins:
-            lease = Lease(request.pins, request.pinned_size, slabs)
-            request.owner.leases[request.tag] = lease
+        request.owner.leases[request.tag] = Lease(request.pins, size, slabs, count)
         return True
 
-    def _sweep(self) -> None:
+    def limit_pins(self, user: User) -> None:
+        """The user has asked for as many samples as it may: take back pins, the oldest first."""
+        turns = self._turns_of(user)
+        while turns.pins and user.asked.full:
+            _, owner, tag = turns.pins.popleft()
+            self._take_back(owner, tag)
+
+    def _sweep(self, turns: _Turns) -> None:
         """Drop acknowledged GETs from the list of pins."""
-        while self._pins and self._pins[0][2] not in self._pins[0][1].unacknowledged:
-            self._pins.popleft()
-        if len(self._pins) > self._most_pins:
+        while turns.pins and turns.pins[0][2] not in turns.pins[0][1].unacknowledged:
+            turns.pins.popleft()
+        if len(turns.pins) > turns.most_pins:
             # A client that never acknowledges stays at the head; drop those behind it.
-            self._pins = deque(pin for pin in self._pins if pin[2] in pin[1].unacknowledged)
-            self._most_pins = 2 * len(self._pins) + _FEW_PINS
+            turns.pins = deque(pin for pin in turns.pins if pin[2] in pin[1].unacknowledged)
+            turns.most_pins = 2 * len(turns.pins) + _FEW_PINS
 
     def make_room(self, now: float) -> None:
         """Take back all pins that may be taken back now."""
         self.prefetcher.make_room()
-        while self._pins and self._pins[0][0] + PIN_GRACE_S <= now:
-            _, owner, tag = self._pins.popleft()
-            self._take_back(owner, tag)
+        for turns in self._users.values():
+            while turns.pins and turns.pins[0][0] + PIN_GRACE_S <= now:
+                _, owner, tag = turns.pins.popleft()
+                self._take_back(owner, tag)
+
+    def _others_give(self, waiting: _Turns) -> bool:
+        """Take back pins of users with more than an equal share while another user waits; return
+        whether there were any."""
+        equal, given = self._equal_size, False
+        for turns in self._users.values():
+            while turns is not waiting and turns.pins and turns.pinned_size > equal:
+                _, owner, tag = turns.pins.popleft()
+                given |= tag in owner.unacknowledged
+                self._take_back(owner, tag)
+        return given
 
     def _take_back(self, owner: Owner, tag: int) -> None:
-        if owner.taken_back is not None:
+        if owner.taken_back is not None and tag in owner.unacknowledged:
             owner.taken_back(tag)
         self.acknowledge(owner, [tag])
 
-    def _unblock(self, now: float) -> None:
-        waiting = list(self._blocked)
-        self._blocked.clear()
-        favoured = self._favours(waiting[0], now)
-        for request in waiting:
-            since = self._since(request)
-            if favoured and request is not waiting[0]:
-                self._blocked.append(request)
-                continue
-            request.blocked_since = None
-            if not self._turn(request, now):
-                request.owner.runnable.appendleft(request)
-                self._queue(request.owner)
-            elif request.blocked_since is not None:
-                request.blocked_since = since
-                if now >= since + GIVE_UP_S and request.waiting == 0:
-                    self._give_up(request, now)
+    def _unblock(self, blocked: list[_Turns], now: float) -> None:
+        """Try blocked requests again: of every user the oldest, and some of the others."""
+        self.make_room(now)
+        favoured = self._favoured(blocked, now)
+        for turns in sorted(blocked, key=lambda each: self._share.used(each.user)):
+            if self._active > 1 and not self._has_little(turns):
+                if now < turns.tried_at + RETRY_S:
+                    continue
+                turns.tried_at = now
+            waiting = turns.blocked
+            count = len(waiting)
+            first = turns.tried if 0 < turns.tried < count else 1
+            tried = MOST_TRIED if self._active == 1 else 1
+            places = (0, *range(first, min(first + tried - 1, count)))
+            turns.tried = first + tried - 1
+            for request in [waiting[place] for place in places]:
+                if request is favoured or self._may_pass(turns, favoured):
+                    self._try_again(request, turns, now)
+
+    def _try_again(self, request: SampleRequest, turns: _Turns, now: float) -> None:
+        if request.blocked_since is None:
+            return  # It was finished in the meantime.
+        since, place = request.blocked_since, turns.blocked.index(request)
+        del turns.blocked[place]
+        request.blocked_since = None
+        if not self._turn(request, now):
+            request.owner.runnable.appendleft(request)
+            self._queue(request.owner)
+        elif request.blocked_since is not None:
+            turns.blocked.remove(request)
+            turns.blocked.insert(place, request)
+            request.blocked_since = since
+            if now >= since + GIVE_UP_S and request.waiting == 0:
+                self._give_up(request, now)
 
     def _give_up(self, request: SampleRequest, now: float) -> None:
         request.failures[int(request.numbers[request.cursor])] = Failure(STATUS_ARENA_BUSY)
         request.cursor += 1
         self._finish(request, now)
 
-    def _favours(self, oldest: SampleRequest, now: float) -> bool:
+    def _favoured(self, blocked: list[_Turns], now: float) -> SampleRequest | None:
+        """Return the request for which all others wait now, or None."""
+        if not blocked:
+            return None
+        oldest = min((turns.blocked[0] for turns in blocked), key=self._since)
         since = self._since(oldest)
-        return since + FAVOUR_S[0] <= now < since + FAVOUR_S[1]
+        return oldest if since + FAVOUR_S[0] <= now < since + FAVOUR_S[1] else None
 
     @staticmethod
     def _since(request: SampleRequest) -> float:

@@ -10,32 +10,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
+import select
 import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from ffserve import protocol
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-from ffserve.server.access import Namespaces, Owner
+from ffserve.server.access import Credentials, Namespaces, Owner, Peer, is_administrator
 from ffserve.server.catalog import PassedFile, Request, close_fds, run_in_thread
 from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
-from ffserve.server.session import NEW, OVER, Session
+from ffserve.server.session import NEW, OVER, READY, Session, Steps
 from ffserve.server.state import ServerState
+from ffserve.server.turns import Turns
+from ffserve.server.users import Bound, User
 
 log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
-MOST_UNSENT = 64 * 1024 * 1024
-"""Bytes that wait for a client that does not read; beyond, the client is disconnected."""
+MOST_UNREAD = 1024 * 1024
+"""Unsent bytes of replies at which no further message of the session is handled."""
+LOG_INTERVAL_S = 0.1
+"""Between two log lines about sessions of one user that were closed."""
 WRITES_AT_ONCE = 4
 """Frames and runs of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
+RESERVED_SESSIONS = 16
+"""Sessions beyond `max_sessions` for root and the daemon's own user. They open no data set."""
+OPENINGS = 2
+"""OPENs of one user under way, of four in all (`catalog`); the others wait."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
@@ -46,79 +57,238 @@ TEND_INTERVAL_S = 1.0
 """How often idle shards are looked at."""
 OPENINGS, LANE_TIMEOUT_S = 4, 60.0
 """OPENs of one user that are carried out at once; how long another waits for its turn."""
-_CHUNK = 80 * 1024
-"""Bytes received at once: a piece of an order, or hundreds of requests."""
+OWN_FILES = 32
+"""Descriptors that the daemon itself needs."""
+_ACCEPTED = 128
+"""Connections that are accepted in one turn of the loop; each takes 10 us."""
+_CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
+"""Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
+incomplete messages."""
 
 
 class ClientConnection:
-    """One client's socket."""
+    """One client's socket.
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    Args: refusal: why it may open no data set; None: it may.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        sock: socket.socket,
+        peer: Peer,
+        user: User,
+        refusal: FFServeError | None,
+    ) -> None:
+        self.user = user
         self._server = server
         self._sock = sock
-        self._fd = sock.fileno()
-        self._loop = asyncio.get_running_loop()
+        self.fd = sock.fileno()
+        self._loop = server.loop
         self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
         self._outbox = Outbox(self._write)
         self._watched = self._busy = False
         """Whether the loop watches for room in the socket; whether `_writable` runs."""
-        self._closed = False
-        self._reply_socket = ReplySocket(self._fd)
+        self._reading = self._queued = self.held = self._unread = self._closed = False
+        """Whether the loop watches for messages; whether a turn is coming; whether the connection
+        waits, and whether it waits until its replies are read; whether it was closed."""
+        self._received = self._unsent = 0
+        """Bytes that count against the user's bounds."""
+        self._steps: deque[Steps] = deque()
+        """What was begun, before the next message is handled."""
+        self._reply_socket = ReplySocket(self.fd)
+        self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(
             server.state,
-            server.namespaces.peer(sock),
+            peer,
             self._send,
             self._open_dataset,
             self._outbox,
             self._direct_reply,
+            user=user,
+            later=self._later,
+            refusal=refusal,
         )
         self._opening = asyncio.Lock()
         """Held by the OPEN that is carried out; others of this client wait."""
-        self._loop.add_reader(self._fd, self._readable)
-        self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        self._later(None)
+
+    # ---- turns ------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        if self._queued or self.held:
+            # It stays readable until its turn has come.
+            self._watch(False)
+        else:
+            self._add()
+
+    def _add(self) -> None:
+        self._queued = True
+        self._server.turns.add(self, first=not self.session.joined)
+
+    def _later(self, steps: Steps | None) -> None:
+        """Have a turn, with these steps."""
+        if steps is not None:
+            self._steps.append(steps)
+        if not self._queued and not self.held:
+            self._add()
+
+    def _watch(self, reading: bool) -> None:
+        if reading != self._reading:
+            self._reading = reading
+            if reading:
+                self._loop.add_reader(self.fd, self._readable)
+            else:
+                self._loop.remove_reader(self.fd)
+
+    def _go_on(self) -> bool:
+        """What it waited for is there; return False if it does not wait any more."""
+        if not self.held or self._closed:
+            return False
+        self.held = self._unread = False
+        self._add()
+        return True
+
+    def _hold(self, bound: Bound | None) -> None:
+        """Wait until a bound of the user is not full; None: until the replies are read."""
+        self.held = True
+        if bound is None:
+            self._unread = True
+        else:
+            bound.waiting.append(self._go_on)
+
+    def work(self, until: float) -> bool:
+        """Receive and handle messages; see `turns.Worker`."""
+        self._queued = False
+        try:
+            left = self._work(until)
+        except FFServeError as error:
+            self._refuse(error)
+            left = False
+        if not self._closed:
+            self._count_received()
+            self._watch(not (left or self.held or self._queued))
+        elif not self._steps:
+            self._server.forget(self)
+        if self._queued:  # it was added in the meantime
+            return False
+        self._queued = left
+        return left
+
+    def _work(self, until: float) -> bool:
+        fresh = True
+        while True:
+            if self._steps:
+                if not self._step():
+                    return False
+                if self.session.phase == OVER:
+                    self.close()
+            elif self._closed or not self._may_go_on():
+                return False
+            else:
+                message = self._decoder.next()
+                if message is not None:
+                    self._handle(message)
+                elif not self._decoder.unfinished:
+                    if not fresh or not self._receive():
+                        return bool(self._steps)
+                    fresh = False
+            if time.monotonic() >= until:
+                return True
+
+    def _step(self) -> bool:
+        """Take a step of what was begun; return whether to go on."""
+        if not self._closed and not self._may_go_on():
+            return False
+        try:
+            bound = next(self._steps[0])
+        except StopIteration:
+            self._steps.popleft()
+            return True
+        if bound is not None and not self._closed:
+            self._hold(bound)
+            return False
+        return True
+
+    def _may_go_on(self) -> bool:
+        """Whether the replies are read; otherwise wait until they are."""
+        if self._unsent > MOST_UNREAD:
+            self._hold(None)
+        elif self.user.unsent.full:
+            self._hold(self.user.unsent)
+        return not self.held
+
+    def _handle(self, message: Message) -> None:
+        steps = self.session.receive(message, time.monotonic())
+        if self.session.phase == OVER:
+            self.close()
+        elif steps is not None:
+            self._steps.append(steps)
+
+    def _receive(self) -> bool:
+        """Receive bytes; return whether there were any."""
+        if self._hello_timer is None:
+            self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        received = self.user.received
+        full = received.full
+        if full and self._decoder.pending_size >= _SMALL_CHUNK:
+            if received.exempt not in (None, self):
+                self._hold(received)
+                return False
+            received.exempt = self
+        try:
+            most = _SMALL_CHUNK if full else _CHUNK
+            chunk = self._receive_files(most) if self.session.needs_files else self._sock.recv(most)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.close()
+            return False
+        if self.session.awaits_direct_reply:
+            # The client may have the reply already, and this may acknowledge it.
+            self._server.state.engines.reap()
+        if len(self.session.received) > protocol.MOST_FILES:
+            raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
+        self._decoder.push(chunk)
+        return True
 
     def _no_hello(self) -> None:
         if self.session.phase == NEW:
             self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
 
-    def _readable(self) -> None:
-        try:
-            chunk = self._receive() if self.session.needs_files else self._sock.recv(_CHUNK)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self.close()
-            return
-        if self.session.awaits_direct_reply:
-            # The client may have the reply already, and this may acknowledge it.
-            self._server.state.engines.reap()
-        try:
-            if len(self.session.received) > protocol.MOST_FILES:
-                raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
-            for message in self._decoder.feed(chunk):
-                self.session.receive(message, time.monotonic())
-                if self.session.phase == OVER or self._closed:
-                    self.close()
-                    return
-        except FFServeError as error:
-            self._refuse(error)
-            return
-        self._server.arm()
-        if self.session.receiving_order:
-            self._loop.remove_reader(self._fd)
-            self._server.read_later(self)
+    def _count_received(self) -> None:
+        size = self._decoder.pending_size
+        more, self._received = size - self._received, size
+        if size < _SMALL_CHUNK and self.user.received.exempt is self:
+            self.user.received.exempt = None
+        if more > 0:
+            self.user.received.take(more)
+        elif more < 0:
+            self.user.received.give(-more)
 
     def show_life(self) -> None:
         """Tell a client that waits that the daemon works, unless more is on its way to it."""
-        if self.session.owes_answer and not self._outbox:
+        waits = self._steps or self.held or self._decoder.pending_size
+        ready = self.session.phase == READY and not self._outbox
+        if ready and (waits or self.session.owes_answer):
             self._send(protocol.Alive())
 
-    def _receive(self) -> bytes:
+    def _count_unsent(self) -> None:
+        size = self._outbox.frames_size
+        more, self._unsent = size - self._unsent, size
+        if more > 0:
+            self.user.unsent.take(more)
+        elif more < 0:
+            self.user.unsent.give(-more)
+
+    # ---- opening ----------------------------------------------------------------------------
+
+    def _receive_files(self, most: int) -> bytes:
         """Receive bytes and the descriptors that come with them."""
         chunk, fds, flags, _address = socket.recv_fds(
-            self._sock, _CHUNK, protocol.MOST_FILES, socket.MSG_CMSG_CLOEXEC
+            self._sock, most, protocol.MOST_FILES, socket.MSG_CMSG_CLOEXEC
         )
         self.session.received += fds
         if flags & socket.MSG_CTRUNC:
@@ -166,7 +336,10 @@ class ClientConnection:
                 self.session.failed(tag, failure)
             else:
                 self.session.opened(tag, request.paths, shards)
+            finally:
+                self.user.opening.give(len(request.paths))
 
+        self.user.opening.take(len(request.paths))
         self._server.begin(opening())
 
     def _drop_received(self) -> None:
@@ -176,10 +349,7 @@ class ClientConnection:
         if fds:
             run_in_thread(lambda: close_fds(fds))
 
-    def read_on(self) -> None:
-        """Watch for messages again."""
-        if not self._closed:
-            self._loop.add_reader(self._fd, self._readable)
+    # ---- replies ----------------------------------------------------------------------------
 
     def _direct_reply(self, ready: protocol.Ready) -> DirectReply:
         return DirectReply(self._reply_socket, protocol.encode(ready))
@@ -197,9 +367,7 @@ class ClientConnection:
         if len(frame) > ATOMIC_SEND_SIZE or isinstance(frame, MemoryFrame):
             self._reply_socket.block(True)
         self._outbox.put(frame)
-        if self._outbox.frames_size > MOST_UNSENT:
-            log.warning("disconnected a client (pid %d) that does not read", self.session.peer.pid)
-            self._loop.call_soon(self.close)
+        self._count_unsent()
 
     def _write(self) -> None:
         """Send now, unless the socket is full: then the loop calls `_writable`."""
@@ -224,34 +392,64 @@ class ClientConnection:
         if bool(self._outbox) != self._watched:
             self._watched = not self._watched
             if self._watched:
-                self._loop.add_writer(self._fd, self._writable)
+                self._loop.add_writer(self.fd, self._writable)
             else:
-                self._loop.remove_writer(self._fd)
+                self._loop.remove_writer(self.fd)
         if self.session.sending_count < sending:
             self._loop.call_soon(self._server.pump)
+        if self._unsent and not self._closed:
+            self._count_unsent()
+            if self._unread and self._unsent <= MOST_UNREAD // 2:
+                self._go_on()
 
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""
-        log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)
+        now = time.monotonic()
+        if now >= self.user.logged + LOG_INTERVAL_S:
+            self.user.logged = now
+            log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)
         self.session.fail(0, error)
         self.close()
 
     def close(self) -> None:
-        """Give everything back; safe to call twice."""
+        """Close the socket, and give everything back in the turns to come; safe to call twice."""
         if self._closed:
             return
         self._closed = True
         self._reply_socket.block(True)
-        self._hello_timer.cancel()
-        self._loop.remove_reader(self._fd)
-        self._loop.remove_writer(self._fd)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._watch(False)
+        self._loop.remove_writer(self.fd)
         with contextlib.suppress(OSError):
             self._outbox.send(self._sock)
         self._sock.close()
-        self._server.forget(self)
-        self.session.leave(time.monotonic())
+        self._outbox.clear()
+        self._count_unsent()
+        self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
+        self._count_received()
+        self.held = self._unread = False
         self._drop_received()
-        self._server.arm()
+        self._steps = deque([self.session.leave(time.monotonic())])
+        if not self._queued:
+            self._add()
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A client that has connected and not had a turn yet."""
+
+    user: User
+    sock: socket.socket
+    peer: Peer | None
+    """None: not looked up yet."""
+    refusal: FFServeError | None
+    arrived: Callable[[Arrival], None]
+
+    def work(self, until: float) -> bool:
+        """Become a connection; see `turns.Worker`."""
+        self.arrived(self)
+        return False
 
 
 class Server:
@@ -262,9 +460,12 @@ class Server:
 
     def __init__(self, state: ServerState, listener: socket.socket) -> None:
         self.state = state
+        self.loop = asyncio.get_running_loop()
+        self.turns = Turns(self.loop, self.arm)
         self._listener = listener
-        self._loop = asyncio.get_running_loop()
         self._connections: set[ClientConnection] = set()
+        self._session_count = 0
+        """Connections and arrivals."""
         self._openings: set[asyncio.Task[None]] = set()
         self.namespaces = Namespaces()
         self._lanes: weakref.WeakValueDictionary[Owner, asyncio.Semaphore] = (
@@ -273,81 +474,108 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
-        self._tending = self._loop.create_task(self._tend())
+        self._tending = self.loop.create_task(self._tend())
+        self._pumping = False
+        """Whether the loop will call `pump`."""
         self._draining = False
         self._used_at = time.monotonic()
-        self._later: deque[ClientConnection] = deque()
-        """Connections to be read again, in this order."""
+        self.most_sessions = most_sessions(state.config.max_sessions)
         listener.setblocking(False)
-        self._loop.add_reader(listener.fileno(), self._accept)
-        state.engines.attach(self._loop)
-        self._alive_timer = self._loop.call_later(ALIVE_INTERVAL_S, self._show_life)
+        self.loop.add_reader(listener.fileno(), self._accept)
+        state.engines.attach(self.loop)
+        state.scheduler.wake = self._pump_soon
+        self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def _accept(self) -> None:
-        for _ in range(64):
+        for _ in range(_ACCEPTED):
             try:
                 sock, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 log.warning("cannot accept a client, trying again: %s", error)
-                self._loop.remove_reader(self._listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+                self.loop.remove_reader(self._listener.fileno())
+                self.loop.call_later(ACCEPT_PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
-            if len(self._connections) >= self.state.config.max_sessions:
-                self._refuse(sock)
-                continue
             try:
-                self._connections.add(ClientConnection(self, sock))
+                self._admit(sock)
             except OSError:
                 sock.close()
 
+    def _admit(self, sock: socket.socket) -> None:
+        uid = Credentials.of(sock).uid
+        # Only for them it matters now; it takes longer than all else here.
+        peer = self.namespaces.peer(sock) if is_administrator(uid) else None
+        trusted = peer is not None and peer.is_administrator
+        user, count = self.state.users.of(uid, trusted=trusted), self._session_count
+        refusal = None
+        if not user.may_take(1, user.sessions, count, self.most_sessions):
+            refusal = user.too_many_sessions(count, self.most_sessions)
+            if not user.trusted or count >= self.most_sessions + RESERVED_SESSIONS:
+                with contextlib.suppress(OSError):
+                    sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
+                sock.close()
+                self._left_namespace(peer)
+                return
+        user.sessions += 1
+        self._session_count += 1
+        self.turns.add(Arrival(user, sock, peer, refusal, self._arrived), first=True)
+
+    def _arrived(self, client: Arrival) -> None:
+        try:
+            gone = not client.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            gone = False
+        except OSError:
+            gone = True
+        if gone or self._draining:
+            client.sock.close()
+            self._left_namespace(client.peer)
+            self._left(client.user)
+            return
+        peer = client.peer or self.namespaces.peer(client.sock)
+        self._connections.add(
+            ClientConnection(self, client.sock, peer, client.user, client.refusal)
+        )
+
+    def _left_namespace(self, peer: Peer | None) -> None:
+        if peer is not None and self.namespaces.release(peer.namespace):
+            self.state.catalog.end_namespace(peer.namespace)
+
+    def _left(self, user: User) -> None:
+        self._session_count -= 1
+        if self.state.users.left(user):
+            self.turns.forget(user)
+
     def _resume(self) -> None:
         if not self._draining:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _refuse(self, sock: socket.socket) -> None:
-        error = ServerUnavailable(
-            f"the daemon already serves {self.state.config.max_sessions} sessions",
-            hint="raise --max-sessions, or close readers",
-        )
-        with contextlib.suppress(OSError):
-            sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(error))))
-        sock.close()
+            self.loop.add_reader(self._listener.fileno(), self._accept)
 
     def forget(self, connection: ClientConnection) -> None:
-        """A connection has closed itself."""
+        """A connection has given everything back."""
         self._connections.discard(connection)
-        namespace = connection.session.peer.namespace
-        if self.namespaces.release(namespace):
-            self.state.catalog.end_namespace(namespace)
+        self._left_namespace(connection.session.peer)
         if connection.session.joined:
             self._used_at = time.monotonic()
-
-    def read_later(self, connection: ClientConnection) -> None:
-        """Read a connection again after those that wait for the same.
-
-        Sessions that announce an order do: each piece keeps the loop for most of a millisecond, and
-        a request should wait for one piece, not for one of every job that announces.
-        """
-        if not self._later:
-            self._loop.call_soon(self._read_next)
-        self._later.append(connection)
-
-    def _read_next(self) -> None:
-        self._later.popleft().read_on()
-        if self._later:
-            self._loop.call_soon(self._read_next)
+        self._left(connection.user)
 
     def _show_life(self) -> None:
+        """Send signs of life; find clients that ended while their connection was not watched."""
+        held: dict[int, ClientConnection] = {}
+        poll = select.poll()
         for connection in list(self._connections):
             connection.show_life()
-        self._alive_timer = self._loop.call_later(ALIVE_INTERVAL_S, self._show_life)
+            if connection.held:
+                held[connection.fd] = connection
+                poll.register(connection.fd, 0)
+        for fd, _ in poll.poll(0):
+            held[fd].close()
+        self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def begin(self, opening: Coroutine[Any, Any, None]) -> None:
         """Carry out an OPEN beside the loop."""
-        task = self._loop.create_task(opening)
+        task = self.loop.create_task(opening)
         self._openings.add(task)
         task.add_done_callback(self._openings.discard)
 
@@ -380,23 +608,29 @@ class Server:
     def arm(self) -> None:
         """Set the timers for blocked requests and for a resize."""
         if self._resize_timer is None and self.state.resizing.under_way:
-            self._resize_timer = self._loop.call_later(RESIZE_STEP_S, self._resize)
-        now = time.monotonic()
+            self._resize_timer = self.loop.call_later(RESIZE_STEP_S, self._resize)
         deadline = self.state.scheduler.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
         if self._timer is not None:
             self._timer.cancel()
+        now = time.monotonic()
         self._timer_at = max(deadline, now + 0.001)
-        self._timer = self._loop.call_later(self._timer_at - now, self.pump)
+        self._timer = self.loop.call_later(self._timer_at - now, self.pump)
 
     def _resize(self) -> None:
         self._resize_timer = None
         self.state.resizing.step(time.monotonic())
         self.arm()
 
+    def _pump_soon(self) -> None:
+        if not self._pumping:
+            self._pumping = True
+            self.loop.call_soon(self.pump)
+
     def pump(self) -> None:
         """Give turns: memory may be free now."""
+        self._pumping = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -421,7 +655,7 @@ class Server:
         Returns: whether everything was answered in time.
         """
         self._draining = True
-        self._loop.remove_reader(self._listener.fileno())
+        self.loop.remove_reader(self._listener.fileno())
         self._listener.close()
         deadline = time.monotonic() + timeout_s
         while not self.state.scheduler.idle and time.monotonic() < deadline:
@@ -432,7 +666,15 @@ class Server:
         self.state.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
+        self.turns.finish()
         for timer in (self._timer, self._resize_timer, self._alive_timer):
             if timer is not None:
                 timer.cancel()
         return drained
+
+
+def most_sessions(wanted: int) -> int:
+    """Return how many sessions there may be: each needs a descriptor, of which shards take three
+    quarters."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(min(wanted, most_files // 4 - RESERVED_SESSIONS - OWN_FILES), 1)

@@ -12,19 +12,22 @@ takes other threads: it goes out through `opener` and comes back through `opened
     any          anything else: FAIL with tag 0                OVER
 
 The session gives back its data sets, pins and leases in `leave`, however it ends.
+
+What may last for more than a moment is a generator (`Steps`): it does a part of its work between
+two yields, and the server serves others in between.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
+from ffserve.cache.cache import Failure, Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
@@ -39,11 +42,12 @@ from ffserve.errors import (
 )
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.catalog import OpenShard, PassedFile, Request
+from ffserve.server.catalog import Identity, OpenShard, PassedFile, Request
 from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
+from ffserve.server.users import MOST_ANNOUNCED, MOST_USER_DATASETS, OTHERS_SHARE, Bound, User
 
 NEW, READY, OVER = "new", "ready", "over"
 
@@ -55,6 +59,13 @@ MOST_DIRECT_REPLIES = 4
 session has no other. With more requests, the loop answers several of them in one turn."""
 MOST_NAME = 200
 """Characters in the name of an order."""
+STEP_COUNT = 8192
+"""Samples, or positions of an order, that are handled in one step."""
+ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
+FEW = 64
+"""Tags, paths, shards, data sets or errors that are handled in one step."""
+Steps: TypeAlias = Iterator["Bound | None"]
+"""What is left to do. It yields None after each step, or the `Bound` that it waits for."""
 _OFFSET = (1 << 48) - 1
 
 
@@ -69,6 +80,8 @@ class Dataset:
     progress: JobProgress
     requests: int = 0
     """Unanswered requests; they keep the shards open after the data set was closed."""
+    closed: int = 0
+    """Shards that were closed."""
 
 
 @dataclass(slots=True)
@@ -94,11 +107,21 @@ class _Needed:
 class OrderReceiver:
     """Puts the pieces of one announced order at a time together.
 
-    Args: fail: tells the client, by tag, why an order is refused.
+    Args:
+        user: who announces.
+        send, fail: tell the client, by tag, that an order was taken, and why one is refused.
     """
 
-    def __init__(self, state: ServerState, fail: Callable[[int, FFServeError], None]) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        user: User,
+        send: Callable[[Message], None],
+        fail: Callable[[int, FFServeError], None],
+    ) -> None:
         self._state = state
+        self._user = user
+        self._send = send
         self._fail = fail
         self._current: _Announcement | None = None
 
@@ -112,27 +135,23 @@ class OrderReceiver:
         if dataset is None or (self._current is not None and self._current.dataset is dataset):
             self._current = None
 
-    def receive(self, message: protocol.Order, dataset: Dataset) -> protocol.Ready | None:
-        """Take a piece; ignore pieces of an order that was refused.
+    def receive(self, message: protocol.Order, dataset: Dataset) -> Steps:
+        """Take a piece; ignore pieces of an order that was refused. Answer the last piece.
 
-        Returns: the answer to the last piece.
         Raises: ProtocolError.
         """
         if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= LARGEST_COUNT:
             raise ProtocolError("invalid ORDER message: tag or epoch out of range")
         indices = protocol.unpack_order(message.indices)
         try:
-            return self._add(message, dataset, indices)
+            yield from self._add(message, dataset, indices)
         except FFServeError as error:
             if isinstance(error, ProtocolError):
                 raise
             self._current = None
             self._fail(message.tag, error)
-            return None
 
-    def _add(
-        self, message: protocol.Order, dataset: Dataset, indices: Int64s
-    ) -> protocol.Ready | None:
+    def _add(self, message: protocol.Order, dataset: Dataset, indices: Int64s) -> Steps:
         layout = dataset.layout
         current = self._current
         if message.start == 0:
@@ -141,7 +160,7 @@ class OrderReceiver:
                 self._fail(current.tag, UsageError("another order began before this one ended"))
             current = self._current = self._begin(message, dataset)
         elif current is None or current.tag != message.tag:
-            return None
+            return
         order = current.order
         if message.start != order.arrived or message.count != order.count or not len(indices):
             raise UsageError(
@@ -154,19 +173,28 @@ class OrderReceiver:
                 f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
                 index=bad,
             )
-        order.add(layout.numbers(indices))
-        if order.arrived < order.count:
-            return None
+        for part in _parts(indices):
+            order.add(layout.numbers(part))
+            yield None
+        if order.arrived == order.count:
+            yield from self._end(current)
+
+    def _end(self, current: _Announcement) -> Steps:
+        """All pieces have come."""
         self._current = None
+        dataset = current.dataset
         try:
-            whole = order.finish()
+            whole = yield from current.order.finishing()
         except SampleIndexError as error:
             assert error.index is not None
-            raise error.located(index=layout.index(error.index)) from None
-        progress = current.dataset.progress
+            raise error.located(index=dataset.layout.index(error.index)) from None
+        progress = dataset.progress
         self._state.scheduler.prefetcher.replaced(progress, current.epoch)
-        self._state.next_use.announced(progress, current.epoch, whole, current.name, dataset)
-        return protocol.Ready(message.tag, whole.count, [])
+        yield from self._state.next_use.announcing(
+            progress, current.epoch, whole, current.name, dataset, self._user.uid
+        )
+        self._send(protocol.Ready(current.tag, whole.count, []))
+        self._state.scheduler.pump(self._state.next_use.now)
 
     def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
         name, replacement = message.what.get("name"), message.what.get("replacement")
@@ -174,9 +202,23 @@ class OrderReceiver:
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
             raise ProtocolError("invalid ORDER message: name or replacement is invalid")
-        arriving = self._state.next_use.arriving(
-            dataset.progress, message.count, replacement=replacement
+        next_use, user = self._state.next_use, self._user
+        arriving = next_use.arriving(
+            dataset.progress, message.count, replacement=replacement, user=user.uid
         )
+        size, count = next_use.announced_by(user.uid)
+        if count > MOST_ANNOUNCED and not dataset.progress.orders:
+            raise UsageError(
+                f"user {user.uid} has announced orders in {MOST_ANNOUNCED} data sets already",
+                hint="announce fewer data sets, or open many files as one",
+            )
+        held = next_use.order_size - arriving.size
+        if not user.may_take(arriving.size, size - arriving.size, held, next_use.most_size):
+            raise UsageError(
+                f"the announced orders of user {user.uid} would take {size} bytes, "
+                f"{OTHERS_SHARE} times as many as are left for others",
+                hint=f"the daemon keeps {next_use.most_size}; jobs of one seed share theirs",
+            )
         return _Announcement(message.tag, dataset, message.epoch, name, arriving)
 
 
@@ -190,6 +232,9 @@ class Session:
         opener: called with (tag, request) to open a data set.
         outbox: takes inline replies; None: there is no inline payload.
         direct_reply: makes a direct reply of a READY; None: all messages go through `send`.
+        user: with whom the session shares bounds and turns.
+        later: has these steps taken before the next message is received; None: takes them at once.
+        refusal: why this session may open no data set; None: it may.
     """
 
     def __init__(
@@ -200,6 +245,10 @@ class Session:
         opener: Callable[[int, Request], None],
         outbox: Outbox | None = None,
         direct_reply: Callable[[protocol.Ready], Reply] | None = None,
+        *,
+        user: User | None = None,
+        later: Callable[[Steps], object] | None = None,
+        refusal: FFServeError | None = None,
     ) -> None:
         self.phase = NEW
         self.peer = peer
@@ -215,7 +264,10 @@ class Session:
         """Whether samples go through the socket."""
         self._sending: set[int] = set()
         """Tags of GETs whose samples are on their way through the socket."""
-        self._owner = Owner(self._finished)
+        self.user = User() if user is None else user
+        self._later = _at_once if later is None else later
+        self._refusal = refusal
+        self._owner = Owner(self._finished, user=self.user)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
         self._mapped: set[int] = set()
@@ -228,59 +280,53 @@ class Session:
         self.received_too_many = False
         """The kernel dropped descriptors, since the daemon may have no more."""
         self.joined = False
-        """Whether it has opened a data set."""
-        self._orders = OrderReceiver(state, self.fail)
+        """Whether it counts for its job: it has opened a data set."""
+        self._orders = OrderReceiver(state, self.user, send, self.fail)
 
-    def receive(self, message: Message, now: float) -> None:  # noqa: C901 (one case per message)
+    def receive(self, message: Message, now: float) -> Steps | None:  # noqa: C901 (one case each)
         """Handle a message.
 
-        Raises: ProtocolError: the message breaks the protocol; the session must be closed.
+        Returns: what is left to do before the next message is received.
+        Raises: ProtocolError: the message breaks the protocol; the session must be closed. The
+            steps raise it likewise.
         """
         if self.phase == NEW:
             if not isinstance(message, protocol.Hello):
                 raise ProtocolError("the first message is not HELLO")
             self._hello(message, now)
-            return
+            return None
         assert self.job is not None
         self.job.last_seen = self._state.next_use.now = now
         match message:
-            case protocol.Get():
-                self._count(message.hits, message.hit_size, message.acknowledged)
-                self._ask(message, now, lease=False)
+            case protocol.Get() | protocol.Lease():
+                return self._ask(message, now)
             case protocol.Tell():
-                self._count(message.hits, message.hit_size, message.acknowledged)
-                self._state.scheduler.pump(now)
+                return self._tell(message, now)
             case protocol.Lookup():
-                self._look_up(message)
-            case protocol.Lease():
-                if self.inline:
-                    raise ProtocolError("LEASE in a session with inline payload")
-                self._ask(message, now, lease=True)
+                return self._look_up(message)
             case protocol.Release():
-                self._state.scheduler.release(self._owner, protocol.unpack_tags(message.tags))
-                self._state.scheduler.pump(now)
+                return self._release(message, now)
             case protocol.Open():
-                self._open(message, now)
+                return self._open(message, now)
             case protocol.Files():
                 self._files(message)
             case protocol.Order():
-                self._order(message)
-                self._state.scheduler.pump(now)
+                return self._orders.receive(message, self._dataset(message.dataset, "ORDER"))
             case protocol.Reached():
-                self._reached(message, now)
-                self._state.scheduler.pump(now)
+                return self._reached(message, now)
             case protocol.Seen():
-                self._seen(message, now)
+                return self._seen(message, now)
             case protocol.Close():
-                self._close(message.dataset)
+                return self._close(message.dataset)
             case protocol.Status():
-                self._send(protocol.Report(message.tag, status(self._state, now, self.peer)))
+                return self._status(message.tag, now)
             case protocol.Resize():
                 self._resize(message)
             case protocol.Bye():
                 self.phase = OVER
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} message")
+        return None
 
     def _hello(self, message: protocol.Hello, now: float) -> None:
         about = message.about
@@ -344,27 +390,43 @@ class Session:
         self.job.sessions += 1
         self.job.pid = self.job.pid or self.peer.pid
 
-    def _open(self, message: protocol.Open, now: float) -> None:
-        what = message.what
-        paths, name, verify = what.get("paths"), what.get("format"), what.get("verify")
+    def _open(self, message: protocol.Open, now: float) -> Steps:
+        what, user = message.what, self.user
+        paths: Any = what.get("paths")
+        name, verify = what.get("format"), what.get("verify")
         tolerant = what.get("tolerant", False)
+        if self._refusal is not None:
+            self.fail(0, self._refusal)
+            self.phase = OVER
+            return
+        if not isinstance(paths, list):
+            paths = []
+        valid = bool(paths)
+        identities: list[Identity] = []
+        for first in range(0, len(paths), FEW):
+            part = paths[first : first + FEW]
+            valid = valid and all(
+                isinstance(p, str) and p.startswith("/") and "\0" not in p for p in part
+            )
+            rows = message.identities[ROW_SIZE * first : ROW_SIZE * (first + len(part))]
+            identities += protocol.unpack_identities(rows, len(part))
+            yield None
+        if len(message.identities) != ROW_SIZE * len(paths):
+            raise ProtocolError("invalid OPEN message: not one identity for each path")
         if (
-            not isinstance(paths, list)
-            or not paths
-            or not all(isinstance(p, str) and p.startswith("/") and "\0" not in p for p in paths)
+            not valid
             or not (name is None or isinstance(name, str))
             or not isinstance(verify, bool)
             or not isinstance(tolerant, bool)
         ):
             raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
-        identities = protocol.unpack_identities(message.identities, len(paths))
-        if len(self._datasets) + self._opening >= MOST_DATASETS:
-            error = UsageError(
-                f"this process already has {MOST_DATASETS} data sets open",
-                hint="close readers, or open many files as one data set",
-            )
-            self.fail(message.tag, error)
+        if (most := self._most_datasets()) is not None:
+            hint = "close readers, or open many files as one data set"
+            self.fail(message.tag, UsageError(most, hint=hint))
             return
+        while user.opening.full:
+            yield user.opening
+        user.datasets += 1
         self._join_job(now)
         self._opening += 1
         self._opener(message.tag, Request(paths, identities, name, verify, tolerant))
@@ -440,11 +502,20 @@ class Session:
                 raise ProtocolError(f"invalid FILES message: kind {kind} is not due")
         return files
 
+    def _most_datasets(self) -> str | None:
+        """Return why no further data set may be opened."""
+        if len(self._datasets) + self._opening >= MOST_DATASETS:
+            return f"this process already has {MOST_DATASETS} data sets open"
+        if self.user.datasets >= MOST_USER_DATASETS:
+            return f"user {self.user.uid} already has {MOST_USER_DATASETS} data sets open"
+        return None
+
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards from now on."""
         self._opening -= 1
         if self.phase != READY:
             self._state.catalog.close(shards, self.peer.owner)
+            self.user.datasets -= 1
             return
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
@@ -456,11 +527,19 @@ class Session:
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self.job.paths = paths[0] + more
+        self._later(self._answer_open(tag, number, shards))
+
+    def _answer_open(self, tag: int, number: int, shards: list[OpenShard]) -> Steps:
         table = np.zeros(len(shards), protocol.SHARD_DTYPE)
-        table["base"], table["count"] = bases, counts
-        table["size"] = [shard.size for shard in shards]
-        table["fingerprint"] = [shard.fingerprint for shard in shards]
-        table["checksum_kind"] = [shard.checksum_kind for shard in shards]
+        for first in range(0, len(shards), FEW):
+            part = shards[first : first + FEW]
+            rows = table[first : first + FEW]
+            rows["base"] = [shard.base for shard in part]
+            rows["count"] = [shard.count for shard in part]
+            rows["size"] = [shard.size for shard in part]
+            rows["fingerprint"] = [shard.fingerprint for shard in part]
+            rows["checksum_kind"] = [shard.checksum_kind for shard in part]
+            yield None
         formats = [shard.format for shard in shards]
         table["domain"] = [shard.domain.serial for shard in shards]
         self._send_opened(protocol.Opened(tag, number, table.tobytes(), formats), shards)
@@ -480,19 +559,27 @@ class Session:
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
+        self.user.datasets -= 1
         self._opening -= 1
         self.fail(tag, error)
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int) -> Steps | None:
         dataset = self._datasets.pop(number, None)
         if dataset is None:
-            return
+            return None
         self._leave_progress(dataset)
         self._orders.forget(dataset)
-        if dataset.requests:
-            self._closing.add(dataset)
-        else:
-            self._state.catalog.close(dataset.shards, self.peer.owner)
+        self._closing.add(dataset)
+        return None if dataset.requests else self._close_shards(dataset)
+
+    def _close_shards(self, dataset: Dataset) -> Steps:
+        """Close the shards; `leave` goes on with it if these steps end early."""
+        while part := dataset.shards[dataset.closed : dataset.closed + FEW]:
+            dataset.closed += len(part)
+            self._state.catalog.close(part, self.peer.owner)
+            yield None
+        self._closing.discard(dataset)
+        self.user.datasets -= 1
 
     def _leave_progress(self, dataset: Dataset) -> None:
         self._state.next_use.leave(dataset.progress, dataset)
@@ -506,23 +593,75 @@ class Session:
 
     # ---- samples --------------------------------------------------------------------------
 
-    def _count(self, hits: int, hit_size: int, acknowledged: bytes) -> None:
-        """Add the client's counters; unpin the samples of acknowledged GETs."""
+    def _count(self, hits: int, hit_size: int) -> None:
+        """Add the client's counters."""
         assert self.job is not None
         if hits < 0 or hit_size < 0:
             raise ProtocolError("negative counter in a message")
         self.job.hits = min(self.job.hits + hits, LARGEST_COUNT)
         self.job.hit_size = min(self.job.hit_size + hit_size, LARGEST_COUNT)
-        if acknowledged:
-            tags = protocol.unpack_tags(acknowledged)
+
+    def _acknowledge(self, packed: bytes) -> Steps:
+        """Unpin the samples of acknowledged GETs."""
+        for tags in _tags(packed):
             if self._sending:
                 # Samples on their way through the socket stay pinned.
                 tags = [tag for tag in tags if tag not in self._sending]
             self._state.scheduler.acknowledge(self._owner, tags)
+            yield None
 
-    def _ask(self, message: protocol.Get | protocol.Lease, now: float, *, lease: bool) -> None:
-        tag, owner = message.tag, self._owner
+    def _tell(self, message: protocol.Tell, now: float) -> Steps:
+        self._count(message.hits, message.hit_size)
+        yield from self._acknowledge(message.acknowledged)
+        self._state.scheduler.pump(now)
+
+    def _release(self, message: protocol.Release, now: float) -> Steps:
+        for tags in _tags(message.tags):
+            self._state.scheduler.release(self._owner, tags)
+            yield None
+        self._state.scheduler.pump(now)
+
+    def _ask(self, message: protocol.Get | protocol.Lease, now: float) -> Steps:
+        """Take a request, as soon as its user may have another one."""
+        tag, lease = message.tag, isinstance(message, protocol.Lease)
+        if isinstance(message, protocol.Get):
+            self._count(message.hits, message.hit_size)
+            yield from self._acknowledge(message.acknowledged)
+        elif self.inline:
+            raise ProtocolError("LEASE in a session with inline payload")
+        user, scheduler = self.user, self._state.scheduler
+        while user.requests.full or user.asked.full:
+            scheduler.limit_pins(user)
+            if user.requests.full or user.asked.full:
+                yield user.requests if user.requests.full else user.asked
         dataset = self._dataset(message.dataset, "LEASE" if lease else "GET")
+        self._check_tag(tag)
+        indices = protocol.unpack_indices(message.indices)
+        numbers = yield from self._numbers(tag, dataset, indices)
+        if numbers is None:
+            return
+        for part in _parts(numbers):
+            self._count_samples(part, lease=lease)
+        request = SampleRequest(
+            self._owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
+        )
+        crowded = self._owner.waiting or scheduler.request_count >= MOST_DIRECT_REPLIES
+        if self._direct_reply is not None and not (crowded or lease or self.inline):
+            request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
+            self._direct_tag = tag
+        dataset.requests += 1
+        if len(indices) == 0:
+            self._finished(request)
+            return
+        scheduler.add(request, now)
+        # While the disk works.
+        for part in _parts(numbers):
+            self._state.cache.used(part)
+            self._state.cache.invalidate(dataset.progress.asked(part, now))
+            yield None
+
+    def _check_tag(self, tag: int) -> None:
+        owner = self._owner
         if not 0 < tag < 1 << 32:
             raise ProtocolError(f"invalid tag {tag}: tags go from 1 to 2^32 - 1")
         if (
@@ -534,28 +673,10 @@ class Session:
             raise ProtocolError(f"tag {tag} is in use already")
         if len(owner.waiting) + len(self._sending) >= protocol.MOST_REQUESTS:
             raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
-        indices = protocol.unpack_indices(message.indices)
-        numbers = self._numbers(tag, dataset, indices)
-        if numbers is None:
-            return
-        self._count_samples(numbers, lease=lease)
-        request = SampleRequest(
-            owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
-        )
-        crowded = owner.waiting or self._state.scheduler.request_count >= MOST_DIRECT_REPLIES
-        if self._direct_reply is not None and not (crowded or lease or self.inline):
-            request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
-            self._direct_tag = tag
-        dataset.requests += 1
-        if len(indices) == 0:
-            self._finished(request)
-            return
-        self._state.scheduler.add(request, now)
-        # While the disk works.
-        self._state.cache.used(numbers)
-        self._state.cache.invalidate(dataset.progress.asked(numbers, now))
 
-    def _numbers(self, tag: int, dataset: Dataset, indices: Int64s) -> Int64s | None:
+    def _numbers(
+        self, tag: int, dataset: Dataset, indices: Int64s
+    ) -> Generator[None, None, Int64s | None]:
         """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
         layout = dataset.layout
         # As unsigned numbers negative ones are too large as well: one comparison for each.
@@ -568,7 +689,13 @@ class Session:
                 ),
             )
             return None
-        return layout.numbers(indices)
+        if len(indices) <= STEP_COUNT:
+            return layout.numbers(indices)
+        numbers = []
+        for part in _parts(indices):
+            numbers.append(layout.numbers(part))
+            yield None
+        return np.concatenate(numbers)
 
     def _count_samples(self, numbers: Int64s, *, lease: bool) -> None:
         """Count hits and misses. A client that copies counts its hits itself, and asks for misses
@@ -582,19 +709,24 @@ class Session:
             self.job.hit_size += int(self._state.directory.lengths(hit).sum())
         self.job.missed += len(numbers) - hits
 
-    def _look_up(self, message: protocol.Lookup) -> None:
+    def _look_up(self, message: protocol.Lookup) -> Steps:
         dataset = self._dataset(message.dataset, "LOOKUP")
         indices = protocol.unpack_indices(message.indices)
-        numbers = self._numbers(message.tag, dataset, indices)
-        if numbers is not None:
-            directory = self._state.directory
-            offsets = directory.offsets[numbers].astype("<u8").tobytes()
+        numbers = yield from self._numbers(message.tag, dataset, indices)
+        if numbers is None:
+            return
+        directory = self._state.directory
+        offsets, lengths, checksums = [], [], []
+        for part in _parts(numbers):
+            offsets.append(directory.offsets[part].astype("<u8").tobytes())
             # As clients read an entry: records in chunks may have no length yet.
-            entries = directory.entries[numbers]
+            entries = directory.entries[part]
             high = entries["place"] >> np.uint64(48) << np.uint64(32)
-            lengths = (high | entries["length_low"]).astype("<u8").tobytes()
-            checksums = directory.checksums[numbers].astype("<u4").tobytes()
-            self._send(protocol.Found(message.tag, offsets, lengths, checksums))
+            lengths.append((high | entries["length_low"]).astype("<u8").tobytes())
+            checksums.append(directory.checksums[part].astype("<u4").tobytes())
+            yield None
+        rows = b"".join(offsets), b"".join(lengths), b"".join(checksums)
+        self._send(protocol.Found(message.tag, *rows))
 
     def _send_inline(self, request: SampleRequest, errors: list[Any]) -> None:
         """Send the samples, which stay pinned, then READY."""
@@ -621,11 +753,6 @@ class Session:
         return bool(self._owner.waiting or self._opening or self._orders.receiving)
 
     @property
-    def receiving_order(self) -> bool:
-        """Whether pieces of an order are still to come."""
-        return self._orders.receiving
-
-    @property
     def awaits_direct_reply(self) -> bool:
         """Whether a direct reply may have been sent that this session does not know of."""
         return self._direct_tag in self._owner.waiting
@@ -636,9 +763,23 @@ class Session:
         return len(self._sending)
 
     def _finished(self, request: SampleRequest) -> None:
-        errors: list[Any] = []
         if request.failures:
-            errors = self._errors(request)
+            self._later(self._answer_failures(request))
+        else:
+            self._answer(request, [])
+
+    def _answer_failures(self, request: SampleRequest) -> Steps:
+        errors: list[Any] = []
+        yield from self._errors(request, errors)
+        assert self.job is not None
+        self.job.errors += len(errors)
+        if self.phase == READY:
+            if self.inline and request.tag not in self._owner.unacknowledged:
+                # Its pins were taken back in the meantime.
+                request.count, errors = 0, []
+            self._answer(request, errors)
+
+    def _answer(self, request: SampleRequest, errors: list[Any]) -> None:
         if self.inline and request.count:
             self._send_inline(request, errors)
         elif request.reply is None or not request.reply.sent:
@@ -648,86 +789,120 @@ class Session:
         self.job.waited_s += max(self._state.next_use.now - request.asked, 0.0)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
-            self._closing.discard(dataset)
-            self._state.catalog.close(dataset.shards, self.peer.owner)
+            self._later(self._close_shards(dataset))
 
-    def _errors(self, request: SampleRequest) -> list[Any]:
-        """Return the failed samples of an answer as READY lists them."""
+    def _errors(self, request: SampleRequest, errors: list[Any]) -> Steps:
+        """Append the failed samples of an answer as READY lists them."""
+        failures = request.failures
+        for first in range(0, request.count, STEP_COUNT):
+            part = request.numbers[first : min(first + STEP_COUNT, request.count)]
+            for position, number in enumerate(part.tolist(), first):
+                failure = failures.get(number)
+                if failure is None:
+                    continue
+                if len(errors) == MOST_ERRORS:
+                    request.count = position
+                    return
+                error = self._error(request, failure, position, number)
+                errors.append([position, *protocol.error_to_wire(error)])
+                if len(errors) % FEW == 0:
+                    yield None
+            yield None
+
+    def _error(
+        self, request: SampleRequest, failure: Failure, position: int, number: int
+    ) -> FFServeError:
+        """Return the error of a failed sample."""
         dataset: Dataset = request.dataset
-        state, indices, failures = self._state, request.indices, request.failures
-        errors: list[Any] = []
-        for position, number in enumerate(request.numbers[: request.count].tolist()):
-            failure = failures.get(number)
-            if failure is None:
-                continue
-            if len(errors) == MOST_ERRORS:
-                request.count = position
-                break
-            index = int(indices[position])
-            shard = int(dataset.layout.shards(indices[position : position + 1])[0])
-            one = request.numbers[position : position + 1]
-            path = dataset.paths[shard]
-            offset = int(state.directory.offsets[number])
-            length = failure.size or int(state.directory.lengths(one)[0])
-            if failure.error is not None:
-                error = failure.error.located(index=index)
-                error.path = path
-            else:
-                error = status_error(
-                    failure.status,
-                    path=path,
-                    index=index,
-                    offset=offset,
-                    length=length,
-                    found=failure.found,
-                    expected=failure.expected,
-                    arena_size=state.cache.arena.size,
-                )
-            record = offset, length, failure.expected
-            error = state.catalog.explain(dataset.shards[shard], error, record)
-            errors.append([position, *protocol.error_to_wire(error)])
-        assert self.job is not None
-        self.job.errors += len(errors)
-        return errors
+        state, index = self._state, int(request.indices[position])
+        shard = int(dataset.layout.shards(request.indices[position : position + 1])[0])
+        one = request.numbers[position : position + 1]
+        path = dataset.paths[shard]
+        offset = int(state.directory.offsets[number])
+        length = failure.size or int(state.directory.lengths(one)[0])
+        if failure.error is not None:
+            error = failure.error.located(index=index)
+            error.path = path
+        else:
+            error = status_error(
+                failure.status,
+                path=path,
+                index=index,
+                offset=offset,
+                length=length,
+                found=failure.found,
+                expected=failure.expected,
+                arena_size=state.cache.arena.size,
+            )
+        record = offset, length, failure.expected
+        return state.catalog.explain(dataset.shards[shard], error, record)
 
     # ---- orders and progress ----------------------------------------------------------------
 
-    def _order(self, message: protocol.Order) -> None:
-        dataset = self._dataset(message.dataset, "ORDER")
-        answer = self._orders.receive(message, dataset)
-        if answer is not None:
-            self._send(answer)
-
-    def _reached(self, message: protocol.Reached, now: float) -> None:
-        dataset = self._dataset(message.dataset, "REACHED")
-        if not (0 <= message.epoch <= LARGEST_COUNT and 0 <= message.position <= LARGEST_COUNT):
+    def _reached(self, message: protocol.Reached, now: float) -> Steps:
+        progress = self._dataset(message.dataset, "REACHED").progress
+        epoch, position = message.epoch, message.position
+        if not (0 <= epoch <= LARGEST_COUNT and 0 <= position <= LARGEST_COUNT):
             raise ProtocolError("invalid REACHED message: epoch or position out of range")
-        used = dataset.progress.advance_to(message.epoch, message.position, now)
-        self._state.cache.invalidate(used)
-        self._state.scheduler.prefetcher.advanced(dataset.progress)
+        while True:
+            used = progress.advance_to(epoch, position, now)
+            for part in _parts(used):
+                self._state.cache.invalidate(part)
+                yield None
+            self._state.scheduler.prefetcher.advanced(progress)
+            if not progress.behind(epoch, position):
+                break
+        self._state.scheduler.pump(now)
 
-    def _seen(self, message: protocol.Seen, now: float) -> None:
+    def _seen(self, message: protocol.Seen, now: float) -> Steps:
         dataset = self._dataset(message.dataset, "SEEN")
         indices, layout = protocol.unpack_order(message.indices), dataset.layout
         if len(indices) and int(indices.max()) >= layout.count:
             raise ProtocolError("invalid SEEN message: an index is outside the data set")
-        if len(indices) and not dataset.progress.orders:
-            numbers = layout.numbers(indices)
-            dataset.progress.visited(numbers, now)
-            self._state.cache.invalidate(numbers)
+        for part in _parts(indices):
+            if not dataset.progress.orders:
+                numbers = layout.numbers(part)
+                dataset.progress.visited(numbers, now)
+                self._state.cache.invalidate(numbers)
+                yield None
 
-    def leave(self, now: float) -> None:
-        """The connection is closed: give everything back."""
+    def _status(self, tag: int, now: float) -> Steps:
+        facts = yield from status(self._state, now, self.peer)
+        self._send(protocol.Report(tag, facts))
+
+    def leave(self, now: float) -> Steps:
+        """The connection is closed: give everything back, requests at once, the rest in steps."""
         if self.joined:
             assert self.job is not None
             self.job.sessions -= 1
         self.phase = OVER
         self.refuse_files(UsageError("the session has ended"))
-        self._state.scheduler.leave(self._owner, now)
+        self._orders.forget()
+        return self._leaving(self._state.scheduler.leave(self._owner, now))
+
+    def _leaving(self, pins: Iterator[None]) -> Steps:
+        yield from pins
         for dataset in self._datasets.values():
             self._leave_progress(dataset)
-        self._orders.forget()
-        for dataset in (*self._datasets.values(), *self._closing):
-            self._state.catalog.close(dataset.shards, self.peer.owner)
+            yield from self._close_shards(dataset)
+        for dataset in tuple(self._closing):
+            yield from self._close_shards(dataset)
         self._datasets.clear()
-        self._closing.clear()
+
+
+def _at_once(steps: Steps) -> None:
+    for _ in steps:
+        pass
+
+
+def _parts(numbers: Int64s) -> Iterator[Int64s]:
+    """Cut what one step would take too long for."""
+    for first in range(0, len(numbers), STEP_COUNT):
+        yield numbers[first : first + STEP_COUNT]
+
+
+def _tags(packed: bytes) -> Iterator[list[int]]:
+    if len(packed) % 4:
+        raise ProtocolError(f"invalid tags: {len(packed)} bytes")
+    for first in range(0, len(packed), 4 * FEW):
+        yield protocol.unpack_tags(packed[first : first + 4 * FEW])

@@ -32,6 +32,7 @@ from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
+from ffserve.server.users import Users
 
 LARGEST_COUNT = (1 << 63) - 1
 """The largest number that REPORT can carry; only false counters of a client reach it."""
@@ -101,6 +102,7 @@ class ServerState:
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
+        self.users = Users()
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(

@@ -764,7 +764,7 @@ def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
     scheduler.loaded(loads[0], {}, 0.0)
-    other = Owner(finished.append)
+    other = Owner(finished.append, user=owner.user)
     late = asked(other, 1, [1])
     scheduler.add(late, 0.0)
     assert scheduler.blocked_count == 1
@@ -782,11 +782,11 @@ def test_a_daemon_that_ends_wrote_over_what_clients_still_leased(stopped: bool) 
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
     scheduler.loaded(loads[0], {}, 0.0)
-    scheduler.add(asked(Owner(finished.append), 1, [1]), 0.0)
+    scheduler.add(asked(Owner(finished.append, user=owner.user), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1 and len(loads) == 1
     if stopped:
         scheduler.stop()
-    scheduler.leave(owner, 0.0)
+    list(scheduler.leave(owner, 0.0))
     assert len(loads) == (1 if stopped else 2)
     node.directory.close()
 
@@ -797,7 +797,7 @@ def test_only_a_lease_makes_a_request_give_up() -> None:
     scheduler.add(asked(owner, 1, [0], lease=True), 0.0)
     scheduler.loaded(loads[0], {}, 0.0)
     assert owner.leases
-    late = asked(Owner(finished.append), 2, [1, 2])
+    late = asked(Owner(finished.append, user=owner.user), 2, [1, 2])
     scheduler.add(late, 1.0)
     for load in loads[1:]:
         scheduler.loaded(load, {}, 1.0)
@@ -822,7 +822,7 @@ def test_leases_on_their_way_together_took_more_than_their_half() -> None:
     leased = sum(fetch.pinned_size for fetch in owner.leases.values())
     assert 0 < leased <= node.arena.size // 2
     assert {request.count for request in finished} == {0, 1}
-    scheduler.leave(owner, 1.0)
+    list(scheduler.leave(owner, 1.0))
     assert not node.cache.pins.any()
     node.directory.close()
 
@@ -831,7 +831,7 @@ def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     node = Node([[900_000] * 3])
     scheduler, _loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.add(asked(Owner(finished.append), 1, [1]), 0.0)
+    scheduler.add(asked(Owner(finished.append, user=owner.user), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1
     # Time goes on between the last look at the requests and the question.
     for expected in (0.1, 1.0, GIVE_UP_S):
@@ -845,11 +845,11 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     scheduler, loads, finished, silent = scheduled(node)
     scheduler.add(asked(silent, 1, [0]), 0.0)
     scheduler.loaded(loads[0], {}, 0.0)
-    owner = Owner(finished.append)
+    owner = Owner(finished.append, user=silent.user)
     for tag in range(1, 10_000):
         scheduler.add(asked(owner, tag, [0]), 0.0)
         scheduler.acknowledge(owner, [tag])
-    assert len(scheduler._pins) < 5000
+    assert sum(len(turns.pins) for turns in scheduler._users.values()) < 5000
     assert finished[-1].count == 1
     assert PIN_GRACE_S > 0
     node.directory.close()
@@ -865,10 +865,10 @@ def test_a_client_that_never_acknowledged_made_its_pins_grow_for_ever() -> None:
     assert len(finished) == tag and all(request.count == 1 for request in finished)
     assert list(owner.unacknowledged) == [*range(tag - MOST_UNACKNOWLEDGED + 1, tag + 1)]
     assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED
-    assert len(scheduler._pins) < 5 * MOST_UNACKNOWLEDGED
+    assert sum(len(turns.pins) for turns in scheduler._users.values()) < 5 * MOST_UNACKNOWLEDGED
     scheduler.acknowledge(owner, [1, tag])
     assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED - 1
-    scheduler.leave(owner, 0.0)
+    list(scheduler.leave(owner, 0.0))
     assert not node.cache.pins.any()
     node.directory.close()
 
@@ -880,9 +880,9 @@ def test_pins_of_a_repeated_sample_held_arrays_of_the_whole_request() -> None:
     scheduler.loaded(loads[0], {}, 0.0)
     scheduler.add(asked(owner, 2, [0] * 10_000), 0.0)
     assert [request.count for request in finished] == [1, 10_000]
-    held = [pins if pins.base is None else pins.base for pins in owner.unacknowledged[2]]
+    held = [pins if pins.base is None else pins.base for pins in owner.unacknowledged[2].pins]
     assert sum(array.nbytes for array in held) == 8 * len(held) == 8 * 40
-    scheduler.leave(owner, 0.0)
+    list(scheduler.leave(owner, 0.0))
     node.directory.close()
 
 

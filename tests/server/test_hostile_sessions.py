@@ -23,7 +23,6 @@ MESSAGES = 60
 """Messages in one session."""
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
-    r"disconnected a client \(pid \d+\) that does not read",
     r"arena .*",
 )
 

@@ -127,6 +127,19 @@ class Daemon:
         """Descriptors that it holds."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
+    def socket_count(self) -> int:
+        """Sockets that it holds."""
+        count = 0
+        for fd in os.listdir(f"/proc/{self.pid}/fd"):
+            with contextlib.suppress(OSError):
+                count += os.readlink(f"/proc/{self.pid}/fd/{fd}").startswith("socket:")
+        return count
+
+    def private_size(self) -> int:
+        """Bytes of memory that it does not share."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
     def open(self, paths: Any, **options: Any) -> ffserve.Reader:
         """Open files through this daemon and no other way."""
         return ffserve.open(paths, server=self.socket, **options)
@@ -246,14 +259,15 @@ class Raw:
         self.socket.sendall(b"".join(map(protocol.encode, messages)))
 
     def receive(self) -> protocol.Message:
-        """Return the next message; EOFError when the daemon hung up."""
+        """Return the next message but for signs of life; EOFError when the daemon hung up."""
         while not self._messages:
             chunk, fds, _, _ = socket.recv_fds(self.socket, 65536, 16)
             for fd in fds:
                 os.close(fd)
             if not chunk:
                 raise EOFError
-            self._messages = self._decoder.feed(chunk)
+            fed = self._decoder.feed(chunk)
+            self._messages = [each for each in fed if not isinstance(each, protocol.Alive)]
         return self._messages.pop(0)
 
     def payload(self) -> bytes:

@@ -1,0 +1,91 @@
+"""Turns: which connection the loop works for next.
+
+Whatever a client causes in the loop's thread is done here: its messages are received, decoded and
+handled, and what lasts for more than a moment comes in steps. The users share the time by
+`FairShare`, the connections of a user one after another, for SLICE_S at a time; a connection that
+has become readable without a session or a job (a greeting, `ffserve status`) is the next of its
+user. After TURN_S the loop looks for new connections, arrived messages and completed reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from ffserve.server.users import FairShare, User
+
+SLICE_S = 0.0005
+TURN_S = 0.002
+
+
+class Worker(Protocol):
+    """What takes turns: a connection."""
+
+    user: User
+
+    def work(self, until: float) -> bool:
+        """Do something, and more until a time on the monotonic clock; return whether more is left
+        to do now."""
+        ...
+
+
+class Turns:
+    """See the module's text.
+
+    Args: after: called after each turn of the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, after: Callable[[], object]) -> None:
+        self._loop = loop
+        self._after = after
+        self._share = FairShare()
+        self._waiting: dict[User, tuple[deque[Worker], deque[Worker]]] = {}
+        """Of each user: connections that go first, the others."""
+        self._running = False
+
+    def add(self, worker: Worker, *, first: bool = False) -> None:
+        """A connection that has no turn coming has something to do.
+
+        Args: first: before the other connections of its user.
+        """
+        waiting = self._waiting.get(worker.user)
+        if waiting is None:
+            waiting = self._waiting[worker.user] = deque(), deque()
+            self._share.begin(worker.user)
+        waiting[not first].append(worker)
+        if not self._running:
+            self._running = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        now = time.monotonic()
+        end = now + TURN_S
+        while self._waiting and now < end:
+            user = self._share.choose(self._waiting)
+            self._work(user, min(now + SLICE_S, end))
+            begun, now = now, time.monotonic()
+            self._share.charge(user, now - begun)
+        self._running = bool(self._waiting)
+        if self._running:
+            self._loop.call_soon(self._run)
+        self._after()
+
+    def _work(self, user: User, until: float) -> None:
+        first, others = self._waiting[user]
+        worker = (first or others).popleft()
+        if worker.work(until):
+            others.append(worker)
+        if not first and not others:
+            del self._waiting[user]
+
+    def finish(self) -> None:
+        """Do everything that is left: the daemon ends."""
+        while self._waiting:
+            self._work(next(iter(self._waiting)), float("inf"))
+
+    def forget(self, user: User) -> None:
+        """A user has no session any more."""
+        self._share.forget(user)

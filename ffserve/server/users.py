@@ -1,0 +1,176 @@
+"""Users: what each user has of the daemon, and whose turn is next.
+
+Users share the daemon, not sessions or jobs: a user with a thousand connections gets no more of it
+than one with a single connection. Two rules see to that.
+
+*Turns* go to the user that has used least of late (`FairShare`, start-time fair queueing: Goyal,
+Vin and Cheng, SIGCOMM 1996). Who was idle begins at the present, so an idle user saves nothing up,
+and a user who asks for little is served at once however much others ask for.
+
+*Bounds* (`Bound`) limit what a user holds at a time. A connection whose next message would exceed
+one waits, and no other user notices. What cannot wait (sessions, leases, announced orders) has a
+limit that falls as others take: a user may have OTHERS_SHARE times what is left (dynamic
+thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). So one user alone
+gets four fifths, and a newcomer always finds something. Administrators (`access.Peer`), who could
+stop the daemon anyway, have the limit of all users together instead.
+
+No socket and no clock: `now` is monotonic time in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ffserve.errors import ServerUnavailable
+
+OTHERS_SHARE = 4
+"""A user may have so many times what no user has."""
+MOST_RECEIVED = 32 << 20
+"""Bytes of incomplete messages of one user; beyond, only small messages are received."""
+MOST_UNSENT = 32 << 20
+"""Bytes of replies that one user has not read; beyond, no message of the user is handled."""
+MOST_USER_REQUESTS = 4096
+"""Unanswered GETs and LEASEs of one user; beyond, further ones wait."""
+MOST_ASKED = 1 << 22
+"""Samples in these, and samples that the user has not acknowledged or released."""
+MOST_PATHS = 1 << 19
+"""Paths in the OPENs of one user that are not answered; beyond, further ones wait."""
+MOST_USER_DATASETS = 1 << 16
+"""Data sets that one user has open in all sessions."""
+MOST_ANNOUNCED = 512
+"""Data sets in which the jobs of one user have announced an order."""
+ACTIVE_S = 1.0
+"""A user without a request for so long does not count as one who shares the disk."""
+
+
+@dataclass(eq=False, slots=True)
+class Bound:
+    """A limit on something that a user holds: who would exceed it waits.
+
+    Args: most: the limit.
+    """
+
+    most: int
+    held: int = 0
+    waiting: deque[Callable[[], bool]] = field(default_factory=deque)
+    """Called to go on; False: it does not wait any more."""
+    exempt: object = None
+    """Who may go on though it is full, so that somebody does."""
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more may be taken."""
+        return self.held >= self.most
+
+    def take(self, amount: int) -> None:
+        """Hold more. The last one to take may exceed the limit."""
+        self.held += amount
+        self._wake()
+
+    def give(self, amount: int) -> None:
+        """Hold less."""
+        self.held -= amount
+        assert self.held >= 0, "what is given back was taken"
+        self._wake()
+
+    def _wake(self) -> None:
+        # One at a time: each wakes the next when it has taken something.
+        while self.waiting and self.held < self.most and not self.waiting.popleft()():
+            pass
+
+
+@dataclass(eq=False, slots=True)
+class User:
+    """One user of the daemon.
+
+    Args:
+        uid: of its processes.
+        trusted: an administrator; see `access.Peer`.
+    """
+
+    uid: int = 0
+    trusted: bool = True
+    sessions: int = 0
+    datasets: int = 0
+    logged: float = float("-inf")
+    """When the log had a line about a session of the user."""
+    received: Bound = field(default_factory=lambda: Bound(MOST_RECEIVED))
+    unsent: Bound = field(default_factory=lambda: Bound(MOST_UNSENT))
+    requests: Bound = field(default_factory=lambda: Bound(MOST_USER_REQUESTS))
+    asked: Bound = field(default_factory=lambda: Bound(MOST_ASKED))
+    opening: Bound = field(default_factory=lambda: Bound(MOST_PATHS))
+
+    def may_take(self, wanted: int, held: int, all_held: int, most: int) -> bool:
+        """Whether the user may take `wanted` more of something that cannot be taken back.
+
+        Args: held: of it by this user. all_held: by all users. most: by all users together.
+        """
+        left = most - all_held
+        return wanted <= left and (self.trusted or held + wanted <= OTHERS_SHARE * left)
+
+    def too_many_sessions(self, count: int, most: int) -> ServerUnavailable:
+        """Return the error for another session of this user, beside `count` of all users."""
+        if count >= most:
+            return ServerUnavailable(
+                f"the daemon already serves {most} sessions",
+                hint="raise --max-sessions, or close readers",
+            )
+        return ServerUnavailable(
+            f"user {self.uid} already has {self.sessions} sessions; a user may have at most "
+            f"{OTHERS_SHARE} times as many as are left, and {most - count} of {most} are left",
+            hint="close readers, or raise --max-sessions",
+        )
+
+
+class FairShare:
+    """Chooses the user that has used least; see the module's text."""
+
+    def __init__(self) -> None:
+        self._used: dict[User, float] = {}
+        self._present = 0.0
+
+    def begin(self, user: User) -> None:
+        """A user wants a turn, and did not before."""
+        self._used[user] = max(self._used.get(user, 0.0), self._present)
+
+    def choose(self, users: Iterable[User]) -> User:
+        """Return the one of these users whose turn it is; all of them have begun."""
+        chosen = min(users, key=self._used.__getitem__)
+        self._present = max(self._present, self._used[chosen])
+        return chosen
+
+    def used(self, user: User) -> float:
+        """Return what a user has used, on a scale that only this class knows."""
+        return self._used.get(user, 0.0)
+
+    def charge(self, user: User, cost: float) -> None:
+        """A user has had a turn that cost so much."""
+        self._used[user] = max(self._used.get(user, 0.0), self._present) + cost
+
+    def forget(self, user: User) -> None:
+        """A user has no session any more."""
+        self._used.pop(user, None)
+
+
+class Users:
+    """The users that have sessions."""
+
+    def __init__(self) -> None:
+        self._users: dict[tuple[int, bool], User] = {}
+
+    def of(self, uid: int, *, trusted: bool) -> User:
+        """Return a user, also one without a session yet. The roots of all containers are one."""
+        user = self._users.get((uid, trusted))
+        if user is None:
+            user = self._users[uid, trusted] = User(uid, trusted=trusted)
+        return user
+
+    def left(self, user: User) -> bool:
+        """A session has ended; return whether it was the last one of its user."""
+        user.sessions -= 1
+        if user.sessions:
+            return False
+        self._users.pop((user.uid, user.trusted), None)
+        return True

@@ -1,0 +1,170 @@
+"""Users that ask for more than their share: an honest user of the same daemon is served as before.
+
+The attacks of `support/attacks.py` and the honest client run as users of their own. Times are
+compared with what the same client saw before the attack, and with generous factors: the attackers
+use the same processors, and the machine may be busy. `make soak` has the whole attacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import attacks
+import numpy as np
+import pytest
+from daemon import DEADLINE_S, Daemon, Raw, asking, serving, until
+
+import ffserve
+from ffserve.client.connection import status
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="needs root and setpriv, to run processes as other users",
+)
+
+HONEST, HOSTILE = 65_432, 65_433
+FACTOR, SOAK_FACTOR = 300, 100
+"""An attack may make nine batches of ten take up to so many times the quiet median. Without turns
+by user it was tens of thousands of times, or there was no answer."""
+MOST_KEPT = 96 << 20
+"""Bytes that the daemon may keep after an attack: of free lists, and of what users may hold."""
+COUNTS = {
+    "gets": 20,
+    "leases": 20,
+    "status": 3,
+    "connections": 4200,
+    "connects": 4,
+    "halves": 40,
+    "drops": 10,
+    "strings": 2,
+    "opens": 4,
+    "tags": 4,
+    "orders": 4,
+    "lookups": 4,
+    "datasets": 2,
+    "inline": 10,
+    "small": 10,
+}
+"""Connections of each attack."""
+EXPECT = (r"closed a session \(pid \d+\): .*",)
+
+
+@dataclass
+class Field:
+    """A daemon that everybody may connect to, and files that everybody may read."""
+
+    daemon: Daemon
+    honest: str
+    hostile: str
+
+    def run(self, uid: int, *arguments: object) -> subprocess.Popen[str]:
+        program = str(Path(attacks.__file__))
+        user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+        return subprocess.Popen(
+            [*user, sys.executable, program, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @contextlib.contextmanager
+    def attack(self, kind: str, count: int) -> Iterator[None]:
+        with self.run(HOSTILE, kind, self.daemon.socket, self.hostile, count) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                yield
+            finally:
+                process.kill()
+
+    def measure(self, seconds: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of an honest client's batches and of its greetings."""
+        with self.run(HONEST, "honest", self.daemon.socket, self.honest, seconds) as process:
+            try:
+                found = json.loads(process.communicate(timeout=DEADLINE_S)[0])
+            finally:
+                process.kill()
+        assert not found["refused"], "the honest client was refused"
+        return np.array(found["reads"]), np.array(found["greetings"])
+
+
+@contextlib.contextmanager
+def field(shards: int) -> Iterator[Field]:
+    with serving(arena="32MiB", options=["--socket-mode", "0666"], expect=EXPECT) as daemon:
+        paths = [str(daemon.directory / name) for name in ("honest.ffr", "hostile.ffr")]
+        attacks.write_samples(paths[0])
+        shutil.copy(paths[0], paths[1])
+        many = daemon.directory / "many"
+        many.mkdir()
+        with ffserve.create(many / "0.ffr", n=1) as writer:
+            writer.write(b"x")
+        for number in range(1, shards):
+            shutil.copy(many / "0.ffr", many / f"{number}.ffr")
+        yield Field(daemon, *paths)
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Field]:
+    with field(300) as made:
+        yield made
+
+
+def check(made: Field, kind: str, seconds: float, factor: float) -> None:
+    daemon = made.daemon
+    quiet, greetings = made.measure(min(seconds, 2))
+    before, sockets = daemon.private_size(), daemon.socket_count()
+    with made.attack(kind, COUNTS[kind]):
+        reads, greeted = made.measure(seconds)
+        assert status(daemon.socket)["pid"] == daemon.pid, "root is served"
+    median = float(np.median(quiet))
+    assert np.quantile(reads, 0.9) < factor * median, (kind, median, np.sort(reads)[-10:])
+    usual = max(float(np.median(greetings)), 0.001)
+    assert np.quantile(greeted, 0.9) < factor * usual, (kind, usual, greeted.max())
+    until(lambda: daemon.socket_count() <= sockets, "the connections of the attack are closed")
+    until(lambda: daemon.private_size() - before < MOST_KEPT, "the memory is given back")
+    until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
+
+
+@pytest.mark.parametrize("kind", attacks.KINDS)
+def test_an_attack_of_one_user_stopped_all_others(short: Field, kind: str) -> None:
+    check(short, kind, 1.0, FACTOR)
+
+
+@pytest.mark.soak
+def test_the_whole_attacks() -> None:
+    with field(12_000) as made:
+        for kind in attacks.KINDS:
+            check(made, kind, 10, SOAK_FACTOR)
+
+
+def test_thousands_of_connections_locked_out_root() -> None:
+    """One user gets four fifths, another one still gets some, and root is always served."""
+    with field(1) as made, made.attack("connections", 4200):
+        path = made.daemon.socket
+        connected = until(lambda: _sessions(made.daemon), "the attack has its connections")
+        assert connected < 3500
+        assert status(path)["pid"] == made.daemon.pid
+        with ffserve.open(made.honest, server=path) as reader:
+            assert len(reader) == attacks.SAMPLES
+        with Raw(path) as raw:
+            assert raw.open(made.honest).dataset == 1
+
+
+def _sessions(daemon: Daemon) -> int:
+    count = daemon.socket_count()
+    return count if count > 3000 else 0
+
+
+def test_sessions_beyond_the_limit_only_ask_for_the_status() -> None:
+    with serving(options=["--max-sessions", "2"]) as daemon, Raw(daemon.socket), Raw(daemon.socket):
+        assert status(daemon.socket)["pid"] == daemon.pid
+        with Raw(daemon.socket) as raw:
+            raw.send(asking(__file__))
+            assert "already serves 2 sessions" in str(raw.refused())

@@ -1,0 +1,346 @@
+"""Attacks: a program that asks a daemon for more than its share, and one that reads as users do.
+
+    python attacks.py KIND SOCKET FILE COUNT     attack until killed; says "ready" when it begins
+    python attacks.py honest SOCKET FILE SECONDS read; write the times as JSON
+
+A test starts both as users of their own (`setpriv`). An attacker does not block: it has many
+connections and sends on each of them whatever the socket takes. It breaks no rule of the protocol
+unless its kind says so, and connects again where the daemon ends a session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from daemon import Raw, asking, get
+
+import ffserve
+from ffserve import protocol
+from ffserve.client.handshake import connect as greet
+from ffserve.errors import FFServeError
+
+Bytes = bytes | memoryview
+Script = Iterator["Bytes | int"]
+"""What one connection does: sends bytes, or waits for that many messages of the daemon (0: for
+one turn of the others; -1: for ever, without reading)."""
+
+BURST, BATCH = protocol.MOST_REQUESTS, 1024
+SAMPLES = 16_384
+"""In the files that the tests write."""
+_encode = protocol.encode
+ROW = protocol.IDENTITY_DTYPE.itemsize
+
+
+# ---- kinds ----------------------------------------------------------------------------------
+
+
+def gets(raw: Raw, file: str) -> Script:
+    """As many unanswered GETs as are allowed, large and never acknowledged."""
+    number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
+    for first in itertools.count(2, BURST):
+        for tag in range(first, first + BURST):
+            yield _encode(get(tag, number, chance.integers(0, SAMPLES, BATCH)))
+        yield BURST
+
+
+def leases(raw: Raw, file: str) -> Script:
+    """The same with leases, held until the next burst."""
+    number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
+    for first in itertools.count(2, BURST):
+        tags = list(range(first, first + BURST))
+        for tag in tags:
+            packed = protocol.pack_indices(chance.integers(0, SAMPLES, BATCH))
+            yield _encode(protocol.Lease(tag, number, packed))
+        yield BURST
+        yield _encode(protocol.Release(protocol.pack_tags(tags)))
+
+
+def status(raw: Raw, file: str) -> Script:
+    """STATUS without end, read by nobody, after many shards were opened."""
+    folder = os.path.dirname(file) + "/many"
+    if os.path.isdir(folder):
+        raw.open(*(f"{folder}/{name}" for name in sorted(os.listdir(folder))))
+    for first in itertools.count(2, 1000):
+        yield b"".join(_encode(protocol.Status(tag)) for tag in range(first, first + 1000))
+
+
+def connections(raw: Raw, file: str) -> Script:
+    """Nothing: the number of connections is the attack."""
+    yield -1
+
+
+def connects(raw: Raw, file: str) -> Script:
+    """Connections that end at once, one after another."""
+    raw.socket.close()
+    yield 0
+
+
+def halves(raw: Raw, file: str) -> Script:
+    """A frame as long as one may be that never ends."""
+    raw.open(file)
+    yield protocol.MAX_FRAME_SIZE.to_bytes(4, "little") + b"\x93\x03\x01\xc6\x00\xff\xff\xf0"
+    piece = memoryview(bytes(1 << 20))
+    for _ in range(15):
+        yield piece
+    yield -1
+
+
+def drops(raw: Raw, file: str) -> Script:
+    """A GET of 512 KiB, byte by byte."""
+    number = raw.open(file).dataset
+    for tag in itertools.count(2):
+        frame = memoryview(_encode(get(tag, number, range(65_536 // 4))))
+        for place in range(len(frame)):
+            yield frame[place : place + 1]
+        yield 1
+
+
+def strings(raw: Raw, file: str) -> Script:
+    """OPEN with millions of strings."""
+    what = {"paths": ["/x"] * 5_000_000, "format": None, "verify": True}
+    frame = memoryview(_encode(protocol.Open(7, what, b"")))
+    while True:
+        yield frame
+        yield 1
+
+
+def opens(raw: Raw, file: str) -> Script:
+    """OPENs of many files that do not exist, and data sets that are never closed."""
+    raw.open(file)
+    nowhere = {"paths": ["/nowhere/at/all"] * 2000, "format": None, "verify": True}
+    for tag in itertools.count(2, 2):
+        yield _encode(protocol.Open(tag, nowhere, bytes(ROW * 2000)))
+        yield _encode(asking(file, tag=tag + 1))
+
+
+def tags(raw: Raw, file: str) -> Script:
+    """RELEASE and TELL of millions of tags."""
+    packed = np.arange(4_000_000, dtype="<u4").tobytes()
+    release, tell = _encode(protocol.Release(packed)), _encode(protocol.Tell(0, 0, 0, packed))
+    while True:
+        yield memoryview(release)
+        yield memoryview(tell)
+
+
+def orders(raw: Raw, file: str) -> Script:
+    """Orders of a million positions with replacement, in the largest pieces, and then a jump to the
+    end."""
+    number, count = raw.open(file).dataset, 1 << 20
+    what = {"name": None, "replacement": True}
+    chance = np.random.default_rng(raw.socket.fileno())
+    packed = protocol.pack_order(chance.integers(0, SAMPLES, 65_536))
+    for epoch in itertools.count():
+        for start in range(0, count, 65_536):
+            yield _encode(protocol.Order(5, number, epoch, count, start, packed, what))
+        yield 1
+        yield _encode(protocol.Reached(number, epoch, count))
+
+
+def lookups(raw: Raw, file: str) -> Script:
+    """LOOKUP, SEEN and GET of as many samples as are allowed, all of them unread."""
+    number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
+    indices = chance.integers(0, SAMPLES, protocol.MAX_GET_COUNT)
+    packed, seen = protocol.pack_indices(indices), protocol.pack_order(indices)
+    for tag in itertools.count(2):
+        yield _encode(protocol.Lookup(tag, number, packed))
+        yield _encode(protocol.Seen(number, seen))
+
+
+def datasets(raw: Raw, file: str) -> Script:
+    """Thousands of data sets with an announced order each, then the end of the session."""
+    raw.open(file)
+    order = protocol.pack_order(np.arange(SAMPLES))
+    for first in range(2, 4000, 50):
+        yield b"".join(_encode(asking(file, tag=tag)) for tag in range(first, first + 50))
+        yield 50
+        for number in range(first, first + 50):
+            facts = {"name": None, "replacement": False}
+            yield _encode(protocol.Order(1, number, 0, SAMPLES, 0, order, facts))
+        yield 50
+    raw.socket.close()
+    yield 0
+
+
+def inline(raw: Raw, file: str) -> Script:
+    """Samples through the socket that nobody takes."""
+    number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
+    for tag in range(2, 2 + BURST):
+        yield _encode(get(tag, number, chance.integers(0, SAMPLES, BATCH)))
+    yield -1
+
+
+def small(raw: Raw, file: str) -> Script:
+    """Messages of a few bytes that need no answer, as many as go."""
+    number = raw.open(file).dataset
+    frame = _encode(protocol.Tell(number, 1, 1, b"")) + _encode(protocol.Reached(number, 0, 1))
+    many = memoryview(frame * 10_000)
+    while True:
+        yield many
+
+
+KINDS: dict[str, Callable[[Raw, str], Script]] = {
+    each.__name__: each
+    for each in (
+        gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
+        lookups, datasets, inline, small,
+    )
+}  # fmt: skip
+_INLINE = ("inline",)
+_SILENT = ("connections", "connects")
+"""Kinds that do not greet."""
+
+
+# ---- the attacker ---------------------------------------------------------------------------
+
+
+class Attacker:
+    """One connection of an attack, made again when it ends."""
+
+    def __init__(self, kind: str, path: str, file: str) -> None:
+        self._kind, self._path, self._file = kind, path, file
+        self._raw: Raw | None = None
+        self._left: Bytes = b""
+        self._await = 0
+
+    def step(self) -> bool:
+        """Do what is possible now; return whether anything was."""
+        if self._raw is None:
+            return self._connect()
+        try:
+            return self._send() if self._left else self._go_on(self._raw)
+        except (OSError, EOFError, FFServeError):
+            self._drop()
+            return False
+
+    def _connect(self) -> bool:
+        try:
+            raw = Raw(self._path, hello=False)
+        except OSError:
+            return False
+        try:
+            if self._kind not in _SILENT:
+                raw.hello(
+                    payload=["inline"] if self._kind in _INLINE else ["shared"],
+                    job=f"attack {os.getpid()} {random.randrange(1 << 30)}",
+                )
+            self._script = KINDS[self._kind](raw, self._file)
+            self._raw = raw
+            self._advance()
+        except (OSError, EOFError, AssertionError, FFServeError):
+            raw.socket.close()
+            self._raw = None
+            return False
+        if raw.socket.fileno() < 0:
+            self._raw = None
+        else:
+            raw.socket.setblocking(False)
+        return True
+
+    def _advance(self) -> None:
+        step = next(self._script)
+        if isinstance(step, int):
+            self._await = step
+        else:
+            self._left = step
+
+    def _send(self) -> bool:
+        assert self._raw is not None
+        try:
+            sent = self._raw.socket.send(self._left)
+        except BlockingIOError:
+            return False
+        self._left = memoryview(self._left)[sent:]
+        if not self._left:
+            self._advance()
+        return True
+
+    def _go_on(self, raw: Raw) -> bool:
+        if self._await > 0:
+            try:
+                while self._await:
+                    raw.receive()
+                    self._await -= 1
+            except BlockingIOError:
+                return False
+        if self._await < 0:
+            return False
+        self._advance()
+        if raw.socket.fileno() < 0:
+            self._drop()
+        return True
+
+    def _drop(self) -> None:
+        if self._raw is not None:
+            self._raw.socket.close()
+        self._raw, self._left, self._await = None, b"", 0
+
+
+def attack(kind: str, path: str, file: str, count: int) -> None:
+    """Attack for ever."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    attackers = [Attacker(kind, path, file) for _ in range(count)]
+    for attacker in attackers:
+        attacker.step()
+    print("ready", flush=True)
+    while True:
+        if sum(attacker.step() for attacker in attackers) == 0:
+            time.sleep(0.002)
+
+
+# ---- the honest client ----------------------------------------------------------------------
+
+
+def honest(path: str, file: str, seconds: float) -> dict[str, Any]:
+    """Read batches of 64 and greet now and then; return the times in seconds."""
+    chance = np.random.default_rng(os.getpid())
+    reads: list[float] = []
+    greetings: list[float] = []
+    refused = 0
+    with ffserve.open(file, server=path) as reader:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            indices = chance.integers(0, len(reader), 64)
+            begun = time.monotonic()
+            batch = reader.read(indices)
+            reads.append(time.monotonic() - begun)
+            for index, each in zip(indices.tolist(), batch, strict=True):
+                assert int(each[:8].view(np.int64)[0]) == index
+            if len(reads) % 20 == 1:
+                begun = time.monotonic()
+                try:
+                    greet(path, "honest").socket.close()
+                except FFServeError:
+                    refused += 1
+                greetings.append(time.monotonic() - begun)
+    return {"reads": reads, "greetings": greetings, "refused": refused}
+
+
+def write_samples(path: str) -> None:
+    """Write the file of SAMPLES samples that `honest` checks."""
+    content = np.random.default_rng(0).integers(0, 1 << 62, 512)
+    with ffserve.create(path, format="ffrecord", n=SAMPLES) as writer:
+        for index in range(SAMPLES):
+            content[0] = index
+            writer.write(content)
+
+
+if __name__ == "__main__":
+    kind, path, file, amount = sys.argv[1:]
+    with contextlib.suppress(KeyboardInterrupt):
+        if kind == "honest":
+            print(json.dumps(honest(path, file, float(amount))))
+        else:
+            socket.setdefaulttimeout(30)
+            attack(kind, path, file, int(amount))
