@@ -57,8 +57,8 @@ TEND_INTERVAL_S = 1.0
 """How often idle shards are looked at."""
 OPENINGS, LANE_TIMEOUT_S = 4, 60.0
 """OPENs of one user that are carried out at once; how long another waits for its turn."""
-OWN_FILES = 32
-"""Descriptors that the daemon itself needs."""
+FEWEST_SESSIONS = 32
+"""Sessions for which there are always descriptors."""
 _ACCEPTED = 128
 """Connections that are accepted in one turn of the loop; each takes 10 us."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
@@ -677,4 +677,4 @@ def most_sessions(wanted: int) -> int:
     """Return how many sessions there may be: each needs a descriptor, of which shards take three
     quarters."""
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(min(wanted, most_files // 4 - RESERVED_SESSIONS - OWN_FILES), 1)
+    return min(wanted, max(most_files // 4 - RESERVED_SESSIONS, FEWEST_SESSIONS))
