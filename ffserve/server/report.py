@@ -23,9 +23,7 @@ STEP_ROWS = 64
 """Rows that are made in one step."""
 
 
-def status(
-    state: ServerState, now: float, peer: Peer
-) -> Generator[None, None, dict[str, Any]]:
+def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, dict[str, Any]]:
     """Return the answer to STATUS, in steps.
 
     Root and the daemon's own user see everything. Others see totals and what is their own, since

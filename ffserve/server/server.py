@@ -45,8 +45,6 @@ ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 RESERVED_SESSIONS = 16
 """Sessions beyond `max_sessions` for root and the daemon's own user. They open no data set."""
-OPENINGS = 2
-"""OPENs of one user under way, of four in all (`catalog`); the others wait."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2

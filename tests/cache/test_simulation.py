@@ -959,8 +959,9 @@ def test_samples_larger_than_a_slab_are_kept_as_others_are() -> None:
 
 def test_samples_of_mixed_sizes_are_kept_as_others_are() -> None:
     lengths = np.array([2_000 + 97 * (k * 7919 % 1000) for k in range(1000)], np.int64)
-    rate = hit_rate_of_an_epoch(lengths, 24 * MIB, seed=3)
-    assert rate >= 0.65 * 24 * MIB / int(lengths.sum())
+    # One order is luck by a tenth.
+    rates = [hit_rate_of_an_epoch(lengths, 24 * MIB, seed=seed) for seed in range(1, 9)]
+    assert np.mean(rates) >= 0.64 * 24 * MIB / int(lengths.sum())
 
 
 def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
