@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import stat
+from typing import Any
 
 import uvloop
 
@@ -35,6 +36,8 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP comes when the terminal is closed; nohup makes the process ignore it."""
 _BACKLOG = 1024
 _FIRST_PASSED_FD = 3
+EXIT_FAULT = 1
+"""Exit code after an internal error; systemd starts the daemon again."""
 LEAST_FILES = 64
 """Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
 OWN_SIZE = 32 * 1024 * 1024
@@ -99,6 +102,7 @@ async def _run(
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    loop.set_exception_handler(_end_at_once)
     for number in stopping:
         loop.add_signal_handler(number, stop.set)
     if early:
@@ -136,6 +140,21 @@ async def _run(
             "so the daemon ends",
             hint="start the daemon again (systemd does so); see dmesg for the cause",
         )
+
+
+def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the process after an exception in a callback of the loop.
+
+    Nobody answers the requests of that turn, and signs of life would keep their clients waiting.
+    Nor can the tables be trusted, so no other request is answered from them. The kernel closes the
+    sockets, and the clients go on by themselves.
+    """
+    error = context.get("exception")
+    if error is None:
+        loop.default_exception_handler(context)
+        return
+    log.critical("internal error, the daemon ends", exc_info=error)
+    os._exit(EXIT_FAULT)
 
 
 async def _stop_when_idle(server: Server, timeout_s: float, stop: asyncio.Event) -> None:
