@@ -84,14 +84,14 @@ class ClientConnection:
         self.fd = sock.fileno()
         self._loop = server.loop
         self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
-        self._outbox = Outbox(self._write)
+        self._outbox = Outbox(self._write, user)
         self._watched = self._busy = False
         """Whether the loop watches for room in the socket; whether `_writable` runs."""
         self._reading = self._queued = self.held = self._unread = self._closed = False
         """Whether the loop watches for messages; whether a turn is coming; whether the connection
         waits, and whether it waits until its replies are read; whether it was closed."""
-        self._received = self._unsent = 0
-        """Bytes that count against the user's bounds."""
+        self._received = 0
+        """Bytes that count against the user's bound."""
         self._steps: deque[Steps] = deque()
         """What was begun, before the next message is handled."""
         self._reply_socket = ReplySocket(self.fd)
@@ -210,7 +210,7 @@ class ClientConnection:
 
     def _may_go_on(self) -> bool:
         """Whether the replies are read; otherwise wait until they are."""
-        if self._unsent > MOST_UNREAD:
+        if self._outbox.unsent_size > MOST_UNREAD:
             self._hold(None)
         elif self.user.unsent.full:
             self._hold(self.user.unsent)
@@ -272,14 +272,6 @@ class ClientConnection:
         ready = self.session.phase == READY and not self._outbox
         if ready and (waits or self.session.owes_answer):
             self._send(protocol.Alive())
-
-    def _count_unsent(self) -> None:
-        size = self._outbox.frames_size
-        more, self._unsent = size - self._unsent, size
-        if more > 0:
-            self.user.unsent.take(more)
-        elif more < 0:
-            self.user.unsent.give(-more)
 
     # ---- opening ----------------------------------------------------------------------------
 
@@ -365,7 +357,6 @@ class ClientConnection:
         if len(frame) > ATOMIC_SEND_SIZE or isinstance(frame, MemoryFrame):
             self._reply_socket.block(True)
         self._outbox.put(frame)
-        self._count_unsent()
 
     def _write(self) -> None:
         """Send now, unless the socket is full: then the loop calls `_writable`."""
@@ -395,10 +386,9 @@ class ClientConnection:
                 self._loop.remove_writer(self.fd)
         if self.session.sending_count < sending:
             self._loop.call_soon(self._server.pump)
-        if self._unsent and not self._closed:
-            self._count_unsent()
-            if self._unread and self._unsent <= MOST_UNREAD // 2:
-                self._go_on()
+        self._outbox.count()
+        if self._unread and self._outbox.unsent_size <= MOST_UNREAD // 2:
+            self._go_on()
 
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""
@@ -423,7 +413,6 @@ class ClientConnection:
             self._outbox.send(self._sock)
         self._sock.close()
         self._outbox.clear()
-        self._count_unsent()
         self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
         self._count_received()
         self.held = self._unread = False
