@@ -7,7 +7,8 @@
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord
-# make figures measure every figure of README.md anew and write it there (an hour with all peers)
+# make figures measure every figure of README.md anew and write it there (an hour with all peers;
+#              after an interruption it goes on; options="--disk-limit …" and others are handed on)
 # make docs    draw docs/images/architecture.svg (needs graphviz)
 # make clean   remove what was built (make distclean: .venv as well)
 
@@ -72,8 +73,10 @@ bench:
 
 figures:
 	@bash .ci/setup --bench
-	@$(python) -m benchmarks --turns 5 --record docs/bench.json --picture docs/images/bench.png \
-	    --readme README.md --readme docs/TORCH.md
+	@mkdir -p .bench
+	@$(python) -m benchmarks $(options) --record .bench/bench.json --resume \
+	    --picture docs/images/bench.png --readme README.md --readme docs/TORCH.md
+	@cp .bench/bench.json docs/bench.json
 
 docs: setup
 	@bash docs/images/draw

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks import picture, readme, rows
+from benchmarks import cgroup, picture, readme, rows
 from ffserve import cli
 from ffserve.bench import contestants, processes, report
 from ffserve.bench.harness import Bench, Group, chosen, measure, measure_both
@@ -18,7 +22,7 @@ from ffserve.bench.processes import Installation
 from ffserve.bench.rows import installed_peers
 from ffserve.cli.terminal import print_table
 from ffserve.config import ENGINES
-from ffserve.errors import FFServeError
+from ffserve.errors import FFServeError, UsageError
 
 QUICK_S = 0.3
 LIST_COMMAND = "python -m benchmarks --list"
@@ -31,7 +35,7 @@ def main() -> int:
         options.only = options.only or list(rows.QUICK)
         options.seconds = min(options.seconds, QUICK_S)
     try:
-        with processes.interruptible():
+        with processes.interruptible(), _limited_disk(options):
             if options.against:
                 return _compare_installations(options)
             measured = [] if options.draw_only else _measure(options)
@@ -54,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=ENGINES, default="auto", help="of the daemons")
     add("--no-peers", action="store_true", help="leave other packages out")
     add("--scale", type=float, default=1.0, help="multiplies the sizes of the data")
+    add("--disk-limit", type=_disk_limit, metavar="MB,READS",
+        help="let the disk deliver at most MB megabytes and READS reads a second to contestants "
+        "and fio alike (cgroup, needs root)")  # fmt: skip
     add("--list", action="store_true", help="print the names of the rows, measure nothing")
     add("--make", action="store_true", help="write the data, measure nothing")
     add("--against", type=Path, metavar="DIR",
@@ -61,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         "each row and their quotient")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the result to FILE")
     add("--record", type=Path, metavar="FILE", help="merge the measured rows into FILE")
+    add("--resume", action="store_true", help="leave out the rows that --record's file has")
+    add("--minutes", type=float, default=math.inf, metavar="N",
+        help="begin no group of rows after N minutes")  # fmt: skip
     add("--compare", type=_existing, metavar="FILE",
         help="compare with the rows recorded in FILE; exit code 1 if any is worse")  # fmt: skip
     add("--picture", type=Path, metavar="FILE",
@@ -78,6 +88,37 @@ def _existing(name: str) -> Path:
     return path
 
 
+def _disk_limit(text: str) -> tuple[int, int]:
+    try:
+        megabytes, reads = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MB,READS, such as 500,100000") from None
+    return megabytes, reads
+
+
+@contextlib.contextmanager
+def _limited_disk(options: argparse.Namespace) -> Iterator[None]:
+    """Put this process, from which all others inherit it, into a cgroup with --disk-limit."""
+    if options.disk_limit is None:
+        yield
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    megabytes, reads = options.disk_limit
+    try:
+        with cgroup.limited(
+            read_rate=megabytes * 1_000_000, read_iops=reads, path=str(options.folder)
+        ) as group:
+            group.join()
+            try:
+                yield
+            finally:
+                group.leave()
+    except cgroup.NoCgroup as error:
+        raise UsageError(
+            f"--disk-limit: {error}", hint="it needs root and a block device"
+        ) from None
+
+
 def _print(table: report.Table) -> None:
     title, heads, lines = table
     click.echo(f"\n{title}")
@@ -86,6 +127,9 @@ def _print(table: report.Table) -> None:
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
     facts = report.machine(str(options.folder))
+    if options.disk_limit:
+        megabytes, reads = options.disk_limit
+        facts["disk_limit"] = f"{megabytes} MB/s, {reads:,} reads a second"
     print(report.describe_machine(facts), flush=True)
     return facts
 
@@ -112,21 +156,26 @@ def _compare_installations(options: argparse.Namespace) -> int:
             if found:
                 _print(report.both_table(group.title, found))
             measured += found
-    _write_json(options, report.document(facts, measured, notes))
+    _write_json(options, report.document(facts, measured, notes, {}))
     for line in notes:
         print(line)
     return 1 if notes else 0
 
 
 def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + 60 * options.minutes
     options.folder.mkdir(parents=True, exist_ok=True)
     peers, notes = ([], []) if options.no_peers else installed_peers()
     if not contestants.has_fio():
         notes.append(f"{contestants.FIO_MISSING}: rows about the disk are not judged")
     measured: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     with Bench(str(options.folder), options.seconds, options.engine) as bench:
         groups = rows.groups(bench, peers, options.scale, notes.append)
         groups = chosen(groups, options.only, LIST_COMMAND)
+        if options.resume and options.record and options.record.exists():
+            recorded = {row["name"] for row in json.loads(options.record.read_text())["rows"]}
+            groups = [kept for group in groups if (kept := group.without(recorded)) is not None]
         if options.list:
             for group in groups:
                 print(*group.row_names(), sep="\n")
@@ -135,17 +184,24 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             _make(groups)
             return []
         facts = _machine(options)
+        if options.record:
+            report.check_machine(options.record, facts)
         for group in groups:
-            found = measure(group, options.turns, notes.append)
+            if time.monotonic() > deadline:
+                notes.append(f"not measured after {options.minutes:g} minutes: {group.title}")
+                continue
+            failed: dict[str, str] = {}
+            found = measure(group, options.turns, failed)
+            left_out |= failed
             if found:
                 _print(report.group_table(group.title, found))
             measured += found
             if options.record:  # now, so that an interrupted run keeps its rows
-                report.record(options.record, report.document(facts, found, notes))
+                report.record(options.record, report.document(facts, found, notes, failed))
     print()
-    for line in [*notes, *report.verdict(measured)]:
+    for line in [*notes, *report.reasons(left_out), *report.verdict(measured)]:
         print(line)
-    _write_json(options, report.document(facts, measured, notes))
+    _write_json(options, report.document(facts, measured, notes, left_out))
     return measured
 
 
@@ -163,14 +219,19 @@ def _make(groups: list[Group]) -> None:
 
 def _finish(options: argparse.Namespace, measured: list[dict[str, Any]]) -> int:
     """Draw and compare; return the exit code."""
-    shown = json.loads(options.record.read_text())["rows"] if options.record else measured
+    shown = measured
+    if options.record:
+        recorded = json.loads(options.record.read_text())
+        shown = recorded["rows"]
+    elif options.readme:
+        raise UsageError("--readme writes recorded rows: name their file with --record")
     if options.picture:
         try:
             picture.draw(shown, options.picture)
         except ModuleNotFoundError as error:
             print(f"no picture: {error.name} is not installed (pip install {error.name})")
     for document in options.readme:
-        readme.write(shown, document)
+        readme.write(recorded, document)
     if options.compare:
         recorded = json.loads(options.compare.read_text())
         worse, better, compared = report.compare(recorded["rows"], measured)

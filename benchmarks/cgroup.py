@@ -7,11 +7,13 @@ and version 1 (memory, blkio). `NoCgroup` says why no cgroup can be made.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
+_numbers = itertools.count()
 
 
 class NoCgroup(OSError):
@@ -28,6 +30,11 @@ class Cgroup:
         """Put this process into the cgroup."""
         for directory in self._directories:
             (directory / "cgroup.procs").write_text(str(os.getpid()))
+
+    def leave(self) -> None:
+        """Put this process back into the groups above."""
+        for directory in self._directories:
+            (directory.parent / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int:
         """Return the peak memory of its processes in bytes; 0 where the kernel has no figure."""
@@ -48,35 +55,52 @@ class Cgroup:
         return 0
 
 
-@contextlib.contextmanager
-def limited(
-    *, memory_size: int | None = None, read_rate: int | None = None, path: str = "/"
-) -> Iterator[Cgroup]:
-    """Make a cgroup, and remove it when the context ends; its processes must have ended by then.
-
-    Args:
-        memory_size: bytes.
-        read_rate: bytes per second from the device that holds `path`.
-    Raises: NoCgroup.
-    """
+def _settings(
+    second: bool, memory_size: int | None, rates: dict[str, int | None], path: str
+) -> dict[str, dict[str, str]]:
+    """Return the files to write and their contents, by controller."""
     wanted: dict[str, dict[str, str]] = {}
-    second = (MOUNT / "cgroup.controllers").exists()
     if memory_size is not None:
         name = "memory.max" if second else "memory.limit_in_bytes"
         wanted["memory"] = {name: str(memory_size)}
         if second:
             wanted["memory"]["memory.swap.max"] = "0"
-    if read_rate is not None:
-        device = disk_of(path)
-        wanted["io" if second else "blkio"] = (
-            {"io.max": f"{device} rbps={read_rate}"}
-            if second
-            else {"blkio.throttle.read_bps_device": f"{device} {read_rate}"}
-        )
+    given = {name: rate for name, rate in rates.items() if rate is not None}
+    if given and second:
+        words = [f"r{name}={rate}" for name, rate in given.items()]
+        wanted["io"] = {"io.max": " ".join([disk_of(path), *words])}
+    elif given:
+        wanted["blkio"] = {
+            f"blkio.throttle.read_{name}_device": f"{disk_of(path)} {rate}"
+            for name, rate in given.items()
+        }
+    return wanted
+
+
+@contextlib.contextmanager
+def limited(
+    *,
+    memory_size: int | None = None,
+    read_rate: int | None = None,
+    read_iops: int | None = None,
+    path: str = "/",
+) -> Iterator[Cgroup]:
+    """Make a cgroup, and remove it when the context ends; its processes must have ended by then.
+
+    In version 2 a process is in one group: within a limit on memory, an outer limit on the disk
+    does not hold.
+
+    Args:
+        memory_size: bytes.
+        read_rate, read_iops: bytes and reads per second from the device that holds `path`.
+    Raises: NoCgroup.
+    """
+    second = (MOUNT / "cgroup.controllers").exists()
+    wanted = _settings(second, memory_size, {"bps": read_rate, "iops": read_iops}, path)
     directories: list[Path] = []
     try:
         try:
-            name = f"ffserve-bench-{os.getpid()}"
+            name = f"ffserve-bench-{os.getpid()}-{next(_numbers)}"
             for controller, values in wanted.items():
                 directory = MOUNT / name if second else MOUNT / controller / name
                 if not directory.exists():

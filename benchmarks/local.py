@@ -20,26 +20,14 @@ from numpy.typing import NDArray
 
 import ffserve
 from benchmarks import cgroup
+from ffserve.bench import harness
 from ffserve.bench.contestants import Case, Delivered, delivering
-from ffserve.bench.harness import (
-    MIB,
-    Bench,
-    BenchmarkData,
-    Contestant,
-    Group,
-    Result,
-    Row,
-    Yardstick,
-    evict,
-    load,
-    ratio,
-)
 
 KIB = 1024
 HERE = "benchmarks.local"
 FORKED = 4
 WORKERS = 2
-HALF_BESIDE = 80 * MIB
+HALF_BESIDE = 80 * harness.MIB
 """Memory of a process beside its page cache, where half of the data fit."""
 TIMES = {4 * KIB: 1.4, 100 * KIB: 2.5}
 """Goals with all of the data in memory."""
@@ -180,7 +168,13 @@ class Local:
         note: takes a line about each group that cannot run.
     """
 
-    def __init__(self, bench: Bench, data: BenchmarkData, small: BenchmarkData, note: Note) -> None:
+    def __init__(
+        self,
+        bench: harness.Bench,
+        data: harness.BenchmarkData,
+        small: harness.BenchmarkData,
+        note: Note,
+    ) -> None:
         self._bench = bench
         self._data = data
         self._small = small
@@ -188,7 +182,7 @@ class Local:
         installed = importlib.util.find_spec("ffrecord") is not None
         self._original = "ffrecord" if installed else "stand-in"
 
-    def groups(self, cold: BenchmarkData) -> list[Group]:
+    def groups(self, cold: harness.BenchmarkData) -> list[harness.Group]:
         """Return all groups. Args: cold: more samples of the same size, for reading from disk."""
         return [
             self._hot(),
@@ -203,13 +197,13 @@ class Local:
         self,
         name: str,
         title: str,
-        run: Callable[[str], Result],
+        run: Callable[[str], harness.Result],
         *,
         against: str,
         limit: float,
-        data: BenchmarkData,
+        data: harness.BenchmarkData,
         batch: int = 64,
-    ) -> Group:
+    ) -> harness.Group:
         """Return a group of one row: ffserve against the original or a loop of preadv."""
         substitute = against == "stand-in"
         yardstick = {
@@ -218,25 +212,32 @@ class Local:
             "preadv": "a loop of preadv",
         }[against]
         beside = "preadv" if against == "preadv" else "ffrecord"
-        row = Row(
-            f"local/{data.name}/{name}/{beside}", "ffserve without a daemon", ratio, limit=limit
+        row = harness.Row(
+            f"local/{data.name}/{name}/{beside}",
+            "ffserve without a daemon",
+            harness.ratio,
+            limit=limit,
         )
-        return Group(
+        return harness.Group(
             f"without a daemon, {title}, {data.name}, batches of {batch}",
-            Yardstick(yardstick, lambda: run(against), substitute),
-            (Contestant("ffserve read", lambda: run("ffserve"), (row,)),),
+            harness.Yardstick(yardstick, lambda: run(against), substitute),
+            (harness.Contestant("ffserve read", lambda: run("ffserve"), (row,)),),
             data.make,
             {"state": "local", "bytes": data.mean, "batch": batch, "clients": 1},
         )
 
     def _run(
-        self, function: Callable[[Case], Delivered], package: str, data: BenchmarkData, **case: Any
-    ) -> Result:
+        self,
+        function: Callable[[Case], Delivered],
+        package: str,
+        data: harness.BenchmarkData,
+        **case: Any,
+    ) -> harness.Result:
         return self._bench.run(f"{HERE}:{function.__name__}", data, package=package, **case)
 
-    def _hot(self) -> Group:
-        def run(package: str) -> Result:
-            load(self._data.paths)
+    def _hot(self) -> harness.Group:
+        def run(package: str) -> harness.Result:
+            harness.load(self._data.paths)
             return self._run(hot, package, self._data, warm=8)
 
         limit = TIMES.get(self._data.mean, 1.0)
@@ -247,16 +248,16 @@ class Local:
     def _epochs(
         self,
         name: str,
-        data: BenchmarkData,
+        data: harness.BenchmarkData,
         count: int,
         *,
         against: dict[str, float],
         join: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> list[Group]:
+    ) -> list[harness.Group]:
         seconds = self._bench.seconds if count == 1 else 1e9
 
-        def run(package: str) -> Result:
-            evict(data.paths)
+        def run(package: str) -> harness.Result:
+            harness.evict(data.paths)
             with join() as group:
                 return self._run(
                     epochs, package, data, epochs=count, seconds=seconds, warm=1,
@@ -269,7 +270,7 @@ class Local:
             for other, limit in against.items()
         ]
 
-    def _half(self) -> list[Group]:
+    def _half(self) -> list[harness.Group]:
         size = HALF_BESIDE + self._small.size // 2
         try:
             with cgroup.limited(memory_size=size):
@@ -282,9 +283,11 @@ class Local:
             join=lambda: cgroup.limited(memory_size=size),
         )  # fmt: skip
 
-    def _programs(self, name: str, function: Callable[[Case], Delivered], batch: int) -> Group:
-        def run(package: str) -> Result:
-            load(self._small.paths)
+    def _programs(
+        self, name: str, function: Callable[[Case], Delivered], batch: int
+    ) -> harness.Group:
+        def run(package: str) -> harness.Result:
+            harness.load(self._small.paths)
             return self._run(function, package, self._small, batch=batch, warm=1)
 
         title = {
@@ -296,7 +299,7 @@ class Local:
             batch=batch,
         )  # fmt: skip
 
-    def _loaders(self) -> list[Group]:
+    def _loaders(self) -> list[harness.Group]:
         if importlib.util.find_spec("torch") is None:
             self._note(f"local/{self._small.name}/loader: not measured, torch is not installed")
             return []

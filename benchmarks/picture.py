@@ -34,6 +34,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "SPDL": ("#7570B3", "2"),
     "TensorSocket": ("#E7298A", "3"),
     "tf.data service": ("#A6761D", "4"),
+    "FFCV": ("#4D4D4D", "d"),
+    "FFCV quasi-random": ("#4D4D4D", "H"),
 }
 Rows = Sequence[dict[str, Any]]
 Curve = dict[float, tuple[float, float, float]]

@@ -1,6 +1,7 @@
 """Measured sections of documents: text around recorded rows, written between two markers.
 
-A place such as ``{hot/4KiB/lease:.0f}`` is the median of the row of that name.
+A place such as ``{hot/4KiB/lease:.0f}`` is the median of the row of that name; ``{machine}`` is the
+machine, ``{jobs}`` the table of two jobs with all peers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TEXT = """\
 
 The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in its own processes, in batches of 256 (32 at 1 MiB). Bars go from the lowest turn to the highest. ffserve checks every sample once and returns copies; `mmap` and `preadv` check nothing and use the page cache.
 
-The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of three to five turns. The machine is a virtual machine with 2 cores of an Intel Xeon, Linux 6.18, ext4 on virtio-blk. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits). A ratio to fio far above 1 means that the disk was faster in that turn. The row through the socket, the windowed order and the two jobs are from another such machine (AMD EPYC).
+The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of the turns. All are of one virtual machine: {machine}. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits).
 
 | in memory / memcpy | 4 KiB | 100 KiB |
 |---|---|---|
@@ -49,14 +50,7 @@ The tables show ratios to memcpy (with as many processes) and to `fio` with io_u
 | engine in the client's process, several batches | {windowed/1KiB/engine:.2f} | {windowed/4KiB/engine:.2f} |
 | engine in the client's process, one batch at a time | {windowed/1KiB/engine64:.2f} | {windowed/4KiB/engine64:.2f} |
 
-| two jobs on one data set of 4 KiB samples, from disk / fio | both together |
-|---|---|
-| ffserve, one order for both jobs | {jobs/4KiB/depth128/one-order:.2f} |
-| ffserve, orders of their own | {jobs/4KiB/depth128/own-orders:.2f} |
-| SPDL | {jobs/4KiB/depth128/SPDL:.2f} |
-| `mmap` | {jobs/4KiB/depth128/mmap:.2f} |
-| `preadv` | {jobs/4KiB/depth128/preadv:.2f} |
-| LMDB | {jobs/4KiB/depth128/LMDB:.2f} |
+{jobs}
 
 64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two clients. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median, and the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included. While a client only hits, the daemon uses {hot/4KiB/daemon-cpu:.2f} % of a core. [docs/BENCHMARKS.md](docs/BENCHMARKS.md) lists every row; `ffserve bench` measures your machine and your files.
 """  # noqa: E501
@@ -79,21 +73,66 @@ WINDOWED = """\
 
 SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED}
 """The text of the measured section of each document."""
+JOBS = {
+    "one-order": "ffserve, one order for both jobs", "own-orders": "ffserve, orders of their own",
+}  # fmt: skip
 
 
-def section(rows: list[dict[str, Any]], document: str) -> str:
+def section(recorded: dict[str, Any], document: str) -> str:
     """Return a document's section without its markers.
 
+    Args:   recorded: the document that `report.record` writes.
     Raises: UsageError for a row that is missing.
     """
-    values = {row["name"]: row["value"] for row in rows}
+    values = {row["name"]: row["value"] for row in recorded["rows"]}
 
     def value(place: re.Match[str]) -> str:
         if place[1] not in values:
             raise UsageError(f"the row {place[1]} of {document} has not been recorded")
         return format(values[place[1]], place[2])
 
-    return PLACE.sub(value, SECTIONS[document])
+    text = PLACE.sub(value, SECTIONS[document])
+    return text.replace("{machine}", _machine(recorded["machine"])).replace(
+        "{jobs}", _two_jobs(recorded)
+    )
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    kernel = ".".join(facts["kernel"].split(".")[:2])
+    text = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
+    text += f"Linux {kernel}, {facts['file_system']}"
+    if limit := facts.get("disk_limit"):
+        text += (
+            f". For fio and all others its disk is limited to {limit}, because its host answers "
+            "from memory at times ([why](docs/BENCHMARKS.md#a-disk-with-a-limit))"
+        )
+    return text
+
+
+def _two_jobs(recorded: dict[str, Any]) -> str:
+    """Return the table of two jobs: ffserve first, then the peers by their rate."""
+    sizes, failed = ("4KiB", "100KiB"), -1.0
+    found: dict[str, dict[str, float]] = {}
+    for row in recorded["rows"]:
+        state, size, _, *_ = [*row["name"].split("/"), "", ""]
+        if state == "jobs" and size in sizes:
+            label = JOBS.get(row["name"].rpartition("/")[2], row["description"])
+            found.setdefault(label, {})[size] = row["value"]
+    for name in recorded.get("left_out", {}):
+        if name.startswith("jobs/"):
+            found.setdefault(name.rpartition("/")[2], {})[name.split("/")[1]] = failed
+    if not found.keys() >= set(JOBS.values()):
+        raise UsageError("the rows jobs/ of README.md have not been recorded")
+    peers = sorted(found.keys() - set(JOBS.values()), key=lambda k: -max(found[k].values()))
+    lines = ["| two jobs on one data set, from disk / fio | 4 KiB | 100 KiB |", "|---|---|---|"]
+    for label in [*JOBS.values(), *peers]:
+        shown = [
+            "" if (value := found[label].get(size)) is None
+            else "failed" if value == failed else f"{value:.2f}"
+            for size in sizes
+        ]  # fmt: skip
+        lines.append(f"| {label} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def measured(text: str) -> str:
@@ -101,7 +140,7 @@ def measured(text: str) -> str:
     return text.partition(BEGIN)[2].partition(END)[0]
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
+def write(recorded: dict[str, Any], path: Path) -> None:
     """Replace the section between the markers of a document. Raises: UsageError."""
     if path.name not in SECTIONS:
         raise UsageError(
@@ -113,4 +152,4 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
     _, end, after = rest.partition(END)
     if not end:
         raise UsageError("the markers of the measured section are missing", path=str(path))
-    path.write_text(before + begin + section(rows, path.name) + end + after)
+    path.write_text(before + begin + section(recorded, path.name) + end + after)

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ RATIO = "×"
 COLD_ARENA_SIZE = 512 * MIB
 PIECE_SIZE = 16 * MIB
 TIMEOUT_S = 240.0
-"""A contestant that writes nothing for this long has failed."""
+"""A contestant whose warm-up or run takes longer has failed."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -282,10 +282,17 @@ class Group:
         """Return the group with the contestants of rows whose name contains one of the texts."""
         if not texts:
             return self
+        return self._with(lambda name: any(text in name for text in texts))
+
+    def without(self, names: Container[str]) -> Group | None:
+        """Return the group with the contestants that have other rows than those of the names."""
+        return self._with(lambda name: name not in names)
+
+    def _with(self, wanted: Callable[[str], bool]) -> Group | None:
         kept = tuple(
             contestant
             for contestant in self.contestants
-            if any(text in row.name for row in contestant.rows for text in texts)
+            if any(wanted(row.name) for row in contestant.rows)
         )
         return replace(self, contestants=kept) if kept else None
 
@@ -316,12 +323,12 @@ def ratio(result: Result, base: Result | None) -> float:
 
 
 def measure(
-    group: Group, turns: int, note: Callable[[str], None] = lambda text: None
+    group: Group, turns: int, left_out: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Run all turns of a group.
 
     Args:
-        note: takes a line about each contestant that is left out.
+        left_out: takes the reason for each row whose contestant failed, by the row's name.
     Returns: a dict per row: name, description, contestant, yardstick, value (the median), low,
         high, unit, limit, at_most, reached (None where nothing is judged), turns, and figures.
     Raises:  ContestantFailed when one fails that is not optional.
@@ -342,7 +349,8 @@ def measure(
             except FFServeError as error:
                 if not running[name].optional:
                     raise
-                note(f"{name} is left out: {error}")
+                if left_out is not None:
+                    left_out |= {row.name: str(error) for row in running[name].rows}
                 del results[name], running[name]
     rows = []
     for name, contestant in running.items():
@@ -452,6 +460,10 @@ class ContestantFailed(FFServeError):
     """A contestant ended without figures; the text is the last line that it wrote."""
 
 
+class ContestantHung(ContestantFailed):
+    """A contestant did not end."""
+
+
 class RunningContestant:
     """A contestant whose clients have warmed up and wait for the start."""
 
@@ -462,6 +474,7 @@ class RunningContestant:
         pids: list[int],
         errors: Any,
         daemon: Daemon | None,
+        timeout_s: float,
     ) -> None:
         self.pids = pids
         """The process id of each client."""
@@ -469,6 +482,7 @@ class RunningContestant:
         self._process = process
         self._errors = errors
         self._daemon = daemon
+        self._timeout_s = timeout_s
 
     def begin(self) -> None:
         """Start the clients."""
@@ -485,9 +499,10 @@ class RunningContestant:
 
         Raises: ContestantFailed.
         """
-        _await_output(self._function, self._process)
-        assert self._process.stdout is not None
-        lines = self._process.stdout.readlines()
+        try:
+            lines = self._process.communicate(timeout=self._timeout_s)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            raise _hung(self._function, self._timeout_s) from None
         counted: dict[str, float] = {}
         if self._daemon is not None:  # its status must not be in its figures
             pid = self._daemon.process.pid
@@ -510,6 +525,7 @@ def contestant(
     daemon: Daemon | None = None,
     installation: Installation = THIS,
     before_exec: Callable[[], None] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[RunningContestant]:
     """Start a contestant; when the context begins, its clients have warmed up.
 
@@ -517,7 +533,8 @@ def contestant(
         case: see `ffserve.bench.contestants`; "function", "clients", "warm" and "seconds" at least.
         daemon: the daemon whose work is counted.
         before_exec: called in the child process.
-    Raises: ContestantFailed when a client ends before it is ready.
+        timeout_s: for the warm-up, and for the run.
+    Raises: ContestantFailed when a client ends before it is ready; ContestantHung.
     """
     package = case["function"].partition(".")[0]
     packages = {"ffserve.bench": os.path.dirname(__file__)}
@@ -534,20 +551,19 @@ def contestant(
             environment=environment, before_exec=before_exec,
         ) as process,
     ):  # fmt: skip
-        _await_output(case["function"], process)
         assert process.stdout is not None
+        if not select.select([process.stdout], [], [], timeout_s)[0]:
+            raise _hung(case["function"], timeout_s)
         words = process.stdout.readline().split()
         if words[:1] != [b"ready"]:
             raise _failure(case["function"], errors)
         yield RunningContestant(
-            case["function"], process, list(map(int, words[1:])), errors, daemon
+            case["function"], process, list(map(int, words[1:])), errors, daemon, timeout_s
         )
 
 
-def _await_output(function: str, process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
-        raise ContestantFailed(f"{function} wrote nothing for {TIMEOUT_S:.0f} s")
+def _hung(function: str, timeout_s: float) -> ContestantHung:
+    return ContestantHung(f"{function} did not end within {timeout_s:.0f} s")
 
 
 def _failure(function: str, errors: Any) -> ContestantFailed:
@@ -573,6 +589,8 @@ class Bench:
         self.seconds = seconds
         self.engine = engine
         self.installation = installation
+        self.hung: dict[str, str] = {}
+        """Peers that did not end, and what was said: they do not run again."""
         self._hot: tuple[BenchmarkData, bool, Daemon] | None = None
         self._kept = contextlib.ExitStack()
 
@@ -620,7 +638,9 @@ class Bench:
         data: BenchmarkData | None = None,
         *,
         daemon: Daemon | None = None,
+        installation: Installation | None = None,
         before_exec: Callable[[], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
         **case: Any,
     ) -> contextlib.AbstractContextManager[RunningContestant]:
         """Start a contestant.
@@ -629,7 +649,9 @@ class Bench:
             function: "module:function", see `ffserve.bench.contestants`.
             data: what it reads.
             daemon: the daemon that it reads through, whose work is counted.
+            installation: what runs it, instead of this bench's.
             before_exec: called in the child process.
+            timeout_s: for its warm-up, and for its run.
             case: more for the function, such as ``clients``: the processes that do the same at
                 once, each in an order of its own.
         """
@@ -644,23 +666,16 @@ class Bench:
             case["batch"] = min(case["batch"], max(1, case["count"] // 4))
             case["warm"] = min(case["warm"], case["count"] // case["batch"] - 1)
         return contestant(
-            case, daemon=daemon, installation=self.installation, before_exec=before_exec
-        )
+            case, daemon=daemon, installation=installation or self.installation,
+            before_exec=before_exec, timeout_s=timeout_s,
+        )  # fmt: skip
 
-    def run(
-        self,
-        function: str,
-        data: BenchmarkData | None = None,
-        *,
-        daemon: Daemon | None = None,
-        before_exec: Callable[[], None] | None = None,
-        **case: Any,
-    ) -> Result:
+    def run(self, function: str, data: BenchmarkData | None = None, **options: Any) -> Result:
         """Run a contestant from its start to its end; see `start`.
 
         Raises: ContestantFailed.
         """
-        with self.start(function, data, daemon=daemon, before_exec=before_exec, **case) as running:
+        with self.start(function, data, **options) as running:
             running.begin()
             return running.finish()
 

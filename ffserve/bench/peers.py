@@ -9,6 +9,9 @@ access (WebDataset, TFRecord) reads in order and is labelled so; only the number
 A peer that chooses the order itself, or is a pipeline, has `Peer.stream` instead of `Peer.open`.
 Two of these share data between jobs by a server (TensorSocket, tf.data service): the first client
 starts it as a child, whose CPU time counts.
+
+A peer whose dependencies exclude those of others may have a virtual environment of its own,
+`peers/PACKAGE` in the environment of this interpreter.
 """
 
 from __future__ import annotations
@@ -31,10 +34,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import ffserve
 from ffserve.bench.contestants import Case, Delivered, batches, delivering
 from ffserve.bench.harness import BenchmarkData
+from ffserve.bench.processes import THIS, Installation
 from ffserve.errors import FFServeError
 
+FLAT = "flat"
+"""The format of the peers that have none: all samples back to back, and a table."""
 ReadBatch = Callable[[NDArray[np.int64]], int]
 """Takes the indices of a batch and returns its bytes."""
 SHARD_SIZE = 64 << 20
@@ -54,6 +61,7 @@ class Peer:
         in_order: it has no random access, or chooses the order itself.
         forks: a process may fork after importing it.
         stream: delivers the samples of a case, instead of `open`.
+        format: the name of its files, for peers that share them; its own name by default.
     """
 
     name: str
@@ -64,20 +72,25 @@ class Peer:
     in_order: bool = False
     forks: bool = True
     stream: Callable[[Case], Delivered] | None = None
+    format: str = ""
+
+    @property
+    def installation(self) -> Installation | None:
+        """The interpreter that imports it, or None where it is not installed."""
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(self.module) is not None:
+                return THIS
+        own = os.path.join(sys.prefix, "peers", self.package, "bin", "python")
+        return Installation(interpreter=own) if os.path.exists(own) else None
 
     @property
     def missing(self) -> str | None:
         """The reason why it cannot take part, or None."""
-        try:
-            if importlib.util.find_spec(self.module) is not None:
-                return None
-        except (ImportError, ValueError):
-            pass
-        return f"not installed (pip install {self.package})"
+        return None if self.installation else f"not installed (pip install {self.package})"
 
     def files_path(self, folder: str, data: BenchmarkData) -> str:
         """Return the directory of its files."""
-        return os.path.join(folder, f"{data.name}-{data.count}-{self.name}")
+        return os.path.join(folder, f"{data.name}-{data.count}-{self.format or self.name}")
 
     def make(self, folder: str, data: BenchmarkData) -> None:
         """Write its files; the directory takes its name when it is complete."""
@@ -203,8 +216,22 @@ def _open_array_record(directory: str) -> ReadBatch:
     return lambda indices: sum(map(len, reader.read(indices.tolist())))
 
 
+def _import_streaming() -> Any:
+    """Import MosaicML streaming, which imports torchvision but calls none of its operators.
+
+    Beside a build of torch that is not its own (CPU, CUDA), torchvision cannot load its operators,
+    and stops at the first that it describes to torch. Those are declared here.
+    """
+    with contextlib.suppress(RuntimeError):
+        return _import("streaming")
+    library = _import("torch").library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return _import("streaming")
+
+
 def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
-    writer = _import("streaming").MDSWriter(
+    writer = _import_streaming().MDSWriter(
         out=directory, columns={"x": "bytes"}, size_limit=SHARD_SIZE, progress_bar=False
     )
     with writer:
@@ -213,7 +240,7 @@ def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_streaming(directory: str) -> ReadBatch:
-    dataset = _import("streaming").LocalDataset(local=directory)
+    dataset = _import_streaming().LocalDataset(local=directory)
     return lambda indices: sum(len(dataset[k]["x"]) for k in indices.tolist())
 
 
@@ -396,6 +423,52 @@ def _stream_litdata(case: Case) -> Delivered:
             return
 
 
+def _prepare_ffcv(data: BenchmarkData, directory: str) -> None:
+    writer, fields = _import("ffcv.writer"), _import("ffcv.fields")
+
+    class Samples:
+        def __init__(self) -> None:
+            self.reader = ffserve.open(data.paths, server="off")
+
+        def __len__(self) -> int:
+            return data.count
+
+        def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
+            sample = self.reader[index]
+            return sample, len(sample)
+
+    writer.DatasetWriter(
+        os.path.join(directory, "samples.beton"),
+        {"x": fields.BytesField(), "size": fields.IntField()},
+        num_workers=1,
+    ).from_indexed_dataset(Samples())
+
+
+def _stream_ffcv(case: Case, order: str, *, os_cache: bool) -> Delivered:
+    loader, decoders = _import("ffcv.loader"), _import("ffcv.fields.decoders")
+    batches = loader.Loader(
+        os.path.join(case["files_path"], "samples.beton"), batch_size=case["batch"],
+        num_workers=len(os.sched_getaffinity(0)), os_cache=os_cache, seed=case["seed"],
+        order=loader.OrderOption[order],
+        pipelines={"x": [decoders.BytesDecoder()], "size": [decoders.IntDecoder()]},
+    )  # fmt: skip
+    while True:
+        for samples, sizes in batches:
+            yield len(samples), int(sizes.sum())
+        if case["once"]:
+            return
+
+
+def _stream_ffcv_random(case: Case) -> Delivered:
+    """As its documentation has it for data that fit the page cache."""
+    return _stream_ffcv(case, "RANDOM", os_cache=True)
+
+
+def _stream_ffcv_pages(case: Case) -> Delivered:
+    """As its documentation has it for data that do not: whole pages, in an order of its own."""
+    return _stream_ffcv(case, "QUASI_RANDOM", os_cache=False)
+
+
 SPDL_THREADS = 4
 
 
@@ -456,6 +529,8 @@ def _serve_tensorsocket(case: Case) -> None:
     torch, producer = _import("torch"), _import("tensorsocket").TensorProducer
     fd, starts, ends = _flat_table(case["files_path"])
     size = int(ends[0])
+    if (ends - starts[: len(ends)] != size).any():
+        raise FFServeError("TensorSocket sends tensors: the samples must have one size")
 
     class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
         def __len__(self) -> int:
@@ -524,8 +599,8 @@ def _stream_tf_data(case: Case) -> Delivered:
 
 
 PEERS = (
-    Peer("preadv", "", "os", _flat, _open_preadv),
-    Peer("mmap", "", "mmap", _flat, _open_mmap),
+    Peer("preadv", "", "os", _flat, _open_preadv, format=FLAT),
+    Peer("mmap", "", "mmap", _flat, _open_mmap, format=FLAT),
     Peer("LMDB", "lmdb", "lmdb", _prepare_lmdb, _open_lmdb),
     Peer(
         "ArrayRecord", "array-record", "array_record", _prepare_array_record, _open_array_record
@@ -544,14 +619,19 @@ PEERS = (
         "litData", "litdata", "litdata", _prepare_litdata, in_order=True, stream=_stream_litdata,
         forks=False,
     ),
-    Peer("SPDL", "spdl", "spdl", _flat, stream=_stream_spdl, forks=False),
+    Peer("SPDL", "spdl", "spdl", _flat, stream=_stream_spdl, forks=False, format=FLAT),
+    Peer("FFCV", "ffcv", "ffcv", _prepare_ffcv, stream=_stream_ffcv_random, forks=False),
+    Peer(
+        "FFCV quasi-random", "ffcv", "ffcv", _prepare_ffcv, stream=_stream_ffcv_pages,
+        in_order=True, forks=False, format="FFCV",
+    ),
     Peer(
         "TensorSocket", "tensorsocket", "tensorsocket", _flat, in_order=True,
-        stream=_stream_tensorsocket, forks=False,
+        stream=_stream_tensorsocket, forks=False, format=FLAT,
     ),
     Peer(
         "tf.data service", "tensorflow", "tensorflow", _prepare_tfrecord, in_order=True,
-        stream=_stream_tf_data, forks=False,
+        stream=_stream_tf_data, forks=False, format="TFRecord",
     ),
 )  # fmt: skip
 BY_NAME = {peer.name: peer for peer in PEERS}

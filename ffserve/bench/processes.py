@@ -72,11 +72,15 @@ def work_directory(prefix: str, directory: str | None) -> Iterator[str]:
 class Installation:
     """The ffserve that child processes run.
 
-    Args: directory: another checkout, with the C core built in it; its `.venv/bin/python` runs it
-        if there is one. None: the ffserve of this process.
+    Args:
+        directory: another checkout, with the C core built in it; its `.venv/bin/python` runs it if
+            there is one. None: the ffserve of this process.
+        interpreter: runs the ffserve of this process in another environment, whose packages come
+            first.
     """
 
     directory: str | None = None
+    interpreter: str | None = None
 
     def __post_init__(self) -> None:
         if self.directory is not None and not os.path.isfile(
@@ -88,7 +92,9 @@ class Installation:
     def python(self) -> str:
         """The interpreter."""
         own = os.path.join(self.directory or "", ".venv", "bin", "python")
-        return own if self.directory is not None and os.path.exists(own) else sys.executable
+        if self.directory is not None and os.path.exists(own):
+            return own
+        return self.interpreter or sys.executable
 
     def command(self, module: str, packages: Mapping[str, str] | None = None) -> list[str]:
         """Return the command that runs a module with this ffserve.
@@ -99,7 +105,8 @@ class Installation:
         Args: packages: for another checkout, packages (name → directory) to take from elsewhere.
         """
         if self.directory is None:
-            program = f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+            packages_first = "sys.path[1:] + " if self.interpreter else ""
+            program = f"import runpy, sys; sys.path[:] = {packages_first}{sys.path!r}; "
             program += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
         else:
             program = _IN_CHECKOUT.format(

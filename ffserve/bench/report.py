@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import numpy as np
 import ffserve
 from ffserve.bench.contestants import has_fio
 from ffserve.bench.harness import RATIO
+from ffserve.errors import UsageError
 
 Rows = Sequence[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]
 """A title, the heads of the columns, and the lines."""
 FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("anonymous_mb", ",.0f"))
+SAME_MACHINE = ("cpu", "cores", "memory_gib", "file_system", "disk_limit")
+"""The facts in which two machines differ; others, such as the kernel, change on one machine."""
 TOLERANCE = 0.25
 """See docs/BENCHMARKS.md, "Noise"."""
 
@@ -68,7 +71,9 @@ def describe_machine(facts: dict[str, Any]) -> str:
     """Return the machine in one line."""
     return (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, Linux "
-        f"{facts['kernel']}, {facts['file_system']}; {facts['engine']}"
+        f"{facts['kernel']}, {facts['file_system']}"
+        + (f", the disk limited to {limit}" if (limit := facts.get("disk_limit")) else "")
+        + f"; {facts['engine']}"
     )
 
 
@@ -173,24 +178,63 @@ def verdict(rows: Rows) -> list[str]:
 # --------------------------------------------------------------------------- recorded rows
 
 
-def document(facts: dict[str, Any], rows: Rows, notes: Sequence[str]) -> dict[str, Any]:
+def reasons(left_out: Mapping[str, str]) -> list[str]:
+    """Return a line per reason for which rows are left out."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [f"left out: {', '.join(some)}: {reason}" for reason, some in names.items()]
+
+
+def document(
+    facts: dict[str, Any], rows: Rows, notes: Sequence[str], left_out: Mapping[str, str]
+) -> dict[str, Any]:
     """Return everything for JSON, floats rounded to four significant digits."""
-    return {"machine": facts, "notes": list(notes), "rows": [_rounded(row) for row in rows]}
+    return {
+        "machine": facts,
+        "notes": list(notes),
+        "left_out": dict(left_out),
+        "rows": [_rounded(row) for row in rows],
+    }
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
+def check_machine(path: Path, facts: dict[str, Any]) -> None:
+    """Raise UsageError if a file has rows of another machine."""
+    if not path.exists():
+        return
+    recorded = json.loads(path.read_text())["machine"]
+    for name in SAME_MACHINE:
+        if recorded.get(name) != facts.get(name):
+            raise UsageError(
+                f"cannot record here: the rows in it are of another machine ({name}: "
+                f"{recorded.get(name)}, not {facts.get(name)})",
+                path=str(path),
+                hint="record all rows into a new file",
+            )
+
+
 def record(path: Path, result: dict[str, Any]) -> None:
-    """Merge a document's rows into a file: replace those of the same names, keep the others."""
+    """Merge a document's rows into a file: replace those of the same names, keep the others.
+
+    A row whose contestant failed is removed; the file keeps the reason.
+
+    Raises: UsageError if the file has rows of another machine.
+    """
+    check_machine(path, result["machine"])
     old = json.loads(path.read_text()) if path.exists() else {"rows": []}
     new = {row["name"]: row for row in result["rows"]}
-    merged = [new.pop(row["name"], row) for row in old["rows"]]
+    left_out = {**old.get("left_out", {}), **result["left_out"]}
+    left_out = {name: reason for name, reason in left_out.items() if name not in new}
+    merged = [new.pop(row["name"], row) for row in old["rows"] if row["name"] not in left_out]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in [*merged, *new.values()])
     facts = json.dumps(result["machine"], ensure_ascii=False)
+    failed = json.dumps(left_out, ensure_ascii=False, indent=0)
     part = path.with_name(path.name + ".part")
-    part.write_text(f'{{"machine": {facts},\n"rows": [\n{lines}\n]}}\n')
+    part.write_text(f'{{"machine": {facts},\n"left_out": {failed},\n"rows": [\n{lines}\n]}}\n')
     os.replace(part, path)
 
 

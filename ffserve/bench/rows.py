@@ -16,6 +16,8 @@ from ffserve.bench.harness import (
     Bench,
     BenchmarkData,
     Contestant,
+    ContestantFailed,
+    ContestantHung,
     Group,
     Result,
     Row,
@@ -31,6 +33,8 @@ from ffserve.errors import FFServeError
 FFSERVE = "ffserve"
 DEPTH = 128
 """Reads in flight of a daemon by default."""
+PEER_TIMEOUT_S = 90.0
+"""For the warm-up and for the run of a peer."""
 _PATTERN_NAMES = {
     "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
 }  # fmt: skip
@@ -213,11 +217,20 @@ def peer_contestant(
     """Return a peer that reads the same samples in the same batches."""
 
     def run() -> Result:
+        if peer.name in bench.hung:
+            raise ContestantFailed(bench.hung[peer.name])
+        try:
+            return run_once()
+        except ContestantHung as error:
+            bench.hung[peer.name] = str(error)
+            raise
+
+    def run_once() -> Result:
         files_path = peer.files_path(bench.folder, data)
         if not os.path.exists(files_path):
             bench.run(
                 "ffserve.bench.peers:prepare", peer=peer.name, folder=bench.folder,
-                samples=dataclasses.asdict(data),
+                installation=peer.installation, samples=dataclasses.asdict(data),
             )  # fmt: skip
         files = files_below(files_path)
         if cold:
@@ -226,8 +239,8 @@ def peer_contestant(
             load(files)
         return bench.run(
             "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
-            imports=[peer.module] if peer.forks else [],
-            batch=batch, clients=clients, once=cold,
+            installation=peer.installation, imports=[peer.module] if peer.forks else [],
+            batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
         )  # fmt: skip
 
     description = f"{peer.name}, in order" if peer.in_order else peer.name

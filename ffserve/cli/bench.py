@@ -117,24 +117,27 @@ def bench(
                         f"{data.name}: {data.count:,} samples, {format_size(data.size)}, mean "
                         f"{data.mean:,} bytes"
                     )
-            measured = _run(groups, turns, notes, quiet=as_json)
+            left_out: dict[str, str] = {}
+            measured = _run(groups, turns, left_out, quiet=as_json)
     if as_json:
-        print_json(report.document(facts, measured, notes))
+        print_json(report.document(facts, measured, notes, left_out))
         return 0
     click.echo()
-    for line in [*notes, *report.verdict(measured)]:
+    for line in [*notes, *report.reasons(left_out), *report.verdict(measured)]:
         click.echo(line)
     return 0
 
 
-def _run(groups: list[Group], turns: int, notes: list[str], *, quiet: bool) -> list[dict[str, Any]]:
+def _run(
+    groups: list[Group], turns: int, left_out: dict[str, str], *, quiet: bool
+) -> list[dict[str, Any]]:
     """Measure all groups and print each when it is done."""
     from ffserve.bench import harness, report
 
     measured: list[dict[str, Any]] = []
     with progress("measuring", len(groups)) as shown:
         for group in groups:
-            found = harness.measure(group, turns, notes.append)
+            found = harness.measure(group, turns, left_out)
             measured += found
             if found and not quiet:
                 title, heads, lines = report.group_table(group.title, found)

@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 
 import ffserve
-from benchmarks import engine, picture
+from benchmarks import cgroup, engine, picture, readme
 from benchmarks import rows as all_rows
-from ffserve.bench import harness, peers, report, rows
+from ffserve.bench import contestants, harness, peers, report, rows
 from ffserve.bench.harness import (
     Bench,
     BenchmarkData,
     Contestant,
     ContestantFailed,
+    ContestantHung,
     Group,
     Result,
     Row,
@@ -33,6 +34,7 @@ from ffserve.bench.harness import (
     measure,
     ratio,
 )
+from ffserve.bench.processes import THIS
 from ffserve.engine import io
 from ffserve.errors import UsageError
 
@@ -126,10 +128,11 @@ def test_only_an_optional_contestant_may_fail() -> None:
         raise ContestantFailed("it broke")
 
     broken = Contestant("x", fail, (Row("x", "x", ratio),), optional=True)
-    notes: list[str] = []
-    rows = measure(group(broken, contestant("y", [1, 1]), base=[1, 1]), 2, notes.append)
+    left_out: dict[str, str] = {}
+    rows = measure(group(broken, contestant("y", [1, 1]), base=[1, 1]), 2, left_out)
     assert [row["contestant"] for row in rows] == ["y"]
-    assert notes == ["x is left out: it broke"]
+    assert left_out == {"x": "it broke"}
+    assert report.reasons(left_out) == ["left out: x: it broke"]
     with pytest.raises(ContestantFailed):
         measure(group(dataclasses.replace(broken, optional=False), base=[1]), 1)
 
@@ -185,8 +188,8 @@ def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_path: Path) -> None:
     """Some leave what they opened to the collector."""
-    if peer.missing or peer.name in ("TFRecord", "MosaicML"):
-        pytest.skip(peer.missing or "its import takes half a minute")
+    if peer.missing or peer.open is None or peer.installation != THIS or peer.name == "TFRecord":
+        pytest.skip(peer.missing or "it runs in `make interop`")
     path = tmp_path / "some.ffr"
     sizes = [700] * 40 if even else [1 + 37 * k for k in range(40)]
     with ffserve.create(path) as writer:
@@ -198,6 +201,21 @@ def test_a_peer_reads_all_bytes_of_a_batch(peer: peers.Peer, even: bool, tmp_pat
     chosen = np.array([5, 39, 0, 7, 5]) if not peer.in_order else np.arange(40)
     assert peer.open(directory)(chosen) == sum(sizes[k] for k in chosen)
     gc.collect()
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("step", [4 * KIB, 100 * KIB])
+def test_a_peer_takes_part(peer: peers.Peer, step: int, bench: Bench, tmp_path: Path) -> None:
+    """In memory and from disk; two jobs at once. Every sample has its bytes."""
+    if peer.missing:
+        pytest.skip(peer.missing)
+    data = harness.generated(tmp_path, step, 16 << 20)
+    data.make()
+    for clients, cold in ((1, False), (1, True), (2, True)):
+        run = rows.peer_contestant(bench, peer, data, 16, clients, "", cold=cold).run
+        for client in run().clients:
+            assert client["size"] == step * client["samples"] > 0
 
 
 def test_the_adapter_for_ffrecord_runs_with_its_drop_in(
@@ -260,6 +278,72 @@ def test_inline_rows_use_a_daemon_with_inline_payload(bench: Bench, tmp_path: Pa
     with ffserve.open(data.paths, server=bench.hot_daemon(data, inline=True).socket) as reader:
         assert reader.stats()["hits"] == 0 and reader[3].nbytes == data.mean
         assert reader.stats()["hits"] == 0, "who cannot look into memory counts no hits"
+
+
+def test_a_contestant_that_does_not_end_has_failed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client of two ends, the other never does; and one is never ready."""
+    (tmp_path / "never.py").write_text(
+        "import time\n"
+        "def ends(case):\n"
+        "    yield 1, 1\n"
+        "    if case['client']: time.sleep(1000)\n"
+        "    yield 1, 1\n"
+        "def begins(case):\n"
+        "    time.sleep(1000)\n"
+        "    yield 1, 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for function, clients in (("never:ends", 2), ("never:begins", 1)):
+        with pytest.raises(ContestantHung, match=f"{function} did not end within 2 s"):
+            bench.run(function, clients=clients, warm=1, timeout_s=2)
+
+
+def own_environment(folder: Path, name: str) -> Path:
+    """A virtual environment where the benchmark looks for the packages of a peer."""
+    own = folder / "peers" / name
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", own], check=True)
+    return own
+
+
+def test_a_peer_may_have_an_interpreter_of_its_own(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment has a package that this one lacks, and another release of one that it has."""
+    own = own_environment(tmp_path, "a-peer")
+    [site] = own.glob("lib/python*/site-packages")
+    (site / "only_there.py").write_text(
+        "import click, numpy\ndef read(case):\n    yield {'click': click.release}\n"
+    )
+    (site / "click.py").write_text("release = 'its own'")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    peer = peers.Peer("a peer", "a-peer", "only_there", lambda data, directory: None)
+    assert peer.missing is None
+    result = bench.run("only_there:read", installation=peer.installation)
+    assert result.clients == ({"click": "its own"},)
+    assert dataclasses.replace(peer, package="another").missing is not None
+
+
+def test_a_peer_that_hangs_is_left_out_and_does_not_run_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = own_environment(tmp_path, "a-peer")
+    (own / "bin" / "python").unlink()
+    (own / "bin" / "python").write_text(f"#!/bin/sh\necho >>{tmp_path}/runs\nsleep 1000\n")
+    (own / "bin" / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(rows, "PEER_TIMEOUT_S", 1.0)
+    peer = peers.Peer("a peer", "a-peer", "only_there", lambda data, directory: None)
+    data = small(tmp_path)
+    os.mkdir(peer.files_path(bench.folder, data))
+    for batch in (16, 32):
+        name, left_out = f"hot/4KiB/batch{batch}/clients1", dict[str, str]()
+        group = rows.hot(bench, data, batch, 1, {"read_batch": None}, [peer])
+        [row] = measure(group, 2, left_out)
+        assert row["name"] == f"{name}/read_batch"
+        assert left_out == {f"{name}/a peer": "ffserve.bench.peers:read did not end within 1 s"}
+    assert (tmp_path / "runs").read_text() == "\n"
 
 
 # ---------------------------------------------------------------- the command
@@ -373,13 +457,13 @@ def test_times_peers_and_new_rows_are_not_compared() -> None:
     assert report.compare(old, new) == ([], 0, 0)
 
 
-def benchmarks(*arguments: str | Path, code: int = 0) -> str:
+def benchmarks(*arguments: str | Path, code: int = 0, error: bool = False) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == code, (done.stdout, done.stderr)
-    return done.stdout
+    return done.stderr if error else done.stdout
 
 
 TINY = ("--scale", "0.02", "--seconds", "0.02", "--turns", "1")
@@ -400,6 +484,86 @@ def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
     again = json.loads(file.read_text())
     assert [row["name"] for row in again["rows"]] == [row["name"] for row in first["rows"]]
     assert again["rows"][0]["value"] == 1.0 and again["rows"][1]["value"] < 1000
+    assert benchmarks(*some, "--record", file, "--resume", "--list") == ""
+    one = (*some[:-2], "--only", "hot/4KiB/batch64")
+    said = benchmarks(*one, "--record", file, "--resume", "--minutes", "0")
+    assert "not measured after 0 minutes: hot, 4KiB, batches of 64, 2 clients" in said
+    assert json.loads(file.read_text()) == again
+
+
+def test_rows_of_two_machines_are_not_mixed_in_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    some = (*TINY, "--folder", tmp_path, "--no-peers", "--only", "tokens", "--record", file)
+    benchmarks(*some)
+    first = json.loads(file.read_text())
+    for name, other in (("cpu", "Another CPU"), ("cores", 999), ("disk_limit", "1 MB/s")):
+        file.write_text(json.dumps({**first, "machine": {**first["machine"], name: other}}))
+        before = file.read_text()
+        said = benchmarks(*some, code=2, error=True)
+        assert f"another machine ({name}: {other}" in said and "a new file" in said
+        assert file.read_text() == before
+    file.write_text(json.dumps({**first, "machine": {**first["machine"], "kernel": "newer"}}))
+    benchmarks(*some)
+
+
+def test_a_recorded_row_goes_when_its_contestant_fails(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    a, b = recorded("a", 1.0), recorded("b", 2.0)
+    facts: dict[str, Any] = {"cpu": "x"}
+    report.record(file, report.document(facts, [a, b], [], {}))
+    report.record(file, report.document(facts, [], [], {"a": "it broke"}))
+    found = json.loads(file.read_text())
+    assert found["rows"] == [b] and found["left_out"] == {"a": "it broke"}
+    report.record(file, report.document(facts, [a], [], {}))
+    found = json.loads(file.read_text())
+    assert found["rows"] == [b, a] and found["left_out"] == {}
+
+
+def test_a_peer_that_failed_stands_in_the_readme(tmp_path: Path) -> None:
+    name = "jobs/{}/depth128/{}"
+    rows = [
+        recorded(name.format(size, who), value, description=who)
+        for size, who, value in [
+            ("4KiB", "one-order", 1.5), ("4KiB", "own-orders", 0.9), ("100KiB", "one-order", 1.2),
+            ("100KiB", "own-orders", 1.0), ("4KiB", "slow", 0.125), ("4KiB", "fast", 0.5),
+        ]
+    ]  # fmt: skip
+    left_out = {name.format("4KiB", "broken"): "it broke"}
+    lines = readme._two_jobs({"rows": rows, "left_out": left_out}).splitlines()[2:]
+    assert lines == [
+        "| ffserve, one order for both jobs | 1.50 | 1.20 |",
+        "| ffserve, orders of their own | 0.90 | 1.00 |",
+        "| fast | 0.50 |  |",
+        "| slow | 0.12 |  |",
+        "| broken | failed |  |",
+    ]
+
+
+def test_the_disk_is_slower_for_all_within_a_limit(tmp_path: Path) -> None:
+    """fio and a client without a daemon read 20 MB a second, of 4 KiB reads 1000."""
+    if contestants_without_limit(tmp_path):
+        pytest.skip("it needs root and a block device")
+    file = tmp_path / "rows.json"
+    for name, limit, most in (("100KiB", "20,100000", 30.0), ("4KiB", "10000,1000", 8.0)):
+        only = (
+            "--only",
+            f"stream/{name}/engine" if name == "100KiB" else f"cold/{name}/depth64/engine64",
+        )
+        benchmarks("--scale", "0.02", "--seconds", "1", "--turns", "1", "--no-peers",
+                   "--folder", tmp_path, *only, "--disk-limit", limit, "--json", file)  # fmt: skip
+        found = json.loads(file.read_text())
+        [row] = found["rows"]
+        assert 0 < row["mb_s"] < most and 0 < row["yardstick_mb_s"] < most
+        assert found["machine"]["disk_limit"].startswith(limit.partition(",")[0])
+    assert not list(Path("/sys/fs/cgroup").glob("*/ffserve-bench-*"))
+
+
+def contestants_without_limit(folder: Path) -> bool:
+    try:
+        with cgroup.limited(read_rate=1_000_000, path=str(folder)):
+            return not contestants.has_fio()
+    except cgroup.NoCgroup:
+        return True
 
 
 def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
@@ -486,4 +650,5 @@ def test_the_picture_has_a_curve_for_everybody() -> None:
     assert sorted(by_size["LMDB"]) == [1024, 4096]
     assert by_size["yardstick"][4096] == (2.0, 2.0, 2.0)
     assert sorted(picture.curves(rows, "hot", "clients")["LMDB"]) == [1, 2]
+    assert picture.STYLES.keys() >= peers.BY_NAME.keys()
     assert picture.curves(rows, "cold", "bytes") == {}
