@@ -538,7 +538,7 @@ def contestant(
     """
     package = case["function"].partition(".")[0]
     packages = {"ffserve.bench": os.path.dirname(__file__)}
-    if package != "ffserve":
+    if package != "ffserve" and installation.directory is not None:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
         packages[package] = os.path.dirname(spec.origin)

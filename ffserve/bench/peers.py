@@ -59,7 +59,7 @@ class Peer:
         module: the name that Python imports.
         prepare: writes all samples into a new directory.
         in_order: it has no random access, or chooses the order itself.
-        forks: a process may fork after importing it.
+        forks: a process may import it by its name, and fork then.
         stream: delivers the samples of a case, instead of `open`.
         format: the name of its files, for peers that share them; its own name by default.
     """
@@ -605,7 +605,10 @@ PEERS = (
     Peer(
         "ArrayRecord", "array-record", "array_record", _prepare_array_record, _open_array_record
     ),
-    Peer("MosaicML", "mosaicml-streaming", "streaming", _prepare_streaming, _open_streaming),
+    Peer(
+        "MosaicML", "mosaicml-streaming", "streaming", _prepare_streaming, _open_streaming,
+        forks=False,
+    ),
     Peer("Lance", "pylance", "lance", _prepare_lance, _open_lance, forks=False),
     Peer("h5py", "h5py", "h5py", _prepare_h5py, _open_h5py),
     Peer("ffrecord", "ffrecord", "ffrecord", _prepare_ffrecord, _open_ffrecord),
