@@ -100,11 +100,11 @@ def section(recorded: dict[str, Any], document: str) -> str:
 def _machine(facts: dict[str, Any]) -> str:
     kernel = ".".join(facts["kernel"].split(".")[:2])
     text = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
-    text += f"Linux {kernel}, {facts['file_system']}"
+    text += f"Linux {kernel}, {facts['file_system']} on {facts.get('disk', 'a disk')}"
     if limit := facts.get("disk_limit"):
         text += (
-            f". For fio and all others its disk is limited to {limit}, because its host answers "
-            "from memory at times ([why](docs/BENCHMARKS.md#a-disk-with-a-limit))"
+            f", which delivers at most {limit} to fio and to everybody else "
+            "([why](docs/BENCHMARKS.md#a-disk-with-a-limit))"
         )
     return text
 

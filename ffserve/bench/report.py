@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ Rows = Sequence[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]
 """A title, the heads of the columns, and the lines."""
 FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("anonymous_mb", ",.0f"))
-SAME_MACHINE = ("cpu", "cores", "memory_gib", "file_system", "disk_limit")
+SAME_MACHINE = ("cpu", "cores", "memory_gib", "file_system", "disk", "disk_limit")
 """The facts in which two machines differ; others, such as the kernel, change on one machine."""
 TOLERANCE = 0.25
 """See docs/BENCHMARKS.md, "Noise"."""
@@ -48,12 +49,26 @@ def machine(folder: str) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "kernel": platform.release(),
         "file_system": _file_system(folder),
+        "disk": _disk(folder),
         "engine": describe(),
         "fio": has_fio(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "ffserve": ffserve.__version__,
     }
+
+
+def _disk(folder: str) -> str:
+    """Return the kind of block device that holds a directory, such as "nvme" or "vda"."""
+    device = os.stat(folder).st_dev
+    path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not path.exists():
+        return "none"  # tmpfs, a network
+    backing = path / "loop" / "backing_file"
+    if not backing.exists():
+        return re.sub(r"\d.*", "", path.resolve().name)
+    memory = _file_system(os.path.dirname(backing.read_text().strip())) == "tmpfs"
+    return "loop device in memory" if memory else "loop device"
 
 
 def _file_system(folder: str) -> str:
@@ -71,7 +86,7 @@ def describe_machine(facts: dict[str, Any]) -> str:
     """Return the machine in one line."""
     return (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, Linux "
-        f"{facts['kernel']}, {facts['file_system']}"
+        f"{facts['kernel']}, {facts['file_system']} on {facts['disk']}"
         + (f", the disk limited to {limit}" if (limit := facts.get("disk_limit")) else "")
         + f"; {facts['engine']}"
     )

@@ -33,8 +33,8 @@ from ffserve.errors import FFServeError
 FFSERVE = "ffserve"
 DEPTH = 128
 """Reads in flight of a daemon by default."""
-PEER_TIMEOUT_S = 90.0
-"""For the warm-up and for the run of a peer."""
+PEER_TIMEOUT_S = 150.0
+"""For the warm-up and for the run of a peer; some compile themselves first."""
 _PATTERN_NAMES = {
     "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
 }  # fmt: skip
