@@ -25,6 +25,7 @@ from typing import Protocol
 from ffserve.cache.cache import Cache
 from ffserve.config import format_size
 from ffserve.errors import UsageError
+from ffserve.machine import free_memory
 from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.io import Engines
 from ffserve.server.scheduler import Scheduler
@@ -33,6 +34,8 @@ log = logging.getLogger("ffserve")
 
 _STEP = 2 * 1024 * 1024
 _STEP_BACK = 32 * _STEP
+_CHECKED_SIZE = 32 * _STEP
+"""How much memory must be free before pages are taken ahead."""
 CALM_S = 1.0
 """Registering 128 MiB keeps an I/O thread for some milliseconds."""
 
@@ -141,6 +144,10 @@ class Pages:
         engine has registered cannot be split, so that a part of it is not freed."""
         self._calm_at = 0.0
         """No pages are taken ahead before this time."""
+        self._free_to = 0
+        """End of the part of the arena for which there was free memory."""
+        self._waits = False
+        """Whether there was too little; it is said once."""
         self.populated = 0
         """Bytes from the start that have been taken ahead of use."""
         self._thread = threading.Thread(target=self._run, name="ffserve-populate", daemon=True)
@@ -222,12 +229,34 @@ class Pages:
             step = min(_STEP, wanted - start)
             if not step:
                 continue
+            if not self._is_free(start, wanted):
+                with self._changed:
+                    self._calm_at = time.monotonic() + CALM_S
+                continue
             self._memory.populate(start, step)
             with self._changed:
                 # Else a part of this may have other pages by now.
                 if moved == self._moved:
                     self.populated = start + step
                     self._engines.arena_ready(self.populated, wanted)
+
+    def _is_free(self, start: int, wanted: int) -> bool:
+        """Whether there is memory for the next pages. In a container that started again, clients
+        that have not moved yet hold the arena of the daemon before, against the same limit."""
+        if start < self._free_to <= wanted:
+            return True
+        size = min(_CHECKED_SIZE, wanted - start)
+        if free_memory() >= size:
+            self._free_to = start + size
+            return True
+        if not self._waits:
+            log.warning(
+                "waiting for memory to be free: %s of the arena's %s are taken",
+                format_size(start),
+                format_size(wanted),
+            )
+        self._waits = True
+        return False
 
     def _something(self) -> bool:
         behind = self._touched > self._wanted or self.populated < self._wanted

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -523,74 +524,133 @@ os.chdir("/")
 # ---- memory --------------------------------
 
 
-def _memory_group() -> Path:
-    """Return a place for memory cgroups; skips where there is none."""
-    for root in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
-        place = root / f"ffserve-test-{os.getpid()}"
-        try:
-            place.mkdir()
-        except OSError:
-            continue
-        if any((place / name).exists() for name in ("memory.current", "memory.usage_in_bytes")):
-            return place
-        place.rmdir()
-    pytest.skip("no memory cgroup can be made here")
+class Groups:
+    """Memory cgroups: one on top, and those of daemon and job below it."""
+
+    def __init__(self) -> None:
+        self.top = self._make()
+        if (self.top / "cgroup.subtree_control").exists():
+            (self.top / "cgroup.subtree_control").write_text("+memory")
+
+    @staticmethod
+    def _make() -> Path:
+        for root in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+            place = root / f"ffserve-test-{os.getpid()}"
+            try:
+                place.mkdir()
+            except OSError:
+                continue
+            if any((place / name).exists() for name in USAGE):
+                return place
+            place.rmdir()
+        pytest.skip("no memory cgroup can be made here")
+
+    def limit(self, size: int) -> None:
+        """Limit the memory of all groups together."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (self.top / name).exists():
+                (self.top / name).write_text(str(size))
+
+    def usage(self, name: str) -> int:
+        """Return what a group is charged with, in bytes."""
+        files = [self.top / name / each for each in USAGE]
+        return int(next(each for each in files if each.exists()).read_text())
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        """Return a command that runs Python in a group."""
+        (self.top / name).mkdir(exist_ok=True)
+        join = f"import os, sys; open({str(self.top / name / 'cgroup.procs')!r}, 'w').write('0'); "
+        run = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        return [sys.executable, "-c", join + run, *arguments]
+
+    def remove(self) -> None:
+        """Remove the groups when their processes have gone."""
+        for group in [*(each for each in self.top.iterdir() if each.is_dir()), self.top]:
+            until(lambda group=group: self._removed(group), "the group is empty")
+
+    @staticmethod
+    def _removed(group: Path) -> bool:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        return not group.exists()
 
 
-def _usage(group: Path) -> int:
-    names = [group / "memory.current", group / "memory.usage_in_bytes"]
-    return int(next(each for each in names if each.exists()).read_text())
+USAGE = ("memory.current", "memory.usage_in_bytes")
+IDLE = """
+import sys, ffserve, numpy as np
+reader = ffserve.open(sys.argv[2], server=sys.argv[1])
+for _ in range(2):
+    reader.read_batch(np.arange(len(reader)))
+print("ready", flush=True)
+for line in sys.stdin:
+    reader.read_batch(np.arange(len(reader)))
+    print("read", flush=True)
+"""
 
 
-def test_the_arena_is_charged_to_the_daemon_and_not_to_the_jobs() -> None:
-    top = _memory_group()
-    groups = [top / "daemon", top / "job"]
-    join = "with open(sys.argv.pop(1), 'w') as file: file.write('0')\n"
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    made = Groups()
+    yield made
+    made.remove()
+
+
+@contextlib.contextmanager
+def daemon_in(groups: Groups, arena: str, **settings: list[str]) -> Iterator[Daemon]:
+    daemon = Daemon(arena=arena, options=OPEN, **settings)
+    arguments = daemon.command[1:]
+    daemon.command = groups.command("daemon", *arguments)
     try:
-        if (top / "cgroup.subtree_control").exists():
-            (top / "cgroup.subtree_control").write_text("+memory")
-        for group in groups:
-            group.mkdir()
-        daemon = Daemon(arena="96MiB", options=OPEN)
-        arguments = daemon.command[daemon.command.index("-m") :]
-        joining = f"import os, sys\n{join}os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-        daemon.command = [
-            sys.executable, "-c", joining, str(groups[0] / "cgroup.procs"), *arguments,
-        ]  # fmt: skip
-        try:
-            daemon.start()
-            path = write(daemon.directory / "a.ffr", [sample(k, [100_000]) for k in range(500)])
-            until(lambda: daemon.status()["arena"]["populated"] == 96 << 20, "all has its pages")
-            program = f"import sys, ffserve, json, numpy as np\n{join}" + HOLD.replace(
-                'print("ready"', 'reader.read_batch(np.arange(len(reader)))\nprint("ready"'
-            )
-            with subprocess.Popen(
-                [sys.executable, "-c", program, str(groups[1] / "cgroup.procs"),
-                 daemon.socket, path],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            ) as job:  # fmt: skip
-                assert job.stdout is not None and job.stdout.readline() == "ready\n"
-                assert _usage(groups[0]) > 96 << 20
-                mapped = Path(f"/proc/{job.pid}/status").read_text()
-                shared = int(mapped.partition("RssShmem:")[2].split()[0]) * 1024
-                # The job has 50 MB of the arena mapped, and its group the interpreter only.
-                assert shared > 45 << 20
-                own = int(mapped.partition("RssAnon:")[2].split()[0]) * 1024
-                assert _usage(groups[1]) < own + (40 << 20)
-                job.kill()
-        finally:
-            daemon.close()
+        yield daemon
     finally:
-        for group in (*groups, top):
-            with contextlib.suppress(FileNotFoundError):
-                until(lambda group=group: _removed(group), "the group is empty")
+        daemon.close()
 
 
-def _removed(group: Path) -> bool:
-    try:
-        group.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+@contextlib.contextmanager
+def idle_job(groups: Groups, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        groups.command("job", "-c", IDLE, *arguments),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+        yield job
+        job.kill()
+
+
+def test_the_arena_is_charged_to_the_daemon_and_not_to_the_jobs(groups: Groups) -> None:
+    with daemon_in(groups, "96MiB") as daemon:
+        daemon.start()
+        path = write(daemon.directory / "a.ffr", [sample(k, [100_000]) for k in range(500)])
+        until(lambda: daemon.status()["arena"]["populated"] == 96 << 20, "all has its pages")
+        with idle_job(groups, daemon.socket, path) as job:
+            assert groups.usage("daemon") > 96 << 20
+            status = Path(f"/proc/{job.pid}/status").read_text()
+            shared = int(status.partition("RssShmem:")[2].split()[0]) * 1024
+            own = int(status.partition("RssAnon:")[2].split()[0]) * 1024
+            # The job has mapped 50 MB of the arena, and its group is charged for its own only.
+            assert shared > 45 << 20
+            assert groups.usage("job") < own + (40 << 20)
+
+
+def test_a_daemon_that_started_again_in_its_container_was_killed_for_memory(groups: Groups) -> None:
+    """A job that reads nothing for a while still has the old arena, against the same limit."""
+    waiting = "waiting for memory to be free: .* of the arena's 192 MiB are taken"
+    with daemon_in(groups, "192MiB", expect=[waiting]) as daemon:
+        groups.limit(400 << 20)
+        daemon.start()
+        path = write(daemon.directory / "a.ffr", [sample(k, [100_000]) for k in range(900)])
+        until(lambda: daemon.status()["arena"]["populated"] == 192 << 20, "all has its pages")
+        with idle_job(groups, daemon.socket, path) as job:
+            daemon.end(signal.SIGKILL)
+            groups.limit(330 << 20)
+            daemon.start()
+            until(lambda: "waiting for memory" in daemon.text(), "it waits")
+            assert daemon.status()["arena"]["populated"] < 192 << 20
+            # It serves, and the job leaves the old memory.
+            assert job.stdin is not None and job.stdout is not None
+            for _ in range(2):
+                print(file=job.stdin, flush=True)
+                assert job.stdout.readline() == "read\n"
+            until(lambda: daemon.status()["arena"]["populated"] == 192 << 20, "it has all")
+        assert daemon.end() == 0
+        daemon.check_log()

@@ -48,7 +48,8 @@ class Container:
     users: first number of its users outside, inside they begin at 0; None: no user namespace.
     uid, groups: of the program, inside. mounts: (source, target) directories that are bound;
     ending in ":ro": read-only. hidden: directories under which there is nothing. namespaces: see
-    NAMESPACES. denied: system calls that fail with EPERM. capabilities: False: it has none.
+    NAMESPACES. denied: system calls that fail with EPERM. profile: path of a seccomp profile as
+    container runtimes read it; None: no filter. capabilities: False: it has none.
     limits: of resources, by name in the module `resource`.
     """
 
@@ -59,6 +60,7 @@ class Container:
     hidden: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = tuple(NAMESPACES)
     denied: tuple[str, ...] = ()
+    profile: str | None = None
     capabilities: bool = True
     limits: tuple[tuple[str, int], ...] = ()
 
@@ -212,6 +214,8 @@ def _restrict(box: Container) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if box.denied:
         deny(box.denied)
+    if box.profile:
+        filter_by(box.profile)
 
 
 # ---- system calls -----------------------------------------------------------------------------
@@ -228,6 +232,43 @@ def seccomp() -> Any:
 
 
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+OPERATORS = {"SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
+
+
+class Condition(ctypes.Structure):
+    """struct scmp_arg_cmp of seccomp.h."""
+
+    _fields_ = (
+        ("index", ctypes.c_uint),
+        ("op", ctypes.c_int),
+        ("value", ctypes.c_uint64),
+        ("value_two", ctypes.c_uint64),
+    )
+
+
+def filter_by(path: str) -> None:
+    """Restrict this process and its children to a profile, as a container runtime does."""
+    library, profile = seccomp(), json.loads(Path(path).read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    library.seccomp_rule_add_array.argtypes = [
+        ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p,
+    ]  # fmt: skip
+    filter = ctypes.c_void_p(library.seccomp_init(ERRNO | profile["defaultErrnoRet"]))
+    for rule in profile["syscalls"]:
+        action = ALLOW if rule["action"] == "SCMP_ACT_ALLOW" else ERRNO | rule["errnoRet"]
+        conditions = [
+            Condition(each["index"], OPERATORS[each["op"]], each["value"], each.get("valueTwo", 0))
+            for each in rule.get("args", ())
+        ]
+        array = (Condition * len(conditions))(*conditions)
+        for name in rule["names"]:
+            call = library.seccomp_syscall_resolve_name(name.encode())
+            # A runtime leaves out what its library does not know.
+            if call != -1:
+                size = len(conditions)
+                added = library.seccomp_rule_add_array(filter, action, call, size, array)
+                assert added == 0, (name, added)
+    assert library.seccomp_load(filter) == 0
 
 
 def deny(names: Sequence[str], number: int = errno.EPERM) -> None:
