@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import numpy as np
 
+from ffserve.cli import report
 from ffserve.cli.options import format_option, json_option
 from ffserve.cli.record_files import folders_of
 from ffserve.cli.terminal import printable, write_json_rows, write_lines
 from ffserve.dataset import outside
+from ffserve.errors import FFServeError
 
 if TYPE_CHECKING:
     import ffserve
+    from ffserve.compat.folder_index import Folder
 
 STEP_COUNT = 16_384
 """Samples that are listed at a time; the sizes of samples in chunks are read for it."""
@@ -42,11 +45,12 @@ class _Row(NamedTuple):
         }
 
 
-def _rows(reader: ffserve.Reader, start: int, stop: int) -> Iterator[_Row]:
-    """Yield the samples [start, stop)."""
+def _rows(
+    reader: ffserve.Reader, folders: dict[int, Folder], start: int, stop: int
+) -> Iterator[_Row]:
+    """Yield the samples [start, stop). `folders`: as of `folders_of`."""
     from ffserve.compat import folder_index
 
-    folders = dict(folders_of(reader))
     for shard in reader.shards:
         first, end = max(start, shard.first), min(stop, shard.first + shard.count)
         if first >= end:
@@ -102,7 +106,8 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
 
     FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names; its last
     sample contains them. Samples are not read, except to learn their sizes in RecordIO. The
-    checksum is the one that the file stores, in RecordIO of the whole chunk.
+    checksum is the one that the file stores, in RecordIO of the whole chunk. If the names are
+    damaged, the list has none, and the exit code is 1.
     On a terminal the list is shown in your pager ($PAGER).
 
     \b
@@ -116,9 +121,14 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
         if start > len(reader):
             raise outside(start, len(reader)).located(path=file)
         stop = len(reader) if count is None else min(start + count, len(reader))
-        rows, several = _rows(reader, start, stop), len(reader.shards) > 1
+        code, folders = 0, {}
+        try:
+            folders = dict(folders_of(reader))
+        except FFServeError as error:  # the sample with the names is damaged
+            code = report(error)
+        rows, several = _rows(reader, folders, start, stop), len(reader.shards) > 1
         if as_json:
             write_json_rows(row.facts() for row in rows)
         else:
             _show(_lines(rows, several=several))
-    return 0
+    return code

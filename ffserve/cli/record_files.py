@@ -45,7 +45,7 @@ def folders_of(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
 
     folders = []
     for shard in reader.shards:
-        if shard.count:
+        if shard.count and shard.format == "ffrecord":  # other formats have no names
             last = shard.first + shard.count - 1
             [sample] = reader.read([last])
             if folder_index.is_index(sample[:16].tobytes()):

@@ -131,6 +131,17 @@ def test_a_damaged_sample_is_listed(tmp_path: Path) -> None:
     assert rows(path)[3]["size_bytes"] == len(SAMPLES[3])
 
 
+def test_a_packed_folder_that_was_cut_had_no_list(packed: Path) -> None:
+    whole = rows(packed)
+    os.truncate(packed, os.path.getsize(packed) - 1)  # in the names
+    done = run("ls", "--json", packed, code=1)
+    found = json.loads(done.stdout)
+    assert found[:-1] == [{**row, "name": None} for row in whole[:-1]]
+    assert found[-1]["index"] == len(whole) - 1
+    assert b"checksum mismatch" in done.stderr
+    assert len(text_of("ls", packed, code=1).splitlines()) == len(whole) + 1
+
+
 def test_on_a_terminal_it_goes_through_the_pager(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", SAMPLES)
     output, code = on_a_terminal("ls", path, keyboard=True, PAGER="sed s/^/paged:/")
