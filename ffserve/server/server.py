@@ -93,7 +93,7 @@ class ClientConnection:
         self._received = 0
         """Bytes that count against the user's bound."""
         self._steps: deque[Steps] = deque()
-        """What was begun, before the next message is handled."""
+        """The work that was begun, before the next message is handled."""
         self._reply_socket = ReplySocket(self.fd)
         self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(
@@ -140,7 +140,7 @@ class ClientConnection:
                 self._loop.remove_reader(self.fd)
 
     def _go_on(self) -> bool:
-        """What it waited for is there; return False if it does not wait any more."""
+        """Go on, as what it waited for is there; return False if it does not wait any more."""
         if not self.held or self._closed:
             return False
         self.held = self._unread = False

@@ -13,7 +13,7 @@ takes other threads: it goes out through `opener` and comes back through `opened
 
 The session gives back its data sets, pins and leases in `leave`, however it ends.
 
-What may last for more than a moment is a generator (`Steps`): it does a part of its work between
+Work that may last for more than a moment is a generator (`Steps`): it does a part of its work between
 two yields, and the server serves others in between.
 """
 
@@ -65,7 +65,7 @@ ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""
 Steps: TypeAlias = Iterator["Bound | None"]
-"""What is left to do. It yields None after each step, or the `Bound` that it waits for."""
+"""The work that is left. It yields None after each step, or the `Bound` that it waits for."""
 _OFFSET = (1 << 48) - 1
 
 

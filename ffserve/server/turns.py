@@ -22,7 +22,7 @@ TURN_S = 0.002
 
 
 class Worker(Protocol):
-    """What takes turns: a connection."""
+    """A connection, which takes turns."""
 
     user: User
 

@@ -4,8 +4,8 @@ Users share the daemon, not sessions or jobs: a user with a thousand connections
 than one with a single connection. Two rules see to that.
 
 *Turns* go to the user that has used least of late (`FairShare`, start-time fair queueing: Goyal,
-Vin and Cheng, SIGCOMM 1996). Who was idle begins at the present, so an idle user saves nothing up,
-and a user who asks for little is served at once however much others ask for.
+Vin and Cheng, SIGCOMM 1996). A user that was idle begins at the present: idle users save nothing
+up, and a user who asks for little is served at once however much others ask for.
 
 *Bounds* (`Bound`) limit what a user holds at a time. A connection whose next message would exceed
 one waits, and no other user notices. What cannot wait (sessions, leases, announced orders) has a
@@ -47,7 +47,7 @@ ACTIVE_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Bound:
-    """A limit on something that a user holds: who would exceed it waits.
+    """A limit on something that a user holds; what would exceed it waits.
 
     Args: most: the limit.
     """
@@ -57,7 +57,7 @@ class Bound:
     waiting: deque[Callable[[], bool]] = field(default_factory=deque)
     """Called to go on; False: it does not wait any more."""
     exempt: object = None
-    """Who may go on though it is full, so that somebody does."""
+    """The holder that may go on though it is full, so that one does."""
 
     @property
     def full(self) -> bool:
