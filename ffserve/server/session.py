@@ -13,8 +13,8 @@ takes other threads: it goes out through `opener` and comes back through `opened
 
 The session gives back its data sets, pins and leases in `leave`, however it ends.
 
-Work that may last for more than a moment is a generator (`Steps`): it does a part of its work between
-two yields, and the server serves others in between.
+Work that may last for more than a moment is a generator (`Steps`): it does a part of its work
+between two yields, and the server serves others in between.
 """
 
 from __future__ import annotations
