@@ -24,6 +24,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve import protocol
+from ffserve.cache import arena
 from ffserve.cache.allocator import Allocator
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Failure, Fetch, Load
@@ -186,6 +187,7 @@ class World:
             file=k,
             engine=0,
         )
+        self.cache.fit(base)
         return Shard(f"/shard{k}", base, len(lengths), int(ends[-1]) + 64, self.domain)
 
     def _move(self, offset: int, size: int, before: MemoryFile, after: MemoryFile) -> bool:
@@ -690,13 +692,17 @@ def random_lengths(chooser: random.Random, arena_size: int) -> list[Int64s]:
     return shards
 
 
-def random_world(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
+def random_world(
+    seed: int,
+    cache_type: Callable[..., Cache] = Cache,
+    lengths_of: Callable[[random.Random, int], list[Int64s]] = random_lengths,
+) -> World:
     chooser = random.Random(seed)
     arena_size = chooser.choice((1, 1, 2, 5)) * MIB + chooser.choice((0, 123_456))
     world = World(
         seed,
         arena_size,
-        random_lengths(chooser, arena_size),
+        lengths_of(chooser, arena_size),
         cache_type=cache_type,
         failure_rate=chooser.choice((0, 0, 0.02, 0.3)),
         slowest_s=chooser.choice((0.001, 0.02, 0.3)),
@@ -749,6 +755,30 @@ def simulate(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_invariants_hold_through_random_lives(seed: int) -> None:
     simulate(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slots_over_several_slabs_hold_through_random_lives(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shards have samples of one size, and a run may have a third of an arena."""
+    monkeypatch.setattr(arena, "RUN_SHARE", 3)
+    monkeypatch.setattr(arena, "RUN_WASTE", 0.0)
+
+    def of_one_size(chooser: random.Random, arena_size: int) -> list[Int64s]:
+        slab_size = Arena(arena_size).slab_size
+        sizes = [slab_size * 2 // 5 - 4096]  # five in two slabs
+        sizes += [chooser.randint(slab_size // 9, slab_size // 2) for _ in range(3)]
+        lengths = random_lengths(chooser, arena_size)
+        return [np.full(len(run), size) for run, size in zip(lengths, sizes, strict=False)]
+
+    world = random_world(seed, lengths_of=of_one_size)
+    try:
+        assert world.arena.longest_run > 1 or world.arena.open_count < 6
+        world.run()
+        world.check_end()
+    finally:
+        world.close()
 
 
 @pytest.mark.fuzz
