@@ -6,6 +6,7 @@ place. Where the original is not installed, `StandIn` replaces it, and limits ar
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import multiprocessing
@@ -31,6 +32,8 @@ HALF_BESIDE = 80 * harness.MIB
 """Memory of a process beside its page cache, where half of the data fit."""
 TIMES = {4 * KIB: 1.4, 100 * KIB: 2.5}
 """Goals with all of the data in memory."""
+QUEUE_SIZE = 64 * KIB
+"""Smaller samples take less time than a queue of multiprocessing takes to hand out one index."""
 
 Note = Callable[[str], None]
 
@@ -63,9 +66,22 @@ class StandIn:
         os.close(self.fd)
 
 
+class Nothing:
+    """Reads nothing: what is left is the program itself, for instance its queue."""
+
+    def read(self, indices: list[int]) -> list[NDArray[np.uint8]]:
+        """Return no array."""
+        return []
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def _reader(case: Case) -> Any:
     """Return the FileReader of the package that the case names."""
     [path] = case["paths"]
+    if case["package"] == "nothing":
+        return Nothing()
     if case["package"] in ("preadv", "stand-in"):
         return StandIn(path, check_data=case["package"] == "stand-in")
     return importlib.import_module(case["package"]).FileReader(path)
@@ -200,7 +216,7 @@ class Local:
         run: Callable[[str], harness.Result],
         *,
         against: str,
-        limit: float,
+        limit: float | None,
         data: harness.BenchmarkData,
         batch: int = 64,
     ) -> harness.Group:
@@ -294,10 +310,19 @@ class Local:
             "forked": f"{FORKED} forked processes",
             "loader": f"torch DataLoader with {WORKERS} workers",
         }[name]
-        return self._group(
-            f"{name}{batch}", title, run, against=self._original, limit=1.2, data=self._small,
-            batch=batch,
+        # One at a time from a queue, samples of a few KiB cost less than the queue.
+        queue = name == "forked" and batch == 1 and self._small.mean < QUEUE_SIZE
+        group = self._group(
+            f"{name}{batch}", title, run, against=self._original, limit=None if queue else 1.2,
+            data=self._small, batch=batch,
         )  # fmt: skip
+        if name != "forked":
+            return group
+        row = harness.Row(
+            f"local/{self._small.name}/{name}{batch}/nothing", "nothing is read", harness.ratio
+        )
+        bound = harness.Contestant("nothing is read", lambda: run("nothing"), (row,))
+        return dataclasses.replace(group, contestants=(*group.contestants, bound))
 
     def _loaders(self) -> list[harness.Group]:
         if importlib.util.find_spec("torch") is None:
