@@ -53,9 +53,6 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """Samples whose lengths are looked up together."""
 
-_AS_THEY_ARE = frozenset((list, tuple, np.ndarray))
-"""Types of indices that sources take."""
-
 _OF_THIS_PROCESS = frozenset(
     ("_announced", "_indexing", "_opening", "_selector", "_selectors", "_stream")
 )
@@ -303,7 +300,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: at most one round trip for each 8 MiB of the batch, none if all samples are cached;
             one copy.
         """
-        if type(indices) not in _AS_THEY_ARE:
+        kind = type(indices)
+        if kind is not list and kind is not tuple and kind is not np.ndarray:
             indices = as_int64(indices, len(self))
         source, lookup = self._selector.selection.source, None
         if source is not None and self._intact is None:

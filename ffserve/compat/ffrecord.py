@@ -184,10 +184,10 @@ class FileReader:
                  reader is closed.
         Cost:    one request to the daemon, or one batch of reads.
         """
-        reader = self._open()
         arrays: list[NDArray[np.uint8]]
-        if type(indices) is not list and type(indices) is not tuple:
-            arrays = reader.read(self._checked(indices))
+        reader, kind = self._reader, type(indices)
+        if reader is None or (kind is not list and kind is not tuple):
+            arrays = self._open().read(self._checked(indices))
             return arrays
         try:
             arrays = reader.read(indices)

@@ -6,6 +6,8 @@ The Python face of cached.h.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,12 +72,11 @@ class LocalTables:
         c.sample_count, c.shard_count = len(offsets), len(firsts)
         c.in_memory, c.most_at_once = in_memory, most_at_once
         self._keep = kept
-        self._address = int(ffi.cast("uintptr_t", c))
-        keep_freed_memory()
-
-    def arrays(self, indices: object) -> list[Bytes] | PartOfArrays | None:
+        address = int(ffi.cast("uintptr_t", c))
+        self.arrays: Callable[[object], list[Bytes] | PartOfArrays | None]
+        self.arrays = partial(read_cached, address)
         """Read samples that are in the page cache; see `arrays.read_cached`."""
-        return read_cached(self._address, indices)
+        keep_freed_memory()
 
     def edges(self, indices: NDArray[Any]) -> Int64s | None:
         """Return the running sums of the samples' lengths, int64[n + 1].
