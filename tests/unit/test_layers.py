@@ -36,7 +36,7 @@ LAYERS = {
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # what programs use
-    "compat": "parallel engine formats dataset files output writer client reader",
+    "compat": "parallel formats dataset files output writer client reader",
     "example": "formats dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order engine client compat",
