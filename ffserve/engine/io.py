@@ -743,7 +743,7 @@ def buffered(fd: int) -> Iterator[int]:
 def _reason(rc: int) -> str:
     """Say in words why the kernel refused an engine."""
     if rc == -38:
-        return "not supported by this kernel or this build"
+        return "not supported by this kernel or this build, or hidden by seccomp"
     if rc == -1:
         return "not permitted (seccomp, or kernel.io_uring_disabled)"
     if rc == -12:

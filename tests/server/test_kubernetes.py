@@ -240,5 +240,38 @@ def test_the_seccomp_profile_lets_the_daemon_run(engine: str, tmp_path: Path) ->
         daemon.close()
 
 
+FORBIDDEN = """
+import ctypes, socket
+for kind in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+    try:
+        socket.socket(kind, socket.SOCK_DGRAM)
+    except PermissionError:
+        print("no socket", end=" ")
+libc = ctypes.CDLL(None, use_errno=True)
+for flags in (0x20000, 0x10000000):
+    print(libc.unshare(flags), ctypes.get_errno(), end=" ")
+print(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0), ctypes.get_errno())
+"""
+
+
+@pytest.mark.skipif("os.uname().machine != 'x86_64'", reason="has a number of a system call")
+@pytest.mark.skipif("os.geteuid() != 0", reason="makes namespaces")
+def test_the_seccomp_profile_allows_less_than_the_defaults_of_runtimes() -> None:
+    # As root with all capabilities, so that nothing else forbids it.
+    box = Container(users=None, namespaces=("mnt",), profile=str(PROFILE))
+    assert box.run(FORBIDDEN) == "no socket no socket no socket -1 1 -1 1 -1 1"
+    names = {name for rule in json.loads(PROFILE.read_text())["syscalls"] for name in rule["names"]}
+    assert not names & {
+        "unshare",
+        "setns",
+        "mount",
+        "ptrace",
+        "bpf",
+        "add_key",
+        "keyctl",
+        "kexec_load",
+    }
+
+
 if __name__ == "__main__":
     MANIFEST.write_text(joined(rendered({})[1]))
