@@ -203,7 +203,7 @@ PROFILE = CHART / "files" / "seccomp.json"
 
 @pytest.mark.skipif("os.geteuid() != 0", reason="makes namespaces")
 @pytest.mark.parametrize("engine", [io.probe()[0], "aio"])
-def test_the_seccomp_profile_lets_the_daemon_run(engine: str, tmp_path: Path) -> None:
+def test_the_seccomp_profile_lets_the_daemon_run(engine: str) -> None:
     """With io_uring, and as with the profiles of runtimes, which forbid it."""
     profile = json.loads(PROFILE.read_text())
     expect = []
@@ -212,12 +212,8 @@ def test_the_seccomp_profile_lets_the_daemon_run(engine: str, tmp_path: Path) ->
         profile["syscalls"] = [r for r in rules if "io_uring_setup" not in r["names"]]
         assert len(profile["syscalls"]) == len(rules) - 1
         expect = [r"io_uring is not used \(.*\): reading with aio"]
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile))
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:3]:
-        parent.chmod(0o755)
-    box = Container(users=None, uid=4444, namespaces=("mnt", "ipc", "net"), profile=str(path))
+    text_of_it = json.dumps(profile)
+    box = Container(users=None, uid=4444, namespaces=("mnt", "ipc", "net"), profile=text_of_it)
     daemon = Daemon(options=["--socket-mode", "0666"], expect=expect)
     daemon.directory.chmod(0o777)
     put_inside(daemon, box)
@@ -227,7 +223,7 @@ def test_the_seccomp_profile_lets_the_daemon_run(engine: str, tmp_path: Path) ->
         daemon.start()
         data = record_file(daemon.directory / "a.ffr", 1)
         # A job under the same profile.
-        job = Container(users=None, uid=5555, namespaces=("mnt", "ipc", "net"), profile=str(path))
+        job = Container(users=None, uid=5555, namespaces=("mnt", "ipc", "net"), profile=text_of_it)
         _, _, hits, content = json.loads(job.run(READ, daemon.socket, data))
         assert (hits, content) == (COUNT, text(1))
         assert daemon.status()["engine"]["kind"] == engine
@@ -258,7 +254,7 @@ print(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0), ctypes.get_errno())
 @pytest.mark.skipif("os.geteuid() != 0", reason="makes namespaces")
 def test_the_seccomp_profile_allows_less_than_the_defaults_of_runtimes() -> None:
     # As root with all capabilities, so that nothing else forbids it.
-    box = Container(users=None, namespaces=("mnt",), profile=str(PROFILE))
+    box = Container(users=None, namespaces=("mnt",), profile=PROFILE.read_text())
     assert box.run(FORBIDDEN) == "no socket no socket no socket -1 1 -1 1 -1 1"
     names = {name for rule in json.loads(PROFILE.read_text())["syscalls"] for name in rule["names"]}
     assert not names & {

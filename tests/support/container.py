@@ -48,8 +48,8 @@ class Container:
     users: first number of its users outside, inside they begin at 0; None: no user namespace.
     uid, groups: of the program, inside. mounts: (source, target) directories that are bound;
     ending in ":ro": read-only. hidden: directories under which there is nothing. namespaces: see
-    NAMESPACES. denied: system calls that fail with EPERM. profile: path of a seccomp profile as
-    container runtimes read it; None: no filter. capabilities: False: it has none.
+    NAMESPACES. denied: system calls that fail with EPERM. profile: a seccomp profile as container
+    runtimes read it; None: no filter. capabilities: False: it has none.
     limits: of resources, by name in the module `resource`.
     """
 
@@ -246,9 +246,9 @@ class Condition(ctypes.Structure):
     )
 
 
-def filter_by(path: str) -> None:
+def filter_by(text: str) -> None:
     """Restrict this process and its children to a profile, as a container runtime does."""
-    library, profile = seccomp(), json.loads(Path(path).read_text())
+    library, profile = seccomp(), json.loads(text)
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     library.seccomp_rule_add_array.argtypes = [
         ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p,
