@@ -75,7 +75,7 @@ def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: 
         assert reader.stats()["misses"] == 0
         facts = daemon.status()
         # A quarter fits; the rest was read once per epoch, and little more.
-        kept = facts["arena"]["size"] / (COUNT * 20_480)
+        kept = facts["arena"]["size"] / (COUNT * SIZE)
         epochs = facts["cache"]["blocks_read"] / COUNT
         assert 1 + 2 * (1 - kept) - 0.1 <= epochs <= 3 * 1.05
         assert facts["cache"]["prefetched"] == facts["cache"]["blocks_read"]
