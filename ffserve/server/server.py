@@ -44,7 +44,7 @@ WRITES_AT_ONCE = 4
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 RESERVED_SESSIONS = 16
-"""Sessions beyond `max_sessions` for root and the daemon's own user. They open no data set."""
+"""Sessions beyond `max_sessions` for administrators. They open no data set."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2

@@ -168,3 +168,19 @@ def test_sessions_beyond_the_limit_only_ask_for_the_status() -> None:
         with Raw(daemon.socket) as raw:
             raw.send(asking(__file__))
             assert "already serves 2 sessions" in str(raw.refused())
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_the_root_of_a_container_took_the_sessions_that_are_kept_for_root() -> None:
+    program = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as attempt:
+    attempt.settimeout(30)
+    attempt.connect(sys.argv[1])
+    refusal = attempt.recv(4096)
+    assert b"already serves 2 sessions" in refusal and not attempt.recv(1), refusal
+"""
+    with serving(options=["--max-sessions", "2"]) as daemon, Raw(daemon.socket), Raw(daemon.socket):
+        inside = ["unshare", "-m", sys.executable, "-c", program, daemon.socket]
+        assert subprocess.run(inside, check=False, timeout=60).returncode == 0
+        assert status(daemon.socket)["pid"] == daemon.pid
