@@ -25,7 +25,8 @@ from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Credentials, Namespaces, Owner, Peer, is_administrator
-from ffserve.server.catalog import PassedFile, Request, close_fds, run_in_thread
+from ffserve.server.catalog import PassedFile, Request
+from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
 from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
 from ffserve.server.session import NEW, OVER, READY, Session, Steps
 from ffserve.server.state import ServerState
@@ -95,6 +96,7 @@ class ClientConnection:
         self._steps: deque[Steps] = deque()
         """The work that was begun, before the next message is handled."""
         self._reply_socket = ReplySocket(self.fd)
+        self._receiver = Receiver(sock, server.refuses_descriptors)
         self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(
             server.state,
@@ -214,6 +216,8 @@ class ClientConnection:
             self._hold(None)
         elif self.user.unsent.full:
             self._hold(self.user.unsent)
+        elif self.user.closing.full:
+            self._hold(self.user.closing)
         return not self.held
 
     def _handle(self, message: Message) -> None:
@@ -236,7 +240,7 @@ class ClientConnection:
             received.exempt = self
         try:
             most = _SMALL_CHUNK if full else _CHUNK
-            chunk = self._receive_files(most) if self.session.needs_files else self._sock.recv(most)
+            chunk = self._receive_bytes(most)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
@@ -275,14 +279,14 @@ class ClientConnection:
 
     # ---- opening ----------------------------------------------------------------------------
 
-    def _receive_files(self, most: int) -> bytes:
-        """Receive bytes and the descriptors that come with them."""
-        chunk, fds, flags, _address = socket.recv_fds(
-            self._sock, most, protocol.MOST_FILES, socket.MSG_CMSG_CLOEXEC
-        )
-        self.session.received += fds
-        if flags & socket.MSG_CTRUNC:
-            self.session.received_too_many = True
+    def _receive_bytes(self, most: int) -> bytes:
+        """Receive bytes and the descriptors that come with them. Raises: OSError."""
+        chunk, fds, lost = self._receiver.receive(most)
+        if self.session.needs_files:
+            self.session.received += fds
+            self.session.received_too_many |= lost
+        else:
+            closer_of(self.user).close_fds(fds)
         return chunk
 
     def _open_dataset(self, tag: int, request: Request) -> None:
@@ -295,6 +299,7 @@ class ClientConnection:
                 if not answered.done():
                     answered.set_result(answer)
 
+            self._receiver.accept(True)
             self.session.need(tag, positions, take)
             late = ServerUnavailable(
                 f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
@@ -311,6 +316,7 @@ class ClientConnection:
                 self._drop_received()
             if isinstance(answer, FFServeError):
                 raise answer.located(path=request.paths[positions[0]])
+            self._receiver.accept(False)
             return answer
 
         async def opening() -> None:
@@ -333,11 +339,10 @@ class ClientConnection:
         self._server.begin(opening())
 
     def _drop_received(self) -> None:
-        """Close descriptors that nobody took, in a thread, since their file system may hang."""
+        """Close descriptors that nobody took."""
         fds, self.session.received = self.session.received, []
         self.session.received_too_many = False
-        if fds:
-            run_in_thread(lambda: close_fds(fds))
+        closer_of(self.user).close_fds(fds)
 
     # ---- replies ----------------------------------------------------------------------------
 
@@ -411,7 +416,7 @@ class ClientConnection:
         self._loop.remove_writer(self.fd)
         with contextlib.suppress(OSError):
             self._outbox.send(self._sock)
-        self._sock.close()
+        closer_of(self.user).close_socket(self._sock, self._receiver.carrying)
         self._outbox.clear()
         self._decoder = protocol.Decoder(protocol.FROM_CLIENT)
         self._count_received()
@@ -450,6 +455,7 @@ class Server:
         self.loop = asyncio.get_running_loop()
         self.turns = Turns(self.loop, self.arm)
         self._listener = listener
+        self.refuses_descriptors = refuse_descriptors(listener)
         self._connections: set[ClientConnection] = set()
         self._session_count = 0
         """Connections and arrivals."""
@@ -502,7 +508,7 @@ class Server:
             if not user.trusted or count >= self.most_sessions + RESERVED_SESSIONS:
                 with contextlib.suppress(OSError):
                     sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
-                sock.close()
+                closer_of(user).close_socket(sock)
                 self._left_namespace(peer)
                 return
         user.sessions += 1
@@ -517,7 +523,7 @@ class Server:
         except OSError:
             gone = True
         if gone or self._draining:
-            client.sock.close()
+            closer_of(client.user).close_socket(client.sock)
             self._left_namespace(client.peer)
             self._left(client.user)
             return

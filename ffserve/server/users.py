@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ffserve.errors import ServerUnavailable
 
@@ -31,6 +32,8 @@ MOST_RECEIVED = 32 << 20
 """Bytes of incomplete messages of one user; beyond, only small messages are received."""
 MOST_UNSENT = 32 << 20
 """Bytes of replies that one user has not read; beyond, no message of the user is handled."""
+MOST_CLOSING = 64
+"""Descriptors that came from one user and are being closed; beyond, no message is received."""
 MOST_USER_REQUESTS = 4096
 """Unanswered GETs and LEASEs of one user; beyond, further ones wait."""
 MOST_ASKED = 1 << 22
@@ -101,6 +104,9 @@ class User:
     requests: Bound = field(default_factory=lambda: Bound(MOST_USER_REQUESTS))
     asked: Bound = field(default_factory=lambda: Bound(MOST_ASKED))
     opening: Bound = field(default_factory=lambda: Bound(MOST_PATHS))
+    closing: Bound = field(default_factory=lambda: Bound(MOST_CLOSING))
+    closer: Any = None
+    """Closes the descriptors that came from this user; see `closing.Closer`."""
 
     def may_take(self, wanted: int, held: int, all_held: int, most: int) -> bool:
         """Whether the user may take `wanted` more of something that cannot be taken back.
@@ -170,7 +176,7 @@ class Users:
     def left(self, user: User) -> bool:
         """A session has ended; return whether it was the last one of its user."""
         user.sessions -= 1
-        if user.sessions:
+        if user.sessions or user.closing.held:
             return False
         self._users.pop((user.uid, user.trusted), None)
         return True

@@ -9,6 +9,7 @@ An input fails if anything but an ffserve error is raised, or the daemon reports
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import logging
@@ -93,8 +94,8 @@ class Daemon:
         self._server = Server(ServerState(config), listener)
 
     def __call__(self, data: bytes) -> None:
-        """The first byte tells whether HELLO goes before the bytes, and which descriptors with
-        them."""
+        """The first byte tells whether HELLO goes before the bytes, and which descriptors go with
+        them (if the kernel allows it) and with the answers to NEED."""
         self._loop.run_until_complete(self._serve(data))
         if self._failures:
             context = self._failures.pop()
@@ -114,8 +115,15 @@ class Daemon:
             if prefix:
                 client.send(prefix)
                 await self._drain(client, until_end=False)
-            fds = self._fds[: data[0] >> 2 & 3]
-            socket.send_fds(client, [data[1:100_000] or b"\0"], fds)
+            fds, content = self._fds[: data[0] >> 2 & 3], data[1:100_000] or b"\0"
+            if data[0] & 16:
+                with contextlib.suppress(PermissionError):
+                    socket.send_fds(client, [content[:1]], fds)
+                    content = content[1:]
+            if content:
+                client.send(content)
+            if data[0] & 32:
+                await self._pass(client, fds, data[0] >> 6)
             client.shutdown(socket.SHUT_WR)
             await self._drain(client, until_end=True)
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
@@ -124,6 +132,32 @@ class Daemon:
             client.close()
         while self._server.connection_count:
             await asyncio.sleep(0)
+
+    async def _pass(self, client: socket.socket, fds: list[int], more: int) -> None:
+        """Wait for NEEDs, and answer each with FILES, which may announce more than come."""
+        decoder = protocol.Decoder(protocol.FROM_SERVER)
+        idle = 0
+        while idle < 20:
+            opening = bool(self._server._openings)
+            idle = 0 if opening else idle + 1
+            await asyncio.sleep(0.0005 if opening else 0)
+            try:
+                chunk, came, _, _ = socket.recv_fds(client, 65536, 16)
+            except BlockingIOError:
+                continue
+            for fd in came:
+                os.close(fd)
+            if not chunk:
+                return
+            decoder.push(chunk)
+            while (message := decoder.next()) is not None:
+                if isinstance(message, protocol.Opened):
+                    return
+                if isinstance(message, protocol.Need):
+                    files = protocol.Files(message.tag, bytes(len(fds) + more % 2))
+                    socket.send_fds(client, [protocol.encode(files)], fds)
+            if decoder.payload_size:
+                return
 
     async def _drain(self, client: socket.socket, *, until_end: bool) -> None:
         for _ in range(10_000):
@@ -210,7 +244,7 @@ def seeds(target: str) -> Iterator[bytes]:
     ]
     encoded = [protocol.encode(message) for message in messages]
     if target == "daemon":
-        for first in (1, 3, 7):
+        for first in (1, 3, 7, 21, 37, 39, 101, 103):
             yield bytes([first]) + b"".join(encoded)
         yield b"\0" + protocol.encode(protocol.Hello({"versions": [1], "job": "j"}))
     elif target == "frames":

@@ -52,6 +52,7 @@ def folder() -> Iterator[Path]:
 def daemon() -> Iterator[Daemon]:
     """A daemon of root that everybody may connect to."""
     with serving(options=["--socket-mode", "0666"], expect=EXPECT) as running:
+        running.status()  # it has all descriptors of its own now
         yield running
 
 
@@ -422,11 +423,12 @@ def test_descriptors_that_nobody_asked_for_are_dropped(daemon: Daemon, folder: P
         before = daemon.fd_count()
         with opened(path, os.O_RDONLY) as fd:
             for _ in range(100):
-                socket.send_fds(raw.socket, [protocol.encode(protocol.Close(99))], [fd] * 253)
-                raw.pass_files(5, [fd] * 253)
+                with contextlib.suppress(PermissionError):  # since Linux 6.16
+                    socket.send_fds(raw.socket, [protocol.encode(protocol.Close(99))], [fd] * 253)
+                    raw.pass_files(5, [fd] * 253)
         raw.send(protocol.Lookup(3, dataset, protocol.pack_indices(np.arange(3))))
         assert isinstance(raw.receive(), protocol.Found)
-        assert daemon.fd_count() <= before
+        until(lambda: daemon.fd_count() <= before, "nothing is held")
 
 
 def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_path: Path) -> None:

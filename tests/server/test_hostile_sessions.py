@@ -152,7 +152,8 @@ def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
         try:
             raw.open(path)
             while sent < MESSAGES:
-                with contextlib.suppress(ProtocolError):  # a number that cannot be encoded
+                # A number that cannot be encoded; descriptors that nobody asked for.
+                with contextlib.suppress(ProtocolError, PermissionError):
                     message = talker.message()
                     if isinstance(message, protocol.Files) and chance.random() < 0.7:
                         count = chance.choice((len(message.kinds), chance.randrange(4)))

@@ -317,6 +317,65 @@ def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
         assert running.status()["arena"]["used"] <= 16 * MIB
 
 
+def test_memory_that_moved_holds_nothing_of_the_user_who_had_it() -> None:
+    """All that the second user can map is searched for what the first one had there."""
+    with daemon_of() as running:
+        hers = private(running.directory, ALICE, "hers.ffr", 4, 6000)
+        his = private(running.directory, BOB, "his.ffr", 5, 6000)
+        as_user(ALICE, READ, running.socket, hers, 2)
+        as_user(BOB, READ, running.socket, his, 2)
+        until(lambda: running.status()["arena"]["used"] > 14 * MIB, "he has her memory")
+        first, second = contents(4, 6000), contents(5, 6000)
+        wanted = [one[:32].hex() for one in (*first[::60], *second[:2])]
+        words = as_user(BOB, SEARCH, running.socket, his, *wanted).split()
+        assert words == ["4", "100", "101"], "his own, which were just read, and none of hers"
+
+
+@pytest.mark.parametrize("how", ["chmod", "group", "acl", "directory"])
+def test_a_file_that_becomes_private_is_shared_no_longer(how: str) -> None:
+    with daemon_of("--close-after", "0") as running:
+        folder = running.directory / "inner"
+        folder.mkdir(mode=0o755)
+        path = public(folder, "a.ffr", 2)
+        os.chown(path, ALICE, TEAM)
+        text = b"".join(contents(2)).hex()
+
+        def users() -> list[int | None]:
+            return [each["user"] for each in running.status()["domains"] if each["shards"]]
+
+        for user in (ALICE, BOB):
+            assert as_user(user, READ, running.socket, path, 1) == text
+        assert users() == [None]
+        if how == "chmod":
+            os.chmod(path, 0o600)
+        elif how == "group":
+            os.chmod(path, 0o640)
+        elif how == "directory":
+            os.chown(folder, ALICE, ALICE)
+            folder.chmod(0o700)
+            # Its identity is what it was: a proof lasts until the file is closed.
+            until(lambda: not any(s["open"] for s in running.status()["shards"]), "it is closed")
+        else:
+            rows = [(1, 6, -1), (2, 0, BOB), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
+            packed = b"".join(np.array(row[:2], "<u2").tobytes()
+                              + np.array([row[2]], "<i4").tobytes() for row in rows)  # fmt: skip
+            os.setxattr(path, "system.posix_acl_access", b"\2\0\0\0" + packed)
+        assert as_user(ALICE, READ, running.socket, path, 1) == text
+        assert ALICE in users()
+        refused = (
+            "try:\n"
+            + READ.replace("\n", "\n ")
+            + "\nexcept Exception as e: print(type(e).__name__)"
+        )
+        assert as_user(BOB, refused, running.socket, path, 1) == "AccessDenied"
+        if how == "chmod":
+            os.chmod(path, 0o644)
+            read = running.cache()["blocks_read"]
+            for user in (ALICE, BOB):
+                assert as_user(user, READ, running.socket, path, 1) == text
+            assert running.cache()["blocks_read"] <= read + COUNT, "it is common again"
+
+
 def test_a_data_set_over_two_domains_reads_and_leases_from_both() -> None:
     with daemon_of() as running:
         paths = [

@@ -297,7 +297,7 @@ def test_documents_that_the_code_names_exist() -> None:
             assert path.exists() or named == "README.md", f"{source}: {named}"
 
 
-DEFINED = re.compile(r"^([\w/]+\.(?:py|c|h)): ([\w.]+)$")
+DEFINED = re.compile(r"^((?!tests/)[\w/]+\.(?:py|c|h)): ([\w.]+)$")
 
 
 def _defines(path: Path, name: str) -> bool:
@@ -328,6 +328,29 @@ def test_functions_that_are_named_exist(name: str) -> None:
             path = ROOT / "ffserve" / match[1]
             assert path.exists(), f"{name}: {span}"
             assert _defines(path, match[2]), f"{name}: {span}"
+
+
+TEST = re.compile(r"^(tests/[\w/]+\.py): (test_\w+)$")
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - HISTORY))
+def test_tests_that_are_named_exist(name: str) -> None:
+    for span in CODE.findall(document(name)):
+        match = TEST.match(span)
+        if match is not None:
+            named = rf"^(async )?def {match[2]}\("
+            assert re.search(named, (ROOT / match[1]).read_text(), re.M), f"{name}: {span}"
+
+
+def test_every_threat_has_a_test() -> None:
+    section = document("docs/SECURITY.md").partition("\n## Threats\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    threats = [row for row in rows if not row[0].startswith("| **")]
+    assert len(threats) > 30
+    for row in threats:
+        assert len(row) == 3 and row[1], row
+        assert all(TEST.match(span) for span in CODE.findall(row[2])), row
+        assert CODE.findall(row[2]), f"no test: {row[0]}"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/TORCH.md"])
