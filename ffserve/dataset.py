@@ -208,6 +208,8 @@ def bound_lengths(
     for start in range(0, len(lengths), _STEP):
         piece = lengths[start : start + _STEP]
         begins = offsets[start : start + _STEP]
+        if _within(begins, piece, min(size, UNKNOWN_LENGTH - 1)):
+            continue
         cut = (piece > 0) & ((begins > size) | (piece > size))
         cut |= (piece > 0) & ~cut & (begins + piece > size)
         if cut.any():
@@ -229,6 +231,13 @@ def bound_lengths(
                 hint="the file is damaged: restore it from a copy or write it again",
             )
     return truncated
+
+
+def _within(begins: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> bool:
+    """Whether all samples end within `size` bytes."""
+    if int(begins.max()) > size or int(lengths.max()) > size:
+        return False
+    return int((begins + lengths).max()) <= size
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

@@ -75,11 +75,16 @@ def open_regular(path: str) -> int:
     raise ReadError("not a regular file", path=path, hint="give a file, not a pipe or a device")
 
 
-def read_at_of(fd: int, path: str) -> ReadAt:
-    """Return a `ReadAt` over a descriptor that was opened without O_DIRECT."""
+def read_at_of(fd: int, path: str, head: bytes = b"") -> ReadAt:
+    """Return a `ReadAt` over a descriptor that was opened without O_DIRECT.
+
+    Args: head: the first bytes of the file, which are not read again.
+    """
 
     def read_at(offset: int, into: memoryview, /) -> int:
-        done = 0
+        done = max(min(len(head) - offset, len(into)), 0)
+        if done:
+            into[:done] = head[offset : offset + done]
         while done < len(into):
             try:
                 got = os.preadv(fd, [into[done:]], offset + done)

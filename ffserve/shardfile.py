@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ffserve import formats, index_file
 from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
-from ffserve.files import open_regular, read_at_of
+from ffserve.files import open_regular, read_at_of, wrap_os_error
 from ffserve.formats.base import (
     HEAD_SIZE,
     ChunkedShard,
@@ -283,9 +283,10 @@ def write_index_file(
 
 
 def _detect(fd: int, path: str, format_name: str | None) -> tuple[formats.Format, ReadAt, int]:
-    size, read_at = os.fstat(fd).st_size, read_at_of(fd, path)
+    size = os.fstat(fd).st_size
+    # Small files are read once.
+    head = wrap_os_error(lambda _: os.pread(fd, min(size, HEAD_SIZE), 0), path)
+    read_at = read_at_of(fd, path, head)
     if format_name:
         return formats.by_name(format_name), read_at, size
-    head = bytearray(min(size, HEAD_SIZE))
-    got = read_at(0, memoryview(head)) if head else 0
-    return formats.detect(bytes(head[:got]), path, size), read_at, size
+    return formats.detect(head, path, size), read_at, size

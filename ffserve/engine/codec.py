@@ -177,9 +177,8 @@ class FrameScanner:
     def _grow(self, room: int) -> None:
         # A placeholder and the frame after it take at least 17 bytes of the file.
         room = min(room, int(self._c.file_size) // 8 + 2)
-        self._offsets = np.resize(self._offsets, room)
-        self._lengths = np.resize(self._lengths, room)
-        self._checksums = np.resize(self._checksums, room)
+        tables = self._offsets, self._lengths, self._checksums
+        self._offsets, self._lengths, self._checksums = (_longer(each, room) for each in tables)
         self._c.offsets = from_buffer(U64S, self._offsets)
         self._c.lengths = from_buffer(U64S, self._lengths)
         self._c.checksums = from_buffer(U32S, self._checksums)
@@ -192,6 +191,12 @@ class FrameScanner:
             self._lengths[: self.count],
             self._checksums[: self.count],
         )
+
+
+def _longer(table: NDArray[Any], room: int) -> NDArray[Any]:
+    longer = np.empty(room, table.dtype)
+    longer[: len(table)] = table[:room]
+    return longer
 
 
 class FrameFinder:
@@ -242,6 +247,9 @@ _CHUNK_TABLES = {
     "checksums": (np.uint32, U32S),
     "compressors": (np.uint8, U8S),
 }
+_NO_CHUNKS: dict[str, NDArray[Any]] = {
+    name: np.zeros(1, kind) for name, (kind, _) in _CHUNK_TABLES.items()
+}
 
 
 class ChunkScanner:
@@ -278,9 +286,7 @@ class ChunkScanner:
         self._c.records_allowed = records_allowed
         self._c.records_per_byte = records_per_byte
         self._c.dialect = -1
-        self._tables: dict[str, NDArray[Any]] = {
-            name: np.zeros(1, kind) for name, (kind, _) in _CHUNK_TABLES.items()
-        }
+        self._tables = _NO_CHUNKS
         self._grow(_FIRST_ROOM)
 
     @property
@@ -369,11 +375,12 @@ class ChunkScanner:
     def _grow(self, room: int) -> None:
         # A damaged part and the chunk after it take at least 22 bytes of the file.
         room = min(room, int(self._c.file_size) // 11 + 2)
+        tables, filled = {}, self.count + 1
         for name, (kind, c_type) in _CHUNK_TABLES.items():
-            table = np.empty(room + 1, kind)
-            table[: self.count + 1] = self._tables[name][: self.count + 1]
-            self._tables[name] = table
+            tables[name] = table = np.empty(room + 1, kind)
+            table[:filled] = self._tables[name][:filled]
             setattr(self._c, name, from_buffer(c_type, table))
+        self._tables = tables
         self._c.room = room
 
     def table(self, name: str) -> NDArray[Any]:

@@ -671,7 +671,8 @@ def direct_alignment(fd: int) -> int:
 
 
 def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
-    """Open a regular file for direct I/O, or buffered where direct I/O does not work.
+    """Open a regular file for direct I/O, or buffered where direct I/O does not work or is of no
+    use.
 
     Args:
         path_or_fd: a path, or a descriptor, which is opened again. If this user may not open its
@@ -695,7 +696,7 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
             raise UsageError("not a regular file", path=os.fspath(path))
         alignment = 1
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            alignment = direct_alignment(fd)
+            alignment = 1 if in_memory(fd) else direct_alignment(fd)
             if alignment == 1:
                 set_direct(fd, False)
     except BaseException:

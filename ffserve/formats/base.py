@@ -309,11 +309,8 @@ def scan_fingerprint(
     name: str, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int
 ) -> int:
     """Return the fingerprint of a scanned shard: of its records, and of the size of its file."""
-    sums = [
-        function(np.ascontiguousarray(table).data)
-        for table in (lengths, checksums)
-        for function in (zlib.crc32, zlib.adler32)
-    ]
+    tables = [np.ascontiguousarray(table).data for table in (lengths, checksums)]
+    sums = [function(table) for table in tables for function in (zlib.crc32, zlib.adler32)]
     identity = struct.pack("<4IQQ", *sums, len(lengths), size)
     digest = blake2b(identity, digest_size=8, person=name.encode()).digest()
     return int.from_bytes(digest, "little")

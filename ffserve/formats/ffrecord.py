@@ -12,9 +12,10 @@ The last sample ends at the end of the file. The file does not store its size, s
 truncated inside its last sample, only the checksum of that sample shows it. A metadata CRC of 0
 marks a file of an older writer, without a metadata checksum.
 
-Opening reads both tables once in pieces of bounded size and keeps nothing of them; ``load`` reads
-them again into the caller's arrays and refuses a file that changed in between. These are two passes
-over 12 bytes per sample, without a further copy of tables that may have gigabytes.
+Opening reads both tables once in pieces of bounded size, and keeps them only if they are small;
+``load`` reads others again into the caller's arrays and refuses a file that changed in between.
+These are two passes over 12 bytes per sample, without a further copy of tables that may have
+gigabytes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _log = logging.getLogger("ffserve")
 _HEADER = struct.Struct("<Iq")
 _COUNT_MAX = (2**63 - 1 - _HEADER.size) // 12
 
+KEPT_COUNT = 4096
+"""Samples of a file whose tables are kept between `open` and `load`."""
+
 _U32 = np.dtype("<u4")
 _I64 = np.dtype("<i8")
 
@@ -65,6 +69,8 @@ class _Tables:
     last_checksum: int
     problem: FormatError | None
     """Error for the first invalid offset, if any."""
+    kept: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
+    """Offsets and checksums."""
 
 
 class _TableReader:
@@ -98,6 +104,17 @@ class _TableReader:
             previous = int(part[-1])
         return _Tables(self._crc, self._adler, previous, last_checksum, problem)
 
+    def run_once(self) -> _Tables:
+        """Read small tables whole, and keep them."""
+        count = self._count
+        piece = np.empty(12 * count, np.uint8)
+        read_exactly(self._read_at, _HEADER.size, piece.data, self._path)
+        crc, adler = zlib.crc32(piece.data, self._crc), zlib.adler32(piece.data, self._adler)
+        checksums, offsets = piece[: 4 * count].view(_U32), piece[4 * count :].view(_I64)
+        problem = self._disorder(offsets, 0, tables_end(count)) if count else None
+        last = (int(offsets[-1]), int(checksums[-1])) if count else (0, 0)
+        return _Tables(crc, adler, *last, problem, (offsets, checksums))
+
     def _pieces(
         self, piece: NDArray[np.uint8], start: int, dtype: np.dtype[np.generic]
     ) -> Iterator[tuple[int, NDArray[np.generic]]]:
@@ -116,7 +133,7 @@ class _TableReader:
         elif int(part[0]) < previous:
             at, rule = 0, f"it must not be below the previous offset, {previous}"
         else:
-            falls = np.flatnonzero(part[1:] < part[:-1])  # type: ignore[operator]
+            (falls,) = (part[1:] < part[:-1]).nonzero()  # type: ignore[operator]
             if not len(falls):
                 return None
             at = int(falls[0]) + 1
@@ -140,7 +157,7 @@ class FFRecordShard:
     metadata_checksum: int
     """The stored checksum; 0 in files of old writers."""
     _read_at: ReadAt = field(repr=False)
-    _tables_crc: int = field(repr=False)
+    _tables: _Tables = field(repr=False)
     format: str = "ffrecord"
     checksum_kind: int = CHECKSUM_CRC32
 
@@ -167,11 +184,15 @@ class FFRecordShard:
                 raise UsageError(f"{name} has shape {given.shape}, expected ({self.count},)")
         if self.count == 0:
             return
-        found = _TableReader(self._read_at, self.count, self.path).run(offsets, checksums)
-        if found.crc != self._tables_crc or found.problem is not None:
+        found = self._tables
+        if found.kept is not None:
+            offsets[:], checksums[:] = found.kept
+        else:
+            found = _TableReader(self._read_at, self.count, self.path).run(offsets, checksums)
+        if found.crc != self._tables.crc or found.problem is not None:
             raise ReadError(
                 f"the tables changed since the file was opened: their CRC-32 was "
-                f"{self._tables_crc:#010x} and is now {found.crc:#010x}",
+                f"{self._tables.crc:#010x} and is now {found.crc:#010x}",
                 path=self.path,
                 offset=_HEADER.size,
                 hint="do not modify a file in use: write a new file and rename it",
@@ -288,7 +309,8 @@ class FFRecord:
         Source:  HFAiLab/ffrecord 1.4.
         """
         crc, count = self._header(read_at, size, path)
-        found = _TableReader(read_at, count, path).run()
+        reader = _TableReader(read_at, count, path)
+        found = reader.run_once() if count <= KEPT_COUNT else reader.run()
         if crc == 0:
             _log.warning(
                 "%s: no metadata checksum, as in files of an old ffrecord: the tables are not "
@@ -316,7 +338,7 @@ class FFRecord:
             ),
             metadata_checksum=crc,
             _read_at=read_at,
-            _tables_crc=found.crc,
+            _tables=found,
         )
 
     def _header(self, read_at: ReadAt, size: int, path: str) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from ffserve.errors import (
     TruncatedError,
     UsageError,
 )
-from ffserve.formats import by_name, by_suffix, detect
+from ffserve.formats import by_name, by_suffix, detect, ffrecord
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, Shard
 from ffserve.testing import reader_of
 
@@ -258,7 +258,33 @@ def test_fingerprint_tells_files_apart_and_copies_not() -> None:
     assert opened((GOLDEN / "plain.ffr").read_bytes()).fingerprint == 0xBEEA12F241925980
 
 
-def test_load_refuses_tables_that_changed() -> None:
+def test_small_tables_were_read_twice() -> None:
+    content = (GOLDEN / "plain.ffr").read_bytes()
+    asked = []
+
+    def read_at(offset: int, into: memoryview, /) -> int:
+        asked.append((offset, len(into)))
+        return reader_of(content)(offset, into)
+
+    shard = FFRECORD.open(read_at, len(content), "some.ffr")
+    tables(shard)
+    assert asked == [(0, 12), (12, 12 * shard.count)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_small_tables_are_kept_as_large_ones_are_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = (GOLDEN / name).read_bytes()
+    shard = opened(content)
+    monkeypatch.setattr(ffrecord, "KEPT_COUNT", -1)
+    other = opened(content)
+    assert (shard.count, shard.fingerprint) == (other.count, other.fingerprint)
+    assert tables(shard) == tables(other)
+
+
+def test_load_refuses_tables_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffrecord, "KEPT_COUNT", 0)
     content = bytearray((GOLDEN / "plain.ffr").read_bytes())
     shard = FFRECORD.open(
         lambda offset, into: reader_of(bytes(content))(offset, into), len(content), "some.ffr"
