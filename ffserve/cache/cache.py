@@ -16,6 +16,7 @@ writes to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -32,8 +33,9 @@ from ffserve.errors import STATUS_TOO_LARGE, FFServeError
 
 Int64s: TypeAlias = NDArray[np.int64]
 
-FITTED = 4096
-"""Blocks of a shard that are examined for being all of one size."""
+FITTED, FITTED_OF_EACH = 4096, 64
+"""Blocks that are examined for being all of one size: of all shards that are opened together, and
+at least of each."""
 ONE_SIZE = 31 / 32
 """They are if their mean size is at least this part of the largest."""
 
@@ -156,18 +158,27 @@ class Cache:
         self.policy.buckets.add_classes()
         return number
 
-    def fit(self, base: int) -> None:
-        """Make a size class for a shard that was just added to the shard table, if its samples are
-        all of one size."""
-        if self.shards.chunked[self.shards.row(base)]:
+    def fit(self, bases: Sequence[int]) -> None:
+        """Make size classes for shards that were just added to the shard table, if the samples of a
+        shard are all of one size. Args: bases: of shards with samples."""
+        rows = np.searchsorted(self.shards.bases, np.array(bases, np.int64))
+        rows = rows[~self.shards.chunked[rows]]
+        if not len(rows):
             return
-        count = int(self.shards.counts[self.shards.row(base)])
+        counts = self.shards.counts[rows]
+        examined = np.minimum(counts, max(FITTED // len(rows), FITTED_OF_EACH))
+        starts = np.cumsum(examined) - examined
         # Evenly spaced: a class for the largest of these serves nearly all others as well.
-        numbers = base + np.linspace(0, count - 1, min(count, FITTED)).astype(np.int64)
+        steps = (counts - 1) / np.maximum(examined - 1, 1)
+        ranks = np.arange(int(examined.sum())) - np.repeat(starts, examined)
+        numbers = np.repeat(self.shards.bases[rows], examined)
+        numbers += (ranks * np.repeat(steps, examined)).astype(np.int64)
         sizes = self.shards.blocks(numbers).sizes
-        largest = int(sizes.max())
-        if largest <= self.arena.slab_size and float(sizes.mean()) >= ONE_SIZE * largest:
-            self.arena.make_class(largest)
+        largest = np.maximum.reduceat(sizes, starts)
+        fits = largest <= self.arena.slab_size
+        fits &= np.add.reduceat(sizes, starts) >= ONE_SIZE * largest * examined
+        for size in np.unique(largest[fits]).tolist():
+            self.arena.make_class(size)
 
     # ---- planning -------------------------------------------------------------------------
 

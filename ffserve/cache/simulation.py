@@ -152,7 +152,7 @@ class Simulation:
             file=0,
             engine=0,
         )
-        self.cache.fit(self._base)
+        self.cache.fit([self._base])
         self.table.sessions[:] = len(jobs)
         self._progress: list[JobProgress] = []
         self._trace: list[Int64s] = []

@@ -219,17 +219,20 @@ class Directory:
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
         """Write the lengths of a shard's samples to unreadable entries: all known, or none."""
-        run = self.entries[start : start + len(lengths)]
-        if len(lengths) and int(lengths[0]) == UNKNOWN_LENGTH:
+        if not len(lengths):
+            return
+        run = slice(start, start + len(lengths))
+        if int(lengths[0]) == UNKNOWN_LENGTH:
             # Records in chunks: `lengths` is never called for them, so `_long` need not be set.
             assert (lengths == UNKNOWN_LENGTH).all()
-            run["length_low"], run["place"] = 0xFFFFFFFF, 0xFFFF << 48
+            self._length_low[run], self.entries["place"][run] = 0xFFFFFFFF, 0xFFFF << 48
             return
-        assert not len(lengths) or int(lengths.max()) < UNKNOWN_LENGTH, "see bound_lengths"
-        run["length_low"] = lengths.astype(np.uint32)
-        if len(lengths) and int(lengths.max()) >> 32:
+        largest = int(lengths.max())
+        assert largest < UNKNOWN_LENGTH, "see bound_lengths"
+        self._length_low[run] = lengths
+        if largest >> 32:
             self._long = True
-            run["place"] = lengths >> np.uint64(32) << np.uint64(48)
+            self.entries["place"][run] = lengths >> np.uint64(32) << np.uint64(48)
 
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return lengths in bytes, int64[n]."""
@@ -285,11 +288,12 @@ class ChunkRuns:
         np.cumsum(chunks.sizes, out=self.sizes_before[1:])
         small = (chunks.sizes < BLOCK_SIZE) & (chunks.sizes > 0)
         # A run ends where the sum crosses a multiple of BLOCK_SIZE, and around chunks not small.
-        crossing = np.diff(self.sizes_before[:-1] // BLOCK_SIZE) > 0
-        edge = crossing | ~small[1:] | ~small[:-1]
-        inner = np.flatnonzero(edge) + 1
-        self.edges = np.concatenate(([0], inner, [len(chunks)])).astype(np.int64)
+        multiples = self.sizes_before[:-1] // BLOCK_SIZE
+        edge = (multiples[1:] != multiples[:-1]) | ~small[1:] | ~small[:-1]
+        (inner,) = edge.nonzero()
+        self.edges = np.zeros(len(inner) + 2, np.int64)
         """int64[runs + 1], the number of each run's first chunk."""
+        self.edges[1:-1], self.edges[-1] = inner + 1, len(chunks)
         self._firsts = chunks.firsts[self.edges]
 
     def holding(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -462,6 +466,10 @@ class ShardTable:
         row = int(np.searchsorted(self.bases, base))
         assert self.bases[row] == base
         return row
+
+    def set_sessions(self, bases: Sequence[int], counts: Sequence[int]) -> None:
+        """Enter how many sessions have each of these shards open."""
+        self.sessions[np.searchsorted(self.bases, np.array(bases, np.int64))] = counts
 
     def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each sample's shard."""

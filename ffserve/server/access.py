@@ -288,9 +288,9 @@ def _has_ended(connection: socket.socket) -> bool:
         os.close(pidfd)
 
 
-DomainOf: TypeAlias = Callable[[str, os.stat_result], "Owner | None"]
-"""Returns the owner of the domain of a file, by a client's name for it and its state; None: the
-common domain."""
+DomainOf: TypeAlias = Callable[[str, int, os.stat_result], "Owner | None"]
+"""Returns the owner of the domain of an open file, by a client's name for it, descriptor and state;
+None: the common domain."""
 
 
 class Rules:
@@ -345,9 +345,9 @@ class Rules:
             else:
                 is_common = held.enter_context(_Directories()).everybody_may_read
 
-            def domain_of(path: str, status: os.stat_result) -> Owner | None:
+            def domain_of(path: str, fd: int, status: os.stat_result) -> Owner | None:
                 # The kernel accepts no longer path, and to resolve it would take very long.
-                if len(os.fsencode(path)) < _PATH_MAX and is_common(path, status):
+                if len(os.fsencode(path)) < _PATH_MAX and is_common(path, fd, status):
                     return None
                 if peer.namespace < 0:
                     _say_unknown()
@@ -394,27 +394,26 @@ def may_read_everything() -> bool:
     return bool(int(effective.split()[1], 16) & 0b110)
 
 
-def _never(path: str, status: os.stat_result) -> bool:
+def _never(path: str, fd: int, status: os.stat_result) -> bool:
     return False
 
 
-def _same_file(fd: int, status: os.stat_result) -> bool:
-    found = os.fstat(fd)
-    return (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino)
+def _same_file(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
-def _own_user_may_read(path: str, status: os.stat_result) -> bool:
+def _own_user_may_read(path: str, fd: int, status: os.stat_result) -> bool:
     """Whether the daemon's own user can open this file by this name."""
     with contextlib.suppress(OSError, ValueError):
         # Before the file is opened: to open a pipe or a device may do something.
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        own = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            if _same_file(fd, status):
+            if _same_file(os.fstat(own), status):
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                os.close(os.open(f"/proc/self/fd/{fd}", flags))
+                os.close(os.open(f"/proc/self/fd/{own}", flags))
                 return True
         finally:
-            os.close(fd)
+            os.close(own)
     return False
 
 
@@ -427,30 +426,47 @@ class _Directories:
 
     def __init__(self) -> None:
         self._last: tuple[str, int | None] = "", None
+        self._named = "", ""
+        """The last directory as a client called it, and its path without symbolic links."""
 
     def __enter__(self) -> _Directories:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._last[1] is not None:
-            os.close(self._last[1])
+        self._leave()
 
-    def everybody_may_read(self, path: str, status: os.stat_result) -> bool:
+    def everybody_may_read(self, path: str, fd: int, status: os.stat_result) -> bool:
         """Whether this is the file of this name, and all users may read it by that."""
         with contextlib.suppress(OSError, ValueError):
-            directory, name = os.path.split(_resolved(path))
-            if directory != self._last[0]:
-                fd, self._last = self._last[1], (directory, None)
-                if fd is not None:
-                    os.close(fd)
-                self._last = directory, _open_public(directory)
-            if self._last[1] is not None:
-                fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._last[1])
-                try:
-                    return _same_file(fd, status) and _permits(fd, 0o444) and _bits_decide(fd)
-                finally:
-                    os.close(fd)
+            directory, name = os.path.split(path)
+            if directory != self._named[0]:
+                self._named = directory, _resolved(directory)
+            found = self._look_up(self._named[1], name)
+            if os.path.islink(path) if found is None else stat.S_ISLNK(found.st_mode):
+                found = self._look_up(*os.path.split(_resolved(path)))
+            # While it is open, its number belongs to no other file.
+            return (
+                found is not None
+                and _same_file(found, status)
+                and status.st_mode & 0o444 == 0o444
+                and not _has_acl(fd)
+                and _bits_decide(fd)
+            )
         return False
+
+    def _look_up(self, directory: str, name: str) -> os.stat_result | None:
+        """Return what a name in a directory is; None if not everybody may search the directory."""
+        if directory != self._last[0]:
+            self._leave()
+            self._last = directory, _open_public(directory)
+        if self._last[1] is None:
+            return None
+        return os.stat(name, dir_fd=self._last[1], follow_symlinks=False)
+
+    def _leave(self) -> None:
+        fd, self._last = self._last[1], ("", None)
+        if fd is not None:
+            os.close(fd)
 
 
 def _resolved(path: str) -> str:
@@ -475,27 +491,31 @@ def _open_public(directory: str) -> int | None:
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         inner = -1
         try:
-            if not _permits(fd, 0o111):
+            if not _everybody_may_search(fd):
                 return None
             inner = os.open(name or ".", flags, dir_fd=fd)
         finally:
             os.close(fd)
             fd = inner
-    if _permits(fd, 0o111):
+    if _everybody_may_search(fd):
         return fd
     os.close(fd)
     return None
 
 
-def _permits(fd: int, bits: int) -> bool:
-    """Whether an open file has these permission bits, and no ACL besides."""
-    if os.fstat(fd).st_mode & bits != bits:
-        return False
+def _everybody_may_search(directory: int) -> bool:
+    # A descriptor with O_PATH has no attributes by itself.
+    searchable = os.fstat(directory).st_mode & 0o111 == 0o111
+    return searchable and not _has_acl(f"/proc/self/fd/{directory}")
+
+
+def _has_acl(file: int | str) -> bool:
+    """Whether a file has an ACL, or may have one that cannot be read."""
     try:
-        os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+        os.getxattr(file, "system.posix_acl_access")
     except OSError as error:
-        return error.errno in (errno.ENODATA, errno.EOPNOTSUPP)
-    return False
+        return error.errno not in (errno.ENODATA, errno.EOPNOTSUPP)
+    return True
 
 
 def _own_overlays() -> set[int]:

@@ -59,7 +59,7 @@ verify, tolerant."""
 T = TypeVar("T")
 
 HOLD_COUNT = 256
-"""Shards that are looked up between two turns of the loop."""
+"""Shards that are looked up, closed or forgotten between two turns of the loop."""
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
 SUFFIX_LENGTH, MOST_ALIASES = 16, 64
@@ -182,11 +182,15 @@ class Catalog:
         """Devices whose file systems do not answer."""
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
+        self._promised: list[set[tuple[Owner, Alias]]] = []
+        """By OPEN: shards that are not open yet."""
         self._reserving = threading.Lock()
         # Three quarters are for shards, an eighth for their second descriptors and for domains, an
         # eighth for sessions and everything else.
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_open, self._most_extra = self._limit * 3 // 4, self._limit // 8
+        # Sessions of one user may pass descriptors of the same files at a time.
+        self._most_asked = max(min(MOST_FILES, self._limit // 32), 1)
         self._cached_count = 0
 
     # ---- opening --------------------------------------------------------------------------
@@ -205,8 +209,9 @@ class Catalog:
                 left += self._hold_proven(request, some, peer, found)
                 await asyncio.sleep(0)
             if left:
-                await self._make_room(request, left, peer)
-            await self._open_rest(request, left, peer, passing, found)
+                with self._promising(request, left, peer):
+                    await self._make_room(request, left, peer)
+                    await self._open_rest(request, left, peer, passing, found)
         except BaseException:
             self.close(list(found.values()), peer.owner)
             raise
@@ -230,7 +235,7 @@ class Catalog:
                 if asking is not None:
                     passed, asking = await asking, None
                     left = asked[len({one.position for one in passed}) :] + left
-                asked, left = left[:MOST_FILES], left[MOST_FILES:]
+                asked, left = left[: self._most_asked], left[self._most_asked :]
                 asked = self._hold_proven(request, asked, peer, found)
                 try:
                     if asked:
@@ -258,42 +263,66 @@ class Catalog:
         found: dict[int, OpenShard],
     ) -> list[int]:
         """Hold the shards that this peer's owner has proven; return the positions of the others."""
-        owner, left = peer.owner, []
+        owner, left, held = peer.owner, [], []
         for position in positions:
             alias = request.alias(position, request.identities[position])
             shard = self._aliases.get((alias, None)) or self._aliases.get((alias, owner))
             if shard is None or owner not in shard.proven:
                 left.append(position)
             else:
-                self._hold(shard, owner)
+                held.append(shard)
                 found[position] = shard
+        self._hold(held, owner)
         return left
+
+    @contextlib.contextmanager
+    def _promising(self, request: Request, left: list[int], peer: Peer) -> Iterator[None]:
+        """Count the files of an OPEN against the limit before they come: of two OPENs at a time,
+        the second is refused at once if there is no room for both."""
+        # Shards that others have proven need no room, but who has not must not learn of them.
+        owner, identities = peer.owner, request.identities
+        mine = {(owner, request.alias(position, identities[position])) for position in left}
+        self._promised.append(mine)
+        try:
+            yield
+        finally:
+            self._promised = [each for each in self._promised if each is not mine]
 
     async def _make_room(self, request: Request, left: list[int], peer: Peer) -> None:
         """Close idle shards, so that those of a request can be opened. Raises: ReadError."""
-        # Shards that others have proven need no room, but who has not must not learn of them.
+        room, held = self._room(), self._held[peer.owner]
+        limited = peer.uid not in (0, os.geteuid())
+        most = room // 2 if limited else room
+        at_most = sum(map(len, self._promised))
+        if len(self._open) + at_most <= room and held + at_most <= most:
+            return
+        promised = set().union(*self._promised)
         new = len({request.identities[position] for position in left})
-        room = most = self._room()
-        if not peer.is_administrator:
-            most //= 2
-            if self._held[peer.owner] + new > most:
-                raise ReadError(
-                    f"user {peer.uid} may have {most} files open in the daemon, half of its own "
-                    f"limit; {self._held[peer.owner]} are in use, and this data set has {new} more",
-                    path=request.paths[left[0]],
-                    hint="raise the daemon's limit on open files (LimitNOFILE= in the systemd "
-                    "unit, ulimit -n)",
-                )
-        used = len(self._open) - len(self._idle)
-        if used + new <= room:
-            await self._close(list(self._idle.values()), len(self._open) + new - room)
-        if len(self._open) + new > room:
+        held += sum(owner == peer.owner for owner, _ in promised)
+        if limited and held > most:
             raise ReadError(
-                f"the daemon may have {room} files open; {used} are in use, "
+                f"user {peer.uid} may have {most} files open in the daemon, half of its own "
+                f"limit; {held - new} are in use, and this data set has {new} more",
+                path=request.paths[left[0]],
+                hint="raise the daemon's limit on open files (LimitNOFILE= in the systemd "
+                "unit, ulimit -n)",
+            )
+        count = self._opened_count() + len(promised)
+        used = count - len(self._idle)
+        if used <= room < count:
+            await self._close(list(self._idle.values()), count - room)
+            count = self._opened_count() + len(promised)
+        if count > room:
+            raise ReadError(
+                f"the daemon may have {room} files open; {used - new} are in use, "
                 f"and this data set has {new} more",
                 path=request.paths[left[0]],
                 hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )
+
+    def _opened_count(self) -> int:
+        """Return how many shards are open; those that are being opened were promised."""
+        return sum(future.done() for future in self._open.values())
 
     def _extra(self) -> int:
         """Return the second descriptors of shards, and those of domains beyond the first."""
@@ -326,7 +355,7 @@ class Catalog:
                         files[key] = one
                 if mine:
                     await self._open_new(request, files, mine)
-                waiting = []
+                waiting, held = [], []
                 for key, one in left:
                     future = self._open.get(key)
                     if future is None or not future.done():
@@ -335,9 +364,11 @@ class Catalog:
                         waiting.append((key, one))
                         continue
                     found[one.position] = shard = future.result()
-                    self._hold(shard, peer.owner)
+                    held.append(shard)
                     alias, path = request.alias(one.position, key[0]), request.paths[one.position]
                     self._proven(shard, alias, peer.owner, path)
+                    self._keep_promise(request, one.position, peer)
+                self._hold(held, peer.owner)
                 left = waiting
                 others = [f for key, _ in left if (f := self._open.get(key)) and not f.done()]
                 if others:
@@ -348,6 +379,11 @@ class Catalog:
             await in_thread(lambda: close_fds(_fds(passed)))
             raise
         await in_thread(lambda: close_fds(_fds(passed)))
+
+    def _keep_promise(self, request: Request, position: int, peer: Peer) -> None:
+        kept = peer.owner, request.alias(position, request.identities[position])
+        for promised in self._promised:
+            promised.discard(kept)
 
     def _proven(self, shard: OpenShard, alias: Alias, owner: Owner, path: str) -> None:
         shard.proven.add(owner)
@@ -373,11 +409,13 @@ class Catalog:
                 for _, shard in outcome:
                     if isinstance(shard, OpenShard):
                         self._add(shard)
+            added = [
+                shard.base for _, shard in outcome if isinstance(shard, OpenShard) if shard.count
+            ]
+            self._cache.fit(added)
             for key, shard in outcome:
                 future = mine[key]
                 if isinstance(shard, OpenShard):
-                    if shard.count:
-                        self._cache.fit(shard.base)
                     future.set_result(shard)
                     del domains[key]
                 else:
@@ -465,7 +503,7 @@ class Catalog:
         # The tables are read through the page cache.
         set_direct(passed.fd, direct=False)
         name = request.format or _format_of(passed.fd, path, status.st_size)
-        owner = domain_of(path, status)
+        owner = domain_of(path, passed.fd, status)
         return _identity(status), name, request.verify, request.tolerant, owner, -1
 
     def _parse_all(
@@ -501,10 +539,11 @@ class Catalog:
     def _parse(self, key: Key, path: str, passed: PassedFile, domain: Domain) -> OpenShard:
         identity, name, verify, tolerant, *_ = key
         plain, size = passed.fd, identity[2]
+        status = os.fstat(plain)
         # ctime is left out: some file systems report another one each time.
-        if _identity(os.fstat(plain))[:4] != identity[:4]:
+        if _identity(status)[:4] != identity[:4]:
             raise ReadError("the file changed while it was opened", path=path, hint="try again")
-        opened = FileState.of(plain)
+        opened = FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         parsed = open_shard(
             plain,
             path,
@@ -575,30 +614,38 @@ class Catalog:
 
     # ---- holding and closing ------------------------------------------------------------------
 
-    def _hold(self, shard: OpenShard, owner: Owner) -> None:
-        if shard.sessions == 0:
-            self._idle.pop(shard.key, None)
-        if not shard.holders[owner]:
-            self._held[owner] += 1
-        shard.holders[owner] += 1
-        shard.sessions += 1
-        if shard.count:
-            self._table.sessions[self._table.row(shard.base)] = shard.sessions
+    def _hold(self, shards: list[OpenShard], owner: Owner) -> None:
+        fresh = 0
+        for shard in shards:
+            if shard.sessions == 0:
+                self._idle.pop(shard.key, None)
+            holding = shard.holders.get(owner, 0)
+            fresh += not holding
+            shard.holders[owner] = holding + 1
+            shard.sessions += 1
+        if fresh:
+            self._held[owner] += fresh
+        self._count_sessions(shards)
 
     def close(self, shards: list[OpenShard], owner: Owner) -> None:
         """Give back what `open` returned."""
+        now = time.monotonic()
         for shard in shards:
             shard.holders[owner] -= 1
             if not shard.holders[owner]:
                 del shard.holders[owner]
                 self._forget_owner(shard, owner)
             shard.sessions -= 1
-            if shard.count:
-                self._table.sessions[self._table.row(shard.base)] = shard.sessions
             if shard.sessions == 0:
-                shard.idle_since = time.monotonic()
+                shard.idle_since = now
                 self._idle[shard.key] = shard
                 self._cache.allocator.idle_changed = True
+        self._count_sessions(shards)
+
+    def _count_sessions(self, shards: list[OpenShard]) -> None:
+        shards = [shard for shard in shards if shard.count]
+        counts = [shard.sessions for shard in shards]
+        self._table.set_sessions([shard.base for shard in shards], counts)
 
     def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
         self._held[owner] -= 1
@@ -698,10 +745,22 @@ class Catalog:
             bases = np.array([shard.base for shard in closed], np.int64)
             used = self._table.used[np.searchsorted(self._table.bases, bases)]
             empty = [closed[k] for k in np.flatnonzero(used == 0).tolist()]
-            await self._forget([shard for shard in empty if self._cache.drop(shard.base)])
+            for first in range(0, len(empty), HOLD_COUNT):
+                some = [s for s in empty[first : first + HOLD_COUNT] if self._is_empty(s)]
+                await self._forget(some)
+                await asyncio.sleep(0)
+
+    def _is_empty(self, shard: OpenShard) -> bool:
+        """Whether a shard is still closed, and has no samples."""
+        return self._closed.get(shard.key) is shard and self._cache.drop(shard.base)
 
     async def _close(self, shards: list[OpenShard], most: int) -> None:
         """Close the files of shards that are still idle and not being read, `most` of them."""
+        for first in range(0, len(shards), HOLD_COUNT):
+            if most > 0:
+                most -= await self._close_some(shards[first : first + HOLD_COUNT], most)
+
+    async def _close_some(self, shards: list[OpenShard], most: int) -> int:
         fds: defaultdict[int, list[int]] = defaultdict(list)
         closed = 0
         busy = self._cache.shards_being_read() if shards else set()
@@ -726,6 +785,7 @@ class Catalog:
                 shard.domain.shards -= 1
         closing = (self._on_device(each, partial(close_fds, some)) for each, some in fds.items())
         await asyncio.gather(*closing)
+        return closed
 
     async def _drop_oldest(self) -> bool:
         """Drop a shard that no session has open; return False when there is none that can be."""
@@ -814,9 +874,12 @@ def _is_emfile(error: Exception) -> bool:
 
 def close_fds(fds: list[int]) -> None:
     """Close descriptors. It may wait for their file systems: not in the loop's thread."""
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    left, closed = iter(fds), False
+    while not closed:
+        with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+            for fd in left:
+                os.close(fd)
+            closed = True
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -901,3 +901,14 @@ def test_leases_of_samples_that_failed_were_kept_without_a_limit() -> None:
     scheduler.release(owner, list(range(1, 101)))
     assert scheduler.leased_size == 0 and not node.cache.pins.any()
     node.directory.close()
+
+
+def test_shards_that_are_opened_together_get_the_classes_that_each_would() -> None:
+    """One call for all of them: a class per size, none for a shard of many sizes."""
+    runs = [[5000] * 7, [9000], [5000] * 300, [100, 70_000, 9000] * 9, [30_000] * 5]
+    together, singly = Node(runs, 4 * MIB), Node(runs, 4 * MIB)
+    together.cache.fit(together.bases)
+    for base in singly.bases:
+        singly.cache.fit([base])
+    assert sorted(together.arena.class_sizes) == sorted(singly.arena.class_sizes)
+    together.cache.fit([])

@@ -578,7 +578,7 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
     patch = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "import ffserve.server.catalog as c; real = c.Catalog.__init__\n"
-        "def more(self, *a):\n    real(self, *a); self._most_open = 1000\n"
+        "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self._most_asked = 253\n"
         "c.Catalog.__init__ = more"
     )
     refused = r"cannot accept a client, trying again: .*"
@@ -602,3 +602,55 @@ def test_second_descriptors_and_passed_ones_fit_into_the_limit(folder: Path) -> 
         assert daemon.fd_count() > 150
         with pytest.raises(ReadError, match="may have 180 files open; 150 are in use"):
             daemon.open([write(folder / f"other{k}.ffr", [b"y"]) for k in range(40)])
+
+
+def test_two_opens_at_a_time_met_the_limit_late(folder: Path) -> None:
+    """When both had passed files; now the second is refused before it passes any, and users of the
+    same files share the room."""
+    (folder / "first").mkdir()
+    (folder / "second").mkdir()
+    first = [write(folder / "first" / f"{k:03}.ffr", [b"x"]) for k in range(120)]
+    second = [write(folder / "second" / f"{k:03}.ffr", [b"y"]) for k in range(80)]
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"
+    late = r"may have 180 files open; 120 are in use, and this data set has 80 more"
+    with serving(patch=patch) as daemon, Raw(daemon.socket) as one, Raw(daemon.socket) as two:
+        one.send(asking(*first))
+        two.send(asking(*first))
+        assert isinstance(one.receive(), protocol.Need)
+        assert isinstance(two.receive(), protocol.Need)
+        with pytest.raises(ReadError, match=late):
+            daemon.open(second)
+        asked: list[list[str]] = [first[:7], first[:7]]
+        for _ in range(120):
+            for k, raw in enumerate((one, two)):
+                if asked[k]:
+                    raw.pass_files(1, asked[k])
+                    answer = raw.receive()
+                    positions = []
+                    if isinstance(answer, protocol.Need):
+                        positions = protocol.unpack_positions(answer.positions, len(first))
+                    else:
+                        assert isinstance(answer, protocol.Opened)
+                    asked[k] = [first[position] for position in positions]
+        assert asked == [[], []]
+        with pytest.raises(ReadError, match=late):
+            daemon.open(second)
+        with daemon.open(second[:60]) as reader:
+            assert len(reader) == 60
+
+
+def test_an_open_that_is_given_up_takes_no_room(folder: Path) -> None:
+    paths = [write(folder / f"room{k:03}.ffr", [b"x"]) for k in range(120)]
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"
+    with serving(patch=patch) as daemon:
+        for _ in range(3):
+            with Raw(daemon.socket) as raw:
+                raw.send(asking(*paths))
+                assert isinstance(raw.receive(), protocol.Need)
+        with Raw(daemon.socket) as raw:
+            raw.send(asking(*paths))
+            assert isinstance(raw.receive(), protocol.Need)
+            raw.pass_files(1, [])
+            assert isinstance(raw.receive(), protocol.Fail)
+            with daemon.open(paths) as reader:
+                assert len(reader) == 120

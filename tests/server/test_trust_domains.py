@@ -178,6 +178,26 @@ def test_what_not_everybody_may_read_is_not_common(place: str) -> None:
         assert len(arena_pages(running)) == 2
 
 
+def test_a_name_that_leads_to_a_common_file_by_links_is_as_good() -> None:
+    with daemon_of() as running:
+        folder = running.directory / "inner"
+        folder.mkdir(mode=0o755)
+        path = public(folder, "shared.ffr", 2)
+        os.symlink(folder, running.directory / "folder")
+        os.symlink("folder/shared.ffr", running.directory / "link.ffr")
+        # What the name means decides, not what is beside it.
+        (running.directory / "closed").mkdir(mode=0o700)
+        os.symlink(path, running.directory / "closed" / "link.ffr")
+        names = ["link.ffr", "folder/shared.ffr", "inner/../folder/./shared.ffr"]
+        text = b"".join(contents(2)).hex()
+        for user, name in zip((ALICE, BOB, CAROL), names, strict=True):
+            assert as_user(user, READ, running.socket, str(running.directory / name), 1) == text
+        with ffserve.open(running.directory / "closed" / "link.ffr", server=running.socket) as r:
+            assert bytes(r[0]) == contents(2)[0]
+        assert running.cache()["blocks_read"] == COUNT
+        assert len(arena_pages(running)) == 1
+
+
 def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrator_says_so() -> None:
     for option, copies in (["--common", "user"], 1), ([], 2):
         with serving(arena="16MiB") as probe:
