@@ -74,7 +74,7 @@ bench:
 figures:
 	@bash .ci/setup --bench
 	@mkdir -p .bench
-	@$(python) -m benchmarks $(options) --record .bench/bench.json --resume \
+	@$(python) -m benchmarks --seconds 0.5 $(options) --record .bench/bench.json --resume \
 	    --picture docs/images/bench.png --readme README.md --readme docs/TORCH.md
 	@cp .bench/bench.json docs/bench.json
 

@@ -49,7 +49,7 @@ SMALL, LARGE, CHUNKED = 4 * KIB, 100 * KIB, 16 * KIB
 HOT_SIZE, COLD_SIZE, PEER_SIZE, TOKENS_SIZE = 512 * MIB, 3072 * MIB, 512 * MIB, 128 * MIB
 EPOCH_SIZE = 256 * MIB
 PEER_SAMPLE_SIZES = (KIB, SMALL, LARGE, MIB)
-PEER_CLIENTS = (2, 4, 8)
+PEER_CLIENTS = (2, 8)
 WINDOWED_SAMPLE_SIZES = (KIB, SMALL)
 WINDOWED_SIZE, WINDOW_SIZE = 1024 * MIB, 16 * MIB
 """fio reads the beginning of the file in every turn, which a virtual machine's host then has in
