@@ -75,7 +75,8 @@ figures:
 	@bash .ci/setup --bench
 	@mkdir -p .bench
 	@$(python) -m benchmarks --seconds 0.5 $(options) --record .bench/bench.json --resume \
-	    --picture docs/images/bench.png --readme README.md --readme docs/TORCH.md
+	    --picture docs/images/bench.png --readme README.md --readme docs/TORCH.md \
+	    --readme docs/BENCHMARKS.md
 	@cp .bench/bench.json docs/bench.json
 
 docs: setup

@@ -1,7 +1,7 @@
 """Measured sections of documents: text around recorded rows, written between two markers.
 
 A place such as ``{hot/4KiB/lease:.0f}`` is the median of the row of that name; ``{machine}`` is the
-machine, ``{jobs}`` the table of two jobs with all peers.
+machine, ``{jobs}`` the table of two jobs with all peers, ``{spread-…}`` how far turns differ.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ffserve.bench.harness import RATIO
 from ffserve.errors import UsageError
 
 BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured: end -->"
@@ -71,7 +74,11 @@ WINDOWED = """\
 | design effect | {windowed/1KiB/design:.1f} | {windowed/4KiB/design:.1f} | {windowed/1KiB/buffer-design:.0f}, {windowed/4KiB/buffer-design:.0f} | 1 |
 """  # noqa: E501
 
-SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED}
+NOISE = """\
+The turns of a row of ffserve differ by {spread-half} % in the median row (highest minus lowest, as a share of the median) and by {spread-tenth} % in the worst tenth.
+"""  # noqa: E501
+
+SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED, "BENCHMARKS.md": NOISE}
 """The text of the measured section of each document."""
 JOBS = {
     "one-order": "ffserve, one order for both jobs", "own-orders": "ffserve, orders of their own",
@@ -92,12 +99,29 @@ def section(recorded: dict[str, Any], document: str) -> str:
         return format(values[place[1]], place[2])
 
     text = PLACE.sub(value, SECTIONS[document])
-    return text.replace("{machine}", _machine(recorded["machine"])).replace(
-        "{jobs}", _two_jobs(recorded)
-    )
+    tables = {"machine": _machine, "jobs": _two_jobs, "spread-half": _spread, "spread-tenth": _most}
+    for name, table in tables.items():
+        if f"{{{name}}}" in text:
+            text = text.replace(f"{{{name}}}", table(recorded))
+    return text
 
 
-def _machine(facts: dict[str, Any]) -> str:
+def _spread(recorded: dict[str, Any], part: float = 0.5) -> str:
+    """Return the quantile of (highest - lowest) / median over ffserve's ratios, per cent."""
+    spreads = [
+        (row["high"] - row["low"]) / row["value"]
+        for row in recorded["rows"]
+        if row["unit"] == RATIO and row["turns"] > 1 and row["contestant"].startswith("ffserve")
+    ]
+    return f"{100 * float(np.quantile(spreads, part)):.0f}" if spreads else "0"
+
+
+def _most(recorded: dict[str, Any]) -> str:
+    return _spread(recorded, 0.9)
+
+
+def _machine(recorded: dict[str, Any]) -> str:
+    facts = recorded["machine"]
     kernel = ".".join(facts["kernel"].split(".")[:2])
     text = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
     text += f"Linux {kernel}, {facts['file_system']} on {facts.get('disk', 'a disk')}"

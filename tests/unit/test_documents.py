@@ -353,7 +353,7 @@ def test_every_threat_has_a_test() -> None:
         assert CODE.findall(row[2]), f"no test: {row[0]}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/TORCH.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/TORCH.md", "docs/BENCHMARKS.md"])
 def test_the_measured_section_is_what_was_recorded(name: str) -> None:
     recorded = json.loads(document("docs/bench.json"))
     assert readme.measured(document(name)) == readme.section(recorded, Path(name).name)
