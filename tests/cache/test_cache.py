@@ -81,7 +81,7 @@ def unit_of(size: int) -> int:
     return PACKED_ALIGNMENT if size % SLOT_ALIGNMENT else SLOT_ALIGNMENT
 
 
-@given(size=st.integers(SMALLEST_ARENA, 1 << 34), wanted=st.floats(0, 1))
+@given(size=st.integers(SMALLEST_ARENA, 1 << 30), wanted=st.floats(0, 1))
 def test_samples_of_one_size_left_a_ninth_of_the_memory_unused(size: int, wanted: float) -> None:
     arena = Arena(size)
     ask = int(SMALLEST_SLOT + wanted * (arena.slab_size - SMALLEST_SLOT))

@@ -26,7 +26,9 @@ def test_a_cell_agrees_with_the_simulation_and_the_kernel(
         cgroup.disk_of(path)
     except cgroup.NoCgroup:
         return
-    assert row["daemon_bytes"] == pytest.approx(row["kernel_bytes"], rel=0.25)
+    # The kernel also counts programs and libraries, where memory is short and they are read again.
+    assert 0.75 * row["daemon_bytes"] <= row["kernel_bytes"]
+    assert row["kernel_bytes"] <= 1.25 * row["daemon_bytes"] + (64 << 20)
 
 
 def test_a_process_in_a_cgroup_gets_no_more_memory_than_that() -> None:

@@ -143,9 +143,9 @@ def _takes_a_while(slow: Daemon, path: str) -> None:
     with Raw(slow.socket, payload=["shared", "inline"]) as raw:
         opened = raw.open(path)
         raw.send(protocol.Get(2, opened.dataset, protocol.pack_indices(np.array([9])), b"", 0, 0))
-        got: list[Any] = [raw.receive()]
+        got: list[Any] = [raw.receive(alive=True)]
         while isinstance(got[-1], protocol.Alive):
-            got.append(raw.receive())
+            got.append(raw.receive(alive=True))
         assert len(got) > 3
         if isinstance(got[-1], protocol.Sending):
             return
@@ -154,7 +154,7 @@ def _takes_a_while(slow: Daemon, path: str) -> None:
         late: list[Any] = []
         with pytest.raises(TimeoutError):
             while len(late) < 2:
-                late.append(raw.receive())
+                late.append(raw.receive(alive=True))
 
 
 @pytest.mark.usefixtures("impatient")

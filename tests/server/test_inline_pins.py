@@ -23,8 +23,8 @@ SIZE = 100_000
 ARENA = "32MiB"
 FEW = range(100, 113)
 """Samples that fit into a socket."""
-MANY = range(40)
-"""Samples that do not."""
+MANY = range(60)
+"""More than one run of a reply."""
 INLINE = ["--payload", "inline"]
 
 

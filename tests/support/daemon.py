@@ -258,8 +258,11 @@ class Raw:
         """Send whole messages."""
         self.socket.sendall(b"".join(map(protocol.encode, messages)))
 
-    def receive(self) -> protocol.Message:
-        """Return the next message but for signs of life; EOFError when the daemon hung up."""
+    def receive(self, *, alive: bool = False) -> protocol.Message:
+        """Return the next message; EOFError when the daemon hung up.
+
+        Args: alive: return signs of life as well.
+        """
         while not self._messages:
             chunk, fds, _, _ = socket.recv_fds(self.socket, 65536, 16)
             for fd in fds:
@@ -267,7 +270,7 @@ class Raw:
             if not chunk:
                 raise EOFError
             fed = self._decoder.feed(chunk)
-            self._messages = [each for each in fed if not isinstance(each, protocol.Alive)]
+            self._messages = [m for m in fed if alive or not isinstance(m, protocol.Alive)]
         return self._messages.pop(0)
 
     def payload(self) -> bytes:
