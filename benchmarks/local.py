@@ -253,8 +253,8 @@ class Local:
 
     def _hot(self) -> harness.Group:
         def run(package: str) -> harness.Result:
-            harness.load(self._data.paths)
-            return self._run(hot, package, self._data, warm=8)
+            with harness.held_in_memory(self._data.paths):
+                return self._run(hot, package, self._data, warm=8)
 
         limit = TIMES.get(self._data.mean, 1.0)
         return self._group(
@@ -303,8 +303,8 @@ class Local:
         self, name: str, function: Callable[[Case], Delivered], batch: int
     ) -> harness.Group:
         def run(package: str) -> harness.Result:
-            harness.load(self._small.paths)
-            return self._run(function, package, self._small, batch=batch, warm=1)
+            with harness.held_in_memory(self._small.paths):
+                return self._run(function, package, self._small, batch=batch, warm=1)
 
         title = {
             "forked": f"{FORKED} forked processes",

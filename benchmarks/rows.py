@@ -26,7 +26,7 @@ from ffserve.bench.harness import (
     Yardstick,
     evict,
     generated,
-    load,
+    held_in_memory,
     ratio,
 )
 from ffserve.bench.peers import BY_NAME, Peer
@@ -160,8 +160,8 @@ def _hot(bench: Bench, data: BenchmarkData, *, with_peers: bool) -> list[Group]:
 
 def _checked_preads(bench: Bench, data: BenchmarkData, batch: int) -> Contestant:
     def run() -> Result:
-        load(data.paths)
-        return bench.run(f"{CONTESTANTS}:checked_preads", data, batch=batch, warm=8)
+        with held_in_memory(data.paths):
+            return bench.run(f"{CONTESTANTS}:checked_preads", data, batch=batch, warm=8)
 
     row = Row(
         f"hot/{data.name}/batch{batch}/clients1/checked_preads",

@@ -166,7 +166,11 @@ def verdict(rows: Rows) -> list[str]:
             groups.setdefault(row["name"].rpartition("/")[0], []).append(row)
     for group in groups.values():
         own = [row for row in group if row["contestant"].startswith("ffserve ")]
-        others = [row for row in group if row not in own and "in order" not in row["description"]]
+        others = [
+            row for row in group
+            if row not in own and "in order" not in row["description"]
+            and not row["name"].endswith("/nothing")  # a bound, not a peer
+        ]  # fmt: skip
         if not own or not others:
             continue
         best = max(own, key=lambda row: row["value"])

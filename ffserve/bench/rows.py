@@ -5,6 +5,7 @@ A row is named ``state/size/…/contestant``. Limits are the project's own goals
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from ffserve.bench.harness import (
     Yardstick,
     evict,
     files_below,
-    load,
+    held_in_memory,
     ratio,
 )
 from ffserve.bench.peers import PEERS, Peer
@@ -235,13 +236,12 @@ def peer_contestant(
         files = files_below(files_path)
         if cold:
             evict(files)
-        else:
-            load(files)
-        return bench.run(
-            "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
-            installation=peer.installation, imports=[peer.module] if peer.forks else [],
-            batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
-        )  # fmt: skip
+        with contextlib.nullcontext() if cold else held_in_memory(files):
+            return bench.run(
+                "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
+                installation=peer.installation, imports=[peer.module] if peer.forks else [],
+                batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
+            )  # fmt: skip
 
     description = f"{peer.name}, in order" if peer.in_order else peer.name
     row = Row(f"{name}/{peer.name}", description, ratio)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from ffserve.bench.harness import (
 )
 from ffserve.bench.processes import THIS
 from ffserve.engine import io
+from ffserve.engine.cached import cached_pages
 from ffserve.errors import UsageError
 
 KIB = 1024
@@ -149,7 +151,8 @@ def test_the_verdict_names_the_fastest_peer_and_missed_limits() -> None:
     labels = {"state": "hot", "bytes": 4096}
     found = [
         *measure(group(contestant("ffserve read", [80], limit=0.9), contestant("LMDB", [40]),
-                       contestant("slow", [10]), base=[100], labels=labels), 1),
+                       contestant("slow", [10]), contestant("nothing", [90]), base=[100],
+                       labels=labels), 1),
     ]  # fmt: skip
     for row in found:
         row["name"] = f"hot/x/{row['contestant']}"
@@ -242,6 +245,26 @@ def small(folder: Path, step: int = 4 * KIB) -> BenchmarkData:
     data = harness.generated(folder, step, 1 << 20)
     data.make()
     return data
+
+
+def test_files_in_memory_stay_there_while_a_contestant_runs(tmp_path: Path) -> None:
+    path, empty = tmp_path / "data", tmp_path / "empty"
+    path.write_bytes(bytes(1 << 20))
+    empty.touch()
+    with open(path, "rb") as file:
+
+        def pages() -> int:
+            try:
+                return cached_pages(file.fileno(), 0, 1 << 20)
+            except OSError as error:
+                pytest.skip(f"the kernel does not tell what is in memory: {error}")
+
+        if os.geteuid() and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 1 << 20:
+            pytest.skip("this user may not lock 1 MiB")
+        with harness.held_in_memory([str(path), str(empty)]):
+            harness.evict([str(path)])
+            assert pages() == (1 << 20) // resource.getpagesize()
+        assert str(path) not in Path("/proc/self/maps").read_text(), "it is unlocked"
 
 
 def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path) -> None:
