@@ -26,10 +26,9 @@ import resource
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,107 +39,35 @@ from ffserve.dataset import bound_lengths
 from ffserve.engine.io import open_direct, set_direct
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE, ChunkedShard, is_chunked
+from ffserve.formats.base import HEAD_SIZE, is_chunked
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import HOST, OWN, DomainOf, Owner, Peer, Rules, Viewer, viewer_of
+from ffserve.server.access import HOST, OWN, DomainOf, Owner, Peer, Rules, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.server.page_cache import open_cached
+from ffserve.server.shards import (
+    Alias,
+    Key,
+    OpenShard,
+    PassedFile,
+    Passing,
+    Request,
+    identity_of,
+)
 from ffserve.shardfile import FileState, open_shard, scanned_as
 
-Identity: TypeAlias = tuple[int, int, int, int, int]
-"""Device, inode, size, mtime, ctime."""
-Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
-"""Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
-is stale."""
-Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
-"""How clients ask for a shard: identity, format (or nil), the end of its name if they name none,
-verify, tolerant."""
 T = TypeVar("T")
 
 HOLD_COUNT = 256
 """Shards that are looked up, closed or forgotten between two turns of the loop."""
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
-SUFFIX_LENGTH, MOST_ALIASES = 16, 64
-"""Characters of a name in an alias: the suffix may decide what the format is. How many aliases of a
-shard are known; under others its users pass descriptors each time."""
+MOST_ALIASES = 64
+"""How many aliases of a shard are known; under others its users pass descriptors each time."""
 SILENT_S = 5.0
 """Files of a device that does not answer for so long are not looked at before it does."""
 MOST_CLOSED = 16_384
 """Closed shards whose samples are kept; beyond, those of the shard closed first are evicted."""
-
-
-@dataclass(slots=True, eq=False)
-class OpenShard:
-    """A shard in the tables of the daemon.
-
-    path: the name that the client gave who opened it first. fd: -1 while it is closed. sessions:
-    data sets of sessions that contain it; holders: the same by owner. proven: who has passed a
-    descriptor of it.
-    """
-
-    key: Key
-    path: str
-    format: str
-    fd: int
-    size: int
-    count: int
-    base: int
-    checksum_kind: int
-    fingerprint: int
-    alignment: int
-    cached_fd: int
-    """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
-    payload_size: int
-    device: int
-    opened: FileState
-    scanned: str | None
-    domain: Domain
-    chunked: ChunkedShard | None = None
-    sessions: int = 0
-    holders: Counter[Owner] = field(default_factory=Counter)
-    proven: set[Owner] = field(default_factory=set)
-    names: dict[Viewer, str] = field(default_factory=dict)
-    """By user who has passed a descriptor: the path that this user gave."""
-    aliases: set[Alias] = field(default_factory=set)
-    stale: bool = False
-    """The file has other records by now; the next data set with it opens it anew."""
-    idle_since: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class PassedFile:
-    """A descriptor that a client passed for a file of its OPEN, -1 once it is closed; `index`: of
-    its index file."""
-
-    position: int
-    fd: int
-    index: int | None = None
-
-
-@dataclass(slots=True)
-class Request:
-    """What an OPEN asks for.
-
-    paths: the client's names; nothing is opened by them. identities: as the client sees the files.
-    """
-
-    paths: list[str]
-    identities: list[Identity]
-    format: str | None
-    verify: bool
-    tolerant: bool
-
-    def alias(self, position: int, identity: Identity) -> Alias:
-        """Return how this request asks for a shard."""
-        end = "" if self.format else self.paths[position][-SUFFIX_LENGTH:]
-        return identity, self.format, end, self.verify, self.tolerant
-
-
-Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
-"""Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
-one at least. Raises an FFServeError when none come."""
 
 
 class Catalog:
@@ -504,7 +431,7 @@ class Catalog:
         set_direct(passed.fd, direct=False)
         name = request.format or _format_of(passed.fd, path, status.st_size)
         owner = domain_of(path, passed.fd, status)
-        return _identity(status), name, request.verify, request.tolerant, owner, -1
+        return identity_of(status), name, request.verify, request.tolerant, owner, -1
 
     def _parse_all(
         self, request: Request, files: dict[Key, PassedFile], domains: dict[Key, Domain]
@@ -541,7 +468,7 @@ class Catalog:
         plain, size = passed.fd, identity[2]
         status = os.fstat(plain)
         # ctime is left out: some file systems report another one each time.
-        if _identity(status)[:4] != identity[:4]:
+        if identity_of(status)[:4] != identity[:4]:
             raise ReadError("the file changed while it was opened", path=path, hint="try again")
         opened = FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         parsed = open_shard(
@@ -920,7 +847,3 @@ def _format_of(fd: int, path: str, size: int) -> str | None:
     with contextlib.suppress(OSError, FFServeError):  # parsing reports what is wrong
         return formats.detect(os.pread(fd, HEAD_SIZE, 0), path, size).name
     return None
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

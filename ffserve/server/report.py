@@ -14,7 +14,7 @@ import numpy as np
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.server.access import Peer, Viewer, viewer_of
-from ffserve.server.catalog import OpenShard
+from ffserve.server.shards import OpenShard
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
 MOST_ROWS = 1000

@@ -25,10 +25,10 @@ from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.access import Credentials, Namespaces, Owner, Peer, is_administrator
-from ffserve.server.catalog import PassedFile, Request
 from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
 from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
 from ffserve.server.session import NEW, OVER, READY, Session, Steps
+from ffserve.server.shards import PassedFile, Request
 from ffserve.server.state import ServerState
 from ffserve.server.turns import Turns
 from ffserve.server.users import Bound, User

@@ -42,10 +42,10 @@ from ffserve.errors import (
 )
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
-from ffserve.server.catalog import Identity, OpenShard, PassedFile, Request
 from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
+from ffserve.server.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 from ffserve.server.users import MOST_ANNOUNCED, MOST_USER_DATASETS, OTHERS_SHARE, Bound, User
 

@@ -1,0 +1,105 @@
+"""Shards: the properties of a shard that the daemon has opened, and of the OPEN that asks for it.
+
+`catalog.py` opens and closes them; sessions read their tables, STATUS lists them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ffserve.formats.base import ChunkedShard
+from ffserve.server.access import Owner, Viewer
+from ffserve.server.domains import Domain
+from ffserve.shardfile import FileState
+
+Identity: TypeAlias = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime, ctime."""
+Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
+"""Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
+is stale."""
+Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
+"""How clients ask for a shard: identity, format (or nil), the end of its name if they name none,
+verify, tolerant."""
+SUFFIX_LENGTH = 16
+"""Characters of a name in an alias: the suffix may decide what the format is."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenShard:
+    """A shard in the tables of the daemon.
+
+    path: the name that the client gave who opened it first. fd: -1 while it is closed. sessions:
+    data sets of sessions that contain it; holders: the same by owner. proven: who has passed a
+    descriptor of it.
+    """
+
+    key: Key
+    path: str
+    format: str
+    fd: int
+    size: int
+    count: int
+    base: int
+    checksum_kind: int
+    fingerprint: int
+    alignment: int
+    cached_fd: int
+    """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
+    payload_size: int
+    device: int
+    opened: FileState
+    scanned: str | None
+    domain: Domain
+    chunked: ChunkedShard | None = None
+    sessions: int = 0
+    holders: Counter[Owner] = field(default_factory=Counter)
+    proven: set[Owner] = field(default_factory=set)
+    names: dict[Viewer, str] = field(default_factory=dict)
+    """By user who has passed a descriptor: the path that this user gave."""
+    aliases: set[Alias] = field(default_factory=set)
+    stale: bool = False
+    """The file has other records by now; the next data set with it opens it anew."""
+    idle_since: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PassedFile:
+    """A descriptor that a client passed for a file of its OPEN, -1 once it is closed; `index`: of
+    its index file."""
+
+    position: int
+    fd: int
+    index: int | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """What an OPEN asks for.
+
+    paths: the client's names; nothing is opened by them. identities: as the client sees the files.
+    """
+
+    paths: list[str]
+    identities: list[Identity]
+    format: str | None
+    verify: bool
+    tolerant: bool
+
+    def alias(self, position: int, identity: Identity) -> Alias:
+        """Return how this request asks for a shard."""
+        end = "" if self.format else self.paths[position][-SUFFIX_LENGTH:]
+        return identity, self.format, end, self.verify, self.tolerant
+
+
+Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
+"""Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
+one at least. Raises an FFServeError when none come."""
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Return the identity of a file."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
