@@ -11,6 +11,7 @@ import glob
 import hashlib
 import operator
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,25 +88,13 @@ def _expand_one(
     if not path:
         raise UsageError("empty path", hint="check for an unset shell variable")
     absolute = os.path.abspath(path)
-    if os.path.isdir(absolute):
-        if callable(suffixes):
-            suffixes = suffixes()
-        names = sorted(
-            name
-            for name in wrap_os_error(os.listdir, absolute)
-            if (name.endswith(tuple(suffixes)) if suffixes else True) and not name.startswith(".")
-        )
-        files = tuple(
-            joined for name in names if os.path.isfile(joined := os.path.join(absolute, name))
-        )
-        if not files:
-            wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
-            raise MissingFile(
-                f"the directory contains no {wanted}",
-                path=absolute,
-                hint="give another path, or create record files with `ffserve pack`",
-            )
-        return files
+    mode = None
+    with contextlib.suppress(OSError, ValueError):
+        mode = os.stat(absolute).st_mode
+    if mode is not None and stat.S_ISDIR(mode):
+        return _expand_directory(absolute, suffixes() if callable(suffixes) else suffixes)
+    if mode is not None:
+        return (absolute,)
     try:
         wrap_os_error(os.lstat, absolute)
     except MissingFile:
@@ -121,6 +110,34 @@ def _expand_one(
             "no file matches this pattern", path=absolute, hint="check the path on this machine"
         )
     return matches
+
+
+def _expand_directory(directory: str, suffixes: Sequence[str]) -> tuple[str, ...]:
+    ends = tuple(suffixes) or ""
+
+    def listed(directory: str) -> list[str]:
+        with os.scandir(directory) as entries:
+            return sorted(
+                entry.path
+                for entry in entries
+                if entry.name.endswith(ends) and not entry.name.startswith(".") and _is_file(entry)
+            )
+
+    files = wrap_os_error(listed, directory)
+    if not files:
+        wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
+        raise MissingFile(
+            f"the directory contains no {wanted}",
+            path=directory,
+            hint="give another path, or create record files with `ffserve pack`",
+        )
+    return tuple(files)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # of a link in a circle, or to what this user may not see
+        return entry.is_file()
+    return False
 
 
 class Layout:

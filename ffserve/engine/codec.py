@@ -23,7 +23,8 @@ CRC_NONE: int = lib.FFS_CRC_NONE
 CRC_32: int = lib.FFS_CRC_32
 CRC_32C: int = lib.FFS_CRC_32C
 
-_FIRST_ROOM = 1024
+_FIRST_ROOM = 64
+"""Rows of a table at first; it doubles. A small file keeps no more memory than it needs."""
 
 
 def checksum(kind: int, data: Any, seed: int = 0) -> int:

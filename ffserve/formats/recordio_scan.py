@@ -38,6 +38,8 @@ class _Window:
     """Serves small forward reads of a file from few large ones if they are close together."""
 
     _SMALLEST = 4096
+    _WHOLE = 64 << 10
+    """Files up to this size are read at once."""
 
     def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
         self._read_at = read_at
@@ -67,6 +69,8 @@ class _Window:
     def _fill(self, offset: int) -> None:
         near = 0 <= offset - self._begin <= 2 * len(self._bytes)
         self._reach = min(2 * self._reach, PIECE_SIZE) if near else self._SMALLEST
+        if self._size <= self._WHOLE:
+            self._reach = self._size
         if len(self._memory) < self._reach:
             self._memory = bytearray(self._reach)
         piece = memoryview(self._memory)[: min(self._reach, self._size - offset)]

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import struct
+import sys
 import threading
 import tracemalloc
 import zlib
@@ -20,10 +21,12 @@ import pytest
 from daemon import Daemon, damage, sample, serving, until, write
 
 import ffserve
+from ffserve.dataset import expand_paths
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
     FormatError,
+    MissingFile,
     ReadError,
     SampleIndexError,
     TruncatedError,
@@ -706,3 +709,36 @@ def test_failed_batches_kept_their_buffers_until_garbage_collection(
             tracemalloc.stop()
             gc.enable()
     assert held < 12 << 20
+
+
+def test_each_path_was_looked_up_twice_to_expand_it(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{k}.ffr", [b"x"]) for k in range(20)]
+    calls: list[str] = []
+
+    def seen(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in ("stat", "lstat"):
+            calls.append(function.__name__)
+
+    for given, most in ((paths, len(paths)), (tmp_path, 1)):
+        calls.clear()
+        sys.setprofile(seen)
+        try:
+            found = expand_paths(given, suffixes=(".ffr",))
+        finally:
+            sys.setprofile(None)
+        assert sorted(found) == sorted(map(str, paths))
+        assert 1 <= len(calls) <= most
+
+
+def test_directories_without_files_and_with_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "circle.ffr").symlink_to("circle.ffr")
+    (tmp_path / "broken.ffr").symlink_to("nowhere")
+    (tmp_path / "inner.ffr").mkdir()
+    with pytest.raises(MissingFile, match=r"contains no \*\.ffr"):
+        expand_paths(tmp_path, suffixes=(".ffr",))
+    assert expand_paths(tmp_path / "broken.ffr") == (str(tmp_path / "broken.ffr"),)
+    write(tmp_path / "real.ffr", [b"x"])
+    (tmp_path / "link.ffr").symlink_to("real.ffr")
+    expected = tuple(str(tmp_path / name) for name in ("link.ffr", "real.ffr"))
+    assert expand_paths(tmp_path, suffixes=(".ffr",)) == expected
+    assert expand_paths(f"{tmp_path}/*.ffr") == expected

@@ -183,3 +183,24 @@ def test_tables_grow_with_what_was_found() -> None:
     assert scan.count == scan.records == 5000
     assert scan.table("begins").tolist() == list(range(0, len(body), len(body) // 5000))
     assert sum(scan.table(name).nbytes for name in NAMES) == 37 * 5000 + 8
+
+
+def test_tables_of_a_small_file_took_a_thousand_rows() -> None:
+    body = content(("py", "none"), [1000]) * 10
+    scan = Scan(reader_of(body), len(body), "ten chunks")
+    scan.strictly()
+    kept = [scan.table.table(name).base for name in NAMES]
+    assert scan.table.count == 10
+    assert sum(table.nbytes for table in kept if table is not None) <= 37 * 65 + 8
+
+
+def test_a_small_file_was_read_twice() -> None:
+    body = content(("py", "none"), [1000]) * 30
+    reads: list[int] = []
+
+    def read_at(offset: int, into: memoryview, /) -> int:
+        reads.append(offset)
+        return reader_of(body)(offset, into)
+
+    Scan(read_at, len(body), "thirty chunks").strictly()
+    assert reads == [0]
