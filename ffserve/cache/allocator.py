@@ -278,7 +278,8 @@ class Allocator:
 
     def _idle_in(self, heads: Int64s, low: int, high: int) -> list[int]:
         """Return the slabs of [low, high) that hold samples of idle shards only."""
-        busy, wanted, _ = self._census(heads, low, high)
+        busy = self._busy(heads, low, high)
+        wanted, _ = self._worth(heads, low, high)
         idle = ~busy & ~wanted & ~self._arena.free_slabs(low, high)
         found: list[int] = (low + np.flatnonzero(idle)).tolist()
         return found
@@ -359,7 +360,7 @@ class Allocator:
         low = int(behind[0] if len(behind) else slabs[0])
         high = min(low + RETIRE_WINDOW, self._arena.slab_count)
         self._retiring_hand = high
-        busy, _, _ = self._census(self._arena.heads(), low, high)
+        busy = self._busy(self._arena.heads(), low, high)
         for slab in (low + np.flatnonzero(~busy)).tolist():
             self._empty(slab)
         return not len(self._arena.retiring())
@@ -393,7 +394,10 @@ class Allocator:
         if need > 1 and window < total:
             spans.append((0, total))
         for low, high in spans:
-            busy, wanted, kept = self._census(heads, low, high)
+            busy = self._busy(heads, low, high)
+            if first_run(~busy, need) is None:
+                continue  # What the samples are worth takes far longer to find out.
+            wanted, kept = self._worth(heads, low, high)
             found = first_run(~busy & (kept == 0), need)
             if found is None and need == 1:
                 free = np.flatnonzero(~busy)
@@ -405,25 +409,29 @@ class Allocator:
                 return low + found, not wanted[found : found + need].any()
         return None
 
-    def _census(
-        self, heads: Int64s, low: int, high: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
-        """Return for each slab of [low, high): whether it has a busy slot; whether it has a sample
-        of an open shard; how many slots are worth keeping (those wanted late count less). A slab
-        inside a large slot counts as its first slab."""
-        first = int(heads[low])
-        per_slab = self._arena.slots_per_slab
+    def _busy(self, heads: Int64s, low: int, high: int) -> NDArray[np.bool_]:
+        """Return whether each slab of [low, high) has a busy slot. A slab inside a large slot
+        counts as its first slab."""
+        first, per_slab = int(heads[low]), self._arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
         states = self._state[span]
-        resident = np.flatnonzero(states == RESIDENT)
         busy = (states == LOADING) | (states == FAILED) | (self._slots.pins[span] > 0)
-        slots = resident + span.start
+        in_slab: NDArray[np.bool_] = busy.reshape(-1, per_slab).any(axis=1)[heads[low:high] - first]
+        return in_slab
+
+    def _worth(
+        self, heads: Int64s, low: int, high: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Return for each slab of [low, high): whether it has a sample of an open shard; how many
+        slots are worth keeping (those wanted late count less). Large slots as in `_busy`."""
+        first, per_slab = int(heads[low]), self._arena.slots_per_slab
+        resident = np.flatnonzero(self._state[first * per_slab : high * per_slab] == RESIDENT)
+        slots = resident + first * per_slab
         wanted = self._wanted(slots)
         kept = self._policy.weights(slots) * wanted
         slabs = resident // per_slab
         chosen = heads[low:high] - first
         return (
-            busy.reshape(-1, per_slab).any(axis=1)[chosen],
             (np.bincount(slabs[wanted], minlength=high - first) > 0)[chosen],
             np.bincount(slabs, kept, minlength=high - first).astype(np.float64)[chosen],
         )

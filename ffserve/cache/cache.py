@@ -199,16 +199,17 @@ class Cache:
         if len(absent):
             # Pinned before: samples of the request must not evict each other.
             part = part[:handled]
-            load, cut = self._admit(fetch, part, absent, size)
+            load, cut, returned = self._admit(fetch, part, absent, size)
+            returned |= len(touched) > 0
             kept = int(positions.searchsorted(cut)) if len(touched) else 0
             if kept < len(touched):
                 self.release([touched[kept:]])
                 touched = touched[:kept]
                 held = int(self.arena.sizes(touched).sum())
                 loading = touched[self.state[touched] == LOADING]
-            if cut == 0 and handled > 1:
-                # The pins of the part's other samples may have been in the way.
-                load, cut = self._admit(fetch, part[:1], absent[:1], size)
+            if cut == 0 and handled > 1 and returned:
+                # The slots of the part's other samples may have been in the way.
+                load, cut, _ = self._admit(fetch, part[:1], absent[:1], size)
             if cut < len(part):
                 absent = absent[: absent.searchsorted(cut)]
             handled = cut
@@ -235,9 +236,9 @@ class Cache:
 
     def _admit(
         self, fetch: Fetch, part: Int64s, absent: Int64s, size: int
-    ) -> tuple[Load | None, int]:
-        """Allocate slots for absent samples; return the load, and how many samples of the part are
-        planned."""
+    ) -> tuple[Load | None, int, bool]:
+        """Allocate slots for absent samples; return the load, how many samples of the part are
+        planned, and whether slots were given back that later samples of the part had got."""
         numbers = part if len(absent) == len(part) else part[absent]
         # Blocks are in order of first use, so that what fits is a prefix of the part.
         cut = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
@@ -247,22 +248,24 @@ class Cache:
             fits = self._refuse_too_large(fetch, part, blocks)
             blocks, wanted_by = blocks.take(fits), wanted_by[fits]
         if not len(wanted_by):
-            return None, end
+            return None, end, False
         domains = self.shards.domain(blocks.shards)
         classes = self.arena.by_class(blocks.sizes, cut.smallest, cut.largest, domains)
         group = self.next_use.group_of(int(numbers[0]))
         slots, parts, complete = self.allocator.allocate(classes, blocks.sizes, group, fetch.latest)
+        returned = False
         if not complete:
             end = int(wanted_by[int(np.argmax(slots < 0))])
             surplus = slots[(wanted_by >= end) & (slots >= 0)]
             self.state[surplus] = FREE
             self.arena.free(surplus)
+            returned = len(surplus) > 0
             fits = wanted_by < end
             blocks, slots = blocks.take(fits), slots[fits]
             parts = [(c, kept, e) for c, s, e in parts if len(kept := s[self.state[s] == LOADING])]
             if not len(slots):
-                return None, end
-        return self._start(fetch, blocks, slots, parts, group), end
+                return None, end, returned
+        return self._start(fetch, blocks, slots, parts, group), end, returned
 
     def _refuse_too_large(self, fetch: Fetch, part: Int64s, blocks: Blocks) -> NDArray[np.bool_]:
         """Fail the samples of blocks that exceed the whole arena; return which blocks do not."""

@@ -9,9 +9,9 @@ others. No request blocks for ever:
 
 * A finished GET keeps its samples pinned until the client acknowledges it, so that the client can
   copy them. When other requests wait for memory, pins older than PIN_GRACE_S are taken back, and
-  younger ones of a user who has pinned more than an equal share of the arena when another user
-  waits. That is safe at any time: a client that copies too late sees the seqlock move and asks
-  again.
+  younger ones of a user who holds more than an equal share of the arena (pins, leases, requests
+  under way) when another user waits. That is safe at any time: a client that copies too late sees
+  the seqlock move and asks again.
 * A request that is blocked while some of its samples are ready is answered in part; the client asks
   for the rest and acknowledges the part.
 * While the oldest blocked request has waited between FAVOUR_S[0] and FAVOUR_S[1], no other request
@@ -469,7 +469,7 @@ class Scheduler:
         return not turns.reads or (
             turns.reads < max(self._most_reads // SEVERAL_SHARE // self._active, 1)
             and turns.read_size < FLOWING_SIZE
-            and turns.pinning_size < self._equal_size
+            and turns.pinning_size + turns.leased_size < self._equal_size
         )
 
     def _may_pass(self, turns: _Turns, favoured: SampleRequest | None) -> bool:
@@ -632,9 +632,9 @@ class Scheduler:
     def _others_give(self, waiting: _Turns) -> bool:
         """Take back pins of users with more than an equal share while another user waits; return
         whether there were any."""
-        equal, given = self._equal_size, False
+        given = False
         for turns in self._users.values():
-            while turns is not waiting and turns.pins and turns.pinned_size > equal:
+            while turns is not waiting and turns.pins and not self._has_little(turns):
                 _, owner, tag = turns.pins.popleft()
                 given |= tag in owner.unacknowledged
                 self._take_back(owner, tag)

@@ -58,8 +58,8 @@ OPENINGS, LANE_TIMEOUT_S = 4, 60.0
 """OPENs of one user that are carried out at once; how long another waits for its turn."""
 FEWEST_SESSIONS = 32
 """Sessions for which there are always descriptors."""
-_ACCEPTED = 128
-"""Connections that are accepted in one turn of the loop; each takes 10 us."""
+_ACCEPTED = 16
+"""Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
 """Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
 incomplete messages."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from ffserve.server.scheduler import (
     SampleRequest,
     Scheduler,
 )
+from ffserve.server.users import User
 
 Int64s = NDArray[np.int64]
 KIB, MIB = 1 << 10, 1 << 20
@@ -837,6 +839,64 @@ def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     for expected in (0.1, 1.0, GIVE_UP_S):
         assert scheduler.next_deadline() == expected
         scheduler.pump(expected)
+    node.directory.close()
+
+
+def crowding(lease: bool) -> tuple[Node, Scheduler, Owner]:
+    """Two users of an arena of 2048 slots: one holds three or four parts of 256 slots that were
+    answered, and waits for as many as it may; the other has read one sample, and waits for none."""
+    node = Node([[4000] * 8192], arena_size=8 * MIB)
+    loads: list[Load] = []
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=1 << 20)
+    owners = [Owner(lambda _: None, user=User(uid, trusted=False)) for uid in (1, 2)]
+    hostile, honest = owners
+    scheduler.add(asked(honest, 1, [8000]), 0.0)
+    answered = 3 if lease else 4
+    for tag in range(1, answered + 1):
+        numbers = list(range(256 * tag, 256 * (tag + 1)))
+        scheduler.add(asked(hostile, tag, numbers, lease=lease), 0.0)
+    for load in loads:
+        scheduler.loaded(load, {}, 0.0)
+    scheduler.acknowledge(honest, [1])
+    assert len(hostile.leases if lease else hostile.unacknowledged) == answered
+    for tag in range(5, 20):
+        scheduler.add(asked(hostile, tag, list(range(256 * tag, 256 * (tag + 1)))), 0.0)
+    return node, scheduler, honest
+
+
+def test_a_user_with_requests_under_way_kept_its_pins_while_another_waited() -> None:
+    node, scheduler, honest = crowding(lease=False)
+    scheduler.add(asked(honest, 2, list(range(8001, 8065))), 0.0)
+    assert all(request.cursor == 64 for request in honest.waiting.values())
+    node.directory.close()
+
+
+def test_a_user_with_leases_had_as_much_under_way_as_one_without() -> None:
+    node, _, _ = crowding(lease=True)
+    turn = 64 * 4096
+    assert int(node.cache.pins.sum()) * 4096 <= node.arena.size // 2 + turn
+    node.directory.close()
+
+
+def test_a_search_among_pinned_slots_asked_what_each_was_worth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And began anew for the first of the samples, though none had been in its way."""
+    node = Node([[4000] * 600], arena_size=MIB)
+    assert node.fetch(list(range(300)))[0].cursor == 256
+    weighed: list[Int64s] = []
+    searches: list[int] = []
+    policy, victims = node.cache.policy, node.cache.policy.victims
+    monkeypatch.setattr(policy, "weights", weighed.append)
+
+    def search(*arguments: Any) -> Any:
+        searches.append(1)
+        return victims(*arguments)
+
+    monkeypatch.setattr(policy, "victims", search)
+    late = Fetch(np.arange(400, 464))
+    assert node.cache.advance(late, 64, MIB) is None
+    assert late.cursor == 0 and not weighed and len(searches) == 1
     node.directory.close()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from daemon import DEADLINE_S, Daemon, Raw, asking, serving, until
 
 import ffserve
 from ffserve.client.connection import status
+from ffserve.server.server import Server
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None,
@@ -160,6 +162,30 @@ def test_thousands_of_connections_locked_out_root() -> None:
 def _sessions(daemon: Daemon) -> int:
     count = daemon.socket_count()
     return count if count > 3000 else 0
+
+
+def test_connections_one_after_another_kept_the_loop_from_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitted: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as clients:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(100)
+        listener.setblocking(False)
+        for _ in range(100):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(listener.getsockname())
+        server = Server.__new__(Server)
+        monkeypatch.setattr(server, "_listener", listener, raising=False)
+        monkeypatch.setattr(server, "_admit", admitted.append)
+        counts = []
+        while len(admitted) < 100:
+            before = len(admitted)
+            server._accept()
+            counts.append(len(admitted) - before)
+        for sock in admitted:
+            sock.close()
+    assert 0 < max(counts) <= 16, counts
 
 
 def test_sessions_beyond_the_limit_only_ask_for_the_status() -> None:
