@@ -136,10 +136,11 @@ class Daemon:
     async def _pass(self, client: socket.socket, fds: list[int], more: int) -> None:
         """Wait for NEEDs, and answer each with FILES, which may announce more than come."""
         decoder = protocol.Decoder(protocol.FROM_SERVER)
-        idle = 0
-        while idle < 20:
+        # The bytes before may end within a frame, which swallows the FILES: then none will answer.
+        idle, patience = 0, 40
+        while idle < 20 and patience:
             opening = bool(self._server._openings)
-            idle = 0 if opening else idle + 1
+            idle, patience = (0, patience - 1) if opening else (idle + 1, patience)
             await asyncio.sleep(0.0005 if opening else 0)
             try:
                 chunk, came, _, _ = socket.recv_fds(client, 65536, 16)
