@@ -48,45 +48,7 @@ for reader in readers:
 print("ready", flush=True)
 sys.stdin.read()
 """
-SEARCH = """
-import socket
-place, public, wanted = sys.argv[1], sys.argv[2], [bytes.fromhex(w) for w in sys.argv[3:]]
-raw = socket.socket(socket.AF_UNIX)
-raw.connect(place)
-decoder, fds = protocol.Decoder(protocol.FROM_SERVER), []
-
-def receive():
-    while True:
-        chunk, came, _, _ = socket.recv_fds(raw, 65536, 16)
-        fds.extend(came)
-        for message in decoder.feed(chunk):
-            return message
-
-hello = {"versions": [protocol.VERSION], "job": "search", "client": "s", "pid": 1}
-raw.sendall(protocol.encode(protocol.Hello(hello)))
-assert isinstance(receive(), protocol.Welcome)
-raw.sendall(protocol.encode(support.asking(public)))
-while isinstance(answer := receive(), protocol.Need):
-    opened = os.open(public, os.O_RDONLY)
-    socket.send_fds(raw, [protocol.encode(protocol.Files(1, b"\\0"))], [opened])
-assert isinstance(answer, protocol.Opened), answer
-raw.sendall(protocol.encode(support.get(2, answer.dataset, range(200))))
-assert receive().count == 200
-found = set()
-for fd in fds:
-    at = 0
-    while True:
-        # Only what has pages: the files are sparse and very large.
-        try:
-            start = os.lseek(fd, at, os.SEEK_DATA)
-            at = os.lseek(fd, start, os.SEEK_HOLE)
-        except OSError:
-            break
-        content = os.pread(fd, at - start, start)
-        found.update(k for k, one in enumerate(wanted) if one in content)
-print(len(fds), *sorted(found))
-"""
-"""Searches all memory that a client can get for some bytes; prints which it has found."""
+SEARCH = "support.search_memory(sys.argv[1], sys.argv[2], sys.argv[3:])\n"
 
 
 def as_user(user: int, program: str, *arguments: Any, groups: str = "") -> str:

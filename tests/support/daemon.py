@@ -231,14 +231,19 @@ def run_python(
 
 
 class Raw:
-    """A client that speaks the protocol by hand."""
+    """A client that speaks the protocol by hand.
 
-    def __init__(self, path: str, *, hello: bool = True, **about: Any) -> None:
+    Args: keep: whether received descriptors stay open, in `fds`.
+    """
+
+    def __init__(self, path: str, *, hello: bool = True, keep: bool = False, **about: Any) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(path)
         self._decoder = protocol.Decoder(protocol.FROM_SERVER)
         self._messages: list[protocol.Message] = []
+        self._keep = keep
+        self.fds: list[int] = []
         if hello:
             self.hello(**about)
 
@@ -247,6 +252,8 @@ class Raw:
 
     def __exit__(self, *exc: object) -> None:
         self.socket.close()
+        while self.fds:
+            os.close(self.fds.pop())
 
     def hello(self, **about: Any) -> protocol.Message:
         """Greet; return the answer."""
@@ -265,8 +272,9 @@ class Raw:
         """
         while not self._messages:
             chunk, fds, _, _ = socket.recv_fds(self.socket, 65536, 16)
-            for fd in fds:
-                os.close(fd)
+            self.fds += fds
+            while self.fds and not self._keep:
+                os.close(self.fds.pop())
             if not chunk:
                 raise EOFError
             fed = self._decoder.feed(chunk)
@@ -322,6 +330,33 @@ class Raw:
         except (EOFError, ConnectionError):
             return protocol.error_from_wire(answer.error)
         raise AssertionError(f"the daemon goes on with {late}")
+
+
+def search_memory(path: str, file: str, wanted: Sequence[str]) -> None:
+    """Search all memory that a client of a file can get for some bytes, after it has read the first
+    200 samples. Print the number of descriptors, and which bytes were found.
+
+    Args: wanted: in hexadecimal digits.
+    """
+    sought, found = [bytes.fromhex(digits) for digits in wanted], set()
+    with Raw(path, keep=True) as raw:
+        opened = raw.open(file)
+        count = min(int(np.frombuffer(opened.shards, protocol.SHARD_DTYPE)["count"][0]), 200)
+        raw.send(get(2, opened.dataset, range(count)))
+        answer = raw.receive()
+        assert isinstance(answer, protocol.Ready) and answer.count == count
+        for fd in raw.fds:
+            at = 0
+            while True:
+                # Only what has pages: the files are sparse and very large.
+                try:
+                    start = os.lseek(fd, at, os.SEEK_DATA)
+                    at = os.lseek(fd, start, os.SEEK_HOLE)
+                except OSError:
+                    break
+                content = os.pread(fd, at - start, start)
+                found.update(k for k, one in enumerate(sought) if one in content)
+        print(len(raw.fds), *sorted(found))
 
 
 def asking(
