@@ -579,7 +579,7 @@ class Server:
         lane = self._lanes.setdefault(owner, asyncio.Semaphore(OPENINGS))
         try:
             await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # before Python 3.11 not the built-in one
             raise ServerUnavailable(
                 f"{OPENINGS} earlier requests of this user to open files have not ended for "
                 f"{LANE_TIMEOUT_S:g} s",
