@@ -504,6 +504,23 @@ def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> No
         late.open(path, tag=2)
 
 
+def test_an_opening_that_waits_too_long_for_others_of_its_user_fails(folder: Path) -> None:
+    """On Python 3.10 it was an internal error: asyncio had a TimeoutError of its own."""
+    path = write(folder / "waits.ffr", TRUTH)
+    patch = "import ffserve.server.server as s; s.LANE_TIMEOUT_S = 0.5"
+    with serving(patch=patch) as daemon, contextlib.ExitStack() as stack:
+        *silent, late = [stack.enter_context(Raw(daemon.socket)) for _ in range(5)]
+        for raw in silent:
+            raw.send(asking(path))
+            assert isinstance(raw.receive(), protocol.Need)
+        late.send(asking(path))
+        failed = late.receive()
+        assert isinstance(failed, protocol.Fail) and "have not ended for 0.5 s" in failed.error[1]
+        silent[0].pass_files(1, [path])
+        assert isinstance(silent[0].receive(), protocol.Opened)
+        late.open(path, tag=2)
+
+
 def test_a_client_that_ends_between_need_and_files(daemon: Daemon, folder: Path) -> None:
     path = write(folder / "ends.ffr", TRUTH)
     before = daemon.fd_count()
