@@ -272,7 +272,8 @@ def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
 
 
 def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
-    """Return a caller's sample indices as `as_indices` does, before `check_range`."""
+    """Return a caller's sample indices as `as_indices` does, before `check_range`: never the
+    caller's own array, which another thread may write to."""
     found = integers(indices, count)
     if found is not None:
         return found
@@ -295,7 +296,7 @@ def as_int64(indices: Any, count: int) -> NDArray[np.int64]:
         )
     if array.dtype == np.uint64 and int(array.max()) >= count:
         raise outside(int(array.max()), count)
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array.astype(np.int64, order="C", copy=array is indices)
 
 
 def _range_as_array(indices: range, count: int) -> NDArray[np.int64]:

@@ -332,8 +332,10 @@ class LocalSource:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
                     return self._submit_chunks(engine, indices, inside, apart, out)
-            if found is None:
-                found = self._to_target(indices, self._edges(indices), apart, out)
+            edges = self._edges(indices)
+            # The caller's array may have been changed since it was looked up.
+            if found is None or not np.array_equal(edges, found.target.offsets):
+                found = self._to_target(indices, edges, apart, out)
             return self._submit(engine, self._numbers, indices, found)
         except BaseException:
             self._detach()

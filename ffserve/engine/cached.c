@@ -81,13 +81,21 @@ static uint64_t length_of(const ffs_local *t, int64_t sample)
     return t->lengths ? t->lengths[sample] : t->long_lengths[sample];
 }
 
+/* The caller's array, which other threads may write to: so each index is loaded once, and checked
+ * where it is used. */
+static int64_t index_of(const int64_t *indices, int64_t k)
+{
+    return __atomic_load_n(&indices[k], __ATOMIC_RELAXED);
+}
+
 int ffs_local_edges(const ffs_local *t, const int64_t *indices, int64_t n, int64_t *edges)
 {
     edges[0] = 0;
     for (int64_t k = 0; k < n; k++) {
-        if ((uint64_t)indices[k] >= (uint64_t)t->sample_count)
+        int64_t sample = index_of(indices, k);
+        if ((uint64_t)sample >= (uint64_t)t->sample_count)
             return FFS_ERANGE;
-        edges[k + 1] = edges[k] + (int64_t)length_of(t, indices[k]);
+        edges[k + 1] = edges[k] + (int64_t)length_of(t, sample);
     }
     return 0;
 }
@@ -141,9 +149,10 @@ static int64_t read_samples(const ffs_local *t, const int64_t *indices, int64_t 
     int missed = 0;
     bool ask = false;
     for (int64_t k = 0; k < n; k++) {
-        int64_t sample = indices[k];
+        int64_t sample = index_of(indices, k);
         left[count++] = k; /* taken back if it is read */
-        if (missed == MOST_MISSES)
+        if (missed == MOST_MISSES || (uint64_t)sample >= (uint64_t)t->sample_count ||
+            length_of(t, sample) != (uint64_t)(edges[k + 1] - edges[k]))
             continue;
         shard = shard_of(t, sample, shard);
         if (!through_cache(t, shard, t->offsets[sample]))

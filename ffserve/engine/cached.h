@@ -36,8 +36,9 @@ int ffs_local_edges(const ffs_local *t, const int64_t *indices, int64_t n, int64
  * the first miss the kernel is asked about each record before it is read (Linux 6.5; else the first
  * miss is the end), and after a few misses in a row no more records are looked for. Indices and
  * edges are those of ffs_local_edges. left: the positions of samples for an engine, which also tells
- * what is wrong with them; all of them if the file system cannot tell what is in memory, if they are
- * more than `most_at_once` bytes, or after ffs_local_close. Returns how many these are. */
+ * what is wrong with them, and of indices that were changed after ffs_local_edges; all of them if the
+ * file system cannot tell what is in memory, if they are more than `most_at_once` bytes, or after
+ * ffs_local_close. Returns how many these are. */
 int64_t ffs_local_read(ffs_local *t, const int64_t *indices, int64_t n, const int64_t *edges,
                        uint8_t *buffer, uint8_t *const *dests, int64_t *left);
 /* Let ffs_local_read read no more, and wait for the threads that are in it: the files may be closed

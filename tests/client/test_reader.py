@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, damage, sample, serving, until, write
+from daemon import Daemon, damage, run_python, sample, serving, until, write
 
 import ffserve
 from ffserve.dataset import expand_paths
@@ -709,6 +709,52 @@ def test_failed_batches_kept_their_buffers_until_garbage_collection(
             tracemalloc.stop()
             gc.enable()
     assert held < 12 << 20
+
+
+CHANGING = """
+import sys, threading, time
+import numpy as np
+import ffserve
+reader = ffserve.open(sys.argv[1], server=sys.argv[2])
+contents = [reader[k].tobytes() for k in (0, 1)]
+indices, ended = np.zeros(64, np.int64), False
+
+def change():
+    other = np.tile(np.array([1, int(sys.argv[3])]), 32)
+    while not ended:
+        indices[:] = other
+        indices[:] = 0
+
+def lease():
+    with reader.lease(indices) as samples:
+        return [sample.tobytes() for sample in samples]
+
+calls = {
+    "read": lambda: [sample.tobytes() for sample in reader.read(indices)],
+    "read_batch": lambda: [sample.tobytes() for sample in reader.read_batch(indices)],
+    "lease": lease,
+}
+thread = threading.Thread(target=change)
+thread.start()
+until = time.monotonic() + 1.0
+while time.monotonic() < until:
+    try:
+        assert set(calls[sys.argv[4]]()) <= set(contents)
+    except ffserve.FFServeError:
+        pass
+ended = True
+thread.join()
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("other", [1, 1 << 40])
+@pytest.mark.parametrize("call", ["read", "read_batch", "lease"])
+def test_indices_that_another_thread_changes_led_out_of_the_buffer(
+    tmp_path: Path, server: str, call: str, other: int
+) -> None:
+    path = write(tmp_path / "sizes.ffr", [b"short", bytes(100_000)])
+    assert run_python(CHANGING, path, server, other, call).stdout == "ok\n"
 
 
 def test_each_path_was_looked_up_twice_to_expand_it(tmp_path: Path) -> None:
