@@ -6,7 +6,8 @@
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
-#              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord
+#              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
+#              the packages of the benchmark (installs gigabytes; says why a test is skipped)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
 #              after an interruption it goes on; options="--disk-limit …" and others are handed on)
 # make docs    draw docs/images/architecture.svg (needs graphviz)
@@ -47,8 +48,9 @@ test: lint
 	    code=$$?; echo "make test: FAILED (see above)"; exit $$code; \
 	fi
 
-interop: setup
-	@$(pytest) -q -m interop --timeout 0
+interop:
+	@bash .ci/setup --bench
+	@$(pytest) -q -rs -m interop --timeout 0
 
 soak: setup
 	@$(pytest) -q -m soak --timeout 600

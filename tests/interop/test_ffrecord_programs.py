@@ -55,7 +55,8 @@ def test_a_program_runs_unchanged(name: str, server: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("ffrecord") is None, reason="the original is not installed"
+    importlib.util.find_spec("ffrecord") is None,
+    reason="not installed (pip install ffrecord)",
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_a_program_for_the_original(name: str, tmp_path: Path) -> None:
