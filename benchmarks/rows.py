@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import resource
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import ffserve
 from benchmarks import engine, shuffle
 from benchmarks.local import Local
 from ffserve.bench.contestants import HOT_SHARE, STREAM_DEPTH
@@ -42,6 +45,7 @@ from ffserve.bench.rows import (
     peer_contestant,
     stream,
 )
+from ffserve.formats import NAMES, by_name
 from ffserve.formats.ffrecord import tables_end
 
 KIB = 1024
@@ -67,6 +71,7 @@ QUICK = (
 LONG = 5
 """A run is so many times as long when the daemon's CPU is measured while it is nearly idle."""
 CONTESTANTS = "ffserve.bench.contestants"
+MANY_FILES, SHARD_SAMPLES = 10_000, 10
 
 Note = Callable[[str], None]
 
@@ -103,6 +108,8 @@ def groups(
     for sample_size in (SMALL, LARGE):
         found += _crowd(bench, data(sample_size, COLD_SIZE))
     found += _opening(bench, many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100))
+    for kind in NAMES:
+        found += _many_files(bench, max(int(MANY_FILES * scale), 10), kind, note)
     return found + _peers(bench, [data(size, PEER_SIZE) for size in PEER_SAMPLE_SIZES], peers)
 
 
@@ -420,6 +427,73 @@ def _opening(bench: Bench, data: BenchmarkData) -> list[Group]:
             lambda: make_many(data), {"state": "open"},
         )
     ]  # fmt: skip
+
+
+def _many_files(bench: Bench, count: int, kind: str, note: Note) -> list[Group]:
+    """Return the group that opens a data set of many files, which are in the page cache."""
+    name, function = f"open/{count}-shards/{kind}", f"{CONTESTANTS}:opening"
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < count * 3 // 2:
+        note(f"{name}: not measured, a process may have too few files open (ulimit -Hn)")
+        return []
+    data = many_files(bench.folder, count, kind)
+
+    def run(*, again: bool) -> Result:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(held_in_memory(data.paths))
+            daemon = stack.enter_context(bench.daemon(data, 64 * MIB))
+            if again:
+                kept = f"{CONTESTANTS}:keep_open"
+                stack.enter_context(bench.start(kept, data, daemon=daemon, warm=1))
+            return bench.run(function, data, daemon=daemon)
+
+    def plainly() -> Result:
+        with held_in_memory(data.paths):
+            return bench.run(f"{CONTESTANTS}:opening_plainly", data)
+
+    def rows(turn: str, text: str, limit: float) -> tuple[Row, ...]:
+        return (
+            Row(f"{name}/{turn}", text, _open_ms, "ms", limit, at_most=True),
+            Row(f"{name}/{turn}/plain", f"{text} / plainly", _open_share, at_most=True),
+        )
+
+    return [
+        Group(
+            f"a data set of {count:,} {kind} files",
+            Yardstick("open, fstat and a read of each file in Python", plainly),
+            (
+                Contestant(
+                    "the first client", lambda: run(again=False),
+                    rows("first", "the first client opens it", 1500.0),
+                ),
+                Contestant(
+                    "a second client", lambda: run(again=True),
+                    rows("second", "a second client opens it", 300.0),
+                ),
+            ),
+            lambda: make_files(data, kind), {"state": "open"},
+        )
+    ]  # fmt: skip
+
+
+def many_files(folder: str, count: int, kind: str) -> BenchmarkData:
+    """Describe many files of a few samples each, which `make_files` writes."""
+    suffix = by_name(kind).suffixes[0]
+    paths = tuple(f"{folder}/{count}-{kind}/{k:05}{suffix}" for k in range(count))
+    samples = count * SHARD_SAMPLES
+    return BenchmarkData(f"{count}-{kind}", paths, samples, samples * 1000, 1000)
+
+
+def make_files(data: BenchmarkData, kind: str) -> None:
+    """Write the files, which are all alike, unless they exist."""
+    if Path(data.paths[-1]).exists():
+        return
+    Path(data.paths[0]).parent.mkdir(exist_ok=True)
+    with ffserve.create(data.paths[0], format=kind) as writer:
+        for k in range(SHARD_SAMPLES):
+            writer.write(bytes([k]) * data.mean)
+    content = Path(data.paths[0]).read_bytes()
+    for path in data.paths[1:]:
+        Path(path).write_bytes(content)
 
 
 def many_samples(folder: str, count: int, sample_size: int) -> BenchmarkData:

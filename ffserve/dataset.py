@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine.arrays import integers
+from ffserve.engine.opening import KIND_BITS, stat_paths
 from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
 from ffserve.files import wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -72,14 +73,30 @@ def expand_paths(
         raise UsageError(
             f"invalid paths: {type(paths).__name__} is neither a path nor a sequence of paths"
         )
-    found: list[str] = []
+    names: list[str] = []
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"invalid path {path!r}: not a str or PathLike")
-        found.extend(_expand_one(os.fspath(path), suffixes))
-    if not found:
+        names.append(os.fspath(path))
+    if not names:
         raise UsageError("no paths given", hint="give at least one file")
+    found: list[str] = []
+    while names:
+        some, names = names[:_STATED_AT_ONCE], names[_STATED_AT_ONCE:]
+        found.extend(_files(some) or [f for name in some for f in _expand_one(name, suffixes)])
     return tuple(found)
+
+
+def _files(names: list[str]) -> list[str]:
+    """Return the absolute paths if all of these exist, and none is a directory; else nothing."""
+    if not all(names):
+        return []
+    absolute = [os.path.abspath(name) for name in names]
+    with contextlib.suppress(ValueError):  # characters that no file name can have
+        states, error = stat_paths(absolute)
+        if error is None and not (states["mode"] & KIND_BITS == stat.S_IFDIR).any():
+            return absolute
+    return []
 
 
 def _expand_one(
@@ -204,6 +221,8 @@ class Layout:
         return runs
 
 
+_STATED_AT_ONCE = 256
+"""Paths that are looked at in one call, which no signal interrupts."""
 _MAX_OFFSET = 1 << 62
 """A read that begins here ends below 2^63, the limit of off_t."""
 _STEP = 1 << 20
@@ -360,22 +379,21 @@ def outside(index: int, count: int) -> SampleIndexError:
     )
 
 
-def combined_fingerprint(fingerprints: Iterable[int]) -> int:
+def combined_fingerprint(fingerprints: NDArray[np.uint64]) -> int:
     """Return one u64 fingerprint for an ordered list of shard fingerprints."""
-    digest = hashlib.blake2b(digest_size=8)
-    for fingerprint in fingerprints:
-        digest.update(fingerprint.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little")
+    packed = fingerprints.astype("<u8").tobytes()
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def check_same_content(expected: int | None, shards: Sequence[ShardInfo]) -> None:
+def check_same_content(expected: int | None, found: int, path: str) -> None:
     """Check that the files of a reader have not been replaced since it was opened.
 
+    Args: expected, found: their combined fingerprint then and now. path: of the first.
     Raises: FormatError: the content differs.
     """
-    if expected is not None and combined_fingerprint(s.fingerprint for s in shards) != expected:
+    if expected not in (None, found):
         raise FormatError(
             "the files were replaced or rewritten since this reader was opened",
-            path=shards[0].path if shards else None,
+            path=path,
             hint="open a new reader to read the new content",
         )

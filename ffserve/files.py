@@ -60,6 +60,10 @@ def wrap_os_error(call: Callable[[str], T], path: str) -> T:
         raise os_error(error, path) from error
 
 
+REGULAR_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+"""To open what should be a regular file; a named pipe does not block."""
+
+
 def open_regular(path: str) -> int:
     """Open a regular file for reading through the page cache; return its descriptor.
 
@@ -67,8 +71,7 @@ def open_regular(path: str) -> int:
 
     Raises: MissingFile, AccessDenied, ReadError.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    fd = wrap_os_error(lambda p: os.open(p, flags), path)
+    fd = wrap_os_error(lambda p: os.open(p, REGULAR_FLAGS), path)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)

@@ -42,13 +42,14 @@ import os
 import secrets
 import stat
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.codec import crc32c
+from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
 from ffserve.files import read_at_of
 from ffserve.formats.base import ScannedShard
@@ -163,9 +164,37 @@ def decode(
     return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32), kept, written_ns)
 
 
+def decode_small(
+    indexes: NDArray[np.uint8],
+    got: NDArray[np.int64],
+    index_sizes: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    mtimes: NDArray[np.int64],
+    heads: NDArray[np.uint8],
+    tails: NDArray[np.uint8],
+) -> tuple[NDArray[np.bool_], NDArray[np.int64], Tables]:
+    """Return the tables of TFRecord files, not compressed, out of valid index files.
+
+    Args:
+        indexes, got, index_sizes: see `codec.small_tfrecord_index`.
+        sizes, mtimes: of the files. heads, tails: uint8[n, END_SIZE or more], contiguous; their
+            first and last END_SIZE bytes.
+    Returns: which are valid; the records of each; the tables of one after another.
+    """
+    crcs = [
+        checksums(CRC_32C, each.reshape(-1), np.arange(len(each)) * each.shape[1], full)
+        for each, full in ((ends, np.full(len(ends), END_SIZE)) for ends in (heads, tails))
+    ]
+    return small_tfrecord_index(indexes, got, index_sizes, sizes, mtimes, *crcs)
+
+
 def beside(path: str) -> str | None:
     """Return the path of the index file beside a file; None if the name would be too long."""
-    directory, name = os.path.split(os.path.realpath(path))
+    return _beside(os.path.realpath(path))
+
+
+def _beside(real: str) -> str | None:
+    directory, name = os.path.split(real)
     hidden = f".{name}.ffx"
     return os.path.join(directory, hidden) if len(os.fsencode(hidden)) <= _NAME_MAX else None
 
@@ -175,26 +204,67 @@ def cached(path: str) -> str | None:
     return _in_cache(os.fsencode(os.path.realpath(path)))
 
 
+def places(fd: int, path: str) -> Iterator[str | None]:
+    """Yield `beside` and `cached` of an open file."""
+    real = ""
+    with contextlib.suppress(OSError):
+        # A system call, where `os.path.realpath` needs one for each directory.
+        real = os.readlink(f"/proc/self/fd/{fd}")
+    if not real.startswith("/"):
+        real = os.path.realpath(path)
+    yield _beside(real)
+    yield _in_cache(os.fsencode(real))
+
+
 def cached_by_inode(fd: int) -> str | None:
     """Return the same where files are known by device and inode."""
     status = os.fstat(fd)
-    return _in_cache(b"%d:%d" % (status.st_dev, status.st_ino))
+    return _in_cache(_inode_key(status.st_dev, status.st_ino))
+
+
+def are_cached(inodes: Iterable[tuple[int, int]]) -> list[bool]:
+    """Return for which files, by device and inode, there may be a file at `cached_by_inode`."""
+    root = _cache_root()
+    if root is None:
+        return [False for _ in inodes]
+    return [os.access(_named(root, _inode_key(*inode)), os.F_OK) for inode in inodes]
+
+
+def _inode_key(device: int, inode: int) -> bytes:
+    return b"%d:%d" % (device, inode)
 
 
 def _in_cache(key: bytes) -> str | None:
-    """Return a path in the cache directory.
+    """Return a path in the cache directory."""
+    root = _cache_root()
+    return None if root is None else _named(root, key)
 
-    The cache directory is the service's ``CacheDirectory=`` if systemd sets one, else
+
+def _named(root: str, key: bytes) -> str:
+    name = hashlib.blake2b(key, digest_size=16).hexdigest()
+    return os.path.join(root, "index", f"{name}.ffx")
+
+
+def _cache_root() -> str | None:
+    """Return the cache directory; None: there is none.
+
+    It is the service's ``CacheDirectory=`` if systemd sets one, else
     ``$XDG_CACHE_HOME/ffserve``, else ``~/.cache/ffserve``.
     """
     root = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     if not root:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         root = os.path.join(base, "ffserve")
-    if not os.path.isabs(root):
-        return None
-    name = hashlib.blake2b(key, digest_size=16).hexdigest()
-    return os.path.join(root, "index", f"{name}.ffx")
+    return root if os.path.isabs(root) else None
+
+
+def are_trusted(
+    modes: NDArray[np.uint32], owners: NDArray[np.uint32], file_owners: NDArray[np.uint32]
+) -> NDArray[np.bool_]:
+    """Return which index files may be used: their modes and owners, and the owners of the files."""
+    trusted: NDArray[np.bool_] = np.isin(owners, [0, os.geteuid()]) | (owners == file_owners)
+    trusted &= modes & (stat.S_IWGRP | stat.S_IWOTH) == 0
+    return trusted
 
 
 def find(

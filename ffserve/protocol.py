@@ -9,7 +9,6 @@ connection must be closed. `docs/PROTOCOL.md` is the normative text.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
@@ -729,12 +728,6 @@ def unpack_tags(packed: bytes) -> list[int]:
     if len(packed) % 4:
         raise ProtocolError(f"invalid tags: {len(packed)} bytes")
     return np.frombuffer(packed, "<u4").tolist() if packed else []
-
-
-def pack_identities(states: list[os.stat_result]) -> bytes:
-    """Pack the states of files."""
-    rows = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in states]
-    return np.array(rows, IDENTITY_DTYPE).tobytes()
 
 
 def unpack_identities(packed: bytes, count: int) -> list[tuple[int, int, int, int, int]]:

@@ -30,8 +30,10 @@ from ffserve.formats.base import (
     ChunkedShard,
     Format,
     GrowingEncoder,
+    Heads,
     ReadAt,
     Shard,
+    opens_small,
 )
 
 SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
@@ -257,6 +259,55 @@ class FormatConformance:
                     )
                 except FFServeError as error:
                     self._check_located(error)
+
+    def test_files_opened_together(self) -> None:
+        """Small files, cut and damaged ones among them, are opened together as one by one, or are
+        left to that."""
+        if not opens_small(self.format):
+            return
+        for content in self._files():
+            cuts = [content[:size] for size in range(len(content))]
+            flips = [bytearray(content) for _ in range(8 * len(content))]
+            for bit, damaged in enumerate(flips):
+                damaged[bit // 8] ^= 1 << bit % 8
+            files = [content, *cuts, content, *map(bytes, flips), content]
+            for most in (len(content) // 2, len(content), len(content) + 9):
+                self._check_together(files, most)
+
+    def _check_together(self, files: list[bytes], most: int) -> None:
+        assert opens_small(self.format)
+        bytes_ = np.zeros((len(files), most), np.uint8)
+        for row, content in zip(bytes_, files, strict=True):
+            row[: len(content)] = np.frombuffer(content[:most], np.uint8)
+        sizes = np.array([len(content) for content in files], np.int64)
+        small = self.format.open_small(
+            Heads(bytes_, np.minimum(sizes, most), sizes), ["file"] * len(files)
+        )
+        assert not small.counts[~small.done].any()
+        ends = np.cumsum(small.counts)
+        for k in np.flatnonzero(small.done).tolist():
+            shard = opened(self.format, files[k])
+            offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
+            checksums = np.empty(shard.count, np.uint32)
+            shard.load(offsets, lengths, checksums)
+            rows = slice(int(ends[k]) - shard.count, int(ends[k]))
+            assert np.array_equal(offsets, small.offsets[rows])
+            assert np.array_equal(lengths, small.lengths[rows])
+            assert np.array_equal(checksums, small.checksums[rows])
+            assert small.counts[k] == shard.count
+            assert small.fingerprints[k] == shard.fingerprint
+            assert small.kinds[k] == shard.checksum_kind
+            chunked = small.chunked[k] if small.chunked else None
+            payload_size = lengths.sum()
+            if isinstance(shard, ChunkedShard):
+                assert chunked is not None and chunked.count == shard.count
+                for name in ("firsts", "begins", "ends", "sizes"):
+                    one, other = getattr(chunked.chunks, name), getattr(shard.chunks, name)
+                    assert np.array_equal(one, other)
+                one, other = (list(_decoded(each, files[k])) for each in (chunked, shard))
+                assert list(map(str, one)) == list(map(str, other))
+                payload_size = shard.chunks.sizes.sum()
+            assert small.payload_sizes[k] == payload_size
 
     def test_unknown_options_are_refused(self) -> None:
         """An unsupported option is a UsageError."""

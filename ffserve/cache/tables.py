@@ -22,9 +22,8 @@ a chunk, or a run of small neighbouring chunks, and its slot holds the decoded b
 from __future__ import annotations
 
 import bisect
-import contextlib
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,21 +217,17 @@ class Directory:
         self._regions.get(domain, self._numbers).give_back(start, count)
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
-        """Write the lengths of a shard's samples to unreadable entries: all known, or none."""
+        """Write the lengths of samples to unreadable entries."""
         if not len(lengths):
             return
         run = slice(start, start + len(lengths))
-        if int(lengths[0]) == UNKNOWN_LENGTH:
-            # Records in chunks: `lengths` is never called for them, so `_long` need not be set.
-            assert (lengths == UNKNOWN_LENGTH).all()
-            self._length_low[run], self.entries["place"][run] = 0xFFFFFFFF, 0xFFFF << 48
-            return
-        largest = int(lengths.max())
-        assert largest < UNKNOWN_LENGTH, "see bound_lengths"
         self._length_low[run] = lengths
+        largest = int(lengths.max())
         if largest >> 32:
-            self._long = True
+            assert largest <= UNKNOWN_LENGTH, "see bound_lengths"
             self.entries["place"][run] = lengths >> np.uint64(32) << np.uint64(48)
+            # Of records in chunks `lengths` is never asked.
+            self._long |= bool(int(lengths[lengths != UNKNOWN_LENGTH].max(initial=0)) >> 32)
 
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return lengths in bytes, int64[n]."""
@@ -332,11 +327,8 @@ class ShardTable:
             directory.index_memory.address + directory.capacity * 8,
             directory.capacity,
         )
-        self._runs: list[ChunkRuns | None] = []
-        self._added: list[tuple[int, ...]] = []
-        """Columns of shards that are not entered yet, in the order of _COLUMNS; and their runs."""
-        self._added_runs: list[ChunkRuns | None] = []
-        self._adding = False
+        self._runs: list[ChunkRuns | ChunkedShard | None] = []
+        """Of the shards with chunks: made when the first sample is asked for."""
         self.bases = np.zeros(0, np.int64)
         self.counts = np.zeros(0, np.int64)
         self.alignments = np.zeros(0, np.int64)
@@ -390,47 +382,36 @@ class ShardTable:
         chunked: ChunkedShard | None = None,
     ) -> None:
         """Add a shard with at least one sample; `chunked` if its records are in chunks."""
-        self._added.append(
-            (
-                base,
-                count,
-                alignment,
-                _shift(count, payload_size, alignment),
-                checksum_kind,
-                file,
-                engine,
-                domain,
-                chunked is not None,
-                0,
-                0,
-            )
-        )
-        self._added_runs.append(None if chunked is None else ChunkRuns(chunked))
-        if not self._adding:
-            self._insert()
+        values = base, count, payload_size, alignment, checksum_kind, file, engine, domain
+        self.add_all(np.array([values], np.int64).T, [chunked])
 
-    @contextlib.contextmanager
-    def adding(self) -> Iterator[None]:
-        """Enter the shards that are added meanwhile together at the end: the table is copied once,
-        instead of once for each."""
-        self._adding = True
-        try:
-            yield
-        finally:
-            self._adding = False
-            self._insert()
+    def add_all(self, values: NDArray[np.int64], chunked: Sequence[ChunkedShard | None]) -> None:
+        """Add shards with at least one sample each: the table is copied once for all of them.
 
-    def _insert(self) -> None:
-        if not self._added:
-            return
-        order = sorted(range(len(self._added)), key=lambda k: self._added[k][0])
-        rows = np.searchsorted(self.bases, [self._added[k][0] for k in order])
-        for column, name in enumerate(_COLUMNS):
-            fresh = [self._added[k][column] for k in order]
-            setattr(self, name, np.insert(getattr(self, name), rows, fresh))
-        for shift, k in enumerate(order):
-            self._runs.insert(int(rows[shift]) + shift, self._added_runs[k])
-        self._added, self._added_runs = [], []
+        Args: values: int64[8, n]: their bases, counts, payload sizes, alignments, kinds of
+            checksums, files, engines and domains.
+        """
+        bases, counts, payload_sizes, alignments, checksum_kinds, files, engines, domains = values
+        none = np.zeros(len(bases), np.int64)
+        columns = {
+            "bases": bases,
+            "counts": counts,
+            "alignments": alignments,
+            "shifts": _shifts(counts, payload_sizes, alignments),
+            "checksum_kinds": checksum_kinds,
+            "files": files,
+            "engines": engines,
+            "domains": domains,
+            "chunked": np.array([each is not None for each in chunked], np.bool_),
+            "sessions": none,
+            "used": none,
+        }
+        order = np.argsort(bases)
+        rows = np.searchsorted(self.bases, bases[order])
+        for name, fresh in columns.items():
+            setattr(self, name, np.insert(getattr(self, name), rows, fresh[order]))
+        for shift, k in enumerate(order.tolist()):
+            self._runs.insert(int(rows[shift]) + shift, chunked[k])
         self._follow()
 
     def remove(self, *bases: int) -> None:
@@ -489,9 +470,14 @@ class ShardTable:
 
     def decoder(self, row: int) -> ChunkedShard:
         """Return the shard of a row whose records are in chunks."""
+        return self._chunk_runs(row).shard
+
+    def _chunk_runs(self, row: int) -> ChunkRuns:
         runs = self._runs[row]
         assert runs is not None
-        return runs.shard
+        if not isinstance(runs, ChunkRuns):
+            self._runs[row] = runs = ChunkRuns(runs)
+        return runs
 
     def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
         """Return the block of each sample, one column per sample."""
@@ -508,8 +494,7 @@ class ShardTable:
         return table
 
     def _of_chunks(self, numbers: NDArray[np.int64], row: int) -> NDArray[np.int64]:
-        base, runs = int(self.bases[row]), self._runs[row]
-        assert runs is not None
+        base, runs = int(self.bases[row]), self._chunk_runs(row)
         chunks = runs.shard.chunks
         run = runs.holding(numbers - base)
         low, high = runs.edges[run], runs.edges[run + 1]
@@ -529,9 +514,12 @@ class ShardTable:
         )
 
 
-def _shift(count: int, payload_size: int, alignment: int) -> int:
-    """Return the shift from a sample's number in its shard to that of its block."""
-    mean = payload_size // count
-    small = mean < max(SMALL_RECORD_SIZE, alignment)
-    group = max(1, BLOCK_SIZE // max(mean, 1)) if small else 1
-    return min(group, BLOCK_SIZE).bit_length() - 1
+def _shifts(
+    counts: NDArray[np.int64], payload_sizes: NDArray[np.int64], alignments: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the shifts from a sample's number in its shard to that of its block."""
+    means = payload_sizes // counts
+    small = means < np.maximum(SMALL_RECORD_SIZE, alignments)
+    groups = np.where(small, BLOCK_SIZE // np.maximum(means, 1), 1)
+    exponents: NDArray[np.int32] = np.frexp(np.clip(groups, 1, BLOCK_SIZE))[1]
+    return exponents.astype(np.int64) - 1

@@ -11,16 +11,33 @@ import contextlib
 import errno
 import os
 import socket
+from stat import S_IFREG
+
+import numpy as np
 
 from ffserve import formats, index_file, protocol
+from ffserve.engine.opening import KIND_BITS, close_fds, open_paths, stat_fds, stat_paths
 from ffserve.errors import FFServeError
-from ffserve.files import open_regular, wrap_os_error
+from ffserve.files import REGULAR_FLAGS, open_regular, os_error
 from ffserve.formats.base import needs_scan
+
+AT_ONCE = 256
+"""Files that are looked at in one call, which no signal interrupts."""
+OPENED_AT_ONCE = 64
+"""Files that are opened in one call; with index files, fewer fit into a message than there are."""
 
 
 def identities(paths: tuple[str, ...]) -> bytes:
     """Return the states of files, for OPEN. Raises: MissingFile, AccessDenied, ReadError."""
-    return protocol.pack_identities([wrap_os_error(os.stat, path) for path in paths])
+    packed = np.empty(len(paths), protocol.IDENTITY_DTYPE)
+    for first in range(0, len(paths), AT_ONCE):
+        some = paths[first : first + AT_ONCE]
+        states, error = stat_paths(some)
+        if error is not None:
+            raise os_error(error, some[len(states)]) from error
+        for name in protocol.IDENTITY_DTYPE.names or ():
+            packed[name][first : first + len(some)] = states[name]
+    return packed.tobytes()
 
 
 class OpenFiles:
@@ -40,17 +57,34 @@ class OpenFiles:
         Raises: MissingFile, AccessDenied, ReadError.
         """
         files = cls()
+        left = [paths[position] for position in positions]
         try:
-            for position in positions:
-                if not files._add(paths[position]):
+            while left and len(files.fds) < protocol.MOST_FILES:
+                some = left[: min(OPENED_AT_ONCE, protocol.MOST_FILES - len(files.fds))]
+                if not files._add(some):
                     break
+                left = left[len(some) :]
         except BaseException:
             files.close()
             raise
         return files
 
-    def _add(self, path: str) -> bool:
-        """Open one file, and its index file; return False if there is no descriptor for it."""
+    def _add(self, paths: list[str]) -> bool:
+        """Open files, and their index files; return whether there were descriptors for all."""
+        opened, failed = open_paths(paths, REGULAR_FLAGS)
+        states, unknown = stat_fds(opened)
+        if failed or unknown or (states["mode"] & KIND_BITS != S_IFREG).any():
+            close_fds(opened)
+            return all(map(self._add_slowly, paths))
+        rows = zip(paths, opened.tolist(), states["size"].tolist(), strict=True)
+        for k, (path, fd, size) in enumerate(rows):
+            if not self._enter(path, fd, size):
+                close_fds(opened[k + 1 :])
+                return False
+        return True
+
+    def _add_slowly(self, path: str) -> bool:
+        """Open one file: where one of several cannot be opened, this says which and why."""
         if len(self.fds) == protocol.MOST_FILES:
             return False
         try:
@@ -59,11 +93,13 @@ class OpenFiles:
             if self.fds and getattr(error.__cause__, "errno", 0) == errno.EMFILE:
                 return False
             raise
+        return self._enter(path, fd, os.fstat(fd).st_size)
+
+    def _enter(self, path: str, fd: int, size: int) -> bool:
+        """Take a descriptor, and open the index file; return False if there is no room for both."""
         self.fds.append(fd)
         self.kinds.append(protocol.RECORD_FILE)
-        if os.fstat(fd).st_size < index_file.MIN_INDEXED_SIZE:
-            return True
-        index = _open_index(path)
+        index = _open_index(fd, path) if size >= index_file.MIN_INDEXED_SIZE else None
         if index is None:
             return True
         if len(self.fds) == protocol.MOST_FILES:
@@ -82,12 +118,12 @@ class OpenFiles:
             os.close(self.fds.pop())
 
 
-def _open_index(path: str) -> int | None:
+def _open_index(fd: int, path: str) -> int | None:
     """Open the index file of a file if it may have one. The daemon checks what is in it."""
     known = formats.by_suffix(path)
     if known is not None and not needs_scan(known):
         return None
-    for place in (index_file.beside(path), index_file.cached(path)):
+    for place in index_file.places(fd, path):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
             if place is not None:

@@ -31,7 +31,7 @@ from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Source
-from ffserve.dataset import check_same_content, combined_fingerprint
+from ffserve.dataset import check_same_content
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
@@ -134,8 +134,9 @@ class OpenRequest:
         """Note what a new source opened. Raises when it is not what the last one had."""
         if self.closed:
             raise closed_error()
-        check_same_content(self._expected, source.shards)
-        self._expected = combined_fingerprint(s.fingerprint for s in source.shards)
+        found = source.fingerprint
+        check_same_content(self._expected, found, self.paths[0])
+        self._expected = found
         self.count = source.count
 
     def add_totals(self, source: Source) -> None:

@@ -32,7 +32,7 @@ from ffserve.client.source import (
     check_out,
     places,
 )
-from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths
+from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths, combined_fingerprint
 from ffserve.engine import io
 from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
 from ffserve.engine.shm import NOWHERE
@@ -187,6 +187,8 @@ class LocalSource:
             ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
             for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
         ]
+        fingerprints = np.array([shard.fingerprint for shard in parsed], np.uint64)
+        self.fingerprint = combined_fingerprint(fingerprints)
         self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated

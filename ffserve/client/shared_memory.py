@@ -37,7 +37,7 @@ from ffserve.client.source import (
     places,
 )
 from ffserve.client.statistics import ClientStatistics
-from ffserve.dataset import Layout, ShardInfo
+from ffserve.dataset import Layout, ShardInfo, combined_fingerprint
 from ffserve.engine.arrays import integers, separate
 from ffserve.engine.shm import Located, View
 from ffserve.errors import (
@@ -89,14 +89,10 @@ class DaemonSource:
         self._domains: list[int] = table["domain"].tolist()
         self.layout = Layout(table["count"].astype(np.int64), self._bases)
         self.count = self.layout.count
-        self.shards = [
-            ShardInfo(
-                path, name, int(row["count"]), int(first), int(row["size"]), int(row["fingerprint"])
-            )
-            for path, name, row, first in zip(
-                paths, opened.formats, table, self.layout.firsts[:-1], strict=True
-            )
-        ]
+        self.fingerprint = combined_fingerprint(table["fingerprint"])
+        self._means = table["size"].astype(np.int64) // np.maximum(self.layout.counts, 1)
+        self._about = paths, opened.formats, table
+        self._shards: list[ShardInfo] | None = None
         self.description = f"daemon {connection.path}"
         self.statistics = ClientStatistics(connection, opened.dataset)
         self.closed = False
@@ -108,6 +104,18 @@ class DaemonSource:
         self._busy_count = 0
         self.look_at = 0.0
         """When to look for a daemon instead of one that has gone."""
+
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """The files, in order. They are described when they are first asked for."""
+        if self._shards is None:
+            paths, names, table = self._about
+            firsts = self.layout.firsts[:-1].tolist()
+            counts, sizes = table["count"].tolist(), table["size"].tolist()
+            fingerprints = table["fingerprint"].tolist()
+            rows = zip(paths, names, counts, firsts, sizes, fingerprints, strict=True)
+            self._shards = [ShardInfo(*row) for row in rows]
+        return self._shards
 
     @property
     def look_due(self) -> bool:
@@ -132,8 +140,8 @@ class DaemonSource:
 
     def mean_lengths(self, indices: Int64s) -> Int64s:
         """Return for each sample its shard's bytes per sample."""
-        means = np.array([shard.size // max(1, shard.count) for shard in self.shards], np.int64)
-        return means[self.layout.shards(indices)]
+        means: Int64s = self._means[self.layout.shards(indices)]
+        return means
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them."""

@@ -196,8 +196,14 @@ class Source(Protocol):
     """A data set that samples are read from: `shared_memory`, `inline` or `local`."""
 
     count: int
-    shards: list[ShardInfo]
+    fingerprint: int
+    """Of all shards."""
     description: str
+
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """The files, in order."""
+        ...
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them.

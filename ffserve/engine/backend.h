@@ -105,6 +105,7 @@ struct ffs_engine {
     ffs_job *done_head, *done_tail;
     ffs_file *files;
     uint32_t file_room, generation;
+    uint32_t files_used;  /* ids below are in use */
     uint64_t arena_ready; /* pages below may be registered */
     uint64_t arena_end;   /* of the part in use: below it all pieces but the last are full */
     uint64_t arena_floor; /* the lowest that `arena_ready` was since the I/O thread looked */

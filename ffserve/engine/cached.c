@@ -60,6 +60,23 @@ int64_t ffs_cached_extents(const int32_t *fds, const int64_t *begins, const int6
     return found;
 }
 
+void ffs_some_cached(const int32_t *fds, const int64_t *begins, const int64_t *ends, int64_t n,
+                     int64_t samples, double share, uint8_t *some)
+{
+    for (int64_t k = 0; k < n; k++) {
+        int64_t step = (ends[k] - begins[k]) / samples, found = 0;
+        step = step > PAGE ? step : PAGE;
+        int64_t most = (int64_t)(share * (double)((ends[k] - begins[k] + step - 1) / step));
+        for (int64_t at = begins[k]; at < ends[k] && found <= most; at += step) {
+            int64_t pages = ffs_cached_pages(fds[k], (uint64_t)at, 1);
+            if (pages < 0)
+                break;
+            found += pages;
+        }
+        some[k] = found > most;
+    }
+}
+
 /* ---- which records go through the page cache ------------------------------------------------ */
 static bool through_cache(const ffs_local *t, int64_t shard, uint64_t offset)
 {

@@ -54,6 +54,10 @@ void ffs_through_cache(const ffs_local *t, const int64_t *shards, const int64_t 
 /* Pages of an extent that are in the page cache (cachestat, Linux 6.5), or -errno: -ENOSYS, or
  * -EPERM for a file that the process neither owns nor may write (Linux 6.14). */
 int64_t ffs_cached_pages(int fd, uint64_t offset, uint64_t length);
+/* some[k]: of `samples` pages at most, evenly spaced over [begins[k], ends[k]) of file k, more than
+ * this share is in the page cache. 0 where the kernel does not say. */
+void ffs_some_cached(const int32_t *fds, const int64_t *begins, const int64_t *ends, int64_t n,
+                     int64_t samples, double share, uint8_t *some);
 /* cached[k]: extent [begins[k], ends[k]) of fds[k] is wholly in the page cache; 0 where fds[k] is
  * -1. Returns how many are, or -errno as ffs_cached_pages, of the first extent that cannot be asked
  * about. */

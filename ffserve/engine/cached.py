@@ -147,6 +147,27 @@ def cached_pages(fd: int, offset: int, length: int) -> int:
     return _checked(lib.ffs_cached_pages(fd, offset, length))
 
 
+def some_cached(
+    fds: NDArray[np.int32], begins: Int64s, ends: Int64s, samples: int, share: float
+) -> NDArray[np.bool_]:
+    """Return of which extents of files more than a share seems to be in the page cache.
+
+    Args: contiguous. samples: pages of each that are looked at, evenly spaced. share: of these.
+    Returns: False where the kernel does not say, for the reasons that `cached_pages` names.
+    """
+    some = np.empty(len(fds), np.bool_)
+    lib.ffs_some_cached(
+        from_buffer(I32S, fds),
+        from_buffer(I64S, begins),
+        from_buffer(I64S, ends),
+        len(fds),
+        samples,
+        share,
+        from_buffer(U8S, some.view(np.uint8)),
+    )
+    return some
+
+
 def cached_extents(fds: NDArray[np.int32], begins: Int64s, ends: Int64s) -> NDArray[np.bool_]:
     """Return which extents of files are wholly in the page cache; False where the fd is -1.
 

@@ -322,3 +322,154 @@ void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *len
         if (lengths[k])
             memcpy(dests[k], bytes + starts[k], (size_t)lengths[k]);
 }
+
+/* ---- tables of many small files ---------------------------------------------------------- */
+#define MOST_LENGTH (((uint64_t)1 << 48) - 1) /* UNKNOWN_LENGTH of formats/base.py */
+#define FFRECORD_HEADER 12
+
+/* The tables of an FFRecord file; -1 if it is not in order, or `got` has not all of them. */
+static int64_t ffrecord_tables(const uint8_t *head, uint64_t got, uint64_t size, int64_t room,
+                               uint64_t *offsets, uint64_t *lengths, uint32_t *checksums,
+                               uint32_t *crc)
+{
+    if (got < FFRECORD_HEADER || size >= MOST_LENGTH)
+        return -1;
+    uint64_t count = get64(head + 4), end = FFRECORD_HEADER + 12 * count;
+    uint32_t stored = get32(head);
+    if (count > (got - FFRECORD_HEADER) / 12 || (int64_t)count > room || !stored ||
+        (!count && size > FFRECORD_HEADER))
+        return -1;
+    *crc = ffs_checksum(FFS_CRC_32, 0, head + 4, end - 4);
+    if (*crc != stored)
+        return -1;
+    const uint8_t *sums = head + FFRECORD_HEADER, *places = sums + 4 * count;
+    for (uint64_t k = 0; k < count; k++) {
+        uint64_t next = k + 1 < count ? get64(places + 8 * (k + 1)) : size;
+        offsets[k] = get64(places + 8 * k);
+        checksums[k] = get32(sums + 4 * k);
+        if ((!k && offsets[0] != end) || offsets[k] > next || next > size)
+            return -1;
+        lengths[k] = next - offsets[k];
+    }
+    /* A last sample without bytes, but with a checksum, was cut off. */
+    if (count && !lengths[count - 1] && checksums[count - 1])
+        return -1;
+    return (int64_t)count;
+}
+
+static void enter(ffs_small_files *f, int64_t k, int64_t count)
+{
+    f->done[k] = count >= 0;
+    f->counts[k] = count < 0 ? 0 : count;
+    f->rows += f->counts[k];
+}
+
+void ffs_small_ffrecord(ffs_small_files *f, uint64_t *offsets, uint64_t *lengths,
+                        uint32_t *checksums, uint32_t *crcs)
+{
+    for (int64_t k = 0; k < f->n; k++)
+        enter(f, k,
+              ffrecord_tables(f->heads + f->stride * k, (uint64_t)f->got[k], (uint64_t)f->sizes[k],
+                              f->room - f->rows, offsets + f->rows, lengths + f->rows,
+                              checksums + f->rows, crcs + k));
+}
+
+void ffs_small_tfrecord(ffs_small_files *f, uint64_t *offsets, uint64_t *lengths,
+                        uint32_t *checksums)
+{
+    for (int64_t k = 0; k < f->n; k++) {
+        uint64_t size = (uint64_t)f->sizes[k];
+        ffs_frame_scan scan = {
+            .file_size = size,
+            .offsets = offsets + f->rows,
+            .lengths = lengths + f->rows,
+            .checksums = checksums + f->rows,
+            .room = f->room - f->rows,
+            .verify = 1,
+        };
+        int whole = f->got[k] == f->sizes[k] &&
+                    ffs_frames(&scan, f->heads + f->stride * k, 0, size) == FFS_FRAMES_END;
+        enter(f, k, whole ? scan.count : -1);
+    }
+}
+
+#define INDEX_HEADER 72
+#define INDEX_VERSION 2
+
+/* Whether an index file is that of this file; see `Identity` in index_file.py. */
+static int describes(const uint8_t *p, uint64_t size, int64_t mtime, uint32_t head, uint32_t tail)
+{
+    static const char name[16] = "tfrecord";
+    return !memcmp(p, "ffserve\n", 8) && get32(p + 8) == INDEX_VERSION &&
+           !memcmp(p + 16, name, sizeof name) && get64(p + 32) == size &&
+           (int64_t)get64(p + 40) == mtime && get32(p + 48) == head && get32(p + 52) == tail;
+}
+
+/* The tables of a TFRecord file out of `got` bytes of an index file; -1 if it is not in order. */
+static int64_t indexed_frames(const uint8_t *p, uint64_t got, uint64_t size, int64_t room,
+                              uint64_t *offsets, uint64_t *lengths, uint32_t *checksums)
+{
+    uint64_t width = get32(p + 12), count = get64(p + 56), at = 0;
+    uint64_t tables = got - INDEX_HEADER - 4;
+    if ((width != 4 && width != 8) || get64(p + 64) || tables % (width + 4) ||
+        count != tables / (width + 4) || (int64_t)count > room ||
+        ffs_checksum(FFS_CRC_32C, 0, p, got - 4) != get32(p + got - 4))
+        return -1;
+    const uint8_t *sizes = p + INDEX_HEADER, *sums = sizes + width * count;
+    for (uint64_t k = 0; k < count; k++) {
+        uint64_t length = width == 4 ? get32(sizes + 4 * k) : get64(sizes + 8 * k);
+        uint64_t left = size - at;
+        if (left < FRAME_HEADER + FRAME_FOOTER || length > left - FRAME_HEADER - FRAME_FOOTER)
+            return -1;
+        offsets[k] = at + FRAME_HEADER;
+        lengths[k] = length;
+        checksums[k] = get32(sums + 4 * k);
+        at += FRAME_HEADER + length + FRAME_FOOTER;
+    }
+    return at == size ? (int64_t)count : -1;
+}
+
+void ffs_small_tfrecord_index(ffs_small_files *f, const int64_t *index_sizes, const int64_t *mtimes,
+                              const uint32_t *head_crcs, const uint32_t *tail_crcs,
+                              uint64_t *offsets, uint64_t *lengths, uint32_t *checksums)
+{
+    for (int64_t k = 0; k < f->n; k++) {
+        const uint8_t *p = f->heads + f->stride * k;
+        uint64_t size = (uint64_t)f->sizes[k];
+        int fits = f->got[k] == index_sizes[k] && f->got[k] >= INDEX_HEADER + 4 &&
+                   describes(p, size, mtimes[k], head_crcs[k], tail_crcs[k]);
+        enter(f, k,
+              fits ? indexed_frames(p, (uint64_t)f->got[k], size, f->room - f->rows,
+                                    offsets + f->rows, lengths + f->rows, checksums + f->rows)
+                   : -1);
+    }
+}
+
+void ffs_small_recordio(ffs_small_files *f, uint64_t records_allowed, uint64_t records_per_byte,
+                        int64_t *begins, int64_t *ends, int64_t *firsts, int64_t *decoded,
+                        uint32_t *checksums, uint8_t *compressors, int32_t *dialects)
+{
+    int64_t before = 0;
+    for (int64_t k = 0; k < f->n; k++) {
+        uint64_t size = (uint64_t)f->sizes[k];
+        ffs_chunk_scan scan = {
+            .file_size = size,
+            .begins = begins + f->rows,
+            .ends = ends + f->rows,
+            .firsts = firsts + f->rows + before,
+            .sizes = decoded + f->rows,
+            .checksums = checksums + f->rows,
+            .compressors = compressors + f->rows,
+            .room = f->room - f->rows,
+            .records_allowed = records_allowed,
+            .records_per_byte = records_per_byte,
+            .dialect = -1,
+        };
+        scan.firsts[0] = 0;
+        int whole = f->got[k] == f->sizes[k] &&
+                    ffs_chunks(&scan, f->heads + f->stride * k, 0, size) == FFS_CHUNKS_END;
+        dialects[k] = scan.dialect;
+        enter(f, k, whole ? scan.count : -1);
+        before += whole;
+    }
+}

@@ -112,5 +112,39 @@ int64_t ffs_split(const uint8_t *bytes, uint64_t size, int64_t n, int64_t *start
 /* Copy n pieces, piece k to dests[k]. */
 void ffs_scatter(const uint8_t *bytes, const int64_t *starts, const int64_t *lengths, int64_t n,
                  uint8_t *const *dests);
+
+/* ---- tables of many small files ---------------------------------------------------------- */
+/* n files of one format, of which heads + stride * k has the first got[k] bytes; size[k]: of the
+ * file. done[k]: whether file k was in order as far as its tables say, and `got` had all that is
+ * needed to know. Others leave nothing in the tables; they are to be opened one by one, which says
+ * what is wrong with them. counts[k]: its rows in the tables, which follow each other. */
+typedef struct {
+    const uint8_t *heads;
+    int64_t stride, n, room; /* room: rows of the tables */
+    const int64_t *got, *sizes;
+    uint8_t *done;
+    int64_t *counts;
+    int64_t rows; /* in use */
+} ffs_small_files;
+
+/* FFRecord. crcs[k]: CRC-32 of count and tables, as the metadata checksum. */
+void ffs_small_ffrecord(ffs_small_files *files, uint64_t *offsets, uint64_t *lengths,
+                        uint32_t *checksums, uint32_t *crcs);
+/* TFRecord, not compressed: whole files. */
+void ffs_small_tfrecord(ffs_small_files *files, uint64_t *offsets, uint64_t *lengths,
+                        uint32_t *checksums);
+/* Index files (version 2, see index_file.py) of TFRecord files that are not compressed: `heads` and
+ * `got` are of the index files, sizes[k] of the file itself, as are its modification time and the
+ * CRC-32C of its first and last 4096 bytes. */
+void ffs_small_tfrecord_index(ffs_small_files *files, const int64_t *index_sizes,
+                              const int64_t *mtimes, const uint32_t *head_crcs,
+                              const uint32_t *tail_crcs, uint64_t *offsets, uint64_t *lengths,
+                              uint32_t *checksums);
+/* RecordIO: whole files; a row is a chunk. firsts: file k's begin at its first row + k', where k' is
+ * the number of files that are done before it; one more than its chunks. dialects[k]: 0 py, 1 go,
+ * -1: an empty file. */
+void ffs_small_recordio(ffs_small_files *files, uint64_t records_allowed, uint64_t records_per_byte,
+                        int64_t *begins, int64_t *ends, int64_t *firsts, int64_t *decoded,
+                        uint32_t *checksums, uint8_t *compressors, int32_t *dialects);
 /* end cdef */
 #endif

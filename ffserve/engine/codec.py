@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.core import DESTS, I64S, U8S, U32S, U64S, ffi, from_buffer, lib
+from ffserve.engine.core import DESTS, I32S, I64S, U8S, U32S, U64S, ffi, from_buffer, lib
 from ffserve.errors import UsageError
 
 Int64s = NDArray[np.int64]
@@ -240,7 +240,9 @@ class FrameFinder:
 
 # ---- RecordIO chunks ---------------------------------------------------------------------------
 
-_CHUNK_TABLES = {
+_CHUNK_HEADER_SIZE = 20
+
+CHUNK_TABLES = {
     "begins": (np.int64, I64S),
     "ends": (np.int64, I64S),
     "firsts": (np.int64, I64S),
@@ -248,8 +250,9 @@ _CHUNK_TABLES = {
     "checksums": (np.uint32, U32S),
     "compressors": (np.uint8, U8S),
 }
+"""The tables of a ChunkScanner: types in numpy and C."""
 _NO_CHUNKS: dict[str, NDArray[Any]] = {
-    name: np.zeros(1, kind) for name, (kind, _) in _CHUNK_TABLES.items()
+    name: np.zeros(1, kind) for name, (kind, _) in CHUNK_TABLES.items()
 }
 
 
@@ -377,7 +380,7 @@ class ChunkScanner:
         # A damaged part and the chunk after it take at least 22 bytes of the file.
         room = min(room, int(self._c.file_size) // 11 + 2)
         tables, filled = {}, self.count + 1
-        for name, (kind, c_type) in _CHUNK_TABLES.items():
+        for name, (kind, c_type) in CHUNK_TABLES.items():
             tables[name] = table = np.empty(room + 1, kind)
             table[:filled] = self._tables[name][:filled]
             setattr(self._c, name, from_buffer(c_type, table))
@@ -430,3 +433,112 @@ def scatter(
         len(starts),
         from_buffer(DESTS, np.ascontiguousarray(dests, np.uint64)),
     )
+
+
+# ---- tables of many small files ----------------------------------------------------------------
+
+Tables = tuple[UInt64s, UInt64s, UInt32s]
+"""Payload offsets, payload lengths and checksums."""
+Small = tuple[NDArray[np.bool_], Int64s]
+"""Which files are in order and have all that is needed in their heads; their rows in the tables."""
+
+
+def _small(heads: NDArray[np.uint8], got: Int64s, sizes: Int64s, room: int) -> tuple[Any, Small]:
+    done, counts = np.zeros(len(got), np.bool_), np.zeros(len(got), np.int64)
+    c = ffi.new("ffs_small_files *")
+    c.heads = ffi.cast("uint8_t *", ffi.from_buffer(heads))
+    c.stride, c.n, c.room = heads.shape[1], len(got), room
+    c.got, c.sizes = from_buffer(I64S, got), from_buffer(I64S, sizes)
+    c.done, c.counts = from_buffer(U8S, done.view(np.uint8)), from_buffer(I64S, counts)
+    return c, (done, counts)
+
+
+def _tables(room: int) -> tuple[Tables, tuple[Any, Any, Any]]:
+    tables = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.uint32)
+    offsets, lengths, checksums = tables
+    return tables, (from_buffer(U64S, offsets), from_buffer(U64S, lengths),
+                    from_buffer(U32S, checksums))  # fmt: skip
+
+
+def _used(tables: Tables, rows: int) -> Tables:
+    offsets, lengths, checksums = tables
+    return offsets[:rows], lengths[:rows], checksums[:rows]
+
+
+def small_ffrecord(
+    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
+) -> tuple[NDArray[np.bool_], Int64s, Tables, UInt32s]:
+    """Return the tables of FFRecord files, and the CRC-32 of each file's count and tables.
+
+    Args: heads: uint8[n, most], contiguous. got, sizes: int64[n]; see `formats.base.Heads`.
+    """
+    room = int(got.sum()) // 12
+    crcs = np.zeros(len(got), np.uint32)
+    c, (done, counts) = _small(heads, got, sizes, room)
+    tables, places = _tables(room)
+    lib.ffs_small_ffrecord(c, *places, from_buffer(U32S, crcs))
+    return done, counts, _used(tables, c.rows), crcs
+
+
+def small_tfrecord(
+    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
+) -> tuple[NDArray[np.bool_], Int64s, Tables]:
+    """Return the tables of TFRecord files. Args: as of `small_ffrecord`."""
+    room = int(got.sum()) // FRAME_SIZE
+    c, (done, counts) = _small(heads, got, sizes, room)
+    tables, places = _tables(room)
+    lib.ffs_small_tfrecord(c, *places)
+    return done, counts, _used(tables, c.rows)
+
+
+def small_tfrecord_index(
+    indexes: NDArray[np.uint8],
+    got: Int64s,
+    index_sizes: Int64s,
+    sizes: Int64s,
+    mtimes: Int64s,
+    head_crcs: UInt32s,
+    tail_crcs: UInt32s,
+) -> tuple[NDArray[np.bool_], Int64s, Tables]:
+    """Return the tables of TFRecord files out of their index files.
+
+    Args:
+        indexes: uint8[n, most], contiguous; the beginnings of the index files. got: int64[n], how
+            much of each there is. index_sizes: int64[n], of the index files.
+        sizes, mtimes, head_crcs, tail_crcs: of the files, see `index_file.Identity`.
+    """
+    room = int(got.sum()) // 8
+    c, (done, counts) = _small(indexes, got, sizes, room)
+    tables, places = _tables(room)
+    lib.ffs_small_tfrecord_index(
+        c,
+        from_buffer(I64S, index_sizes),
+        from_buffer(I64S, mtimes),
+        from_buffer(U32S, head_crcs),
+        from_buffer(U32S, tail_crcs),
+        *places,
+    )
+    return done, counts, _used(tables, c.rows)
+
+
+def small_recordio(
+    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s, most: int
+) -> tuple[NDArray[np.bool_], Int64s, dict[str, NDArray[Any]], NDArray[np.int32]]:
+    """Return the chunks of RecordIO files.
+
+    Args: heads, got, sizes: as of `small_ffrecord`. most: records of a file; others are left.
+    Returns: which are done; their chunks; the tables of a ChunkScanner, of one after another; the
+        dialect of each file: 0 py, 1 go, -1: an empty file.
+    """
+    room = int(got.sum()) // _CHUNK_HEADER_SIZE
+    c, (done, counts) = _small(heads, got, sizes, room)
+    dialects = np.empty(len(got), np.int32)
+    tables, places = {}, []
+    for name, (kind, c_type) in CHUNK_TABLES.items():
+        tables[name] = table = np.empty(room + 1 + (len(got) if name == "firsts" else 0), kind)
+        places.append(from_buffer(c_type, table))
+    lib.ffs_small_recordio(c, most, 0, *places, from_buffer(I32S, dialects))
+    files = int(done.sum())
+    for name, table in tables.items():
+        tables[name] = table[: c.rows + (files if name == "firsts" else 0)].copy()
+    return done, counts, tables, dialects

@@ -500,7 +500,7 @@ int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment)
     if (!alignment || alignment & (alignment - 1) || alignment > FFS_ALIGNMENT_MAX)
         return -EINVAL;
     pthread_mutex_lock(&e->lock);
-    uint32_t id = 0;
+    uint32_t id = e->files_used;
     while (id < e->file_room && e->files[id].generation)
         id++;
     if (id == e->file_room) {
@@ -517,15 +517,34 @@ int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment)
     if (!++e->generation)
         e->generation = 1;
     e->files[id] = (ffs_file){fd, alignment, e->generation};
+    e->files_used = id + 1;
     pthread_mutex_unlock(&e->lock);
     return (int)id;
+}
+
+int ffs_files_add(ffs_engine *e, const int32_t *fds, const int64_t *alignments, int64_t n,
+                  int32_t *ids)
+{
+    for (int64_t k = 0; k < n; k++) {
+        ids[k] = fds[k] < 0 ? -1 : ffs_file_add(e, fds[k], (uint32_t)alignments[k]);
+        if (ids[k] < 0 && fds[k] >= 0) {
+            int rc = ids[k];
+            while (k--)
+                ffs_file_remove(e, ids[k]);
+            return rc;
+        }
+    }
+    return 0;
 }
 
 void ffs_file_remove(ffs_engine *e, int id)
 {
     pthread_mutex_lock(&e->lock);
-    if (id >= 0 && (uint32_t)id < e->file_room)
+    if (id >= 0 && (uint32_t)id < e->file_room) {
         e->files[id].generation = 0;
+        if ((uint32_t)id < e->files_used)
+            e->files_used = (uint32_t)id;
+    }
     atomic_store(&e->files_removed, true);
     pthread_mutex_unlock(&e->lock);
     /* A ring's table keeps the file open until the I/O thread removes it. */

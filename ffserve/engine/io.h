@@ -126,6 +126,9 @@ void ffs_engine_arena_ready(ffs_engine *e, uint64_t size, uint64_t end);
 /* Add a file. alignment: of offsets and lengths, the logical block size (1: buffered). The engine
  * never closes the descriptor. Returns an id >= 0 or -errno. */
 int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);
+/* Add n files; fds[k] -1: none, its id is -1. 0, or -errno: none was added. */
+int ffs_files_add(ffs_engine *e, const int32_t *fds, const int64_t *alignments, int64_t n,
+                  int32_t *ids);
 void ffs_file_remove(ffs_engine *e, int id); /* only when no read of it is queued or in flight */
 /* Alignment of memory and of file offsets that direct I/O on a file requires (statx, Linux 6.1), 0
  * where the file does not support it. 0, or -errno (-EOPNOTSUPP: the kernel does not say). */

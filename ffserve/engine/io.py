@@ -31,7 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import arrays, codec
-from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
+from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
+from ffserve.engine.opening import (
+    close_fds,
+    flags_and_types,
+    open_again,
+    stat_fds,
+    stated_alignments,
+)
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError, UsageError
@@ -314,6 +321,20 @@ class Engine:
         if rc < 0:
             raise _error(rc, "cannot add the file")
         return rc
+
+    def add_files(self, fds: NDArray[np.int32], alignments: Int64s) -> NDArray[np.int32]:
+        """Add open files, as `add_file` does; return their ids, -1 where `fds` is -1."""
+        ids = np.empty(len(fds), np.int32)
+        rc = lib.ffs_files_add(
+            self._core(),
+            from_buffer(I32S, fds),
+            from_buffer(I64S, alignments),
+            len(fds),
+            from_buffer(I32S, ids),
+        )
+        if rc < 0:
+            raise _error(rc, "cannot add the files")
+        return ids
 
     def remove_file(self, file: int) -> None:
         """Remove a file; no read of it may be queued or in flight."""
@@ -703,6 +724,46 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
         os.close(fd)
         raise
     return fd, alignment
+
+
+def open_direct_all(fds: NDArray[np.int32]) -> tuple[NDArray[np.int32], Int64s]:
+    """Open the files of descriptors again, each as `open_direct` does.
+
+    Returns: descriptors and alignments.
+    Raises: as `open_direct`; then all that were opened are closed.
+    """
+    opened, alignments = np.full(len(fds), -1, np.int32), np.ones(len(fds), np.int64)
+    _, types, _ = flags_and_types(fds)
+    plain = np.zeros(len(fds), np.bool_)
+    plain[: len(types)] = np.isin(types, _IN_MEMORY)
+    try:
+        for chosen, flag in ((plain, 0), (~plain, os.O_DIRECT)):
+            left = np.flatnonzero(chosen)
+            while len(left):
+                again, failed = open_again(fds[left], os.O_RDONLY | os.O_CLOEXEC | flag)
+                done, left = left[: len(again)], left[len(again) :]
+                opened[done] = again
+                if flag:
+                    alignments[done] = _direct_alignments(again)
+                if failed is not None:
+                    opened[left[0]], alignments[left[0]] = open_direct(int(fds[left[0]]))
+                    left = left[1:]
+    except BaseException:
+        close_fds(opened[opened >= 0])
+        raise
+    for fd in opened[~plain & (alignments == 1)].tolist():
+        set_direct(fd, False)
+    return opened, alignments
+
+
+def _direct_alignments(fds: NDArray[np.int32]) -> Int64s:
+    """Return `direct_alignment` of each descriptor."""
+    alignments = stated_alignments(fds)
+    devices = stat_fds(fds)[0]["device"].tolist()
+    for k, (device, stated) in enumerate(zip(devices, alignments.tolist(), strict=True)):
+        if (device, stated) not in _proven:
+            alignments[k] = direct_alignment(int(fds[k]))
+    return alignments
 
 
 def set_direct(fd: int, direct: bool) -> None:

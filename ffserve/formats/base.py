@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +139,46 @@ class ChunkedShard(Shard, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Heads:
+    """The beginnings of several files of one format.
+
+    bytes: uint8[n, most], a row for each file. got: int64[n], bytes of it that are there. sizes:
+    int64[n], of the files.
+    """
+
+    bytes: NDArray[np.uint8]
+    got: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def take(self, rows: list[int]) -> Heads:
+        """Return those of some files."""
+        if len(rows) == len(self.got):
+            return self
+        return Heads(self.bytes[rows], self.got[rows], self.sizes[rows])
+
+
+@dataclass(slots=True)
+class SmallShards:
+    """Shards that were opened together from the heads of their files.
+
+    done: bool[n], which were; the others are opened one by one. counts: int64[n], their samples, 0
+    of others. fingerprints, kinds: as of a `Shard`; of others nothing is meant. payload_sizes:
+    int64[n]. offsets, lengths, checksums: as `Shard.load` gives them, of one after another.
+    chunked: those with chunks.
+    """
+
+    done: NDArray[np.bool_]
+    counts: NDArray[np.int64]
+    fingerprints: list[int]
+    kinds: list[int]
+    payload_sizes: NDArray[np.int64]
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    checksums: NDArray[np.uint32]
+    chunked: list[ChunkedShard | None] | None = None
+
+
 class Encoder(Protocol):
     """Turns samples into the bytes of a file: a head, the records, a tail.
 
@@ -241,6 +281,21 @@ class Format(Protocol):
 
 
 @runtime_checkable
+class SmallFormat(Format, Protocol):
+    """A format that opens several small files at once, which takes far less time for each."""
+
+    def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
+        """Open files of which the heads have all that is needed, and which are in order.
+
+        They are opened as by `open`, which opens or refuses the others. Checksums of tables are
+        verified in any case.
+
+        Args: heads: of several files. paths, verify: as of `open`.
+        """
+        ...
+
+
+@runtime_checkable
 class ScannedShard(Shard, Protocol):
     """A shard that can be restored from what an index file keeps."""
 
@@ -309,11 +364,21 @@ def scan_fingerprint(
     name: str, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int
 ) -> int:
     """Return the fingerprint of a scanned shard: of its records, and of the size of its file."""
-    tables = [np.ascontiguousarray(table).data for table in (lengths, checksums)]
-    sums = [function(table) for table in tables for function in (zlib.crc32, zlib.adler32)]
+    crc, adler = zlib.crc32, zlib.adler32
+    first, second = (np.ascontiguousarray(table).data for table in (lengths, checksums))
+    sums = crc(first), adler(first), crc(second), adler(second)
     identity = struct.pack("<4IQQ", *sums, len(lengths), size)
     digest = blake2b(identity, digest_size=8, person=name.encode()).digest()
     return int.from_bytes(digest, "little")
+
+
+def sums(values: NDArray[np.unsignedinteger[Any]], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of each of several runs of values, which follow each other."""
+    before = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=before[1:], dtype=np.int64)
+    ends = np.cumsum(counts)
+    found: NDArray[np.int64] = before[ends] - before[ends - counts]
+    return found
 
 
 def refuse_options(format_name: str, options: Mapping[str, object]) -> None:
@@ -364,3 +429,8 @@ def is_scanned(shard: Shard) -> TypeGuard[ScannedShard]:
 def needs_scan(format: Format) -> TypeGuard[ScannedFormat]:
     """Whether files of a format have no tables."""
     return hasattr(format, "restore")
+
+
+def opens_small(format: Format) -> TypeGuard[SmallFormat]:
+    """Whether a format opens several small files at once."""
+    return hasattr(format, "open_small")

@@ -31,16 +31,19 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.codec import checksums
+from ffserve.engine.codec import checksums, small_ffrecord
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 from ffserve.formats.base import (
     CHECKSUM_CRC32,
     PIECE_SIZE,
     Encoder,
+    Heads,
     ReadAt,
     Shard,
+    SmallShards,
     read_exactly,
     refuse_options,
+    sums,
 )
 
 _log = logging.getLogger("ffserve")
@@ -328,18 +331,27 @@ class FFRecord:
             )
         if found.problem is not None:
             raise found.problem
-        identity = struct.pack("<IIqQ", found.crc, found.adler, count, size)
         return FFRecordShard(
             path=path,
             size=size,
             count=count,
-            fingerprint=int.from_bytes(
-                blake2b(identity, digest_size=8, person=b"ffrecord").digest(), "little"
-            ),
+            fingerprint=_fingerprint(found.crc, found.adler, count, size),
             metadata_checksum=crc,
             _read_at=read_at,
             _tables=found,
         )
+
+    def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
+        """Open files whose tables are in their heads."""
+        done, counts, tables, crcs = small_ffrecord(heads.bytes, heads.got, heads.sizes)
+        flat, stride = heads.bytes.reshape(-1).data, heads.bytes.shape[1]
+        fingerprints = []
+        rows = zip(crcs.tolist(), counts.tolist(), heads.sizes.tolist(), strict=True)
+        for k, (crc, count, size) in enumerate(rows):
+            adler = zlib.adler32(flat[k * stride + 4 : k * stride + tables_end(count)])
+            fingerprints.append(_fingerprint(crc, adler, count, size))
+        kinds = [CHECKSUM_CRC32] * len(paths)
+        return SmallShards(done, counts, fingerprints, kinds, sums(tables[1], counts), *tables)
 
     def _header(self, read_at: ReadAt, size: int, path: str) -> tuple[int, int]:
         if size < _HEADER.size:
@@ -397,6 +409,11 @@ class FFRecord:
                 f"n={n} is too large", hint=f"use at most {_COUNT_MAX} samples per file"
             )
         return FFRecordEncoder()
+
+
+def _fingerprint(crc: int, adler: int, count: int, size: int) -> int:
+    identity = struct.pack("<IIqQ", crc, adler, count, size)
+    return int.from_bytes(blake2b(identity, digest_size=8, person=b"ffrecord").digest(), "little")
 
 
 FORMAT = FFRecord()

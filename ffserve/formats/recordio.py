@@ -16,11 +16,12 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.codec import checksum, split_records
+from ffserve.engine.codec import CHUNK_TABLES, checksum, small_recordio, split_records
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -32,9 +33,13 @@ from ffserve.errors import (
 from ffserve.formats.base import (
     CHECKSUM_CRC32,
     UNKNOWN_LENGTH,
+    ChunkedShard,
     Chunks,
     Encoder,
+    Heads,
     ReadAt,
+    SmallShards,
+    sums,
 )
 from ffserve.formats.recordio_codec import (
     COMPRESSIONS,
@@ -49,13 +54,15 @@ from ffserve.formats.recordio_codec import (
     compress,
     decompress,
 )
-from ffserve.formats.recordio_scan import MAGIC_BYTES, Scan
+from ffserve.formats.recordio_scan import DIALECTS_BY_NUMBER, MAGIC_BYTES, Scan
 
 _LARGEST_CHUNK = 1 << 30
 """Largest chunk that is written, including the length prefixes of its records."""
+_MOST_SMALL_RECORDS = 4096
+"""Records of a file that is opened together with others."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RecordIOShard:
     """One RecordIO file, opened and checked."""
 
@@ -281,6 +288,38 @@ class RecordIO:
             scan.strictly()
         return _shard(scan, size, path, verify)
 
+    def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
+        """Open files that are whole in their heads."""
+        done, counts, tables, dialects = small_recordio(
+            heads.bytes, heads.got, heads.sizes, _MOST_SMALL_RECORDS
+        )
+        chunked: list[ChunkedShard | None] = []
+        at = before = 0
+        rows = zip(paths, done.tolist(), counts.tolist(), dialects.tolist(), strict=True)
+        for (path, whole, count, number), size in zip(rows, heads.sizes.tolist(), strict=True):
+            if not whole:
+                chunked.append(None)
+                continue
+            mine = {name: table[at : at + count] for name, table in tables.items()}
+            mine["firsts"] = tables["firsts"][at + before : at + before + count + 1]
+            at, before = at + count, before + 1
+            dialect = None if number < 0 else DIALECTS_BY_NUMBER[number]
+            chunked.append(_made(mine, dialect, {}, size, path, verify))
+        # Behind the last chunk of a file, the numbers begin again.
+        last = np.cumsum(counts[done] + 1) - 1
+        records = np.delete(np.diff(tables["firsts"], append=0), last)
+        return SmallShards(
+            done,
+            np.array([0 if shard is None else shard.count for shard in chunked], np.int64),
+            [0 if shard is None else shard.fingerprint for shard in chunked],
+            [0 if shard is None else shard.checksum_kind for shard in chunked],
+            sums(tables["sizes"], counts),
+            np.repeat(tables["begins"].astype(np.uint64), records),
+            np.full(int(records.sum()), UNKNOWN_LENGTH, np.uint64),
+            np.repeat(tables["checksums"], records),
+            chunked,
+        )
+
     def complete(self, read_at: ReadAt, size: int, path: str) -> tuple[RecordIOShard, int]:
         """Scan a file that may end with an incomplete chunk, as a writer that died leaves it.
 
@@ -332,22 +371,34 @@ class RecordIO:
 
 
 def _shard(scan: Scan, size: int, path: str, verify: bool) -> RecordIOShard:
-    table, dialect = scan.table, scan.dialect
-    identity = blake2b(struct.pack("<QQ", size, table.count), digest_size=8, person=b"recordio")
-    for name in ("begins", "firsts", "checksums", "compressors"):
-        identity.update(table.table(name).data)
-    found = Chunks(*(table.table(name) for name in ("firsts", "begins", "ends", "sizes")))
+    tables = {name: scan.table.table(name) for name in CHUNK_TABLES}
+    return _made(tables, scan.dialect, scan.problems, size, path, verify)
+
+
+def _made(
+    tables: dict[str, NDArray[Any]],
+    dialect: Dialect | None,
+    problems: dict[int, FFServeError],
+    size: int,
+    path: str,
+    verify: bool,
+) -> RecordIOShard:
+    firsts, begins = tables["firsts"], tables["begins"]
+    checksums, compressors = tables["checksums"], tables["compressors"]
+    identity = blake2b(struct.pack("<QQ", size, len(begins)), digest_size=8, person=b"recordio")
+    for table in (begins, firsts, checksums, compressors):
+        identity.update(table.data)
     return RecordIOShard(
         path=path,
         size=size,
-        count=table.records,
+        count=int(firsts[-1]),
         checksum_kind=dialect.checksum_kind if dialect else 0,
         fingerprint=int.from_bytes(identity.digest(), "little"),
-        chunks=found,
+        chunks=Chunks(firsts, begins, tables["ends"], tables["sizes"]),
         dialect=dialect,
-        checksums=table.table("checksums"),
-        compressors=table.table("compressors"),
-        _problems=scan.problems,
+        checksums=checksums,
+        compressors=compressors,
+        _problems=problems,
         _verify=verify,
     )
 

@@ -25,7 +25,7 @@ from ffserve.formats.recordio_codec import (
 
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 _MXNET_MAGIC = 0xCED7230A
-_DIALECTS = (PY, GO)
+DIALECTS_BY_NUMBER = (PY, GO)
 """In the numbering of the C core."""
 _RECORDS_ALLOWED, _RECORDS_PER_BYTE = 1 << 20, 8
 """Limits on the records of a file: a constant, plus a number per byte. Tables are allocated by what
@@ -105,11 +105,11 @@ class Scan:
     def dialect(self) -> Dialect | None:
         """Dialect of the file; None before its first chunk."""
         number = self.table.dialect
-        return None if number is None else _DIALECTS[number]
+        return None if number is None else DIALECTS_BY_NUMBER[number]
 
     @dialect.setter
     def dialect(self, dialect: Dialect | None) -> None:
-        self.table.dialect = None if dialect is None else _DIALECTS.index(dialect)
+        self.table.dialect = None if dialect is None else DIALECTS_BY_NUMBER.index(dialect)
 
     def _feed(self, *, single: bool = False) -> int:
         window, base = self._window.holding(self.table.wanted, HEADER.size)

@@ -38,10 +38,13 @@ from ffserve.formats.base import (
     HEAD_SIZE,
     PIECE_SIZE,
     Encoder,
+    Heads,
     ReadAt,
+    SmallShards,
     read_exactly,
     refuse_options,
     scan_fingerprint,
+    sums,
 )
 from ffserve.formats.tfcompressed import SPAN_SIZE, CompressedShard
 from ffserve.formats.tfstream import WBITS, compression_of
@@ -325,6 +328,30 @@ class TFRecord:
             )
         scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant)
         return _shard(*scan.run(), size, path, scan.sound)
+
+    def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
+        """Open files that are whole in their heads, and not compressed."""
+        found = codec.small_tfrecord(heads.bytes, heads.got, heads.sizes)
+        return self.small_shards(*found, heads.sizes)
+
+    def small_shards(
+        self,
+        done: NDArray[np.bool_],
+        counts: NDArray[np.int64],
+        tables: codec.Tables,
+        sizes: NDArray[np.int64],
+    ) -> SmallShards:
+        """Return shards that were opened together. Args: as of `SmallShards`; sizes of files."""
+        ends = np.cumsum(counts).tolist()
+        _, lengths, checksums = tables
+        fingerprints = [
+            scan_fingerprint(
+                "tfrecord", lengths[end - count : end], checksums[end - count : end], size
+            )
+            for end, count, size in zip(ends, counts.tolist(), sizes.tolist(), strict=True)
+        ]
+        kinds = [CHECKSUM_CRC32C] * len(sizes)
+        return SmallShards(done, counts, fingerprints, kinds, sums(lengths, counts), *tables)
 
     def restore(
         self,

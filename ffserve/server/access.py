@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import itertools
 import logging
@@ -23,14 +22,29 @@ import select
 import socket
 import stat
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
-from ffserve.engine.io import file_system_type
+from ffserve.engine.opening import (
+    KIND_BITS,
+    Int32s,
+    Int64s,
+    States,
+    flags_and_types,
+    have_acls,
+    stat_fds,
+    stat_names,
+)
 from ffserve.errors import AccessDenied
-from ffserve.files import wrap_os_error
+from ffserve.files import os_error
+
+Bools = NDArray[np.bool_]
 
 log = logging.getLogger("ffserve")
 
@@ -288,9 +302,19 @@ def _has_ended(connection: socket.socket) -> bool:
         os.close(pidfd)
 
 
-DomainOf: TypeAlias = Callable[[str, int, os.stat_result], "Owner | None"]
-"""Returns the owner of the domain of an open file, by a client's name for it, descriptor and state;
-None: the common domain."""
+@dataclass(slots=True)
+class CheckedFiles:
+    """Open files of a peer, by position: its names for them, descriptors, states, and the types of
+    their file systems."""
+
+    paths: list[str]
+    fds: Int32s
+    states: States
+    types: Int64s
+
+
+DomainsOf: TypeAlias = "Callable[[CheckedFiles], list[Owner | None]]"
+"""Returns the owners of the domains of open files; None: the common domain."""
 
 
 class Rules:
@@ -307,53 +331,57 @@ class Rules:
     ) -> None:
         self._common = common
         self.roots = tuple(os.path.realpath(root) for root in roots)
-        self._served = {*FILE_SYSTEMS.values(), *file_systems}
+        self._served = np.array([*FILE_SYSTEMS.values(), *file_systems], np.int64)
 
-    def check(self, fd: int, asked: str, peer: Peer) -> os.stat_result:
-        """Check a descriptor that a peer passed; return the state of its file.
+    def check(self, fds: Int32s, paths: list[str], peer: Peer) -> CheckedFiles:
+        """Check descriptors that a peer passed.
 
-        Args: asked: the peer's name for the file, for errors.
+        Args: paths: the peer's names for the files, for errors.
         Raises: AccessDenied; ReadError: the file system fails.
         """
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if flags & os.O_PATH or flags & os.O_ACCMODE != os.O_RDONLY:
-            how = "with O_PATH" if flags & os.O_PATH else "for writing"
+        flags, types, error = flags_and_types(fds)
+        for k in np.flatnonzero(flags & (os.O_PATH | os.O_ACCMODE) != os.O_RDONLY)[:1].tolist():
+            how = "with O_PATH" if flags[k] & os.O_PATH else "for writing"
             raise AccessDenied(
                 f"the client opened the file {how}",
-                path=asked,
+                path=paths[k],
                 hint="a client passes descriptors that it opened with O_RDONLY",
             )
-        kind = wrap_os_error(lambda _: file_system_type(fd), asked)
-        if kind not in self._served and not peer.is_self:
-            self._check_mount(fd, kind, asked)
-        status: os.stat_result = wrap_os_error(lambda _: os.fstat(fd), asked)
-        if not stat.S_ISREG(status.st_mode):
-            raise AccessDenied("the daemon serves regular files only", path=asked)
+        if error is not None:
+            raise os_error(error, paths[len(types)])
+        if not peer.is_self:
+            # Before anything else is asked of them: their file system may never answer.
+            for k in np.flatnonzero(~np.isin(types, self._served)).tolist():
+                self._check_mount(int(fds[k]), int(types[k]), paths[k])
+        states, error = stat_fds(fds)
+        for k in np.flatnonzero(states["mode"] & KIND_BITS != stat.S_IFREG)[:1].tolist():
+            raise AccessDenied("the daemon serves regular files only", path=paths[k])
+        if error is not None:
+            raise os_error(error, paths[len(states)])
         if self.roots != ("/",):
-            self._check_roots(os.readlink(f"/proc/self/fd/{fd}"), asked)
-        return status
+            for fd, path in zip(fds.tolist(), paths, strict=True):
+                self._check_roots(os.readlink(f"/proc/self/fd/{fd}"), path)
+        return CheckedFiles(paths, fds, states, types)
 
     @contextlib.contextmanager
-    def domains(self, peer: Peer) -> Iterator[DomainOf]:
-        """Return a function that tells to which domain the files of a peer belong. It looks files
+    def domains(self, peer: Peer) -> Iterator[DomainsOf]:
+        """Return a function that tells to which domains the files of a peer belong. It looks files
         up by the names that the peer gives them, and opens none that is not theirs."""
         with contextlib.ExitStack() as held:
             if self._common == "user":
-                is_common = _own_user_may_read
+                are_common = _own_user_may_read
             elif peer.is_self and peer.uid != 0:
-                is_common = _never
+                are_common = _none_is
             else:
-                is_common = held.enter_context(_Directories()).everybody_may_read
+                are_common = held.enter_context(_Directories()).everybody_may_read
 
-            def domain_of(path: str, fd: int, status: os.stat_result) -> Owner | None:
-                # The kernel accepts no longer path, and to resolve it would take very long.
-                if len(os.fsencode(path)) < _PATH_MAX and is_common(path, fd, status):
-                    return None
-                if peer.namespace < 0:
+            def domains_of(files: CheckedFiles) -> list[Owner | None]:
+                common = are_common(files)
+                if peer.namespace < 0 and not common.all():
                     _say_unknown()
-                return peer.owner
+                return [None if each else peer.owner for each in common.tolist()]
 
-            yield domain_of
+            yield domains_of
 
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
         """Refuse a file system that is not served, unless it is an overlay among the daemon's own
@@ -394,21 +422,35 @@ def may_read_everything() -> bool:
     return bool(int(effective.split()[1], 16) & 0b110)
 
 
-def _never(path: str, fd: int, status: os.stat_result) -> bool:
-    return False
+def _none_is(files: CheckedFiles) -> Bools:
+    return np.zeros(len(files.fds), np.bool_)
 
 
-def _same_file(one: os.stat_result, other: os.stat_result) -> bool:
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+def _is_name(path: str) -> bool:
+    """Whether the kernel accepts a path of this length; to resolve a longer one would take very
+    long."""
+    return len(path) * 4 < _PATH_MAX or len(os.fsencode(path)) < _PATH_MAX
 
 
-def _own_user_may_read(path: str, fd: int, status: os.stat_result) -> bool:
-    """Whether the daemon's own user can open this file by this name."""
+def _own_user_may_read(files: CheckedFiles) -> Bools:
+    """Return which files the daemon's own user can open by their names."""
+    rows = zip(files.paths, *_numbers(files.states), strict=True)
+    found = [_is_name(path) and _own_user_opens(path, *which) for path, *which in rows]
+    return np.array(found, np.bool_)
+
+
+def _numbers(states: States) -> tuple[list[int], list[int]]:
+    """Return devices and inodes."""
+    return states["device"].tolist(), states["inode"].tolist()
+
+
+def _own_user_opens(path: str, device: int, inode: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
         # Before the file is opened: to open a pipe or a device may do something.
         own = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            if _same_file(os.fstat(own), status):
+            found = os.fstat(own)
+            if (found.st_dev, found.st_ino) == (device, inode):
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
                 os.close(os.open(f"/proc/self/fd/{own}", flags))
                 return True
@@ -426,8 +468,6 @@ class _Directories:
 
     def __init__(self) -> None:
         self._last: tuple[str, int | None] = "", None
-        self._named = "", ""
-        """The last directory as a client called it, and its path without symbolic links."""
 
     def __enter__(self) -> _Directories:
         return self
@@ -435,33 +475,63 @@ class _Directories:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
-    def everybody_may_read(self, path: str, fd: int, status: os.stat_result) -> bool:
-        """Whether this is the file of this name, and all users may read it by that."""
+    def everybody_may_read(self, files: CheckedFiles) -> Bools:
+        """Return which are the files of their names, and all users may read them by those."""
+        may: Bools = (files.states["mode"] & 0o444 == 0o444) & _bits_decide(files.types)
+        may[may] = ~have_acls(files.fds[may])
+        by_directory: defaultdict[str, list[int]] = defaultdict(list)
+        for k in np.flatnonzero(may).tolist():
+            directory, name = os.path.split(files.paths[k])
+            if name and _is_name(files.paths[k]):
+                by_directory[directory].append(k)
+            else:
+                may[k] = False
+        for directory, positions in by_directory.items():
+            paths = [files.paths[k] for k in positions]
+            may[positions] = self._are_public(directory, paths, files.states[positions])
+        return may
+
+    def _are_public(self, directory: str, paths: list[str], states: States) -> Bools:
+        """Return whether everybody finds files by their names, all in one directory."""
+        public, names = np.zeros(len(paths), np.bool_), [os.path.basename(path) for path in paths]
+        others: list[int] = []
         with contextlib.suppress(OSError, ValueError):
-            directory, name = os.path.split(path)
-            if directory != self._named[0]:
-                self._named = directory, _resolved(directory)
-            found = self._look_up(self._named[1], name)
-            if os.path.islink(path) if found is None else stat.S_ISLNK(found.st_mode):
+            fd, done = self._open(_resolved(directory)), 0
+            while fd is not None and done < len(paths):
+                found, _ = stat_names(fd, names[done:])
+                mine = states[done : done + len(found)]
+                # While it is open, its number belongs to no other file.
+                same = (found["device"] == mine["device"]) & (found["inode"] == mine["inode"])
+                public[done : done + len(found)] = same
+                links = np.flatnonzero(found["mode"] & KIND_BITS == stat.S_IFLNK)
+                others += (done + links).tolist()
+                done += len(found) + 1
+            if fd is None:
+                others = list(range(len(paths)))
+        devices, inodes = _numbers(states)
+        for k in others:
+            public[k] = self._is_public(paths[k], devices[k], inodes[k])
+        return public
+
+    def _is_public(self, path: str, device: int, inode: int) -> bool:
+        """Whether everybody finds a file by a name that is a link."""
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.islink(path):
                 found = self._look_up(*os.path.split(_resolved(path)))
-            # While it is open, its number belongs to no other file.
-            return (
-                found is not None
-                and _same_file(found, status)
-                and status.st_mode & 0o444 == 0o444
-                and not _has_acl(fd)
-                and _bits_decide(fd)
-            )
+                return found is not None and (found.st_dev, found.st_ino) == (device, inode)
         return False
 
     def _look_up(self, directory: str, name: str) -> os.stat_result | None:
         """Return what a name in a directory is; None if not everybody may search the directory."""
+        fd = self._open(directory)
+        return None if fd is None else os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+    def _open(self, directory: str) -> int | None:
+        """Return a directory that everybody may search; None: not everybody may."""
         if directory != self._last[0]:
             self._leave()
             self._last = directory, _open_public(directory)
-        if self._last[1] is None:
-            return None
-        return os.stat(name, dir_fd=self._last[1], follow_symlinks=False)
+        return self._last[1]
 
     def _leave(self) -> None:
         fd, self._last = self._last[1], ("", None)
@@ -479,9 +549,11 @@ def _resolved(path: str) -> str:
         os.close(fd)
 
 
-def _bits_decide(fd: int) -> bool:
-    """Whether the permission bits of a file tell who may read it."""
-    return file_system_type(fd) not in {FILE_SYSTEMS[name] for name in DECIDED_ELSEWHERE}
+def _bits_decide(types: Int64s) -> Bools:
+    """Return whether permission bits tell who may read, by types of file systems."""
+    elsewhere = [FILE_SYSTEMS[name] for name in DECIDED_ELSEWHERE]
+    found: Bools = np.isin(types, elsewhere, invert=True)
+    return found
 
 
 def _open_public(directory: str) -> int | None:
@@ -509,7 +581,7 @@ def _everybody_may_search(directory: int) -> bool:
     return searchable and not _has_acl(f"/proc/self/fd/{directory}")
 
 
-def _has_acl(file: int | str) -> bool:
+def _has_acl(file: str) -> bool:
     """Whether a file has an ACL, or may have one that cannot be read."""
     try:
         os.getxattr(file, "system.posix_acl_access")

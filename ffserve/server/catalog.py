@@ -32,29 +32,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from ffserve import formats
 from ffserve.cache.cache import Cache
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.dataset import bound_lengths
-from ffserve.engine.io import open_direct, set_direct
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE, is_chunked
+from ffserve.files import os_error
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import HOST, OWN, DomainOf, Owner, Peer, Rules, viewer_of
+from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
-from ffserve.server.page_cache import open_cached
-from ffserve.server.shards import (
-    Alias,
-    Key,
-    OpenShard,
-    PassedFile,
-    Passing,
-    Request,
-    identity_of,
-)
-from ffserve.shardfile import FileState, open_shard, scanned_as
+from ffserve.server.opening import IdentifiedFiles, Opener, close_passed
+from ffserve.server.shards import Alias, Key, OpenShard, PassedFile, Passing, Request
 
 T = TypeVar("T")
 
@@ -92,11 +79,14 @@ class Catalog:
         self._table = table
         self._cache = cache
         self._engines = engines
-        self._max_chunk_size = max_chunk_size
-        self._rules = rules
-        self._open: dict[Key, asyncio.Future[OpenShard]] = {}
-        self._aliases: dict[tuple[Alias, Owner | None], OpenShard] = {}
-        """By alias and domain."""
+        self._opener = Opener(
+            directory, rules, max_chunk_size, lambda: self._most_extra - self._extra()
+        )
+        self._open: dict[Key, OpenShard] = {}
+        self._opening: dict[Key, asyncio.Future[None]] = {}
+        """Ends when those that are opened together are open, or cannot be."""
+        self._aliases: dict[Owner | None, dict[Alias, OpenShard]] = {}
+        """By domain and alias."""
         self._close_after_s = close_after_s
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
         """Open, the one that has been idle for longest first."""
@@ -109,16 +99,14 @@ class Catalog:
         """Devices whose file systems do not answer."""
         self._held: Counter[Owner] = Counter()
         """Shards by owner."""
-        self._promised: list[set[tuple[Owner, Alias]]] = []
+        self._promised: list[tuple[Owner, set[Alias]]] = []
         """By OPEN: shards that are not open yet."""
-        self._reserving = threading.Lock()
         # Three quarters are for shards, an eighth for their second descriptors and for domains, an
         # eighth for sessions and everything else.
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_open, self._most_extra = self._limit * 3 // 4, self._limit // 8
         # Sessions of one user may pass descriptors of the same files at a time.
         self._most_asked = max(min(MOST_FILES, self._limit // 32), 1)
-        self._cached_count = 0
 
     # ---- opening --------------------------------------------------------------------------
 
@@ -133,6 +121,7 @@ class Catalog:
             left: list[int] = []
             for first in range(0, len(request.paths), HOLD_COUNT):
                 some = range(first, min(first + HOLD_COUNT, len(request.paths)))
+                request.name(some)
                 left += self._hold_proven(request, some, peer, found)
                 await asyncio.sleep(0)
             if left:
@@ -173,13 +162,13 @@ class Catalog:
                         await self._take(request, opening, peer, found)
                 finally:
                     if passed:
-                        await in_thread(partial(close_fds, _fds(passed)))
+                        await in_thread(partial(close_passed, passed))
         except BaseException:
             if asking is not None:
                 asking.cancel()
                 with contextlib.suppress(asyncio.CancelledError, FFServeError):
                     unused = await asking
-                    await in_thread(lambda: close_fds(_fds(unused)))
+                    await in_thread(partial(close_passed, unused))
             raise
 
     def _hold_proven(
@@ -191,9 +180,10 @@ class Catalog:
     ) -> list[int]:
         """Hold the shards that this peer's owner has proven; return the positions of the others."""
         owner, left, held = peer.owner, [], []
+        common, own = self._aliases.get(None, {}), self._aliases.get(owner, {})
         for position in positions:
-            alias = request.alias(position, request.identities[position])
-            shard = self._aliases.get((alias, None)) or self._aliases.get((alias, owner))
+            alias = request.aliases[position]
+            shard = common.get(alias) or own.get(alias)
             if shard is None or owner not in shard.proven:
                 left.append(position)
             else:
@@ -207,8 +197,7 @@ class Catalog:
         """Count the files of an OPEN against the limit before they come: of two OPENs at a time,
         the second is refused at once if there is no room for both."""
         # Shards that others have proven need no room, but who has not must not learn of them.
-        owner, identities = peer.owner, request.identities
-        mine = {(owner, request.alias(position, identities[position])) for position in left}
+        mine = peer.owner, {request.aliases[position] for position in left}
         self._promised.append(mine)
         try:
             yield
@@ -220,10 +209,10 @@ class Catalog:
         room, held = self._room(), self._held[peer.owner]
         limited = peer.uid not in (0, os.geteuid())
         most = room // 2 if limited else room
-        at_most = sum(map(len, self._promised))
+        at_most = sum(len(aliases) for _, aliases in self._promised)
         if len(self._open) + at_most <= room and held + at_most <= most:
             return
-        promised = set().union(*self._promised)
+        promised = {(owner, alias) for owner, aliases in self._promised for alias in aliases}
         new = len({request.identities[position] for position in left})
         held += sum(owner == peer.owner for owner, _ in promised)
         if limited and held > most:
@@ -234,11 +223,11 @@ class Catalog:
                 hint="raise the daemon's limit on open files (LimitNOFILE= in the systemd "
                 "unit, ulimit -n)",
             )
-        count = self._opened_count() + len(promised)
+        count = len(self._open) + len(promised)
         used = count - len(self._idle)
         if used <= room < count:
             await self._close(list(self._idle.values()), count - room)
-            count = self._opened_count() + len(promised)
+            count = len(self._open) + len(promised)
         if count > room:
             raise ReadError(
                 f"the daemon may have {room} files open; {used - new} are in use, "
@@ -247,13 +236,9 @@ class Catalog:
                 hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )
 
-    def _opened_count(self) -> int:
-        """Return how many shards are open; those that are being opened were promised."""
-        return sum(future.done() for future in self._open.values())
-
     def _extra(self) -> int:
         """Return the second descriptors of shards, and those of domains beyond the first."""
-        return self._cached_count + self._domains.fd_count
+        return self._opener.cached_count + self._domains.fd_count
 
     def _room(self) -> int:
         """Return how many shards may be open: fewer once domains need more than their part."""
@@ -268,123 +253,140 @@ class Catalog:
     ) -> None:
         """Hold the shards of passed descriptors, and close the descriptors."""
         try:
-            keys = await in_thread(lambda: self._identify(request, passed, peer))
-            for owner in {key[4] for key in keys}:
+            files = await in_thread(lambda: self._opener.identify(request, passed, peer))
+            for owner in {key[4] for key in files.keys}:
                 while self._domains.is_full(owner) and await self._drop_oldest():
                     pass
-            left = list(zip(keys, passed, strict=True))
+            left = list(range(len(passed)))
             while left:
-                mine: dict[Key, asyncio.Future[OpenShard]] = {}
-                files: dict[Key, PassedFile] = {}
-                for key, one in left:
-                    if key not in self._open:
-                        self._open[key] = mine[key] = asyncio.Future()
-                        files[key] = one
+                mine: dict[Key, int] = {}
+                for k in left:
+                    key = files.keys[k]
+                    if key not in self._open and key not in self._opening:
+                        mine.setdefault(key, k)
                 if mine:
                     await self._open_new(request, files, mine)
-                waiting, held = [], []
-                for key, one in left:
-                    future = self._open.get(key)
-                    if future is None or not future.done():
-                        # Another session opens the shard. If it fails for reasons of its own, the
-                        # next turn opens it for this one.
-                        waiting.append((key, one))
-                        continue
-                    found[one.position] = shard = future.result()
-                    held.append(shard)
-                    alias, path = request.alias(one.position, key[0]), request.paths[one.position]
-                    self._proven(shard, alias, peer.owner, path)
-                    self._keep_promise(request, one.position, peer)
-                self._hold(held, peer.owner)
-                left = waiting
-                others = [f for key, _ in left if (f := self._open.get(key)) and not f.done()]
+                left = self._hold_opened(request, files, left, peer, found)
+                others = [f for k in left if (f := self._opening.get(files.keys[k]))]
                 if others:
                     await asyncio.wait(others)
         except asyncio.CancelledError:
             raise  # The daemon ends, and a thread may still read the files.
         except BaseException:
-            await in_thread(lambda: close_fds(_fds(passed)))
+            await in_thread(partial(close_passed, passed))
             raise
-        await in_thread(lambda: close_fds(_fds(passed)))
+        if any(one.fd >= 0 for one in passed):
+            await in_thread(partial(close_passed, passed))
 
-    def _keep_promise(self, request: Request, position: int, peer: Peer) -> None:
-        kept = peer.owner, request.alias(position, request.identities[position])
-        for promised in self._promised:
-            promised.discard(kept)
-
-    def _proven(self, shard: OpenShard, alias: Alias, owner: Owner, path: str) -> None:
-        shard.proven.add(owner)
-        shard.names[viewer_of(owner)] = path
-        if len(shard.aliases) < MOST_ALIASES:
-            shard.aliases.add(alias)
-            self._aliases[alias, shard.key[4]] = shard
-
-    async def _open_new(
+    def _hold_opened(
         self,
         request: Request,
-        files: dict[Key, PassedFile],
-        mine: dict[Key, asyncio.Future[OpenShard]],
-    ) -> None:
-        domains: dict[Key, Domain] = {}
-        try:
-            with self._reserving:
-                for key in files:
-                    domains[key] = domain = self._domains.obtain(key[4])
-                    domain.shards += 1
-            outcome = await in_thread(lambda: self._parse_all(request, files, domains))
-            with self._table.adding():
-                for _, shard in outcome:
-                    if isinstance(shard, OpenShard):
-                        self._add(shard)
-            added = [
-                shard.base for _, shard in outcome if isinstance(shard, OpenShard) if shard.count
-            ]
-            self._cache.fit(added)
-            for key, shard in outcome:
-                future = mine[key]
-                if isinstance(shard, OpenShard):
-                    future.set_result(shard)
-                    del domains[key]
-                else:
-                    del self._open[key]
-                    future.set_exception(shard)
-                    future.exception()
-        finally:
-            for domain in domains.values():
-                domain.shards -= 1
-            for key, future in mine.items():
-                if not future.done():
-                    del self._open[key]
-                    self._idle.pop(key, None)
-                    future.cancel()
-        for _, shard in outcome:
-            if not isinstance(shard, OpenShard):
-                raise shard
+        files: IdentifiedFiles,
+        rows: list[int],
+        peer: Peer,
+        found: dict[int, OpenShard],
+    ) -> list[int]:
+        """Hold the shards of those passed files that are open, which the peer has proven now.
 
-    def _add(self, shard: OpenShard) -> None:
-        """Enter a parsed shard into the tables; it is idle."""
-        shard.idle_since = time.monotonic()
-        self._idle[shard.key] = shard
-        if not shard.count:
-            return
-        engine, file = self._engines.add_file(
-            shard.device, shard.fd, shard.alignment, shard.cached_fd
-        )
-        if self._inherits(shard):
-            row = self._table.row(shard.base)
-            self._table.engines[row], self._table.files[row] = engine, file
-            return
-        self._table.add(
-            shard.base,
-            shard.count,
-            payload_size=shard.payload_size,
-            alignment=shard.alignment,
-            checksum_kind=shard.checksum_kind,
-            file=file,
-            engine=engine,
-            domain=shard.domain.number,
-            chunked=shard.chunked,
-        )
+        Returns: the rows of the others. Another session opens them; if it fails for reasons of its
+            own, the next turn opens them for this one.
+        """
+        owner, viewer = peer.owner, viewer_of(peer.owner)
+        proof, kept, left, held = frozenset((owner,)), [], [], []
+        for k in rows:
+            shard = self._open.get(files.keys[k])
+            if shard is None:
+                left.append(k)
+                continue
+            position = files.passed[k].position
+            found[position] = shard
+            held.append(shard)
+            kept.append(request.aliases[position])
+            if owner not in shard.proven:
+                shard.proven = shard.proven | proof if shard.proven else proof
+            shard.names[viewer] = files.paths[k]
+            # Under what the daemon knows of the file, whatever the client says.
+            self._name(shard, request.alias(position, files.keys[k][0]))
+        for each, promised in self._promised:
+            if each == owner:
+                promised.difference_update(kept)
+        self._hold(held, owner)
+        return left
+
+    def _name(self, shard: OpenShard, alias: Alias) -> None:
+        if len(shard.aliases) < MOST_ALIASES and alias not in shard.aliases:
+            shard.aliases += (alias,)
+            self._aliases.setdefault(shard.key[4], {})[alias] = shard
+
+    async def _open_new(
+        self, request: Request, files: IdentifiedFiles, mine: dict[Key, int]
+    ) -> None:
+        """Open the shards of some keys, by their rows."""
+        ended = asyncio.get_running_loop().create_future()
+        self._opening.update(dict.fromkeys(mine, ended))
+        domains: list[Domain] = []
+        rows = list(mine.values())
+        try:
+            with self._opener.lock:
+                for key in mine:
+                    domains.append(self._domains.obtain(key[4]))
+                    domains[-1].shards += 1
+            shards = await in_thread(lambda: self._opener.open(request, files, rows, domains))
+            self._enter(shards)
+            domains = []
+        except OSError as error:
+            failure = self._opening_error(error, files.paths[rows[0]])
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            for domain in domains:
+                domain.shards -= 1
+            for key in mine:
+                del self._opening[key]
+            ended.set_result(None)
+
+    def _opening_error(self, error: OSError, path: str) -> Exception:
+        """Return the error for files that could not be opened."""
+        if _is_emfile(error):
+            return ReadError(
+                "too many files open in the daemon: others open files at the same time, and its "
+                f"limit is {self._limit}",
+                path=path,
+                hint="try again, or raise the daemon's limit on open files (LimitNOFILE= in the "
+                "systemd unit, ulimit -n)",
+            )
+        return error if isinstance(error, FFServeError) else os_error(error, path)
+
+    def _enter(self, shards: list[OpenShard]) -> None:
+        """Enter parsed shards into the tables."""
+        by_device: defaultdict[int, list[OpenShard]] = defaultdict(list)
+        for shard in shards:
+            self._open[shard.key] = shard
+            if shard.count:
+                by_device[shard.device].append(shard)
+        fresh, numbers = [], []
+        for device, some in by_device.items():
+            engine, files = self._engines.add_files(
+                device,
+                np.array([shard.fd for shard in some], np.int32),
+                np.array([shard.alignment for shard in some], np.int64),
+                np.array([shard.cached_fd for shard in some], np.int32),
+            )
+            for shard, file in zip(some, files.tolist(), strict=True):
+                if self._inherits(shard):
+                    row = self._table.row(shard.base)
+                    self._table.engines[row], self._table.files[row] = engine, file
+                else:
+                    fresh.append(shard)
+                    numbers.append((file, engine))
+        if fresh:
+            columns = [
+                (s.base, s.count, s.payload_size, s.alignment, s.checksum_kind, *n, s.domain.number)
+                for s, n in zip(fresh, numbers, strict=True)
+            ]
+            self._table.add_all(np.array(columns, np.int64).T, [shard.chunked for shard in fresh])
+            self._cache.fit([shard.base for shard in fresh])
 
     def _inherits(self, shard: OpenShard) -> bool:
         """Whether a shard has taken over the samples of the same file, which was closed."""
@@ -405,137 +407,18 @@ class Catalog:
             closed.key = (*closed.key[:5], closed.base)
             self._closed[closed.key] = closed
             return False
-        with self._reserving:
+        with self._opener.lock:
             directory.release(shard.base, shard.count, shard.domain.number)
         shard.domain.shards -= 1  # it was counted twice
         shard.base, shard.chunked = closed.base, closed.chunked
         return True
 
-    # ---- in a thread ------------------------------------------------------------------------
-
-    def _identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> list[Key]:
-        with self._rules.domains(peer) as domain_of:
-            return [self._key(request, one, peer, domain_of) for one in passed]
-
-    def _key(self, request: Request, passed: PassedFile, peer: Peer, domain_of: DomainOf) -> Key:
-        path = request.paths[passed.position]
-        status = self._rules.check(passed.fd, path, peer)
-        if passed.index is not None:
-            try:
-                self._rules.check(passed.index, path, peer)
-            except FFServeError:
-                # Whoever may write to the directory could put it there: the file is read without.
-                index, passed.index = passed.index, None
-                close_fds([index])
-        # The tables are read through the page cache.
-        set_direct(passed.fd, direct=False)
-        name = request.format or _format_of(passed.fd, path, status.st_size)
-        owner = domain_of(path, passed.fd, status)
-        return identity_of(status), name, request.verify, request.tolerant, owner, -1
-
-    def _parse_all(
-        self, request: Request, files: dict[Key, PassedFile], domains: dict[Key, Domain]
-    ) -> list[tuple[Key, OpenShard | Exception]]:
-        outcome: list[tuple[Key, OpenShard | Exception]] = []
-        failed = False
-        for key, passed in files.items():
-            path = request.paths[passed.position]
-            if failed:
-                outcome.append((key, ReadError("another shard of the data set failed", path=path)))
-                continue
-            try:
-                outcome.append((key, self._parse(key, path, passed, domains[key])))
-                # The shard has a descriptor of its own; two of each would not be counted.
-                fds, passed.fd, passed.index = _fds([passed]), -1, None
-                close_fds(fds)
-            except Exception as error:
-                failed = True
-                if _is_emfile(error):
-                    error = ReadError(
-                        "too many files open in the daemon: others open files at the same time, "
-                        f"and its limit is {self._limit}",
-                        path=path,
-                        hint="try again, or raise the daemon's limit on open files (LimitNOFILE= "
-                        "in the systemd unit, ulimit -n)",
-                    )
-                elif isinstance(error, OSError) and not isinstance(error, FFServeError):
-                    error = os_error(error, path)
-                outcome.insert(0, (key, error))
-        return outcome
-
-    def _parse(self, key: Key, path: str, passed: PassedFile, domain: Domain) -> OpenShard:
-        identity, name, verify, tolerant, *_ = key
-        plain, size = passed.fd, identity[2]
-        status = os.fstat(plain)
-        # ctime is left out: some file systems report another one each time.
-        if identity_of(status)[:4] != identity[:4]:
-            raise ReadError("the file changed while it was opened", path=path, hint="try again")
-        opened = FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        parsed = open_shard(
-            plain,
-            path,
-            name,
-            verify=verify,
-            tolerant=tolerant,
-            keep="inode",
-            passed_index=passed.index,
-        )
-        chunked = parsed if is_chunked(parsed) else None
-        if chunked is not None:
-            chunked.limit(self._max_chunk_size)
-        with self._reserving:
-            base = self._directory.reserve(parsed.count, domain.number)
-        end = base + parsed.count
-        try:
-            lengths = np.empty(parsed.count, np.uint64)
-            parsed.load(
-                self._directory.offsets[base:end], lengths, self._directory.checksums[base:end]
-            )
-            if chunked is None:
-                bound_lengths(self._directory.offsets[base:end], lengths, size, path)
-            self._directory.set_lengths(base, lengths)
-            fd, alignment = wrap_os_error(lambda _: open_direct(plain), path)
-        except BaseException:
-            with self._reserving:
-                self._directory.release(base, parsed.count, domain.number)
-            raise
-        payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
-        begin = int(self._directory.offsets[base]) if parsed.count else size
-        return OpenShard(
-            key=key,
-            path=path,
-            format=parsed.format,
-            fd=fd,
-            size=size,
-            count=parsed.count,
-            base=base,
-            checksum_kind=parsed.checksum_kind if verify else 0,
-            fingerprint=parsed.fingerprint,
-            alignment=alignment,
-            cached_fd=self._open_cached(fd, alignment, begin, size),
-            payload_size=payload_size,
-            domain=domain,
-            chunked=chunked,
-            device=identity[0],
-            opened=opened,
-            scanned=scanned_as(parsed),
-        )
-
-    def _open_cached(self, fd: int, alignment: int, begin: int, end: int) -> int:
-        """Return `open_cached` of a file with direct I/O, while there are descriptors for it."""
-        if alignment == 1 or self._extra() >= self._most_extra:
-            return -1
-        cached_fd = open_cached(fd, begin, end)
-        with self._reserving:
-            self._cached_count += cached_fd >= 0
-        return cached_fd
-
     def _taken_fds(self, shard: OpenShard) -> list[int]:
         """Return the descriptors of a shard, which has none any more."""
         fds = [fd for fd in (shard.fd, shard.cached_fd) if fd >= 0]
         if shard.cached_fd >= 0:
-            with self._reserving:
-                self._cached_count -= 1
+            with self._opener.lock:
+                self._opener.cached_count -= 1
         shard.fd = shard.cached_fd = -1
         return fds
 
@@ -581,7 +464,7 @@ class Catalog:
         # The last holder's proof stays, for its next job; that of one whose namespace may end, so
         # that nobody else gets its number, does not.
         if shard.holders or owner[1] not in (OWN, HOST):
-            shard.proven.discard(owner)
+            shard.proven -= {owner}
         if viewer_of(owner) == owner:
             shard.names.pop(owner, None)
 
@@ -597,16 +480,19 @@ class Catalog:
             assert shard.sessions, "it is not idle"
             shard.stale = True
             self._drop_aliases(shard)
-            future = self._open.pop(shard.key)
+            del self._open[shard.key]
             shard.key = (*shard.key[:5], shard.base)
-            self._open[shard.key] = future
+            self._open[shard.key] = shard
         return found
 
     def _drop_aliases(self, shard: OpenShard) -> None:
+        domain = self._aliases.get(shard.key[4], {})
         for alias in shard.aliases:
-            if self._aliases.get((alias, shard.key[4])) is shard:
-                del self._aliases[alias, shard.key[4]]
-        shard.aliases.clear()
+            if domain.get(alias) is shard:
+                del domain[alias]
+        if not domain:
+            self._aliases.pop(shard.key[4], None)
+        shard.aliases = ()
 
     async def tend(self, now: float) -> None:
         """Close the files of shards that have been idle for long, or were deleted, and forget
@@ -699,7 +585,7 @@ class Catalog:
                 continue
             del self._idle[shard.key], self._open[shard.key]
             self._drop_aliases(shard)
-            shard.proven.clear()
+            shard.proven = frozenset()
             closed += 1
             fds[shard.device] += self._taken_fds(shard)
             if shard.count:
@@ -745,7 +631,7 @@ class Catalog:
         """Remove closed shards without samples from the tables, and domains without shards."""
         if shards:
             self._table.remove(*(shard.base for shard in shards))
-            with self._reserving:
+            with self._opener.lock:
                 for shard in shards:
                     del self._closed[shard.key]
                     self._directory.release(shard.base, shard.count, shard.domain.number)
@@ -758,7 +644,7 @@ class Catalog:
         """Free a domain if it has no shards any more, a few slabs at a time."""
         left = True
         while left:
-            with self._reserving:
+            with self._opener.lock:
                 left = self._domains.dissolve(domain)
             await asyncio.sleep(0)
 
@@ -766,8 +652,7 @@ class Catalog:
         """Yield every shard in the tables, closed ones included, some at a time."""
         opened = list(self._open.values())
         for first in range(0, len(opened), HOLD_COUNT):
-            part = opened[first : first + HOLD_COUNT]
-            yield [f.result() for f in part if f.done() and not f.exception()]
+            yield opened[first : first + HOLD_COUNT]
         closed = list(self._closed.values())
         for first in range(0, len(closed), HOLD_COUNT):
             yield closed[first : first + HOLD_COUNT]
@@ -788,10 +673,6 @@ def _deleted_of(shards: list[OpenShard]) -> list[OpenShard]:
             if os.fstat(shard.fd).st_nlink == 0:
                 deleted.append(shard)
     return deleted
-
-
-def _fds(files: list[PassedFile]) -> list[int]:
-    return [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
 
 
 def _is_emfile(error: Exception) -> bool:
@@ -840,10 +721,3 @@ async def in_thread(call: Callable[[], T]) -> T:
 def run_in_thread(call: Callable[[], object]) -> None:
     """Make a call that may wait for a file system, in a thread of its own."""
     threading.Thread(target=call, name="ffserve-open", daemon=True).start()
-
-
-def _format_of(fd: int, path: str, size: int) -> str | None:
-    """Detect a format, so that naming it or not leads to the same shard."""
-    with contextlib.suppress(OSError, FFServeError):  # parsing reports what is wrong
-        return formats.detect(os.pread(fd, HEAD_SIZE, 0), path, size).name
-    return None

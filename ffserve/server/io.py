@@ -121,21 +121,21 @@ class Engines:
         for engine in tuple(self._engines):
             engine.arena_ready(size, end)
 
-    def add_file(
-        self, device: int, fd: int, alignment: int, cached_fd: int = -1
-    ) -> tuple[int, int]:
-        """Return (engine, file) for an open file on a device.
+    def add_files(
+        self, device: int, fds: Int32s, alignments: Int64s, cached_fds: Int32s
+    ) -> tuple[int, Int32s]:
+        """Return the engine of a device, and the numbers of open files on it.
 
-        Args: cached_fd: the same file, see `page_cache.open_cached`.
+        Args: cached_fds: the same files, see `page_cache.open_cached`; -1: not open.
         """
         number = self._by_device.get(device)
         if number is None:
             number = self._by_device[device] = self._engine_for(device)
         engine = self._engines[number]
-        file = engine.add_file(fd, alignment)
-        cached = engine.add_file(cached_fd, 1) if cached_fd >= 0 else -1
-        self._cached[number].add(file, cached_fd, cached)
-        return number, file
+        files = engine.add_files(fds, alignments)
+        cached = engine.add_files(cached_fds, np.ones(len(fds), np.int64))
+        self._cached[number].add(files, cached_fds, cached)
+        return number, files
 
     def _engine_for(self, device: int) -> int:
         """Return the number of the engine of a device from which nothing was read so far."""

@@ -14,7 +14,8 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.cached import cached_extents, cached_pages
+from ffserve.engine.cached import cached_extents, some_cached
+from ffserve.engine.opening import open_again
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -27,26 +28,26 @@ ASKED_EVERY = 64
 """Loads, of which one asks nevertheless."""
 REMEMBERED_COUNT = 64
 """Blocks after which what was found counts half."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def open_cached(fd: int, begin: int, end: int) -> int:
-    """Open a file again, through the page cache, if some of it is there; else return -1.
+def open_cached(fds: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
+    """Open files again, through the page cache, of which some is there; return their descriptors,
+    -1 for others.
 
     It is -1, too, if the kernel does not say what is there: before Linux 6.5, on a file that this
     user neither owns nor may write (Linux 6.14), and if this user may not open the file.
 
-    Args: fd: of the file, with or without O_DIRECT. begin, end: of its samples in it.
+    Args: fds: of the files, with or without O_DIRECT. begins, ends: of the samples in each.
     """
-    places = range(begin, end, max((end - begin) // SAMPLED_COUNT, _PAGE))
-    try:
-        if sum(cached_pages(fd, place, 1) for place in places) <= SMALLEST_SHARE * len(places):
-            return -1
-        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
-    return plain
+    opened = np.full(len(fds), -1, np.int32)
+    left = np.flatnonzero(some_cached(fds, begins, ends, SAMPLED_COUNT, SMALLEST_SHARE))
+    while len(left):
+        again, failed = open_again(fds[left], os.O_RDONLY | os.O_CLOEXEC)
+        opened[left[: len(again)]] = again
+        left = left[len(again) + 1 :] if failed is not None else left[:0]
+    for fd in opened[opened >= 0].tolist():
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return opened
 
 
 class CachedFiles:
@@ -61,19 +62,20 @@ class CachedFiles:
         """Files that are open a second time."""
         self._loads = 0
 
-    def add(self, file: int, fd: int, number: int) -> None:
-        """Add a file.
+    def add(self, files: Int32s, fds: Int32s, numbers: Int32s) -> None:
+        """Add files.
 
-        Args: fd, number: its descriptor and number for reads through the page cache; -1: none.
+        Args: fds, numbers: their descriptors and numbers for reads through the page cache; -1:
+            none.
         """
-        more = max(file, number) + 1 - len(self._fds)
+        more = int(max(files.max(), numbers.max())) + 1 - len(self._fds)
         if more > 0:
             more += len(self._fds)
             self._fds = np.append(self._fds, np.full(more, -1, np.int32))
             self._numbers = np.append(self._numbers, np.full(more, -1, np.int32))
             self._shares = np.append(self._shares, np.zeros(more))
-        self._fds[file], self._numbers[file], self._shares[file] = fd, number, 1.0
-        self.count += number >= 0
+        self._fds[files], self._numbers[files], self._shares[files] = fds, numbers, 1.0
+        self.count += int((numbers >= 0).sum())
 
     def remove(self, file: int) -> int:
         """Remove a file; return its number for reads through the page cache, -1 for none."""

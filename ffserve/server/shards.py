@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -51,19 +49,23 @@ class OpenShard:
     """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
     payload_size: int
     device: int
-    opened: FileState
     scanned: str | None
     domain: Domain
     chunked: ChunkedShard | None = None
     sessions: int = 0
-    holders: Counter[Owner] = field(default_factory=Counter)
-    proven: set[Owner] = field(default_factory=set)
+    holders: dict[Owner, int] = field(default_factory=dict)
+    proven: frozenset[Owner] = frozenset()
     names: dict[Viewer, str] = field(default_factory=dict)
     """By user who has passed a descriptor: the path that this user gave."""
-    aliases: set[Alias] = field(default_factory=set)
+    aliases: tuple[Alias, ...] = ()
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
     idle_since: float = 0.0
+
+    @property
+    def opened(self) -> FileState:
+        """The file before its tables were read."""
+        return FileState(*self.key[0][2:])
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,12 @@ class Request:
     format: str | None
     verify: bool
     tolerant: bool
+    aliases: list[Alias] = field(default_factory=list)
+    """By position, as the client sees the files; `name` makes them."""
+
+    def name(self, positions: range) -> None:
+        """Make the aliases of the next positions."""
+        self.aliases += [self.alias(k, self.identities[k]) for k in positions]
 
     def alias(self, position: int, identity: Identity) -> Alias:
         """Return how this request asks for a shard."""
@@ -98,8 +106,3 @@ class Request:
 Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
 """Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
 one at least. Raises an FFServeError when none come."""
-
-
-def identity_of(status: os.stat_result) -> Identity:
-    """Return the identity of a file."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

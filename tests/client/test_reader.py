@@ -12,7 +12,7 @@ import sys
 import threading
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, until, write
 
 import ffserve
+from ffserve import dataset
 from ffserve.dataset import expand_paths
+from ffserve.engine import opening
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -757,7 +759,9 @@ def test_indices_that_another_thread_changes_led_out_of_the_buffer(
     assert run_python(CHANGING, path, server, other, call).stdout == "ok\n"
 
 
-def test_each_path_was_looked_up_twice_to_expand_it(tmp_path: Path) -> None:
+def test_each_path_was_looked_up_twice_to_expand_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [write(tmp_path / f"{k}.ffr", [b"x"]) for k in range(20)]
     calls: list[str] = []
 
@@ -765,6 +769,11 @@ def test_each_path_was_looked_up_twice_to_expand_it(tmp_path: Path) -> None:
         if event == "c_call" and function.__name__ in ("stat", "lstat"):
             calls.append(function.__name__)
 
+    def looking(given: Sequence[str]) -> tuple[opening.States, OSError | None]:
+        calls.extend(given)
+        return opening.stat_paths(given)
+
+    monkeypatch.setattr(dataset, "stat_paths", looking)
     for given, most in ((paths, len(paths)), (tmp_path, 1)):
         calls.clear()
         sys.setprofile(seen)

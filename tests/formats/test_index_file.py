@@ -14,6 +14,7 @@ import pytest
 from daemon import run_python, serving
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import ffserve
 from ffserve import index_file, shardfile
@@ -21,6 +22,7 @@ from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord, frame_header
 from ffserve.index_file import Identity, decode, encode
+from ffserve.testing import reader_of
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 SAMPLES = [bytes([k]) * (1000 + k) for k in range(250)] * 5
@@ -492,3 +494,87 @@ def test_daemon_writes_to_its_cache_only_and_reads_both(path: str, cache: Path) 
     with serving() as daemon, daemon.open(path) as reader:
         assert len(reader) == len(SAMPLES)
     assert os.stat(cache / os.listdir(cache)[0]).st_ino == before.st_ino
+
+
+# ---- many at once ------------------------------------------------------------------------------
+
+
+def variants(content: bytes) -> list[bytes]:
+    """An index file; the same cut, longer, and with each byte changed, also where its checksum is
+    made right again."""
+    found = [content, content + b"\0", b"", content]
+    found += [content[:size] for size in range(0, len(content), 3)]
+    for place in range(len(content)):
+        changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        body = changed[:-4]
+        found += [changed, body + struct.pack("<I", crc32c(body)), content]
+    return found
+
+
+def test_many_index_files_are_decoded_as_each(path: str) -> None:
+    """Or are left to that. `path` gives the file; its index file says the same of all copies."""
+    lengths = [700, 0, 2000, 1500]
+    content = b"".join(
+        frame_header(n) + bytes(n) + struct.pack("<I", mask(crc32c(bytes(n)))) for n in lengths
+    )
+    Path(path).write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        identity = Identity.of(fd, path, "tfrecord")
+    finally:
+        os.close(fd)
+    scanned = TFRecord().open(reader_of(content), len(content), path)
+    files = variants(encode(identity, scanned.lengths, scanned.checksums))
+    files.append(encode(identity, scanned.lengths, scanned.checksums, b"kept"))
+    files.append(encode(identity, scanned.lengths[:-1], scanned.checksums[:-1]))
+    files.append(encode(identity, scanned.lengths[:0], scanned.checksums[:0]))
+    count, most = len(files), max(map(len, files)) - 1
+    sizes = np.array([len(each) for each in files], np.int64)
+    got, rows = np.minimum(sizes, most), np.zeros((count, most), np.uint8)
+    for row, each in zip(rows, files, strict=True):
+        row[: len(each)] = np.frombuffer(each[:most], np.uint8)
+
+    def copies(piece: bytes) -> NDArray[np.uint8]:
+        return np.tile(np.frombuffer(piece, np.uint8), (count, 1))
+
+    done, counts, tables = index_file.decode_small(
+        rows, got, sizes, np.full(count, len(content)), np.full(count, identity.mtime_ns),
+        copies(content[:5000]), copies(content[-index_file.END_SIZE :]),
+    )  # fmt: skip
+    assert done[0] and done[3] and not counts[~done].any()
+    assert 4 < done.sum() < count / 2 + 9
+    ends = np.cumsum(counts)
+    for k, each in enumerate(files):
+        known = decode(each, identity)
+        shard = known and TFRecord().restore(
+            known.lengths, known.checksums, known.kept, len(content), path
+        )
+        if done[k]:
+            assert shard and shard.count == counts[k]
+            mine = [table[ends[k] - counts[k] : ends[k]].tolist() for table in tables]
+            assert mine == [t.tolist() for t in (shard.offsets, shard.lengths, shard.checksums)]  # type: ignore[union-attr]
+        elif len(each) <= most and known and not known.kept:
+            assert shard is None
+
+
+def test_daemon_opens_many_files_by_their_index_files(path: str, cache: Path) -> None:
+    """It scans none, except where the index file is not the client's own, is older than a change of
+    the file, or the cache has a newer one."""
+    paths = [f"{path[:-9]}{k:02}.tfrecord" for k in range(40)]
+    for each in paths:
+        shutil.copy(path, each)
+        assert shardfile.write_index_file(each) is not None
+    os.chmod(index_file.beside(paths[3]) or "", 0o666)
+    for each in paths[5:7]:
+        os.utime(each, ns=(os.stat(each).st_mtime_ns, os.stat(each).st_mtime_ns))
+    Path(index_file.beside(paths[8]) or "").unlink()
+    with serving() as daemon:
+        for _ in range(2):
+            with daemon.open(paths) as reader:
+                assert len(reader) == 40 * len(SAMPLES)
+                for k in range(40):
+                    for place in (0, len(SAMPLES) - 1):
+                        found = reader[k * len(SAMPLES) + place]
+                        assert found.tobytes() == SAMPLES[place]
+        # Of those that it scanned, it keeps index files of its own.
+        assert len(list(cache.iterdir())) == 2

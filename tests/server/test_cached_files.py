@@ -113,19 +113,24 @@ def test_damage_in_the_page_cache_is_told(tmp_path: Path) -> None:
             assert bytes(answers[k]) == samples[k]  # type: ignore[arg-type]
 
 
+def opened_cached(fd: int) -> int:
+    begin, end = np.array([4096], np.int64), np.array([1 << 20], np.int64)
+    return int(open_cached(np.array([fd], np.int32), begin, end)[0])
+
+
 def test_files_of_which_nothing_is_in_memory_are_opened_once(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(1 << 20))
     direct, _ = io.open_direct(path)
     try:
-        plain = open_cached(direct, 4096, 1 << 20)
+        plain = opened_cached(direct)
         assert plain >= 0
         os.close(plain)
         evict(path)
         with open(path, "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file.read(100)  # its tables
-        assert open_cached(direct, 4096, 1 << 20) == -1
+        assert opened_cached(direct) == -1
     finally:
         os.close(direct)
 
@@ -136,7 +141,7 @@ def test_files_that_turn_cold_are_asked_about_seldom(tmp_path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         files = CachedFiles()
-        files.add(3, fd, 4)
+        files.add(*(np.array([each], np.int32) for each in (3, fd, 4)))
         numbers = np.full(64, 3, np.int32)
         begins = np.arange(64, dtype=np.int64) * 4096
         assert files.find(numbers, begins, begins + 4096) is not None

@@ -127,8 +127,8 @@ def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
     first = write(tmp_path / "a.ffr", [b"one", b"two"])
     second = write(tmp_path / "b.ffr", [b"1ne", b"2wo"])
     patch = (
-        "import ffserve.server.catalog as c\nreal = c.identity_of\n"
-        "c.identity_of = lambda status: (*real(status)[:1], 7, status.st_size, 7, 7)"
+        "import ffserve.server.opening as o\nreal = o.identities_of\n"
+        "o.identities_of = lambda s: [(device, 7, size, 7, 7) for device, _, size, *_ in real(s)]"
     )
     with serving(options=SOON, patch=patch) as daemon:
         assert read_all(daemon, first) == [b"one", b"two"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, get, sample, serving, until, write
+from daemon import Daemon, Raw, get, pack_identities, sample, serving, until, write
 
 from ffserve import protocol
 from ffserve.errors import ProtocolError
@@ -89,7 +89,7 @@ class Talker:
         if self._chance.random() < 0.05:
             what.pop(self._chance.choice(list(what)))
         states = [] if path.startswith("/nowhere") or path == "relative" else [os.stat(path)]
-        identities = protocol.pack_identities(states) or bytes(40)
+        identities = pack_identities(states) or bytes(40)
         return protocol.Open(self._tag(), what, identities)
 
     def _files(self) -> protocol.Message:

@@ -46,7 +46,8 @@ class Reading:
         self, fd: int, checksum_kind: int, size: int, shard: ChunkedShard | None = None
     ) -> None:
         """Serve a file whose offsets, lengths and checksums are in the directory."""
-        engine, file = self.engines.add_file(0, fd, 1)
+        one, none = np.array([1], np.int64), np.array([-1], np.int32)
+        engine, (file,) = self.engines.add_files(0, np.array([fd], np.int32), one, none)
         self.table.add(
             self.base,
             COUNT,

@@ -359,11 +359,17 @@ def search_memory(path: str, file: str, wanted: Sequence[str]) -> None:
         print(len(raw.fds), *sorted(found))
 
 
+def pack_identities(states: Sequence[os.stat_result]) -> bytes:
+    """Return the states of files as OPEN has them."""
+    rows = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in states]
+    return np.array(rows, protocol.IDENTITY_DTYPE).tobytes()
+
+
 def asking(
     *paths: str, verify: bool = True, tag: int = 1, states: Sequence[os.stat_result] = ()
 ) -> protocol.Open:
     """An OPEN as a client sends it; `states`: of the files, if not those that they have."""
-    identities = protocol.pack_identities(list(states) or [os.stat(path) for path in paths])
+    identities = pack_identities(states or [os.stat(path) for path in paths])
     what = {"paths": list(paths), "format": None, "verify": verify}
     return protocol.Open(tag, what, identities)
 

@@ -1,0 +1,457 @@
+"""Opening: the files of one message are checked, identified and read beside the loop, all together.
+
+A data set may have ten thousand files, of which a client passes some hundred at a time. Each step
+is one call of C for all of them. Files that are small, or whose tables are, are read from their
+heads (`formats.base.Format.open_small`); others, and all that are not in order, are opened one by
+one (`shardfile.py`), which says what is wrong.
+
+A file system can hang in any call on its files, so all of this runs in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import formats, index_file
+from ffserve.cache.tables import Directory
+from ffserve.dataset import bound_lengths
+from ffserve.engine.io import open_direct_all
+from ffserve.engine.opening import (
+    Int32s,
+    Int64s,
+    States,
+    clear_flags,
+    close_fds,
+    read_pieces,
+    stat_fds,
+)
+from ffserve.errors import FFServeError, ReadError
+from ffserve.files import os_error
+from ffserve.formats.base import (
+    HEAD_SIZE,
+    ChunkedShard,
+    Heads,
+    Shard,
+    SmallShards,
+    is_chunked,
+    needs_scan,
+    opens_small,
+)
+from ffserve.formats.tfrecord import FORMAT as TFRECORD
+from ffserve.server.access import Peer, Rules
+from ffserve.server.domains import Domain
+from ffserve.server.page_cache import open_cached
+from ffserve.server.shards import Identity, Key, OpenShard, PassedFile, Request
+from ffserve.shardfile import open_shard, scanned_as
+
+SMALL_SIZE = 16 << 10
+"""Bytes of each file that are read at once: 4 MiB of a message of 253 descriptors."""
+
+
+@dataclass(slots=True)
+class IdentifiedFiles:
+    """Passed files that were checked. keys: of their shards. heads: of as many as could be read."""
+
+    passed: list[PassedFile]
+    paths: list[str]
+    keys: list[Key]
+    heads: Heads
+
+
+@dataclass(slots=True)
+class _Tables:
+    """The tables of a file, before it has numbers.
+
+    small, at: it was opened with others; the row of its first sample in their tables. single: it
+    was opened by itself.
+    """
+
+    format: str
+    count: int
+    kind: int
+    fingerprint: int
+    chunked: ChunkedShard | None
+    scanned: str | None
+    payload_size: int = 0
+    small: SmallShards | None = None
+    at: int = 0
+    single: Shard | None = None
+
+
+def close_passed(files: list[PassedFile]) -> None:
+    """Close descriptors that clients passed. It may wait for their file systems."""
+    fds = [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
+    for one in files:
+        one.fd, one.index = -1, None
+    close_fds(np.array(fds, np.int32))
+
+
+class Opener:
+    """Opens shards in threads.
+
+    Args:
+        rules, max_chunk_size: see `catalog.Catalog`.
+        spare: returns how many files may be open a second time, besides those that are.
+    """
+
+    def __init__(
+        self, directory: Directory, rules: Rules, max_chunk_size: int, spare: Callable[[], int]
+    ) -> None:
+        self._directory = directory
+        self._rules = rules
+        self._max_chunk_size = max_chunk_size
+        self._spare = spare
+        self.lock = threading.Lock()
+        """Guards the numbers of the directory, the domains, and `cached_count`."""
+        self.cached_count = 0
+        """Files that are open a second time."""
+
+    # ---- whose files they are -------------------------------------------------------------------
+
+    def identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> IdentifiedFiles:
+        """Check passed files. Raises: AccessDenied, ReadError."""
+        paths = [request.paths[one.position] for one in passed]
+        fds = np.array([one.fd for one in passed], np.int32)
+        with self._rules.domains(peer) as domains_of:
+            files = self._rules.check(fds, paths, peer)
+            self._check_indexes(passed, paths, peer)
+            # The tables are read through the page cache.
+            with contextlib.suppress(OSError):
+                clear_flags(fds, os.O_DIRECT | os.O_NONBLOCK)
+            sizes = files.states["size"].copy()
+            heads, got, _ = read_pieces(fds, sizes, SMALL_SIZE)
+            names = _names(request, paths, heads, got, sizes)
+            owners = domains_of(files)
+        how = request.verify, request.tolerant
+        rows = zip(identities_of(files.states), names, owners, strict=True)
+        keys: list[Key] = [(identity, name, *how, owner, -1) for identity, name, owner in rows]
+        return IdentifiedFiles(passed, paths, keys, Heads(heads, got, sizes))
+
+    def _check_indexes(self, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
+        """Close those index files that the rules do not allow. Whoever may write to the directory
+        could put them there: their files are read without."""
+        rows = [k for k, one in enumerate(passed) if one.index is not None]
+        for k in [] if self._are_allowed(passed, rows, paths, peer) else rows:
+            if not self._are_allowed(passed, [k], paths, peer):
+                close_fds(np.array([passed[k].index], np.int32))
+                passed[k].index = None
+
+    def _are_allowed(
+        self, passed: list[PassedFile], rows: list[int], paths: list[str], peer: Peer
+    ) -> bool:
+        with contextlib.suppress(FFServeError):
+            fds = np.array([passed[k].index for k in rows], np.int32)
+            self._rules.check(fds, [paths[k] for k in rows], peer)
+            return True
+        return False
+
+    # ---- their tables ---------------------------------------------------------------------------
+
+    def open(
+        self, request: Request, files: IdentifiedFiles, rows: list[int], domains: list[Domain]
+    ) -> list[OpenShard]:
+        """Open the shards of some files, and close the passed descriptors of these.
+
+        Args: domains: the domain of each.
+        Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
+        """
+        passed, paths = [files.passed[k] for k in rows], [files.paths[k] for k in rows]
+        keys, fds = [files.keys[k] for k in rows], np.array([one.fd for one in passed], np.int32)
+        _check_unchanged(fds, keys, paths)
+        tables = self._read(request, files, rows)
+        counts = [each.count for each in tables]
+        bases = self._reserve(counts, domains)
+        try:
+            self._fill(tables, bases, keys, paths)
+            opened, alignments = _reopen(fds, paths)
+        except BaseException:
+            self._release(bases, counts, domains)
+            raise
+        cached = self._open_cached(opened, alignments, bases, tables, keys)
+        close_passed(passed)
+        columns = zip(
+            *(keys, paths, tables, bases, domains),
+            *(each.tolist() for each in (opened, alignments, cached)),
+            strict=True,
+        )
+        return [
+            OpenShard(
+                key=key,
+                path=path,
+                format=each.format,
+                fd=fd,
+                size=key[0][2],
+                count=each.count,
+                base=base,
+                checksum_kind=each.kind if request.verify else 0,
+                fingerprint=each.fingerprint,
+                alignment=alignment,
+                cached_fd=cached_fd,
+                payload_size=each.payload_size,
+                domain=domain,
+                chunked=each.chunked,
+                device=key[0][0],
+                scanned=each.scanned,
+            )
+            for key, path, each, base, domain, fd, alignment, cached_fd in columns
+        ]
+
+    def _read(self, request: Request, files: IdentifiedFiles, rows: list[int]) -> list[_Tables]:
+        found: dict[int, _Tables] = {}
+        by_name: dict[str, list[int]] = {}
+        for k in rows:
+            name = files.keys[k][1]
+            if name and not request.tolerant and k < len(files.heads.got):
+                by_name.setdefault(name, []).append(k)
+        for name, some in by_name.items():
+            self._read_small(request, name, files, some, found)
+            if name == TFRECORD.name:
+                self._read_indexed(files, [k for k in some if k not in found], found)
+        return [found.get(k) or self._read_single(request, files, k) for k in rows]
+
+    def _read_small(
+        self,
+        request: Request,
+        name: str,
+        files: IdentifiedFiles,
+        rows: list[int],
+        found: dict[int, _Tables],
+    ) -> None:
+        """Read the tables that are in the heads."""
+        chosen = formats.by_name(name)
+        if not opens_small(chosen):
+            return
+        paths = [files.paths[k] for k in rows]
+        small = chosen.open_small(files.heads.take(rows), paths, verify=request.verify)
+        self._enter_small(name, files, rows, small, found)
+
+    def _enter_small(
+        self,
+        name: str,
+        files: IdentifiedFiles,
+        rows: list[int],
+        small: SmallShards,
+        found: dict[int, _Tables],
+    ) -> None:
+        scanned = name if needs_scan(formats.by_name(name)) else None
+        chunked = small.chunked or [None] * len(rows)
+        columns = small.done, small.counts, np.cumsum(small.counts), small.payload_sizes
+        lists = (each.tolist() for each in columns)
+        each = zip(rows, *lists, small.fingerprints, small.kinds, chunked, strict=True)
+        for k, done, count, end, payload_size, fingerprint, kind, shard in each:
+            if not done:
+                continue
+            if shard is not None and max(payload_size, files.keys[k][0][2]) > self._max_chunk_size:
+                shard.limit(self._max_chunk_size)
+                payload_size = int(shard.chunks.sizes.sum())
+            found[k] = _Tables(
+                format=name,
+                count=count,
+                kind=kind,
+                fingerprint=fingerprint,
+                chunked=shard,
+                scanned=scanned,
+                payload_size=payload_size,
+                small=small,
+                at=end - count,
+            )
+
+    def _read_indexed(
+        self, files: IdentifiedFiles, rows: list[int], found: dict[int, _Tables]
+    ) -> None:
+        """Read the tables of TFRecord files that have small index files of the client's."""
+        sizes, got = files.heads.sizes, files.heads.got
+        rows = [
+            k
+            for k in rows
+            if files.passed[k].index is not None
+            and sizes[k] >= index_file.MIN_INDEXED_SIZE
+            and got[k] == SMALL_SIZE
+        ]
+        if not rows:
+            return
+        heads = files.heads.take(rows)
+        fds = np.array([files.passed[k].fd for k in rows], np.int32)
+        indexes = np.array([files.passed[k].index for k in rows], np.int32)
+        states, gone = stat_fds(fds)
+        about, lost = stat_fds(indexes)
+        begins = heads.sizes - index_file.END_SIZE
+        tails, tail_sizes, unread = read_pieces(fds, heads.sizes, index_file.END_SIZE, begins)
+        index_sizes = about["size"].copy()
+        content, content_sizes, failed = read_pieces(indexes, index_sizes, SMALL_SIZE)
+        if gone or lost or unread or failed or (tail_sizes < index_file.END_SIZE).any():
+            return  # one by one it becomes clear which file it is
+        done, counts, tables = index_file.decode_small(
+            content, content_sizes, index_sizes, heads.sizes, states["mtime"].copy(),
+            heads.bytes, tails,
+        )  # fmt: skip
+        # Older ones are compared with the file, and newer ones in the cache count.
+        fresh = states["ctime"] <= about["mtime"]
+        fresh &= index_file.are_trusted(about["mode"], about["uid"], states["uid"])
+        inodes = zip(states["device"].tolist(), states["inode"].tolist(), strict=True)
+        fresh &= ~np.array(index_file.are_cached(inodes), np.bool_)
+        small = TFRECORD.small_shards(done, counts, tables, heads.sizes)
+        small.done = done & fresh
+        self._enter_small(TFRECORD.name, files, rows, small, found)
+
+    def _read_single(self, request: Request, files: IdentifiedFiles, k: int) -> _Tables:
+        key, path = files.keys[k], files.paths[k]
+        parsed = open_shard(
+            files.passed[k].fd,
+            path,
+            key[1],
+            verify=request.verify,
+            tolerant=request.tolerant,
+            keep="inode",
+            passed_index=files.passed[k].index,
+        )
+        chunked = parsed if is_chunked(parsed) else None
+        if chunked is not None:
+            chunked.limit(self._max_chunk_size)
+        return _Tables(
+            format=parsed.format,
+            count=parsed.count,
+            kind=parsed.checksum_kind,
+            fingerprint=parsed.fingerprint,
+            single=parsed,
+            chunked=chunked,
+            scanned=scanned_as(parsed),
+        )
+
+    # ---- their numbers --------------------------------------------------------------------------
+
+    def _reserve(self, counts: list[int], domains: list[Domain]) -> list[int]:
+        """Return the first number of each shard: shards of a domain are neighbours."""
+        bases: list[int] = []
+        totals: dict[int, int] = {}
+        for count, domain in zip(counts, domains, strict=True):
+            totals[domain.number] = totals.get(domain.number, 0) + count
+        with self.lock, contextlib.ExitStack() as undo:
+            following: dict[int, int] = {}
+            for number, total in totals.items():
+                following[number] = first = self._directory.reserve(total, number)
+                undo.callback(self._directory.release, first, total, number)
+            undo.pop_all()
+        for count, domain in zip(counts, domains, strict=True):
+            bases.append(following[domain.number])
+            following[domain.number] += count
+        return bases
+
+    def _release(self, bases: list[int], counts: list[int], domains: list[Domain]) -> None:
+        with self.lock:
+            for base, count, domain in zip(bases, counts, domains, strict=True):
+                self._directory.release(base, count, domain.number)
+
+    def _fill(
+        self, tables: list[_Tables], bases: list[int], keys: list[Key], paths: list[str]
+    ) -> None:
+        """Enter tables under their numbers."""
+        begin = 0
+        for k, each in enumerate(tables):
+            following = tables[k + 1] if k + 1 < len(tables) else None
+            if each.single is not None:
+                self._load(each, bases[k], keys[k][0][2], paths[k])
+            elif (
+                following is not None
+                and following.small is each.small
+                and following.at == each.at + each.count
+                and bases[k + 1] == bases[k] + each.count
+            ):
+                continue
+            else:
+                self._copy(tables[begin], bases[begin], each.at + each.count)
+            begin = k + 1
+
+    def _copy(self, first: _Tables, base: int, end: int) -> None:
+        """Enter the rows up to `end` of shards that were opened together."""
+        small, directory = first.small, self._directory
+        assert small is not None
+        rows, run = slice(first.at, end), slice(base, base + end - first.at)
+        directory.offsets[run], directory.checksums[run] = (
+            small.offsets[rows],
+            small.checksums[rows],
+        )
+        directory.set_lengths(base, small.lengths[rows])
+
+    def _load(self, tables: _Tables, base: int, size: int, path: str) -> None:
+        """Enter the tables of a shard that was opened by itself."""
+        shard, directory, end = tables.single, self._directory, base + tables.count
+        assert shard is not None
+        lengths = np.empty(tables.count, np.uint64)
+        shard.load(directory.offsets[base:end], lengths, directory.checksums[base:end])
+        if tables.chunked is None:
+            bound_lengths(directory.offsets[base:end], lengths, size, path)
+        directory.set_lengths(base, lengths)
+        chunked = tables.chunked
+        tables.payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
+
+    def _open_cached(
+        self,
+        fds: Int32s,
+        alignments: Int64s,
+        bases: list[int],
+        tables: list[_Tables],
+        keys: list[Key],
+    ) -> Int32s:
+        """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
+        for them; -1 for others."""
+        cached = np.full(len(fds), -1, np.int32)
+        filled = [each.count > 0 for each in tables]
+        rows = np.flatnonzero((alignments > 1) & filled)[: max(self._spare(), 0)]
+        if len(rows):
+            begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
+            ends = np.array([keys[k][0][2] for k in rows.tolist()], np.int64)
+            cached[rows] = open_cached(fds[rows], begins, ends)
+            with self.lock:
+                self.cached_count += int((cached >= 0).sum())
+        return cached
+
+
+def identities_of(states: States) -> list[Identity]:
+    """Return the identities of files."""
+    names = "device", "inode", "size", "mtime", "ctime"
+    return list(zip(*(states[name].tolist() for name in names), strict=True))
+
+
+def _names(
+    request: Request, paths: list[str], heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
+) -> list[str | None]:
+    """Return the formats of files, detected so that naming them or not leads to the same shards.
+    None: parsing reports what is wrong."""
+    if request.format:
+        return [request.format] * len(paths)
+    names: list[str | None] = [None] * len(paths)
+    rows = zip(paths, got.tolist(), sizes.tolist(), strict=False)
+    for k, (path, there, size) in enumerate(rows):
+        with contextlib.suppress(FFServeError):
+            head = heads[k, : min(there, HEAD_SIZE)].tobytes()
+            names[k] = formats.detect(head, path, size).name
+    return names
+
+
+def _check_unchanged(fds: Int32s, keys: list[Key], paths: list[str]) -> None:
+    """Raise a ReadError if a file is not what it was when its head was read."""
+    states, error = stat_fds(fds)
+    for identity, key, path in zip(identities_of(states), keys, paths, strict=False):
+        # ctime is left out: some file systems report another one each time.
+        if identity[:4] != key[0][:4]:
+            raise ReadError("the file changed while it was opened", path=path, hint="try again")
+    if error is not None:
+        raise os_error(error, paths[len(states)])
+
+
+def _reopen(fds: Int32s, paths: list[str]) -> tuple[Int32s, Int64s]:
+    try:
+        return open_direct_all(fds)
+    except OSError as error:
+        # It names /proc/self/fd/FD.
+        failed = os.path.basename(str(error.filename or ""))
+        named = dict(zip(map(str, fds.tolist()), paths, strict=True))
+        raise os_error(error, named.get(failed, paths[0])) from error
