@@ -168,8 +168,10 @@ class ClientConnection:
         if not self._closed:
             self._count_received()
             self._watch(not (left or self.held or self._queued))
-        elif not self._steps:
-            self._server.forget(self)
+        else:
+            left = bool(self._steps)
+            if not (left or self._queued):
+                self._server.forget(self)
         if self._queued:  # it was added in the meantime
             return False
         self._queued = left

@@ -46,6 +46,7 @@ MOST_ANNOUNCED = 512
 """Data sets in which the jobs of one user have announced an order."""
 ACTIVE_S = 1.0
 """A user without a request for so long does not count as one who shares the disk."""
+_FEW = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -152,8 +153,9 @@ class FairShare:
         return self._used.get(user, 0.0)
 
     def charge(self, user: User, cost: float) -> None:
-        """A user has had a turn that cost so much."""
-        self._used[user] = max(self._used.get(user, 0.0), self._present) + cost
+        """A user has had a turn that cost so much; nothing for one that was forgotten in it."""
+        if user in self._used:
+            self._used[user] = max(self._used[user], self._present) + cost
 
     def forget(self, user: User) -> None:
         """A user has no session any more."""
@@ -161,22 +163,28 @@ class FairShare:
 
 
 class Users:
-    """The users that have sessions."""
+    """The users that have sessions, and others of whom something is left to close."""
 
     def __init__(self) -> None:
         self._users: dict[tuple[int, bool], User] = {}
+        self._most = _FEW
+        """Users with which those of whom nothing is left are looked for."""
 
     def of(self, uid: int, *, trusted: bool) -> User:
         """Return a user, also one without a session yet. The roots of all containers are one."""
         user = self._users.get((uid, trusted))
         if user is None:
+            if len(self._users) >= self._most:
+                self._users = {k: u for k, u in self._users.items() if u.sessions or u.closing.held}
+                self._most = 2 * len(self._users) + _FEW
             user = self._users[uid, trusted] = User(uid, trusted=trusted)
         return user
 
     def left(self, user: User) -> bool:
         """A session has ended; return whether it was the last one of its user."""
         user.sessions -= 1
-        if user.sessions or user.closing.held:
+        if user.sessions:
             return False
-        self._users.pop((user.uid, user.trusted), None)
+        if not user.closing.held:
+            self._users.pop((user.uid, user.trusted), None)
         return True

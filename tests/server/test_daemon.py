@@ -22,6 +22,7 @@ from daemon import (
     DEADLINE_S,
     Daemon,
     Raw,
+    asking,
     client,
     damage,
     everything_is_given_back,
@@ -855,3 +856,34 @@ def test_an_arena_larger_than_memory_is_refused(tmp_path: Path, arena: str) -> N
     assert done.returncode == 2
     assert "an arena of" in done.stderr and "smaller --arena" in done.stderr
     assert not (tmp_path / "s").exists()
+
+
+def polite(daemon: Daemon) -> None:
+    """A session that ends with BYE, and has ended."""
+    with Raw(daemon.socket) as raw:
+        raw.send(protocol.Bye())
+        assert raw.socket.recv(1) == b""
+
+
+def test_the_end_of_a_session_was_counted_twice(path: str) -> None:
+    """So there could be any number of sessions, and a container's user was taken to have gone while
+    others of its sessions were there."""
+    with serving(options=["--max-sessions", "8"]) as daemon, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            polite(daemon)
+        for _ in range(8):
+            stack.enter_context(Raw(daemon.socket)).open(path)
+        # Root may connect to ask for the status.
+        late = stack.enter_context(Raw(daemon.socket))
+        late.send(asking(path))
+        assert "already serves 8 sessions" in str(late.refused())
+
+
+def test_each_end_of_the_last_session_of_a_user_left_memory_behind(daemon: Daemon) -> None:
+    """A `status` every second took 100 MB a day."""
+    for _ in range(200):
+        polite(daemon)
+    before = daemon.private_size()
+    for _ in range(700):
+        polite(daemon)
+    assert daemon.private_size() - before < 1 << 20
