@@ -38,7 +38,7 @@ MODULE = "ffserve.engine._core"
 ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "arrays.c"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-HEADERS = ("codec.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h")
+HEADERS = ("codec.h", "example.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h")
 """Headers whose declarations Python sees, each after those that it includes."""
 COMPILER_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-pthread")
 
