@@ -8,6 +8,7 @@
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
 #              the packages of the benchmark (installs gigabytes; says why a test is skipped)
+# make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
 #              after an interruption it goes on; options="--disk-limit …" and others are handed on)
 # make docs    draw docs/images/architecture.svg (needs graphviz)
@@ -20,7 +21,7 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
-.PHONY: demo test lint check interop bench figures docs soak fuzz guided asan tsan setup clean distclean
+.PHONY: demo test lint check interop spark bench figures docs soak fuzz guided asan tsan setup clean distclean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -51,6 +52,10 @@ test: lint
 interop:
 	@bash .ci/setup --bench
 	@$(pytest) -q -rs -m interop --timeout 0
+
+spark:
+	@bash .ci/setup --spark
+	@$(pytest) -q -m spark tests/spark --timeout 300
 
 soak: setup
 	@$(pytest) -q -m soak --timeout 600

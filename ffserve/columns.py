@@ -31,15 +31,25 @@ _KIND_NAMES = {
 
 
 class Place(NamedTuple):
-    """Where records come from, for errors: the file, and the row of the first one in it."""
+    """Where records come from, for errors: the file, and their rows in it.
+
+    rows: int64[n]; None for n rows from `first` on.
+    """
 
     path: str | None
     first: int = 0
+    rows: NDArray[np.int64] | None = None
 
-    def error(self, row: int, column: str | None, text: str, hint: str | None = None) -> FormatError:
+    def number(self, row: int) -> int:
+        """Return the row in the file of a row of the batch."""
+        return self.first + row if self.rows is None else int(self.rows[row])
+
+    def error(
+        self, row: int, column: str | None, text: str, hint: str | None = None
+    ) -> FormatError:
         """Return an error about a row of the batch."""
         named = "" if column is None else f", column {column!r}"
-        return FormatError(f"row {self.first + row}{named}: {text}", path=self.path, hint=hint)
+        return FormatError(f"row {self.number(row)}{named}: {text}", path=self.path, hint=hint)
 
 
 NOWHERE = Place(None)
@@ -108,7 +118,7 @@ def decode(
 
     Args:
         records: the messages.
-        schema: pyarrow.Schema; a feature that it does not name is skipped.
+        schema: pyarrow.Schema of at least one column; a feature that it does not name is skipped.
         record: "Example" or "SequenceExample".
         place: for errors.
     Returns: pyarrow.RecordBatch with one row per record, in new memory. A feature that is missing
@@ -131,10 +141,6 @@ def decode(
         _array(column, one, leaf, place)
         for column, one, leaf in zip(columns, schema, leaves, strict=True)
     ]
-    if not arrays:
-        return pa.RecordBatch.from_struct_array(
-            pa.array([{}] * len(records.starts), pa.struct([]))
-        )
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -176,7 +182,9 @@ def _array(column: Decoded, one: Any, leaf: Leaf, place: Place) -> Any:
         raise place.error(
             row, one.name, "it is missing or null, and the column is NOT NULL", "allow nulls"
         )
-    mask = None if column.valid.all() else pa.py_buffer(np.packbits(column.valid, bitorder="little"))
+    mask = (
+        None if column.valid.all() else pa.py_buffer(np.packbits(column.valid, bitorder="little"))
+    )
     items = _items(column, one.name, leaf, place, mask if leaf.depth == 0 else None)
     n, type = len(column.valid), one.type
     if leaf.depth == 0:
@@ -214,14 +222,21 @@ def _items(column: Decoded, name: str, leaf: Leaf, place: Place, mask: Any) -> A
 
 
 def _decimals(column: Decoded, name: str, type: Any, place: Place, mask: Any) -> Any:
-    # The decimals of a column with 7 digits are those that were written; see `_floats`.
-    limit = 10.0 ** (type.precision - type.scale)
-    fit = np.abs(column.values) < limit
+    fit = np.abs(column.values) < 10.0 ** (type.precision - type.scale)
     _check_fit(fit, column, name, place, f"a value does not fit into {type}")
-    array = pa.Array.from_buffers(
-        pa.float64(), len(column.values), [mask, pa.py_buffer(column.values)]
-    )
-    return array.cast(type)
+    array = _decimals_of(column.values, type)
+    return pa.Array.from_buffers(type, len(array), [mask, array.buffers()[1]])
+
+
+def _decimals_of(values: NDArray[np.float64], type: Any) -> Any:
+    """Return the decimals that numbers of 32 bits stand for: 3.14, not 3.1400001049."""
+    values = np.where(np.abs(values) < 10.0 ** (-type.scale - 1), 0.0, values)
+    narrow = values.astype(np.float32)
+    # The shortest text that gives the number again; integers may have more than 24 bits.
+    text = np.where(narrow == values, narrow.astype("U"), values.astype("U"))
+    exact = pa.array(text, pa.string()).cast(pa.decimal256(76, 38))
+    rounded = pc.round(exact, ndigits=type.scale, round_mode="half_towards_infinity")
+    return rounded.cast(type)
 
 
 def _check_fit(fit: Any, column: Decoded, name: str, place: Place, text: str) -> None:
@@ -290,6 +305,7 @@ def _source(array: Any, one: Any, place: Place) -> Source:
             items = items.values
         _check_elements(items, one.name, valid, outer, inner, place)
     edges = None
+    values: NDArray[Any]
     if leaf.kind == engine.BYTES:
         values, edges = _strings(items)
     elif leaf.kind == engine.INT64:
@@ -300,7 +316,9 @@ def _source(array: Any, one: Any, place: Place) -> Source:
     return Source(one.name.encode(), leaf.kind, leaf.depth, valid, outer, inner, values, edges)
 
 
-def _check_elements(items: Any, name: str, valid: Any, outer: Any, inner: Any, place: Place) -> None:
+def _check_elements(
+    items: Any, name: str, valid: Any, outer: Any, inner: Any, place: Place
+) -> None:
     if not items.null_count:
         return
     for item in np.flatnonzero(items.is_null().to_numpy(zero_copy_only=False)).tolist():
@@ -323,9 +341,9 @@ def _strings(items: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     _, offsets, data = items.buffers()
     if offsets is None:
         return np.zeros(0, np.uint8), np.zeros(len(items) + 1, np.int64)
-    edges = np.frombuffer(offsets, np.int64 if wide else np.int32)
-    edges = edges[items.offset : items.offset + len(items) + 1].astype(np.int64)
-    return np.frombuffer(data or b"", np.uint8), edges
+    edges: NDArray[Any] = np.frombuffer(offsets, np.int64 if wide else np.int32)
+    some = edges[items.offset : items.offset + len(items) + 1]
+    return np.frombuffer(data or b"", np.uint8), some.astype(np.int64)
 
 
 def _floats(items: Any, leaf: Leaf, name: str, edges: Any, place: Place) -> NDArray[np.float32]:
@@ -354,7 +372,7 @@ def _survives(items: Any, narrow: NDArray[np.float32], type: Any) -> NDArray[np.
     """Whether each decimal is what a reader makes of its float."""
     wide = narrow.astype(np.float64)
     fit: NDArray[np.bool_] = np.abs(wide) < 10.0 ** (type.precision - type.scale)
-    back = pa.array(np.where(fit, wide, 0.0)).cast(type)
+    back = _decimals_of(np.where(fit, wide, 0.0), type)
     same = pc.equal(back, items).fill_null(False).to_numpy(zero_copy_only=False)
     return fit & np.asarray(same, np.bool_)
 
@@ -399,7 +417,7 @@ class Inference:
         seen = self._seen.setdefault(one.name, _Seen())
         for kind in (engine.BYTES, engine.FLOAT, engine.INT64):
             if one.rows[kind] >= 0:
-                seen.kinds.setdefault(kind, Place(place.path, place.first + one.rows[kind]))
+                seen.kinds.setdefault(kind, Place(place.path, place.number(one.rows[kind])))
             if one.empty[kind] >= 0:
                 seen.empty.add(kind)
         seen.depths.setdefault(one.listed, place)
@@ -427,7 +445,9 @@ class Inference:
 
     def _type(self, name: bytes, seen: _Seen) -> Any:
         if len(seen.depths) > 1:
-            raise _conflict(name, "a feature list", seen.depths[True], "a feature", seen.depths[False])
+            raise _conflict(
+                name, "a feature list", seen.depths[True], "a feature", seen.depths[False]
+            )
         kinds = seen.kinds or dict.fromkeys(seen.empty, NOWHERE)
         if not kinds:
             return None

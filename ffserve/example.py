@@ -240,6 +240,41 @@ def _wrong(name: str, reason: str, hint: str | None = None) -> UsageError:
     return UsageError(f"cannot encode feature {name!r}: {reason}", hint=hint)
 
 
+# ---- Arrow -------------------------------------------------------------------------------------
+
+
+def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
+    """Decode samples to Arrow columns.
+
+    Args:
+        batch: a ``Batch`` as ``Reader.read_batch`` returns, or a sequence of bytes or uint8 arrays.
+        schema: pyarrow.Schema of the wanted columns: int32, int64, float, double, decimal128,
+            string, binary, lists of these, and of a SequenceExample lists of lists. None infers
+            it from these samples.
+        record: "Example" or "SequenceExample".
+    Returns: pyarrow.RecordBatch with one row per sample, in new memory. A missing feature is null.
+    Raises:  FormatError: a sample is not such a message, or does not fit the schema. UsageError:
+             a type that messages cannot hold, or pyarrow is not installed.
+    Cost:    a call of C per column; features that are not wanted are skipped.
+    """
+    try:
+        from ffserve import columns
+    except ImportError as error:
+        raise UsageError(
+            f"pyarrow is not installed: {error}", hint="pip install 'ffserve[arrow]'"
+        ) from error
+    if hasattr(batch, "buffer"):
+        lengths = np.diff(batch.offsets).astype(np.uint64)
+        records = columns.Records(batch.buffer, batch.offsets[:-1].astype(np.uint64), lengths)
+    else:
+        records = columns.records_of(bytes(sample) for sample in batch)
+    if schema is None:
+        inference = columns.Inference(record)
+        inference.add(records)
+        schema = inference.schema()
+    return columns.decode(records, schema, record=record)
+
+
 # ---- schema ------------------------------------------------------------------------------------
 
 

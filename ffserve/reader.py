@@ -426,16 +426,17 @@ class Reader(BaseReader, Sequence[Bytes]):
                 yield batch
 
     def scan(
-        self, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Iterator[tuple[int, Batch, dict[int, FFServeError]]]:
-        """Read everything in order as `batches` does, and go on behind damage.
+        """Read in order as `batches` does, and go on behind damage.
 
-        Yields: the index of the batch's first sample, the batch, and the errors of those samples
-            in it that failed, by position; their bytes in the batch are undefined.
+        Yields: the position in `indices` of the batch's first sample, the batch, and the errors of
+            those samples in it that failed, by position; their bytes in the batch are undefined.
         Raises: ServerUnavailable, as `read`.
         """
         first = 0
-        with contextlib.closing(self._in_order(self._all_numbers(), count, size)) as answers:
+        numbers = self._all_numbers() if indices is None else self._numbers(indices)
+        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
             for part, batch, failed in answers:
                 named = {k: self._named(error, k, part) for k, error in sorted(failed.items())}
                 yield first, batch, named

@@ -54,20 +54,14 @@ static inline int take_field(span *from, field *to)
     to->number = tag >> 3;
     to->wire = tag & 7;
     switch (to->wire) {
-    case VARINT:
-        return take_varint(from, &to->value);
+    case VARINT: return take_varint(from, &to->value);
     case BLOCK:
         if (take_varint(from, &size))
             return -1;
         break;
-    case FIXED64:
-        size = 8;
-        break;
-    case FIXED32:
-        size = 4;
-        break;
-    default:
-        return -1;
+    case FIXED64: size = 8; break;
+    case FIXED32: size = 4; break;
+    default: return -1;
     }
     if (size > (uint64_t)(from->end - from->at))
         return -1;
@@ -326,9 +320,9 @@ static int put_values(sink *to, const values_of *from)
                 return -1;
             if (part.number != 1)
                 continue;
-            int failed = from->kind == FFS_EXAMPLE_INT64   ? put_integers(to, &part)
-                         : from->kind == FFS_EXAMPLE_FLOAT ? put_floats(to, &part)
-                                                           : put_bytes(to, &part);
+            int failed = from->kind == FFS_EXAMPLE_INT64 ? put_integers(to, &part)
+                       : from->kind == FFS_EXAMPLE_FLOAT ? put_floats(to, &part)
+                                                         : put_bytes(to, &part);
             if (failed)
                 return -1;
         }
@@ -618,8 +612,8 @@ static uint64_t values_size(const ffs_example_source *from, int64_t first, int64
         return 4 * (uint64_t)(stop - first);
     for (int64_t k = first; k < stop; k++)
         sum += from->kind == FFS_EXAMPLE_INT64
-                   ? varint_size((uint64_t)((const int64_t *)from->values)[k])
-                   : block_size((uint64_t)(from->edges[k + 1] - from->edges[k]));
+                 ? varint_size((uint64_t)((const int64_t *)from->values)[k])
+                 : block_size((uint64_t)(from->edges[k + 1] - from->edges[k]));
     return sum;
 }
 

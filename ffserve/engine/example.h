@@ -40,17 +40,17 @@ typedef struct {
     const uint8_t *name;
     uint64_t name_size;
     int32_t kind;
-    int32_t depth; /* 0: one value, 1: a list, 2: a list of features */
-    int32_t wide;  /* floats as double */
-    uint64_t *begins, *sizes; /* n each, out: the Feature or FeatureList in the batch */
-    uint8_t *places;          /* n, out: 0 missing, 1 feature, 2 list of features */
+    int32_t depth;               /* 0: one value, 1: a list, 2: a list of features */
+    int32_t wide;                /* floats as double */
+    uint64_t *begins, *sizes;    /* n each, out: the Feature or FeatureList in the batch */
+    uint8_t *places;             /* n, out: 0 missing, 1 feature, 2 list of features */
     uint64_t steps, items, size; /* out of count: features of lists, values, bytes of values */
-    uint8_t *valid;  /* n, out: whether there is a value or list */
-    int32_t *outer;  /* n + 1, out (depth 1 and 2) */
-    int32_t *inner;  /* steps + 1, out (depth 2) */
-    void *values;    /* items, out: int64, float or double */
-    int32_t *edges;  /* items + 1, out (bytes) */
-    uint8_t *data;   /* size, out (bytes) */
+    uint8_t *valid;              /* n, out: whether there is a value or list */
+    int32_t *outer;              /* n + 1, out (depth 1 and 2) */
+    int32_t *inner;              /* steps + 1, out (depth 2) */
+    void *values;                /* items, out: int64, float or double */
+    int32_t *edges;              /* items + 1, out (bytes) */
+    uint8_t *data;               /* size, out (bytes) */
 } ffs_example_column;
 
 /* Each returns 0, or -1 and the fault in the batch. With depth 0 items equals n. */
@@ -61,11 +61,11 @@ int ffs_example_fill(ffs_example_batch *batch, ffs_example_column *column);
 /* A feature that occurs in a batch; the name is bytes[name_at, + name_size). */
 typedef struct {
     uint64_t name_at, name_size;
-    int64_t rows[4]; /* the first record with values of this kind, -1: none */
+    int64_t rows[4];  /* the first record with values of this kind, -1: none */
     int64_t empty[4]; /* the first record with no value but this kind, -1: none */
-    int32_t several; /* whether a record has not exactly one value */
-    int32_t listed;  /* whether it is a list of features */
-    int32_t binary;  /* whether a byte string is not UTF-8 */
+    int32_t several;  /* whether a record has not exactly one value */
+    int32_t listed;   /* whether it is a list of features */
+    int32_t binary;   /* whether a byte string is not UTF-8 */
 } ffs_example_feature;
 
 /* Collect the features of a batch. Returns their number; -1 and the fault in the batch; -2: there
@@ -78,11 +78,11 @@ typedef struct {
     const uint8_t *name;
     uint64_t name_size;
     int32_t kind, depth;
-    const uint8_t *valid;  /* n; NULL: all */
-    const int64_t *outer;  /* n + 1 (depth 1 and 2) */
-    const int64_t *inner;  /* of features (depth 2) */
-    const void *values;    /* int64 or float */
-    const int64_t *edges;  /* of byte strings */
+    const uint8_t *valid; /* n; NULL: all */
+    const int64_t *outer; /* n + 1 (depth 1 and 2) */
+    const int64_t *inner; /* of features (depth 2) */
+    const void *values;   /* int64 or float */
+    const int64_t *edges; /* of byte strings */
 } ffs_example_source;
 
 /* sizes[k] = bytes of record k. */

@@ -169,10 +169,10 @@ def infer(records: Records, *, sequence: bool) -> list[Found]:
         room *= 4
     _check(min(found, 0), batch, -1)
     del kept
-    view = memoryview(records.buffer)
+    view = records.buffer
     return [
         Found(
-            bytes(view[one.name_at : one.name_at + one.name_size]),
+            view[one.name_at : one.name_at + one.name_size].tobytes(),
             tuple(one.rows),
             tuple(one.empty),
             bool(one.several),

@@ -26,6 +26,10 @@ LAYERS = {
     "index_file": "engine formats files",
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
+    # tables
+    "columns": "engine",
+    "hive": "files",
+    "staging": "output",
     # the daemon
     "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
@@ -37,9 +41,10 @@ LAYERS = {
     "aio": "dataset client reader",
     # what programs use
     "compat": "parallel formats dataset files output writer client reader",
-    "example": "formats dataset reader",
+    "example": "formats columns dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order engine client compat",
+    "spark": "engine formats files columns hive staging writer reader shardfile",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
     # the command line

@@ -1,0 +1,286 @@
+"""Output directories that many tasks write and that change only when all of them have succeeded.
+
+A job stages files in ``OUT/_temporary/JOB/ATTEMPT/``, a directory per attempt of a task, and moves
+those of successful attempts to their places in ``commit``. Readers skip ``_temporary``. So a failed
+task leaves nothing visible, and a task that ran twice counts once. ``_SUCCESS`` is written last.
+
+The moves of a commit are several system calls. ``JOB/commit.json`` lists them before the first one,
+and what an overwrite replaces is kept in ``JOB/old`` until the last one, so a commit that fails is
+undone; one whose process was killed is undone by the next job of the directory, which finds
+the owner of the abandoned job dead (``JOB/owner.json``). The job of another machine cannot be
+examined: it is left alone, and refused if it was interrupted within its commit.
+
+Tasks create no directory above their own: when an aborted job has removed its directory, a task
+that still runs fails and cannot bring it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ffserve.errors import ReadError, UsageError
+from ffserve.output import sync_directory, writing
+
+TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
+_OWNER, _PLAN, _OLD = "owner.json", "commit.json", "old"
+
+Mode = Literal["error", "append", "overwrite", "dynamic"]
+"""What happens to files that are there: "error" refuses them; "overwrite" replaces all of them,
+"dynamic" those in partitions that get new ones."""
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A complete file of an attempt: its directory and name in the output, and its records."""
+
+    attempt: str
+    directory: str
+    name: str
+    count: int
+
+    @property
+    def place(self) -> str:
+        """Where it goes, relative to the output directory."""
+        return os.path.join(self.directory, self.name)
+
+
+class Attempt:
+    """The staging directory of one attempt of a task."""
+
+    def __init__(self, root: str) -> None:
+        self.name = uuid.uuid4().hex
+        self._root = os.path.join(root, self.name)
+        with writing(root):
+            os.mkdir(self._root)
+        self._made = {""}
+
+    def path(self, directory: str, name: str) -> str:
+        """Return where to write a file of the output."""
+        self._make(directory)
+        return os.path.join(self._root, directory, name)
+
+    def _make(self, directory: str) -> None:
+        if directory in self._made:
+            return
+        self._make(os.path.dirname(directory))
+        with writing(self._root):
+            os.mkdir(os.path.join(self._root, directory))
+        self._made.add(directory)
+
+    def discard(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class OutputJob:
+    """One write of a directory by many tasks. It pickles: driver and tasks use copies of it."""
+
+    target: str
+    id: str
+    mode: Mode
+    created: bool
+    """Whether the output directory is the job's own."""
+
+    @property
+    def root(self) -> str:
+        """The staging directory."""
+        return os.path.join(self.target, TEMPORARY, self.id)
+
+    @classmethod
+    def begin(cls, target: str, mode: Mode, *, pid: int, id: str | None = None) -> OutputJob:
+        """Create the output directory and the job's own, and undo what dead jobs left.
+
+        Args:    target: the output directory. pid: the process whose end ends the job. id: of the
+                 job, a new one if None.
+        Raises:  UsageError: the target is a file, or mode is "error" and it has files.
+                 AccessDenied, ReadError: it cannot be written, or the commit of another machine's
+                 job was interrupted.
+        """
+        name = id or uuid.uuid4().hex
+        with writing(target):
+            if os.path.lexists(target) and not os.path.isdir(target):
+                raise UsageError("the output path is a file", path=target, hint="choose another")
+            created = not os.path.isdir(target)
+            os.makedirs(os.path.join(target, TEMPORARY), exist_ok=True)
+            job = cls(target, name, mode, created)
+            job._check_empty()
+            for other in os.listdir(os.path.dirname(job.root)):
+                _recover(cls(target, other, "append", False))
+            # It appears with its owner.
+            new = os.path.join(target, TEMPORARY, f".{name}")
+            os.mkdir(new)
+            _write(os.path.join(new, _OWNER), json.dumps(_identity(pid)))
+            os.rename(new, job.root)
+        return job
+
+    def attempt(self) -> Attempt:
+        """Return a staging directory for one attempt of a task.
+
+        Raises: FFServeError: the job has ended.
+        """
+        return Attempt(self.root)
+
+    def commit(self, files: Sequence[StagedFile]) -> None:
+        """Move the files of successful attempts to their places, and write ``_SUCCESS``.
+
+        Raises: FFServeError: nothing has changed; the job can be aborted.
+        """
+        plan = {"mode": self.mode, "new": [file.place for file in files]}
+        with writing(self.target):
+            self._check_empty()
+            _write(os.path.join(self.root, _PLAN), json.dumps(plan))
+            sync_directory(self.root)
+        try:
+            with writing(self.target):
+                self._move(files)
+                _write(os.path.join(self.target, SUCCESS), "")
+                sync_directory(self.target)
+                os.unlink(os.path.join(self.root, _PLAN))
+        except BaseException:
+            _undo(self)
+            raise
+        self.discard()
+
+    def _move(self, files: Sequence[StagedFile]) -> None:
+        for place in self._replaced(files):
+            old = os.path.join(self.root, _OLD, place)
+            os.makedirs(os.path.dirname(old), exist_ok=True)
+            os.rename(os.path.join(self.target, place), old)
+        directories = {os.path.join(self.target, file.directory) for file in files}
+        for directory in directories:
+            os.makedirs(directory, exist_ok=True)
+        for file in files:
+            staged = os.path.join(self.root, file.attempt, file.place)
+            os.rename(staged, os.path.join(self.target, file.place))
+        for directory in directories:
+            sync_directory(directory)
+
+    def _replaced(self, files: Iterable[StagedFile]) -> list[str]:
+        """Return what gives way to the new files, relative to the target."""
+        if self.mode == "overwrite":
+            return _entries(self.target)
+        if self.mode != "dynamic":
+            return []
+        found = []
+        for directory in sorted({file.directory for file in files}):
+            whole = os.path.join(self.target, directory)
+            names = _entries(whole) if os.path.isdir(whole) else []
+            found += [
+                os.path.join(directory, name)
+                for name in names
+                if not os.path.isdir(os.path.join(whole, name))
+            ]
+        return found
+
+    def _check_empty(self) -> None:
+        if self.mode == "error" and os.path.isdir(self.target) and _entries(self.target):
+            raise UsageError(
+                "the output directory is not empty", path=self.target, hint="use another mode"
+            )
+
+    def discard(self) -> None:
+        """Remove what is staged, and the output directory if the job made it and it is empty."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(self.root))
+        if self.created:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.target)
+
+
+def _entries(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name != TEMPORARY)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- jobs that ended before their time -----------------------------------------------------------
+
+
+def _undo(job: OutputJob) -> None:
+    """Undo the moves of a commit, as far as they were done."""
+    with open(os.path.join(job.root, _PLAN), encoding="utf-8") as file:
+        places = json.load(file)["new"]
+    for place in places:
+        path = os.path.join(job.target, place)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        while (path := os.path.dirname(path)) != job.target:
+            try:
+                os.rmdir(path)
+            except OSError:
+                break
+    old = os.path.join(job.root, _OLD)
+    for folder, _, names in os.walk(old):
+        place = os.path.normpath(os.path.join(job.target, os.path.relpath(folder, old)))
+        os.makedirs(place, exist_ok=True)
+        for name in names:
+            os.replace(os.path.join(folder, name), os.path.join(place, name))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(job.root, _PLAN))
+
+
+def _recover(job: OutputJob) -> None:
+    """Undo and remove another job of the directory if its owner is dead."""
+    try:
+        with open(os.path.join(job.root, _OWNER), encoding="utf-8") as file:
+            owner = json.load(file)
+    except (OSError, ValueError):
+        owner = None
+    interrupted = os.path.exists(os.path.join(job.root, _PLAN))
+    alive = _is_alive(owner) if owner else False
+    if alive is None and interrupted:
+        raise ReadError(
+            f"a job of the machine {owner['host']!r} was interrupted while it moved its files here",
+            path=job.root,
+            hint=f"if that job no longer runs, remove its {_OWNER}: the next write then undoes it",
+        )
+    if alive is False:
+        if interrupted:
+            _undo(job)
+        shutil.rmtree(job.root, ignore_errors=True)
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return {
+        "host": socket.gethostname(),
+        "boot": boot,
+        "namespace": os.readlink("/proc/self/ns/pid"),
+        "pid": pid,
+        "started": _started(pid),
+    }
+
+
+def _started(pid: int) -> str:
+    """Return the start time of a process; it tells it from a later one of the same number."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[19]
+
+
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the process of a job lives; None if that cannot be known here."""
+    try:
+        here = _identity(os.getpid())
+        if owner["host"] != here["host"] or (
+            owner["boot"] == here["boot"] and owner["namespace"] != here["namespace"]
+        ):
+            return None
+        return bool(owner["boot"] == here["boot"] and owner["started"] == _started(owner["pid"]))
+    except (OSError, KeyError, TypeError):
+        return False

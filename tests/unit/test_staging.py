@@ -1,0 +1,155 @@
+"""Staged directories: commits that fail, are killed, or meet one another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ffserve.errors import ReadError, UsageError
+from ffserve.staging import Mode, OutputJob, StagedFile
+
+
+def begin(target: Path, mode: Mode = "append") -> OutputJob:
+    return OutputJob.begin(str(target), mode, pid=os.getpid())
+
+
+def stage(job: OutputJob, *places: str) -> list[StagedFile]:
+    attempt = job.attempt()
+    staged = []
+    for place in places:
+        directory, name = os.path.split(place)
+        Path(attempt.path(directory, name)).write_text(place)
+        staged.append(StagedFile(attempt.name, directory, name, 1))
+    return staged
+
+
+def tree(target: Path) -> list[str]:
+    return sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
+
+
+def put(target: Path, *places: str, mode: Mode = "append") -> None:
+    job = begin(target, mode)
+    job.commit(stage(job, *places))
+
+
+def test_modes(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    put(target, "k=1/a", "k=2/a", mode="error")
+    assert tree(target) == ["_SUCCESS", "k=1/a", "k=2/a"]
+    put(target, "k=2/b")
+    assert tree(target) == ["_SUCCESS", "k=1/a", "k=2/a", "k=2/b"]
+    put(target, "k=2/c", "k=3/c", mode="dynamic")
+    assert tree(target) == ["_SUCCESS", "k=1/a", "k=2/c", "k=3/c"]
+    put(target, "k=4/d", mode="overwrite")
+    assert tree(target) == ["_SUCCESS", "k=4/d"]
+    assert sorted(os.listdir(target)) == ["_SUCCESS", "k=4"]
+    with pytest.raises(UsageError, match="not empty"):
+        begin(target, "error")
+
+
+def test_of_two_attempts_of_a_task_only_the_chosen_one_counts(tmp_path: Path) -> None:
+    job = begin(tmp_path / "out")
+    stage(job, "k=1/a", "k=2/only-here")
+    job.commit(stage(job, "k=1/a"))
+    assert tree(tmp_path / "out") == ["_SUCCESS", "k=1/a"]
+
+
+def test_two_jobs_that_both_want_a_new_directory(tmp_path: Path) -> None:
+    one, two = begin(tmp_path / "out", "error"), begin(tmp_path / "out", "error")
+    one.commit(stage(one, "a"))
+    staged = stage(two, "b")
+    with pytest.raises(UsageError, match="not empty"):
+        two.commit(staged)
+    two.discard()
+    assert tree(tmp_path / "out") == ["_SUCCESS", "a"]
+
+
+def test_a_task_of_an_aborted_job_cannot_bring_it_back(tmp_path: Path) -> None:
+    job = begin(tmp_path / "out")
+    attempt = job.attempt()
+    job.discard()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ReadError):
+        attempt.path("k=1", "a")
+    with pytest.raises(ReadError):
+        job.attempt()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
+def test_a_commit_that_fails_changes_nothing(tmp_path: Path, mode: Mode) -> None:
+    target = tmp_path / "out"
+    put(target, "k=1/a", "k=2/a")
+    before = tree(target)
+    job = begin(target, mode)
+    staged = stage(job, "k=1/b", "k=3/b", "k=4/b")
+    os.unlink(os.path.join(job.root, staged[-1].attempt, "k=4/b"))
+    with pytest.raises(ReadError):
+        job.commit(staged)
+    job.discard()
+    assert tree(target) == before
+    assert sorted(os.listdir(target)) == ["_SUCCESS", "k=1", "k=2"]
+
+
+KILLED = """
+import os, signal, sys
+from ffserve import staging
+sys.path[:0] = [sys.argv[3]]
+from test_staging import begin, stage
+from pathlib import Path
+job = begin(Path(sys.argv[1]), sys.argv[2])
+staged = stage(job, "k=1/b", "k=3/b", "k=4/b")
+left, rename = int(sys.argv[4]), os.rename
+def dying(*names):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    rename(*names)
+os.rename = dying
+job.commit(staged)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
+@pytest.mark.parametrize("renames", [0, 1, 2, 4])
+def test_the_next_job_undoes_a_commit_whose_process_was_killed(
+    tmp_path: Path, mode: Mode, renames: int
+) -> None:
+    target = tmp_path / "out"
+    put(target, "k=1/a", "k=2/a")
+    before = tree(target)
+    command = [sys.executable, "-c", KILLED, str(target), mode, os.path.dirname(__file__)]
+    done = subprocess.run([*command, str(renames)])
+    assert done.returncode == -signal.SIGKILL
+    if "_temporary" not in os.listdir(target):  # it had fewer renames
+        assert mode != "overwrite" and renames == 4
+        return
+    job = begin(target)
+    assert [name for name in tree(target) if not name.startswith("_temporary")] == before
+    job.discard()
+    assert tree(target) == before
+    assert sorted(os.listdir(target)) == ["_SUCCESS", "k=1", "k=2"]
+
+
+def test_jobs_of_living_processes_and_of_other_machines_stay(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    mine, theirs = begin(target), begin(target)
+    owner = Path(theirs.root, "owner.json")
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "host": "elsewhere"}))
+    put(target, "a")
+    assert os.path.isdir(mine.root) and os.path.isdir(theirs.root)
+    Path(theirs.root, "commit.json").write_text(json.dumps({"new": ["a"], "mode": "append"}))
+    with pytest.raises(ReadError, match=r"'elsewhere' was interrupted.*remove its owner\.json"):
+        begin(target)
+    owner.unlink()
+    mine.discard()
+    begin(target).discard()
+    assert tree(target) == ["_SUCCESS"]  # the file of the interrupted job is gone
