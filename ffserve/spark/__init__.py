@@ -47,7 +47,13 @@ def register(spark: Any) -> None:
         spark.conf.get("spark.sql.session.timeZone"),
         spark.conf.get(prefix).lower() == "true",
     )
-    context = spark.sparkContext
+    try:
+        context = spark.sparkContext
+    except AttributeError as error:
+        raise UsageError(
+            "a Spark Connect session cannot register the formats of another process",
+            hint="use a session of this process (SparkSession.builder.master(…))",
+        ) from error
     given = context.pythonExec
     if given == "python3" and context.master.startswith("local"):
         # Spark's default is whatever python3 the PATH has; its workers here need this one.

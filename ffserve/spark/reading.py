@@ -13,7 +13,8 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,10 +28,13 @@ from pyspark.sql.types import StructType
 from ffserve import formats, hive
 from ffserve import reader as readers
 from ffserve.columns import Inference, Place, check_schema, decode
+from ffserve.engine.codec import FRAME_HEADER_SIZE
 from ffserve.engine.example import Records
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.files import is_compressed, open_regular, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE
+from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
+from ffserve.formats.tfstream import FrameStream, record_error
+from ffserve.formats.tfstream import Records as FrameRecords
 from ffserve.hive import DataFile
 from ffserve.reader import Reader, StreamReader
 from ffserve.shardfile import open_shard
@@ -45,12 +49,17 @@ BYTES_COLUMN = "byteArray"
 
 @dataclass(frozen=True)
 class Piece:
-    """Records of one file: [start, stop), or all of them if stop is None."""
+    """Records of one file: [start, stop), or all of them if stop is None.
+
+    begin, end: bytes of the file that hold them, if its frames are read in order; -1: its end.
+    """
 
     path: str
     values: tuple[tuple[str, str | None], ...]
     start: int = 0
     stop: int | None = None
+    begin: int = 0
+    end: int = -1
 
 
 # ---- the schema ----------------------------------------------------------------------------------
@@ -161,8 +170,8 @@ class RecordReader(DataSourceReader):
             return
         _check_format(self._format, file.path)
         edges = _cuts(self._format, file.path, parts, self._options.skip)
-        for start, stop in pairwise(edges):
-            yield Piece(file.path, file.values, start, stop), -(-file.size // parts)
+        for (start, begin), (stop, end) in pairwise(edges):
+            yield Piece(file.path, file.values, start, stop, begin, end), -(-file.size // parts)
 
     def _packed(self, pieces: Iterable[tuple[Piece, int]], limit: int) -> Iterator[list[Piece]]:
         group: list[Piece] = []
@@ -216,10 +225,10 @@ class RecordReader(DataSourceReader):
             yield pa.RecordBatch.from_arrays(columns, schema=arrow)
 
     def _decoded(self, records: Records, rows: NDArray[np.int64], data: Any, path: str) -> Any:
-        if self._options.record_type == "ByteArray":
-            arrays = [_as_binary(records)] if len(data) else []
-            return pa.RecordBatch.from_arrays(arrays, schema=data)
         place = Place(path, rows=rows)
+        if self._options.record_type == "ByteArray":
+            arrays = [_as_binary(records, place)] if len(data) else []
+            return pa.RecordBatch.from_arrays(arrays, schema=data)
         return decode(records, data, record=self._options.record_type, place=place)
 
 
@@ -241,23 +250,23 @@ def _count(format: str, piece: Piece) -> int:
         return len(reader)
 
 
-def _as_binary(records: Records) -> Any:
-    edges = np.append(records.starts, records.starts[-1:] + records.lengths[-1:])
-    if not np.array_equal(edges[1:], records.starts + records.lengths):  # some were left out
-        buffer, starts, lengths = records
-        places = zip(starts.tolist(), lengths.tolist(), strict=True)
-        return pa.array([buffer[at : at + size].tobytes() for at, size in places], pa.binary())
-    offsets = pa.py_buffer(edges.astype(np.int32))
-    return pa.Array.from_buffers(
-        pa.binary(), len(records.starts), [None, offsets, pa.py_buffer(records.buffer)]
+def _as_binary(records: Records, place: Place) -> Any:
+    buffer, starts, lengths = records
+    if len(buffer) >= 1 << 31:
+        raise place.error(0, None, "the record has 2 GiB or more, which Spark cannot hold")
+    # The bytes between records, such as frames, become rows that are left out.
+    edges = np.stack((starts, starts + lengths), axis=1).ravel().astype(np.int32)
+    gaps = pa.Array.from_buffers(
+        pa.binary(), len(edges) - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)]
     )
+    return gaps.take(pa.array(np.arange(0, len(edges), 2)))
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def _cuts(format: str, path: str, parts: int, tolerant: bool) -> list[int]:
-    """Return record numbers that divide a file into parts of about equal size in bytes."""
+def _cuts(format: str, path: str, parts: int, tolerant: bool) -> list[tuple[int, int]]:
+    """Return records that divide a file into parts of about equal size, and where they begin."""
     fd = open_regular(path)
     try:
         shard = open_shard(fd, path, format, tolerant=tolerant)
@@ -266,8 +275,10 @@ def _cuts(format: str, path: str, parts: int, tolerant: bool) -> list[int]:
     finally:
         os.close(fd)
     places = np.linspace(0, shard.size, parts + 1)[1:-1]
-    inner = np.searchsorted(offsets, places.astype(np.uint64))
-    return sorted({0, *inner.tolist(), shard.count})
+    found = np.searchsorted(offsets, places.astype(np.uint64)).tolist()
+    inner = sorted(row for row in set(found) if 0 < row < shard.count)
+    begins = [int(offsets[row]) - FRAME_HEADER_SIZE for row in inner]
+    return list(zip([0, *inner, shard.count], [0, *begins, -1], strict=True))
 
 
 def _check_format(format: str, path: str) -> None:
@@ -290,13 +301,65 @@ def _records(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, N
     """Yield the records of a piece, and their numbers in the file.
 
     Args: skip: leave out damaged records, and log how many.
+    Raises: FFServeError.
     """
     _check_format(format, piece.path)
-    if os.path.getsize(piece.path) == 0 and format == "tfrecord":
-        return
-    if format == "tfrecord" and is_compressed(piece.path):
+    if format != "tfrecord":
+        yield from _by_index(format, piece, skip)
+    elif is_compressed(piece.path):
         yield from _streamed(piece, skip)
-        return
+    elif skip and os.path.getsize(piece.path):
+        yield from _by_index(format, piece, skip)
+    else:
+        yield from _framed(piece)
+
+
+def _framed(piece: Piece) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+    """Read the frames of a TFRecord file in order: without an index, and without another copy.
+
+    The bytes from the first damage on are read by index, which finds the file's error.
+    """
+    fd = open_regular(piece.path)
+    row = piece.start
+    try:
+        size = os.fstat(fd).st_size
+        end = size if piece.end < 0 else piece.end
+        for records in _blocks(fd, piece, end, FrameStream(piece.path, limit=size)):
+            count = len(records.offsets)
+            intact = int(np.argmax(records.damaged)) if records.damaged.any() else count
+            starts, lengths = records.offsets[:intact], records.lengths[:intact]
+            if intact:
+                buffer = np.frombuffer(records.block, np.uint8)
+                some = Records(buffer, starts.astype(np.uint64), lengths.astype(np.uint64))
+                yield some, np.arange(row, row + intact)
+            row += intact
+            if intact < count:
+                raise record_error(piece.path, row)
+    except FormatError:
+        yield from _by_index("tfrecord", replace(piece, start=row), False)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _blocks(fd: int, piece: Piece, end: int, stream: FrameStream) -> Iterator[FrameRecords]:
+    at = piece.begin
+    while at < end:
+        data = wrap_os_error(partial(_pread, fd, at, min(PIECE_SIZE, end - at)), piece.path)
+        if not data:
+            break
+        at += len(data)
+        while (records := stream.feed(data)) is not None:
+            data = b""
+            yield records
+    stream.close()
+
+
+def _pread(fd: int, at: int, size: int, path: str) -> bytes:
+    return os.pread(fd, size, at)
+
+
+def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
     damaged: list[FFServeError] = []
     with Reader((piece.path,), format, "off", True, skip) as reader:
         chosen = np.arange(piece.start, len(reader) if piece.stop is None else piece.stop)

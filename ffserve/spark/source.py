@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter
+from pyspark.sql.datasource import (
+    CaseInsensitiveDict,
+    DataSource,
+    DataSourceReader,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
 from ffserve.spark import options as options_of
@@ -15,6 +21,9 @@ from ffserve.spark.writing import RecordWriter
 NAMES = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "ffrecord": "ffrecord"}
 NAMES["recordio"] = "recordio"
 """Format by name of the data source."""
+_OPTIONS = "ffserve.options"
+"""Metadata of the first column. Of a table (CREATE TABLE … LOCATION, which makes the path a URL)
+Spark keeps the schema, but hands no options to the reader."""
 
 
 class RecordSource(DataSource):
@@ -32,11 +41,17 @@ class RecordSource(DataSource):
     def schema(self) -> StructType:
         """Infer the schema. Raises: FFServeError."""
         options = options_of.read_options(self.format, self.options)
-        return infer_schema(self.format, options, self.settings)
+        schema = infer_schema(self.format, options, self.settings)
+        if self.options.get("path", "").startswith("file:"):
+            schema[0].metadata = {_OPTIONS: json.dumps(dict(self.options))}
+        return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of these columns. Raises: UsageError."""
-        options = options_of.read_options(self.format, self.options)
+        given = self.options
+        if not given.keys() & {"path", "paths"} and _OPTIONS in (schema[0].metadata or {}):
+            given = CaseInsensitiveDict(json.loads(schema[0].metadata[_OPTIONS]))
+        options = options_of.read_options(self.format, given)
         return RecordReader(self.format, schema, options, self.settings)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

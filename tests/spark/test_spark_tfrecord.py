@@ -393,7 +393,8 @@ def rows_of(numbers):
             open(sys.argv[2], "w").close()
             time.sleep(60)
 numbers = spark.sparkContext.parallelize(range(4), 2).mapPartitions(rows_of)
-spark.createDataFrame(numbers, "id long").write.mode("overwrite").format("tfrecord").save(sys.argv[1])
+df = spark.createDataFrame(numbers, "id long")
+df.write.mode("overwrite").format("tfrecord").save(sys.argv[1])
 """
 
 
@@ -555,3 +556,33 @@ def test_ffrecord_and_recordio(spark: Any, out: str, format: str, codec: str) ->
     assert rows(spark.read.format(format).option("recordType", "Example").load(f"{out}2")) == [
         (1, "x")
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_disk(spark: Any, tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path], check=True)
+    try:
+        out = str(tmp_path / "table")
+        spark.createDataFrame([(b"old",)], "byteArray binary").write.format("recordio").save(out)
+        before = files(out)
+        large = spark.createDataFrame([(os.urandom(100_000),) for _ in range(8)], "b binary")
+        for mode in ("append", "overwrite"):
+            with pytest.raises(PySparkException, match="No space left on device"):
+                large.write.mode(mode).format("tfrecord").save(out)
+        assert files(out) == before and "_temporary" not in os.listdir(out)
+        assert [bytes(row[0]) for row in spark.read.format("recordio").load(out).collect()] == [
+            b"old"
+        ]
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_errors_fit_on_one_screen(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "k=1").mkdir()
+    path = write(tmp_path / "k=1" / "a.tfrecord", {"id": 1}, {"id": "text"})
+    frame = spark.read.schema("id long, k int").format("tfrecord").load(str(tmp_path))
+    with pytest.raises(PySparkException) as caught:
+        frame.collect()
+    text = str(caught.value)
+    assert f"{path}: row 1, column 'id': it holds byte strings, which are not int64" in text
+    assert len(text.splitlines()) <= 50
