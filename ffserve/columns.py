@@ -8,13 +8,13 @@ only the columns that a schema names, so fewer columns cost less.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ffserve.engine import example as engine
@@ -235,7 +235,8 @@ def _decimals_of(values: NDArray[np.float64], type: Any) -> Any:
     # The shortest text that gives the number again; integers may have more than 24 bits.
     text = np.where(narrow == values, narrow.astype("U"), values.astype("U"))
     exact = pa.array(text, pa.string()).cast(pa.decimal256(76, 38))
-    rounded = pc.round(exact, ndigits=type.scale, round_mode="half_towards_infinity")
+    compute = importlib.import_module("pyarrow.compute")  # 70 ms, which most programs need not pay
+    rounded = compute.round(exact, ndigits=type.scale, round_mode="half_towards_infinity")
     return rounded.cast(type)
 
 
@@ -373,7 +374,8 @@ def _survives(items: Any, narrow: NDArray[np.float32], type: Any) -> NDArray[np.
     wide = narrow.astype(np.float64)
     fit: NDArray[np.bool_] = np.abs(wide) < 10.0 ** (type.precision - type.scale)
     back = _decimals_of(np.where(fit, wide, 0.0), type)
-    same = pc.equal(back, items).fill_null(False).to_numpy(zero_copy_only=False)
+    compute = importlib.import_module("pyarrow.compute")
+    same = compute.equal(back, items).fill_null(False).to_numpy(zero_copy_only=False)
     return fit & np.asarray(same, np.bool_)
 
 

@@ -26,7 +26,6 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from ffserve import formats, hive
-from ffserve import reader as readers
 from ffserve.columns import Inference, Place, check_schema, decode
 from ffserve.engine.codec import FRAME_HEADER_SIZE
 from ffserve.engine.example import Records
@@ -36,8 +35,6 @@ from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
 from ffserve.formats.tfstream import FrameStream, record_error
 from ffserve.formats.tfstream import Records as FrameRecords
 from ffserve.hive import DataFile
-from ffserve.reader import Reader, StreamReader
-from ffserve.shardfile import open_shard
 from ffserve.spark.options import ReadOptions, Settings
 
 log = logging.getLogger("ffserve.spark")
@@ -245,8 +242,10 @@ def _count(format: str, piece: Piece) -> int:
     """Return the number of records of a piece; their bytes are not read."""
     if piece.stop is not None:
         return piece.stop - piece.start
+    from ffserve.reader import open as open_files
+
     _check_format(format, piece.path)
-    with readers.open(piece.path, format=format, server="off") as reader:
+    with open_files(piece.path, format=format, server="off") as reader:
         return len(reader)
 
 
@@ -267,6 +266,8 @@ def _as_binary(records: Records, place: Place) -> Any:
 
 def _cuts(format: str, path: str, parts: int, tolerant: bool) -> list[tuple[int, int]]:
     """Return records that divide a file into parts of about equal size, and where they begin."""
+    from ffserve.shardfile import open_shard
+
     fd = open_regular(path)
     try:
         shard = open_shard(fd, path, format, tolerant=tolerant)
@@ -360,6 +361,8 @@ def _pread(fd: int, at: int, size: int, path: str) -> bytes:
 
 
 def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+    from ffserve.reader import Reader
+
     damaged: list[FFServeError] = []
     with Reader((piece.path,), format, "off", True, skip) as reader:
         chosen = np.arange(piece.start, len(reader) if piece.stop is None else piece.stop)
@@ -378,6 +381,8 @@ def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, 
 
 
 def _streamed(piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+    from ffserve.reader import StreamReader
+
     with StreamReader((piece.path,), tolerant=skip) as reader:
         first = 0
         for batch in reader.batches(count=BATCH_COUNT, size=BATCH_SIZE):

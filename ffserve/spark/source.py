@@ -1,4 +1,7 @@
-"""The data sources: what Spark asks of them, handed on to reading and writing."""
+"""The data sources: what Spark asks of them, handed on to reading and writing.
+
+Spark starts a process for each question about a data source, so each imports only what it needs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ from pyspark.sql.types import StructType
 
 from ffserve.spark import options as options_of
 from ffserve.spark.options import Settings
-from ffserve.spark.reading import RecordReader, infer_schema
-from ffserve.spark.writing import RecordWriter
 
 NAMES = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "ffrecord": "ffrecord"}
 NAMES["recordio"] = "recordio"
@@ -40,6 +41,8 @@ class RecordSource(DataSource):
 
     def schema(self) -> StructType:
         """Infer the schema. Raises: FFServeError."""
+        from ffserve.spark.reading import infer_schema
+
         options = options_of.read_options(self.format, self.options)
         schema = infer_schema(self.format, options, self.settings)
         if self.options.get("path", "").startswith("file:"):
@@ -48,6 +51,8 @@ class RecordSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of these columns. Raises: UsageError."""
+        from ffserve.spark.reading import RecordReader
+
         given = self.options
         if not given.keys() & {"path", "paths"} and _OPTIONS in (schema[0].metadata or {}):
             given = CaseInsensitiveDict(json.loads(schema[0].metadata[_OPTIONS]))
@@ -56,6 +61,8 @@ class RecordSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Begin a job that writes these columns. Raises: FFServeError."""
+        from ffserve.spark.writing import RecordWriter
+
         options = options_of.write_options(self.format, self.options)
         return RecordWriter(self.format, schema, overwrite, options, self.settings)
 
