@@ -477,6 +477,11 @@ def _conflict(name: bytes, one: str, here: Place, other: str, there: Place) -> F
     )
 
 
+def records_at(buffer: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Records:
+    """Return the records of a ``Batch``: its buffer and offsets."""
+    return Records(buffer, offsets[:-1].astype(np.uint64), np.diff(offsets).astype(np.uint64))
+
+
 def records_of(messages: Iterable[bytes]) -> Records:
     """Return messages back to back in one buffer."""
     parts = list(messages)

@@ -264,8 +264,7 @@ def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
             f"pyarrow is not installed: {error}", hint="pip install 'ffserve[arrow]'"
         ) from error
     if hasattr(batch, "buffer"):
-        lengths = np.diff(batch.offsets).astype(np.uint64)
-        records = columns.Records(batch.buffer, batch.offsets[:-1].astype(np.uint64), lengths)
+        records = columns.records_at(batch.buffer, batch.offsets)
     else:
         records = columns.records_of(bytes(sample) for sample in batch)
     if schema is None:

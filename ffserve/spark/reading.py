@@ -26,7 +26,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from ffserve import formats, hive
-from ffserve.columns import Inference, Place, check_schema, decode
+from ffserve.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.engine.codec import FRAME_HEADER_SIZE
 from ffserve.engine.example import Records
 from ffserve.errors import FFServeError, FormatError, UsageError
@@ -373,10 +373,9 @@ def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, 
             kept = np.ones(len(batch), np.bool_)
             kept[list(failed)] = False
             rows = chosen[first : first + len(batch)][kept]
-            starts = batch.offsets[:-1].astype(np.uint64)
-            lengths = np.diff(batch.offsets).astype(np.uint64)
+            buffer, starts, lengths = records_at(batch.buffer, batch.offsets)
             if len(rows):
-                yield Records(batch.buffer, starts[kept], lengths[kept]), rows
+                yield Records(buffer, starts[kept], lengths[kept]), rows
     _report(piece.path, damaged)
 
 
@@ -386,9 +385,8 @@ def _streamed(piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.in
     with StreamReader((piece.path,), tolerant=skip) as reader:
         first = 0
         for batch in reader.batches(count=BATCH_COUNT, size=BATCH_SIZE):
-            starts = batch.offsets[:-1].astype(np.uint64)
-            lengths = np.diff(batch.offsets).astype(np.uint64)
-            yield Records(batch.buffer, starts, lengths), np.arange(first, first + len(batch))
+            records = records_at(batch.buffer, batch.offsets)
+            yield records, np.arange(first, first + len(batch))
             first += len(batch)
         _report(piece.path, reader.damaged)
 

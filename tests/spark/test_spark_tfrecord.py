@@ -386,15 +386,16 @@ from pyspark.sql import SparkSession
 import ffserve.spark
 spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
 ffserve.spark.register(spark)
+out, mark = sys.argv[1:]
 def rows_of(numbers):
     for number in numbers:
         yield (number,)
         if number == 2:
-            open(sys.argv[2], "w").close()
+            open(mark, "w").close()
             time.sleep(60)
 numbers = spark.sparkContext.parallelize(range(4), 2).mapPartitions(rows_of)
 df = spark.createDataFrame(numbers, "id long")
-df.write.mode("overwrite").format("tfrecord").save(sys.argv[1])
+df.write.mode("overwrite").format("tfrecord").save(out)
 """
 
 
@@ -406,13 +407,15 @@ def test_a_killed_driver_leaves_the_old_data_and_the_next_write_cleans_up(
     mark = tmp_path / "running"
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYSPARK_PYTHON": sys.executable}
     environment.pop("PYSPARK_GATEWAY_PORT", None)
-    driver = subprocess.Popen(
-        [sys.executable, "-c", KILLED, out, str(mark)],
-        env=environment, start_new_session=True, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", KILLED, out, str(mark)],
+            env=environment, start_new_session=True, stderr=stderr,
+        )  # fmt: skip
     try:
         while not mark.exists():
-            assert driver.poll() is None, driver.stderr.read() if driver.stderr else None
+            assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         # The Java process has a session of its own.
         children = subprocess.run(

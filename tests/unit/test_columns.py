@@ -87,8 +87,12 @@ def test_inference_agrees_with_that_of_example(rows: list[dict[str, Any]]) -> No
     for name, field in known.items():
         leaf = columns.leaf_of(name, schema.field(name).type)
         assert (leaf.type in kinds[field.kind]) and leaf.depth == field.depth
-    if known:
+    if not known:
+        return
+    try:
         assert columns.decode(records_of(records), schema).num_rows == len(rows)
+    except FormatError as error:
+        assert "cannot hold exactly" in str(error)
 
 
 @given(st.data())
