@@ -110,14 +110,12 @@ class OutputJob:
             if os.path.lexists(target) and not os.path.isdir(target):
                 raise UsageError("the output path is a file", path=target, hint="choose another")
             created = not os.path.isdir(target)
-            os.makedirs(os.path.join(target, TEMPORARY), exist_ok=True)
             job = cls(target, name, mode, created)
             job._check_empty()
+            new = _make(os.path.join(target, TEMPORARY), f".{name}")
             for other in os.listdir(os.path.dirname(job.root)):
                 _recover(cls(target, other, "append", False))
             # It appears with its owner.
-            new = os.path.join(target, TEMPORARY, f".{name}")
-            os.mkdir(new)
             _write(os.path.join(new, _OWNER), json.dumps(_identity(pid)))
             os.rename(new, job.root)
         return job
@@ -197,6 +195,16 @@ class OutputJob:
                 os.rmdir(self.target)
 
 
+def _make(parent: str, name: str) -> str:
+    """Create a directory and its parents, which a job that ends may remove at any time."""
+    path = os.path.join(parent, name)
+    while True:
+        os.makedirs(parent, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.mkdir(path)
+            return path
+
+
 def _entries(directory: str) -> list[str]:
     return sorted(name for name in os.listdir(directory) if name != TEMPORARY)
 
@@ -236,6 +244,8 @@ def _undo(job: OutputJob) -> None:
 
 def _recover(job: OutputJob) -> None:
     """Undo and remove another job of the directory if its owner is dead."""
+    if os.path.basename(job.root).startswith("."):  # it is being made
+        return
     try:
         with open(os.path.join(job.root, _OWNER), encoding="utf-8") as file:
             owner = json.load(file)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,11 @@ def test_jobs_of_living_processes_and_of_other_machines_stay(tmp_path: Path) -> 
     mine.discard()
     begin(target).discard()
     assert tree(target) == ["_SUCCESS"]  # the file of the interrupted job is gone
+
+
+def test_many_jobs_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda k: put(target, f"k={k % 5}/{k}"), range(200)))
+    assert tree(target) == sorted(["_SUCCESS", *(f"k={k % 5}/{k}" for k in range(200))])
+    assert "_temporary" not in os.listdir(target)
