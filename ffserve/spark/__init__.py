@@ -16,8 +16,9 @@ from typing import Any
 
 from ffserve.errors import UsageError
 
-__all__ = ["register"]
+__all__ = ["register", "skipped"]
 
+_COUNTER = "_ffserve_skipped"
 _SIZE = re.compile(r"([0-9]+) *([kmgtp]?)i?b?", re.IGNORECASE)
 
 
@@ -40,13 +41,6 @@ def register(spark: Any) -> None:
             f"pyspark 4.1 or newer and pyarrow are needed: {error}",
             hint="pip install 'ffserve[spark]'",
         ) from error
-    prefix = "spark.sql.sources.partitionColumnTypeInference.enabled"
-    settings = Settings(
-        _size(spark.conf.get("spark.sql.files.maxPartitionBytes")),
-        _size(spark.conf.get("spark.sql.files.openCostInBytes")),
-        spark.conf.get("spark.sql.session.timeZone"),
-        spark.conf.get(prefix).lower() == "true",
-    )
     try:
         context = spark.sparkContext
     except AttributeError as error:
@@ -54,6 +48,14 @@ def register(spark: Any) -> None:
             "a Spark Connect session cannot register the formats of another process",
             hint="use a session of this process (SparkSession.builder.master(…))",
         ) from error
+    prefix = "spark.sql.sources.partitionColumnTypeInference.enabled"
+    settings = Settings(
+        _size(spark.conf.get("spark.sql.files.maxPartitionBytes")),
+        _size(spark.conf.get("spark.sql.files.openCostInBytes")),
+        spark.conf.get("spark.sql.session.timeZone"),
+        spark.conf.get(prefix).lower() == "true",
+        _counter(context),
+    )
     given = context.pythonExec
     if given == "python3" and context.master.startswith("local"):
         # Spark's default is whatever python3 the PATH has; its workers here need this one.
@@ -64,6 +66,21 @@ def register(spark: Any) -> None:
     finally:
         context.pythonExec = given
     wrap_writer()
+
+
+def skipped(spark: Any) -> int:
+    """Return how many damaged records reads with ``on_error=skip`` have left out so far.
+
+    Args:    spark: a session that was registered. A task that ran twice may count twice.
+    """
+    return int(_counter(spark.sparkContext).value)
+
+
+def _counter(context: Any) -> Any:
+    """Return the accumulator of a SparkContext."""
+    if not hasattr(context, _COUNTER):
+        setattr(context, _COUNTER, context.accumulator(0))
+    return getattr(context, _COUNTER)
 
 
 def _size(text: str) -> int:

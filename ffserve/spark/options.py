@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ffserve.errors import UsageError
 
@@ -50,6 +50,8 @@ class Settings:
     open_cost_bytes: int = 4 << 20
     time_zone: str = "UTC"
     infer_partition_types: bool = True
+    skipped: Any = None
+    """Accumulator of the records that ``on_error=skip`` left out."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ log = logging.getLogger("ffserve.spark")
 BATCH_COUNT, BATCH_SIZE = 8192, 8 << 20
 """An Arrow batch has at most so many records, and about so many bytes of them."""
 BYTES_COLUMN = "byteArray"
+Numbered = tuple[Records, NDArray[np.int64]]
+"""Records, and their numbers in the file."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class RecordReader(DataSourceReader):
         if not len(data) and not self._options.skip:
             yield from _repeated(constants, arrow, _count(self._format, piece))
             return
-        for records, rows in _records(self._format, piece, self._options.skip):
+        skipped = self._settings.skipped
+        for records, rows in _records(self._format, piece, self._options.skip, skipped):
             batch = self._decoded(records, rows, data, piece.path)
             columns = [
                 pa.repeat(constants[one.name], len(rows))
@@ -298,24 +301,24 @@ def _check_format(format: str, path: str) -> None:
                 )
 
 
-def _records(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
-    """Yield the records of a piece, and their numbers in the file.
+def _records(format: str, piece: Piece, skip: bool, skipped: Any = None) -> Iterator[Numbered]:
+    """Yield the records of a piece.
 
-    Args: skip: leave out damaged records, and log how many.
+    Args: skip: leave out damaged records, and log how many. skipped: accumulator of their number.
     Raises: FFServeError.
     """
     _check_format(format, piece.path)
     if format != "tfrecord":
-        yield from _by_index(format, piece, skip)
+        yield from _by_index(format, piece, skip, skipped)
     elif is_compressed(piece.path):
-        yield from _streamed(piece, skip)
+        yield from _streamed(piece, skip, skipped)
     elif skip and os.path.getsize(piece.path):
-        yield from _by_index(format, piece, skip)
+        yield from _by_index(format, piece, skip, skipped)
     else:
         yield from _framed(piece)
 
 
-def _framed(piece: Piece) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+def _framed(piece: Piece) -> Iterator[Numbered]:
     """Read the frames of a TFRecord file in order: without an index, and without another copy.
 
     The bytes from the first damage on are read by index, which finds the file's error.
@@ -360,7 +363,7 @@ def _pread(fd: int, at: int, size: int, path: str) -> bytes:
     return os.pread(fd, size, at)
 
 
-def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+def _by_index(format: str, piece: Piece, skip: bool, skipped: Any = None) -> Iterator[Numbered]:
     from ffserve.reader import Reader
 
     damaged: list[FFServeError] = []
@@ -376,10 +379,10 @@ def _by_index(format: str, piece: Piece, skip: bool) -> Iterator[tuple[Records, 
             buffer, starts, lengths = records_at(batch.buffer, batch.offsets)
             if len(rows):
                 yield Records(buffer, starts[kept], lengths[kept]), rows
-    _report(piece.path, damaged)
+    _report(piece.path, damaged, skipped)
 
 
-def _streamed(piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.int64]]]:
+def _streamed(piece: Piece, skip: bool, skipped: Any) -> Iterator[Numbered]:
     from ffserve.reader import StreamReader
 
     with StreamReader((piece.path,), tolerant=skip) as reader:
@@ -388,9 +391,11 @@ def _streamed(piece: Piece, skip: bool) -> Iterator[tuple[Records, NDArray[np.in
             records = records_at(batch.buffer, batch.offsets)
             yield records, np.arange(first, first + len(batch))
             first += len(batch)
-        _report(piece.path, reader.damaged)
+        _report(piece.path, reader.damaged, skipped)
 
 
-def _report(path: str, damaged: Sequence[FFServeError]) -> None:
+def _report(path: str, damaged: Sequence[FFServeError], skipped: Any) -> None:
     if damaged:
+        if skipped is not None:
+            skipped.add(len(damaged))
         log.warning("%s: skipped %d damaged records, the first: %s", path, len(damaged), damaged[0])

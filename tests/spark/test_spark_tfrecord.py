@@ -33,6 +33,7 @@ from pyspark.sql.types import (
 )
 
 import ffserve
+import ffserve.spark
 from ffserve import example
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -469,7 +470,9 @@ def test_a_damaged_record_is_named_or_skipped(spark: Any, tmp_path: Path) -> Non
         schema.load(str(path)).collect()
     assert re.search(rf"a\.tfrecord, sample 50, byte {offsets[50]}: checksum", str(caught.value))
     kept = schema.option("on_error", "skip").load(str(path))
+    before = ffserve.spark.skipped(spark)
     assert rows(kept) == sorted([(k,) for k in range(100) if k != 50], key=repr)
+    assert ffserve.spark.skipped(spark) == before + 1
 
 
 def test_cut_empty_and_foreign_files(spark: Any, tmp_path: Path) -> None:
