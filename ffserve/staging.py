@@ -278,9 +278,15 @@ def _identity(pid: int) -> dict[str, Any]:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process; it tells it from a later one of the same number."""
+    """Return the start time of a process; it tells it from a later one of the same number.
+
+    Raises: OSError: there is no such process, or it is dead and only its parent has not noticed.
+    """
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[19]
+        state, *rest = file.read().rpartition(")")[2].split()
+    if state in "ZX":
+        raise ProcessLookupError(pid)
+    return rest[18]
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:

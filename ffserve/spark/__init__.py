@@ -60,6 +60,8 @@ def register(spark: Any) -> None:
     if given == "python3" and context.master.startswith("local"):
         # Spark's default is whatever python3 the PATH has; its workers here need this one.
         context.pythonExec = sys.executable
+    # Spark compares the names with those of the active session, which may be another one.
+    context._jvm.SparkSession.setActiveSession(spark._jsparkSession)
     try:
         for name in NAMES:
             spark.dataSource.register(source_class(name, settings))

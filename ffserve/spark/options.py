@@ -36,6 +36,8 @@ _READ_OPTIONS = (
     *("path", "paths", "recordType", "codec", "samplingRatio", "mergeSchema"),
     *("on_error", "basePath", "maxPartitionBytes"),
 )
+_TABLE_OPTIONS = ("owner", "provider", "location", "external", "comment", "collation")
+"""Properties that Spark adds to the options of a table; they mean nothing here."""
 _WRITE_OPTIONS = ("path", "recordType", "codec", "maxRecordsPerFile", "partitionOverwriteMode")
 
 JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partitionBy"
@@ -85,7 +87,7 @@ class WriteOptions:
 
 def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
     """Check the options of ``spark.read``. Raises: UsageError."""
-    _refuse_unknown(format, options, _READ_OPTIONS)
+    _refuse_unknown(format, options, (*_READ_OPTIONS, *_TABLE_OPTIONS))
     _compression(format, options)
     paths = tuple(json.loads(options["paths"])) if "paths" in options else ()
     if "path" in options:
@@ -134,8 +136,10 @@ def _refuse_unknown(format: str, options: Mapping[str, str], known: tuple[str, .
     by_key = {name.lower(): name for name in known}
     for name in options:
         if name.lower() not in by_key:
-            shown = [one for one in known if not one.startswith("ffserve.")]
-            close = difflib.get_close_matches(name.lower(), by_key, 1)
+            shown = [
+                one for one in known if one not in _TABLE_OPTIONS and not one.startswith("ffserve.")
+            ]
+            close = difflib.get_close_matches(name.lower(), map(str.lower, shown), 1)
             hint = f"did you mean {by_key[close[0]]}?" if close else f"use {', '.join(shown)}"
             raise UsageError(f"{format} has no option {name!r}", hint=hint)
 

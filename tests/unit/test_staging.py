@@ -162,3 +162,15 @@ def test_many_jobs_at_once(tmp_path: Path) -> None:
         list(threads.map(lambda k: put(target, f"k={k % 5}/{k}"), range(200)))
     assert tree(target) == sorted(["_SUCCESS", *(f"k={k % 5}/{k}" for k in range(200))])
     assert "_temporary" not in os.listdir(target)
+
+
+def test_a_dead_process_whose_parent_has_not_noticed_is_dead(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        job = OutputJob.begin(str(target), "append", pid=process.pid)
+        begin(target).discard()
+        assert os.path.isdir(job.root)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        put(target, "a")
+        assert sorted(os.listdir(target)) == ["_SUCCESS", "a"]
