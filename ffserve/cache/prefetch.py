@@ -25,7 +25,7 @@ import numpy as np
 from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Order
-from ffserve.neighbours import window_end
+from ffserve.neighbours import window_ends
 
 PIECE_COUNT = 128
 """Samples in one piece, at most."""
@@ -312,7 +312,8 @@ class Prefetcher:
             jumped = cursor.position > cursor.window_end > 0
             least = 1 if jumped else max(int(WINDOW_LEAST_SIZE / size), 1)
             last = cursor.position + look >= order.count
-            end = window_end(numbers, least, last=last) if size <= WINDOW_SAMPLE_SIZE else None
+            small = size <= WINDOW_SAMPLE_SIZE
+            end = next(window_ends(numbers, least, last=last), None) if small else None
             if end is None:
                 cursor.windowed, cursor.window_end = False, 0
                 return

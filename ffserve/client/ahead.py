@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffserve.client.source import Int64s, Target
 from ffserve.engine.codec import scatter
 from ffserve.errors import FFServeError
-from ffserve.neighbours import window_end
+from ffserve.neighbours import window_ends
 
 LOOK_SIZE, LOOK_COUNT = 128 << 20, 1 << 18
 """How far a window is looked for, in bytes and samples. A larger window is not found."""
@@ -34,6 +35,8 @@ LEAST_SIZE = 4 << 20
 """Smaller windows are read several together."""
 LARGEST_MEAN = 32 << 10
 """Larger samples are read singly at the full speed of a disk."""
+
+_INT64 = np.dtype(np.int64)
 
 
 class WindowRead(Protocol):
@@ -101,6 +104,10 @@ class ReadAhead:
         self._position = 0
         self._prepared = 0
         """The end of the windows that the kernel reads."""
+        self._ends: Iterator[int] = iter(())
+        """Of windows that were found and not begun, counted from `_looked`."""
+        self._looked = self._found = 0
+        """Where they were looked for; the end of the last one that was begun."""
 
     def move_to(self, position: int) -> None:
         """The program has used the samples before this position; it may have asked for more."""
@@ -117,6 +124,21 @@ class ReadAhead:
                     numbers.sort()
                     self._prepare(numbers)
                     self._prepared += len(numbers)
+
+    def take_read(self, indices: NDArray[Any]) -> Part | None:
+        """Return where the samples come from if they are the next ones of a window that has been
+        read; None for all that `take` has to look at. indices: any array."""
+        with self._lock:
+            if not self._windows or indices.dtype != _INT64 or indices.ndim != 1:
+                return None
+            window = self._windows[0]
+            first = self._position - window.begin
+            last = first + len(indices)
+            numbers = window.request.indices[max(first, 0) : last]
+            if window.errors != {} or numbers.tobytes() != indices.tobytes():
+                return None
+            self._position = window.begin + last
+            return window, first, last
 
     def take(self, indices: Int64s) -> list[Part] | None:
         """Return where the samples come from; None if they are not the next ones of the order."""
@@ -169,10 +191,18 @@ class ReadAhead:
 
     def _next_window(self, begin: int) -> Int64s | None:
         """Return the samples of the window at a position; None, now and later, if there is none."""
-        numbers = self._order[begin : begin + self._look]
-        size = window_end(numbers, self._least, last=begin + self._look >= len(self._order))
-        self._windowed = size is not None
-        return None if size is None else numbers[:size].copy()
+        end = next(self._ends, None) if begin == self._found else None
+        if end is None:
+            numbers = self._order[begin : begin + self._look]
+            last = begin + self._look >= len(self._order)
+            self._looked = begin
+            self._ends = window_ends(numbers, self._least, last=last)
+            end = next(self._ends, None)
+        self._windowed = end is not None
+        if end is None:
+            return None
+        self._found = self._looked + end
+        return self._order[begin : self._found].copy()
 
     def errors(self, parts: list[Part]) -> dict[int, FFServeError]:
         """Wait for windows; return the errors of a request by position."""
@@ -201,6 +231,10 @@ class ReadAhead:
 
 def offsets_of(parts: list[Part]) -> Int64s:
     """Return the running sum of the samples' lengths."""
+    if len(parts) == 1:
+        window, begin, end = parts[0]
+        offsets = window.request.target.offsets
+        return offsets[begin : end + 1] - offsets[begin]
     lengths = [np.diff(window.request.target.offsets[a : b + 1]) for window, a, b in parts]
     offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
     np.cumsum(np.concatenate(lengths), out=offsets[1:])

@@ -267,7 +267,10 @@ class LocalSource:
     # ---- reading --------------------------------------------------------------------------
 
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | PartlyRead | None:
-        """Copy a batch of which all is in the page cache."""
+        """Copy a batch of which all is in the page cache, or in a window that has been read."""
+        if self._ahead is not None:
+            target = self._from_window(self._ahead, indices, apart=False, out=out)
+            return target and Batch(target.buffer, target.offsets)
         found = self._read_cached(indices, apart=False, out=out)
         if found is None or len(found.left):
             return found
@@ -275,9 +278,13 @@ class LocalSource:
         return Batch(found.target.buffer, found.target.offsets)
 
     def cached_arrays(self, indices: Indices) -> list[Bytes] | PartlyRead | None:
-        """Copy samples that are all in the page cache, each to an array of its own."""
+        """Copy samples that are all in the page cache, or in a window, each to an array."""
+        if self._ahead is not None:
+            numbers = as_int64(indices, self.count)
+            target = self._from_window(self._ahead, numbers, apart=True, out=None)
+            return target and target.arrays
         if places.place is None:
-            if self._ahead is not None or not self._plain:
+            if not self._plain:
                 return None
             read = self._tables.arrays(indices)
             if read is None or isinstance(read, list):
@@ -291,10 +298,22 @@ class LocalSource:
         self, indices: NDArray[Any], *, apart: bool, out: Bytes | None
     ) -> PartlyRead | None:
         """Read what is in the page cache; None for what `start` has to look at."""
-        if self._ahead is not None or not self._plain:
+        if not self._plain:
             return None
         edges = self._tables.edges(indices)
         return None if edges is None else self._to_target(indices, edges, apart, out)
+
+    def _from_window(
+        self, ahead: ReadAhead, indices: NDArray[Any], *, apart: bool, out: Bytes | None
+    ) -> Target | None:
+        """Copy samples out of a window that has been read."""
+        part = ahead.take_read(indices)
+        if part is None:
+            return None
+        target = _taken(indices, ahead, [part], apart, out).target
+        copy_parts([part], target)
+        self._add(len(indices), int(target.offsets[-1]))
+        return target
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
@@ -352,16 +371,14 @@ class LocalSource:
             return request
         chosen = indices[left]
         shards, starts, through = self._located(chosen)
-        records = np.zeros(len(left), io.RECORD_DTYPE)
-        records["offset"] = starts
-        records["length"] = self._held[chosen]
-        records["entry"] = NOWHERE
-        records["dest"] = target.places()[left]
-        records["checksum"] = self._checksums[chosen]
         numbers = files[through.view(np.int8), shards]
-        request.batch = _engine_batch(engine, records, numbers, self._kinds[shards])
-        request.batch.keep = target, self._files
-        engine.submit(request.batch)
+        batch = request.batch = _engine_batch(
+            engine, starts, self._held[chosen].astype(np.int64), numbers, self._kinds[shards]
+        )
+        batch.records["dest"] = target.places()[left]
+        batch.records["checksum"] = self._checksums[chosen]
+        batch.keep = target, self._files
+        engine.submit(batch)
         return request
 
     def _located(self, indices: Int64s) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
@@ -607,7 +624,6 @@ class LocalSource:
         assert self._engine is not None
         indices = np.ascontiguousarray(indices)
         order = np.argsort(indices)  # that of the files
-        self._prepare_window(indices[order])
         found = PartlyRead(Target(self._edges(indices), apart=False), order)
         return self._submit(self._engine, self._numbers, indices, found)
 
@@ -662,15 +678,18 @@ class LocalSource:
 
 
 def _engine_batch(
-    engine: Engine, records: NDArray[Any], files: NDArray[np.int32], kinds: NDArray[np.int32]
+    engine: Engine,
+    starts: Int64s,
+    lengths: Int64s,
+    files: NDArray[np.int32],
+    kinds: NDArray[np.int32],
 ) -> io.EngineBatch:
-    """Return a batch that reads records (RECORD_DTYPE), neighbours together."""
-    starts = records["offset"].astype(np.int64)
-    ends = starts + records["length"].astype(np.int64)
+    """Return a batch that reads records, neighbours together: all but destination and checksum."""
+    ends = starts + lengths
     firsts = merge_reads(starts, ends, files.astype(np.int64), MERGED_SIZE)
-    counts = np.diff(np.append(firsts, len(records)))
-    batch = engine.batch(len(firsts), len(records))
-    reads = batch.reads
+    counts = np.diff(np.append(firsts, len(starts)))
+    batch = engine.batch(len(firsts), len(starts))
+    reads, records = batch.reads, batch.records
     reads["offset"] = starts[firsts]
     reads["length"] = ends[firsts + counts - 1] - starts[firsts]
     reads["slot"] = NOWHERE
@@ -678,7 +697,9 @@ def _engine_batch(
     reads["checksum_kind"] = kinds[firsts]
     reads["first_record"] = firsts
     reads["record_count"] = counts
-    batch.records[:] = records
+    records["offset"] = starts
+    records["length"] = lengths
+    records["entry"] = NOWHERE
     return batch
 
 
