@@ -5,6 +5,9 @@ per sample, although its window costs a few large reads. So a window (`ffserve.n
 as one request, sorted, into one buffer that has the samples in the order in which they are asked
 for. A batch is then a copy of a part of that buffer. The next windows are read meanwhile.
 
+The calling thread plans windows and copies batches. The engine's I/O thread does the rest, also
+what the kernel does for the page cache, which holds a caller for milliseconds.
+
 It serves a program that reads in the order that it announced, or that it gave to
 `Reader.batches`. A read that does not follow the order is read by itself. If other processes read
 (the workers of a loader), the process that announced the order has the kernel read its windows into
@@ -13,6 +16,7 @@ the page cache, where they find them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -108,22 +112,40 @@ class ReadAhead:
         """Of windows that were found and not begun, counted from `_looked`."""
         self._looked = self._found = 0
         """Where they were looked for; the end of the last one that was begun."""
+        self._preparing: threading.Thread | None = None
+        """Runs `_prepare_windows`."""
 
     def move_to(self, position: int) -> None:
-        """The program has used the samples before this position; it may have asked for more."""
+        """The program has used the samples before this position; it may have asked for more.
+
+        If it does not read by itself, the kernel is told about the next windows in a thread: it
+        holds the caller for as long as it looks for memory, up to 60 ms a window.
+        """
         with self._lock:
             self._position = max(self._position, position)
-            self._prepared = max(self._prepared, self._position)
-            while (
-                self._windowed
-                and not self._windows
-                and self._prepared < min(self._position + self._ahead, len(self._order))
-            ):
-                numbers = self._next_window(self._prepared)
-                if numbers is not None:
-                    numbers.sort()
-                    self._prepare(numbers)
-                    self._prepared += len(numbers)
+            if self._preparing is None and self._wants_prepared():
+                thread = threading.Thread(
+                    target=self._prepare_windows, name="ffserve-ahead", daemon=True
+                )
+                with contextlib.suppress(RuntimeError):  # no thread: they are read when asked for
+                    thread.start()
+                    self._preparing = thread
+
+    def _wants_prepared(self) -> bool:
+        self._prepared = max(self._prepared, self._position)
+        end = min(self._position + self._ahead, len(self._order))
+        return self._windowed and not self._windows and self._prepared < end
+
+    def _prepare_windows(self) -> None:
+        while True:
+            with self._lock:
+                numbers = self._next_window(self._prepared) if self._wants_prepared() else None
+                if numbers is None:
+                    self._preparing = None
+                    return
+                self._prepared += len(numbers)
+            numbers.sort()
+            self._prepare(numbers)
 
     def take_read(self, indices: NDArray[Any]) -> Part | None:
         """Return where the samples come from if they are the next ones of a window that has been
@@ -134,8 +156,9 @@ class ReadAhead:
             window = self._windows[0]
             first = self._position - window.begin
             last = first + len(indices)
-            numbers = window.request.indices[max(first, 0) : last]
-            if window.errors != {} or numbers.tobytes() != indices.tobytes():
+            if window.errors != {} or first < 0:
+                return None
+            if window.request.indices[first:last].tobytes() != indices.tobytes():
                 return None
             self._position = window.begin + last
             return window, first, last
@@ -227,6 +250,8 @@ class ReadAhead:
             self._windowed = False
             while self._windows:
                 self._wait(self._windows.popleft())
+        if (thread := self._preparing) is not None:
+            thread.join()
 
 
 def offsets_of(parts: list[Part]) -> Int64s:

@@ -271,6 +271,11 @@ class LocalSource:
         if self._ahead is not None:
             target = self._from_window(self._ahead, indices, apart=False, out=out)
             return target and Batch(target.buffer, target.offsets)
+        if out is None and self._plain and (read := self._tables.batch(indices)) is not None:
+            if len(read) == 2:
+                return Batch(*read)
+            buffer, edges, left = read
+            return PartlyRead(Target(edges, apart=False, out=buffer), left)
         found = self._read_cached(indices, apart=False, out=out)
         if found is None or len(found.left):
             return found

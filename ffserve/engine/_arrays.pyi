@@ -11,6 +11,13 @@ def read_cached(
     | tuple[list[NDArray[np.uint8]], NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]
     | None
 ): ...
+def read_joined(
+    tables: int, indices: object, most: int, /
+) -> (
+    tuple[NDArray[np.uint8], NDArray[np.int64]]
+    | tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]
+    | None
+): ...
 def integers(indices: object, count: int, /) -> NDArray[np.int64] | None: ...
 def separate(
     offsets: NDArray[np.int64], /

@@ -183,26 +183,55 @@ static PyObject *result_of(PyObject *list, const numbers *of, npy_intp left)
     return all;
 }
 
-static PyObject *read_cached(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
+static int64_t read_left(ffs_local *t, numbers *of, uint8_t *buffer, uint8_t *const *dests)
 {
-    (void)self;
-    ffs_local *t = arg_count == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
-    if (!t || !local_read)
-        return PyErr_Occurred() ? NULL
-                                : PyErr_Format(PyExc_TypeError,
-                                               "read_cached() takes tables and indices, connected");
+    PyThreadState *state = of->edges[of->n] >= LARGE ? PyEval_SaveThread() : NULL;
+    int64_t left = local_read(t, of->indices, of->n, of->edges, buffer, dests, of->left);
+    if (state)
+        PyEval_RestoreThread(state);
+    return left;
+}
+
+static PyObject *read_apart(ffs_local *t, numbers *of)
+{
+    PyObject *list = list_of((uint64_t *)of->edges, of->n, of->addresses);
+    return list ? result_of(list, of, read_left(t, of, NULL, (uint8_t *const *)of->addresses))
+                : NULL;
+}
+
+/* The buffer and the edges; or, if some samples are left, also their positions. */
+static PyObject *read_together(ffs_local *t, numbers *of)
+{
+    npy_intp size = (npy_intp)of->edges[of->n];
+    PyObject *buffer = PyArray_SimpleNew(1, &size, NPY_UINT8);
+    PyObject *edges = array_of(of->n + 1, NPY_INT64, of->edges);
+    PyObject *positions = NULL, *all = NULL;
+    if (buffer && edges) {
+        int64_t left = read_left(t, of, PyArray_DATA((PyArrayObject *)buffer), NULL);
+        if (!left)
+            all = PyTuple_Pack(2, buffer, edges);
+        else if ((positions = array_of(left, NPY_INT64, of->left)))
+            all = PyTuple_Pack(3, buffer, edges, positions);
+    }
+    Py_XDECREF(buffer);
+    Py_XDECREF(edges);
+    Py_XDECREF(positions);
+    return all;
+}
+
+/* most: bytes of the samples; None is returned for more. */
+static PyObject *read_with(PyObject *read(ffs_local *t, numbers *of), PyObject *tables,
+                           PyObject *indices, int64_t most)
+{
+    ffs_local *t = PyLong_AsVoidPtr(tables);
+    if (!t || !local_read || PyErr_Occurred())
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "no tables: see connect()");
     numbers of; /* not zeroed: half a KiB */
     of.indices = NULL;
-    int taken = take_indices(t, args[1], &of);
-    PyObject *result = NULL;
-    if (taken > 0 && (result = list_of((uint64_t *)of.edges, of.n, of.addresses))) {
-        uint8_t *const *dests = (uint8_t *const *)of.addresses;
-        PyThreadState *state = of.edges[of.n] >= LARGE ? PyEval_SaveThread() : NULL;
-        int64_t left = local_read(t, of.indices, of.n, of.edges, NULL, dests, of.left);
-        if (state)
-            PyEval_RestoreThread(state);
-        result = result_of(result, &of, left);
-    }
+    int taken = take_indices(t, indices, &of);
+    if (taken > 0 && of.edges[of.n] > most)
+        taken = 0;
+    PyObject *result = taken > 0 ? read(t, &of) : NULL;
     if (of.indices != of.few)
         PyMem_Free(of.indices);
     if (!taken)
@@ -210,10 +239,28 @@ static PyObject *read_cached(PyObject *self, PyObject *const *args, Py_ssize_t a
     return result;
 }
 
+static PyObject *read_cached(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)self;
+    if (arg_count != 2)
+        return PyErr_Format(PyExc_TypeError, "read_cached() takes 2 arguments, not %zd", arg_count);
+    return read_with(read_apart, args[0], args[1], INT64_MAX);
+}
+
+static PyObject *read_joined(PyObject *self, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)self;
+    if (arg_count != 3)
+        return PyErr_Format(PyExc_TypeError, "read_joined() takes 3 arguments, not %zd", arg_count);
+    int64_t most = PyLong_AsLongLong(args[2]);
+    return PyErr_Occurred() ? NULL : read_with(read_together, args[0], args[1], most);
+}
+
 static PyMethodDef functions[] = {
     {"connect", (PyCFunction)(void (*)(void))connect, METH_FASTCALL, NULL},
     {"integers", (PyCFunction)(void (*)(void))integers, METH_FASTCALL, NULL},
     {"read_cached", (PyCFunction)(void (*)(void))read_cached, METH_FASTCALL, NULL},
+    {"read_joined", (PyCFunction)(void (*)(void))read_joined, METH_FASTCALL, NULL},
     {"separate", separate, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,24 @@ Returns: the arrays; if some were not read: the arrays, int64[n + 1] the running
 Raises: MemoryError.
 """
 
+read_joined: Callable[[int, object, int], tuple[Any, ...] | None]
+"""The same into one new buffer.
+
+Args: as of `read_cached`; bytes that the buffer may have at most.
+Returns: the buffer and int64[n + 1], the running sum of the samples' sizes; if some were not read,
+    also their positions. None as `read_cached`, and for a larger buffer.
+"""
+
 
 def _no_integers(indices: object, count: int) -> None:
     return None
 
 
 def _read_nothing(tables: int, indices: object) -> None:
+    return None
+
+
+def _join_nothing(tables: int, indices: object, most: int) -> None:
     return None
 
 
@@ -84,3 +96,4 @@ _module, MISSING = _load()
 integers = _no_integers if _module is None else _module.integers
 separate = _separate if _module is None else _module.separate
 read_cached = _read_nothing if _module is None else _module.read_cached
+read_joined = _join_nothing if _module is None else _module.read_joined

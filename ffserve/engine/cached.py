@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.arrays import Bytes, PartOfArrays, read_cached
+from ffserve.engine.arrays import Bytes, PartOfArrays, read_cached, read_joined
 from ffserve.engine.core import I32S, I64S, NULL, U8S, U32S, U64S, ffi, from_buffer, lib
-from ffserve.engine.shm import keep_freed_memory
+from ffserve.engine.shm import SMALL_SIZE, keep_freed_memory
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
@@ -76,7 +76,12 @@ class LocalTables:
         self.arrays: Callable[[object], list[Bytes] | PartOfArrays | None]
         self.arrays = partial(read_cached, address)
         """Read samples that are in the page cache; see `arrays.read_cached`."""
+        self._joined = partial(read_joined, address)
         keep_freed_memory()
+
+    def batch(self, indices: object) -> tuple[Any, ...] | None:
+        """Read samples that are in the page cache into one buffer; see `arrays.read_joined`."""
+        return self._joined(indices, SMALL_SIZE)
 
     def edges(self, indices: NDArray[Any]) -> Int64s | None:
         """Return the running sums of the samples' lengths, int64[n + 1].

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 import ffserve
 from ffserve.client import ahead
 from ffserve.client.local import process_engine
-from ffserve.errors import ChecksumError
+from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
 
 COUNT, WINDOW = 40_000, 4096
@@ -217,3 +220,104 @@ def in_memory(path: str, offsets: NDArray[np.uint64]) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+class Calls:
+    """Notes when a function is called, and by which thread."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread())
+        return self._call(*args, **options)
+
+
+def test_the_reader_of_an_order_was_held_while_the_kernel_looked_for_memory(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """posix_fadvise takes 5 to 60 ms a window."""
+    told = Calls(os.posix_fadvise)
+    monkeypatch.setattr("ffserve.client.local_files.os.posix_fadvise", told)
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        told.threads.clear()
+        for indices in batches_of(order):
+            if indices[0] == order[0]:
+                reader.announce(order)
+            check(indices, list(reader.read_batch(indices)))
+        reader.reached(0, 0)
+        reader.announce(order_of(1))  # other processes read: this one only tells
+        reader.reached(0, WINDOW)
+        until(lambda: len(told.threads) > 4, "the kernel is told")
+    assert threading.main_thread() not in told.threads
+    assert not [one for one in threading.enumerate() if one.name == "ffserve-ahead"]
+
+
+def test_several_windows_are_found_in_one_look(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Calls(ahead.window_ends)
+    monkeypatch.setattr(ahead, "window_ends", looked)
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        for indices in batches_of(order, 512):
+            if indices[0] == order[0]:
+                reader._selector.current().follow(order)  # type: ignore[attr-defined]
+            check(indices, reader.read(indices))
+    assert 1 < len(looked.threads) <= COUNT // WINDOW / 2
+
+
+@pytest.mark.parametrize("kind", ["float64", "uint64", "column", "strided", "list"])
+def test_indices_of_another_kind_are_not_taken_for_the_next_ones(path: str, kind: str) -> None:
+    """Their bytes may be those of the next indices of the order."""
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        check(order[:64], reader.read(order[:64]))
+        window = reader._selector.current()._ahead._windows[0]  # type: ignore[attr-defined]
+        assert window.errors == {}, "it has been read"
+        indices: Any = order[64:128].copy()
+        if kind == "float64":
+            with pytest.raises(UsageError):
+                reader.read_batch(indices.view(np.float64))
+        elif kind == "column":
+            with pytest.raises(UsageError):
+                reader.read_batch(indices.reshape(-1, 1))
+        elif kind == "strided":
+            check(order[64:128:2], list(reader.read_batch(indices[::2])))
+        elif kind == "uint64":
+            check(indices, list(reader.read_batch(indices.view(np.uint64))))
+        else:
+            check(indices, list(reader.read_batch(indices.tolist())))
+        check(order[:0], list(reader.read_batch(order[:0])))
+        with pytest.raises(UsageError, match="out has 8 bytes"):
+            reader.read_batch(order[128:192], out=np.empty(8, np.uint8))
+        check(order[128:192], list(reader.read_batch(order[128:192])))
+        check(order[192:256], reader.read(order[192:256]))
+
+
+def test_threads_that_share_a_reader_get_their_own_samples(path: str) -> None:
+    order = order_of()
+    parts = iter(batches_of(order, 50))
+    lock, failed = threading.Lock(), []
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+
+        def work() -> None:
+            try:
+                while True:
+                    with lock:
+                        indices = next(parts, None)
+                    if indices is None:
+                        return
+                    check(indices, list(reader.read_batch(indices)))
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        assert reader.stats()["bytes"] == sum(len(content(i)) for i in range(COUNT))

@@ -345,6 +345,8 @@ def test_one_sample_in_memory_took_forty_calls(path: str) -> None:
         assert calls_of(lambda: drop_in.read([7])) <= 10
         many = np.arange(COUNT)
         assert calls_of(lambda: reader.read(many)) <= 8
+        for indices in ([7], (7, 9), many, many[:1]):
+            assert calls_of(lambda indices=indices: reader.read_batch(indices)) <= 14
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
@@ -354,14 +356,20 @@ def test_all_kinds_of_indices_are_read_alike(path: str, kind: Any) -> None:
             wanted = [TRUTH[k] for k in indices]
             for each in (reader, drop_in):
                 assert [bytes(one) for one in each.read(kind(indices))] == wanted
+            batch = reader.read_batch(kind(indices))
+            assert [bytes(one) for one in batch] == wanted
+            assert batch.buffer.flags.owndata and batch.buffer.flags.writeable
         for bad in ([0, COUNT], [-1], [2**63 - 1], [0, -(2**63)]):
             for each in (reader, drop_in):
                 with pytest.raises(SampleIndexError):
                     each.read(kind(bad))
+            with pytest.raises(SampleIndexError):
+                reader.read_batch(kind(bad))
 
 
 @pytest.mark.parametrize("evicted", ["none", "half", "all"])
-def test_samples_in_memory_and_on_disk_in_one_list(path: str, evicted: str) -> None:
+@pytest.mark.parametrize("name", ["read", "read_batch"])
+def test_samples_in_memory_and_on_disk_in_one_list(path: str, evicted: str, name: str) -> None:
     with ffserve.open(path, server="off") as reader:
         offsets = reader.tables(0)[0]
         evict(path)
@@ -372,7 +380,8 @@ def test_samples_in_memory_and_on_disk_in_one_list(path: str, evicted: str) -> N
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 file.read(int(offsets[last - 1]) + len(TRUTH[last - 1]))
-        assert [bytes(one) for one in reader.read(order)] == [TRUTH[k] for k in order]
+        samples = getattr(reader, name)(order)
+        assert [bytes(one) for one in samples] == [TRUTH[k] for k in order]
         now = reader.stats()
         assert int(now["samples"]) - int(before["samples"]) == COUNT
         assert int(now["bytes"]) - int(before["bytes"]) == sum(map(len, TRUTH))
