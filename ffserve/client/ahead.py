@@ -258,8 +258,9 @@ def offsets_of(parts: list[Part]) -> Int64s:
     """Return the running sum of the samples' lengths."""
     if len(parts) == 1:
         window, begin, end = parts[0]
-        offsets = window.request.target.offsets
-        return offsets[begin : end + 1] - offsets[begin]
+        own = window.request.target.offsets
+        moved: Int64s = own[begin : end + 1] - own[begin]
+        return moved
     lengths = [np.diff(window.request.target.offsets[a : b + 1]) for window, a, b in parts]
     offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
     np.cumsum(np.concatenate(lengths), out=offsets[1:])

@@ -270,7 +270,10 @@ class LocalSource:
         """Copy a batch of which all is in the page cache, or in a window that has been read."""
         if self._ahead is not None:
             target = self._from_window(self._ahead, indices, apart=False, out=out)
-            return target and Batch(target.buffer, target.offsets)
+            if target is None:
+                return None
+            assert target.buffer is not None
+            return Batch(target.buffer, target.offsets)
         if out is None and self._plain and (read := self._tables.batch(indices)) is not None:
             if len(read) == 2:
                 return Batch(*read)
@@ -287,7 +290,7 @@ class LocalSource:
         if self._ahead is not None:
             numbers = as_int64(indices, self.count)
             target = self._from_window(self._ahead, numbers, apart=True, out=None)
-            return target and target.arrays
+            return None if target is None else target.arrays
         if places.place is None:
             if not self._plain:
                 return None
