@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import UsageError
+
+Int64s: TypeAlias = NDArray[np.int64]
+Part: TypeAlias = "tuple[int, int] | None"
 
 MAX_SAMPLE_COUNT = 1 << 40
 BLOCKS_PER_WINDOW = 32
@@ -37,7 +41,7 @@ def epoch_order(
     world_size: int = 1,
     window: int | None = None,
     start: int = 0,
-) -> NDArray[np.int64]:
+) -> Int64s:
     """Return the sample indices that one rank visits in one epoch, in order.
 
     The ranks share one order of all n samples, the whole order. It is split as torch's
@@ -95,16 +99,22 @@ def epoch_order(
     elif window is None:
         # The epoch as a spawn key, not as a second word of entropy: numpy then pads the seed, so
         # that no pair (seed, epoch) runs into another.
-        order = _permutations(_source(seed, epoch), 1, n)[0]
+        order = permutation(n, seed, (epoch,))
     else:
-        order = _windowed(_source(seed, epoch, 1), n, min(window, max(n, 1)))
+        order = permutation(n, seed, (epoch, 1), window=window)
+    return rank_part(order, rank, world_size, start)
+
+
+def rank_part(whole: Int64s, rank: int, world_size: int, start: int = 0) -> Int64s:
+    """Return the part of a whole order that one rank visits, as ``epoch_order`` describes."""
     if world_size == 1:
-        return order[start:]
+        return whole[start:]
+    n = len(whole)
     count = rank_sample_count(n - start, world_size)
     positions = np.arange(start + rank, start + count * world_size, world_size, dtype=np.int64)
     if n > 0:
         positions %= n
-    return order[positions]
+    return whole[positions]
 
 
 def rank_sample_count(n: int, world_size: int) -> int:
@@ -118,26 +128,67 @@ def shared_seed(name: str) -> int:
     return int.from_bytes(digest[:16], "little")
 
 
+def permutation(
+    n: int, seed: int, key: tuple[int, ...], *, window: int | None = None, part: Part = None
+) -> Int64s:
+    """Return the numbers 0 … n-1 in an order that follows from seed and key.
+
+    Args:
+        window: as for ``epoch_order``; a key is used with a window or without, not both.
+        part: return only the positions [first, stop) of it, which costs less.
+    """
+    source = _source(seed, *key)
+    if window is None:
+        row: Int64s = _permutations(source, 1, n, part)[0]
+        return row
+    order = _windowed(source, n, min(window, max(n, 1)))
+    return order if part is None else order[part[0] : part[1]]
+
+
+def shuffled_rows(rows: NDArray[np.uint64], kinds: int, seed: int, key: tuple[int, ...]) -> None:
+    """Shuffle each row of numbers below ``kinds``, in place, by seed and key."""
+    low_mask = _low_mask(kinds)
+    words: NDArray[np.uint64] = _source(seed, *key).random_raw(rows.size).reshape(rows.shape)
+    words &= ~low_mask
+    rows |= words
+    rows.sort(axis=1)
+    rows &= low_mask
+
+
 def _source(seed: int, *spawn_key: int) -> np.random.PCG64:
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=spawn_key))
 
 
-def _permutations(source: np.random.PCG64, rows: int, count: int) -> NDArray[np.int64]:
+def _low_mask(count: int) -> np.uint64:
+    """Return the bits that the numbers below ``count`` need."""
+    return np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
+
+
+def _permutations(source: np.random.PCG64, rows: int, count: int, part: Part = None) -> Int64s:
     """Draw int64[rows, count], each row the numbers 0 … count-1 in random order."""
     words: NDArray[np.uint64] = source.random_raw(rows * count).reshape(rows, count)
-    low_mask = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
+    low_mask = _low_mask(count)
     words &= ~low_mask
     words |= np.arange(count, dtype=np.uint64)
+    if part is not None:
+        # First which words these positions have, then their order: most words are never sorted.
+        first, end = part
+        if 0 < first < count:
+            words.partition(first, axis=1)
+        words = words[:, first:]
+        if 0 < end - first < count - first:
+            words.partition(end - first, axis=1)
+        words = words[:, : end - first].copy()
     words.sort(axis=1)
     words &= low_mask
     return words.view(np.int64)
 
 
-def _windowed(source: np.random.PCG64, n: int, window: int) -> NDArray[np.int64]:
+def _windowed(source: np.random.PCG64, n: int, window: int) -> Int64s:
     block = max(1, window // BLOCKS_PER_WINDOW)
     blocks = _permutations(source, 1, -(-n // block))[0]
     numbers = (blocks[:, np.newaxis] * block + np.arange(block)).ravel()
-    order: NDArray[np.int64] = numbers[numbers < n]
+    order: Int64s = numbers[numbers < n]
     windows = n // window
     whole = order[: windows * window].reshape(windows, window)
     whole[:] = np.take_along_axis(whole, _permutations(source, windows, window), axis=1)

@@ -8,14 +8,17 @@ restored in mid-epoch.
 
 from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
 from ffserve.torch.loader import DataLoader
-from ffserve.torch.samplers import EpochSampler
+from ffserve.torch.mixture import Mixture
+from ffserve.torch.samplers import EpochSampler, data_rank
 
 __all__ = [
     "ConcatDataset",
     "DataLoader",
     "Dataset",
     "EpochSampler",
+    "Mixture",
     "RawDataset",
     "ReaderRegistry",
     "Subset",
+    "data_rank",
 ]

@@ -276,8 +276,8 @@ class ConcatDataset(Dataset):
         name: str | None = None,
         replacement: bool = False,
     ) -> None:
-        """Announce to every dataset its part of the order."""
-        _announce_parts(self, order, epoch, name=name, replacement=replacement)
+        """Announce to every dataset its part of the order, which itself tells about repeats."""
+        _announce_parts(self, order, epoch, name=name)
 
     def reached(self, epoch: int, position: int) -> None:
         """Report to each dataset how many of its samples are among the order's first ones."""
@@ -392,7 +392,7 @@ def announce(
     elif type(dataset) is torch.utils.data.Subset:
         _announce_subset(dataset, order, epoch, name=name, replacement=replacement)
     elif type(dataset) is torch.utils.data.ConcatDataset:
-        _announce_parts(dataset, order, epoch, name=name, replacement=replacement)
+        _announce_parts(dataset, order, epoch, name=name)
 
 
 def reached(dataset: Any, epoch: int, position: int) -> None:
@@ -476,7 +476,10 @@ class _SplitOrder:
         if type(dataset) in (Subset, torch.utils.data.Subset):
             indices = np.asarray(dataset.indices, dtype=np.int64)
             self._follow(dataset.dataset, indices[order], positions)
-        elif type(dataset) in (ConcatDataset, torch.utils.data.ConcatDataset):
+        elif (
+            type(dataset) is torch.utils.data.ConcatDataset
+            or getattr(type(dataset), "announce", None) is ConcatDataset.announce
+        ):
             self._split(dataset, order, positions)
         else:
             number = self._numbers.setdefault(_samples_of(dataset), len(self.below))
@@ -528,17 +531,14 @@ class _PartPositions:
 _part_positions: WeakKeyDictionary[Any, _PartPositions] = WeakKeyDictionary()
 
 
-def _announce_parts(
-    concatenation: Any, order: Int64s, epoch: int, *, name: str | None, replacement: bool
-) -> None:
+def _announce_parts(concatenation: Any, order: Int64s, epoch: int, *, name: str | None) -> None:
     split = _SplitOrder(concatenation, order)
     positions = _part_positions.setdefault(concatenation, _PartPositions())
     positions.add(epoch, split.below, split.which)
     for number, dataset in enumerate(split.below):
         part_order = split.indices[split.which == number]
         if len(part_order):
-            repeats = replacement or has_repeats(part_order)
-            announce(dataset, part_order, epoch, name=name, replacement=repeats)
+            announce(dataset, part_order, epoch, name=name, replacement=has_repeats(part_order))
 
 
 def _reached_parts(concatenation: Any, epoch: int, position: int) -> None:

@@ -38,18 +38,19 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ffserve.errors import UsageError
+from ffserve.mixture import MixtureOrder
 from ffserve.order import (
     MAX_SAMPLE_COUNT,
+    Int64s,
     checked_integer,
     epoch_order,
+    rank_part,
     rank_sample_count,
     shared_seed,
 )
 
-Int64s = NDArray[np.int64]
 NextOrder = Callable[[], Int64s | None]
 
-_IDENTITY = ("n", "shuffle", "window", "shared")
 _COUNTS = ("seed", "world_size", "epoch", "split_at", "position")
 _CHUNK_COUNT = 4096
 _MAX_NAME_LENGTH = 180
@@ -73,8 +74,13 @@ class EpochSampler(Sampler[int]):
             (``epoch_order`` describes the cost); None shuffles all.
         shared: a name. All samplers of this name have the same order whatever their own seed, and
             announce it under the name: jobs of a sweep then read each sample once together.
+        replication: so many consecutive ranks get the same samples: the ranks of a tensor, sequence
+            or pipeline parallel group. It divides ``world_size``.
     Raises:  UsageError for an argument outside its range.
     """
+
+    replacement: bool | None = False
+    """Whether an order may contain an index more than once; None: only the order itself tells."""
 
     def __init__(
         self,
@@ -86,8 +92,13 @@ class EpochSampler(Sampler[int]):
         world_size: int = 1,
         window: int | None = None,
         shared: str | None = None,
+        replication: int = 1,
     ) -> None:
         epoch_order(0, seed=seed, epoch=0, rank=rank, world_size=world_size, window=window)
+        if checked_integer("replication", replication, 1 << 32) == 0 or world_size % replication:
+            raise UsageError(
+                f"replication is {replication}, but must divide world_size, which is {world_size}"
+            )
         if n < 0:
             raise UsageError(f"n is {n}, but a number of samples from 0 is needed")
         if shared is not None and not (
@@ -101,6 +112,8 @@ class EpochSampler(Sampler[int]):
         self.shuffle = bool(shuffle)
         self.rank = int(rank)
         self.world_size = int(world_size)
+        self.replication = int(replication)
+        self._group, self._groups = self.rank // replication, self.world_size // replication
         self.window = None if window is None else int(window)
         self.shared = shared
         self.epoch = 0
@@ -112,7 +125,7 @@ class EpochSampler(Sampler[int]):
         self._orders: dict[tuple[int, int], Int64s] = {}
 
     def __len__(self) -> int:
-        return rank_sample_count(self.n, self.world_size)
+        return rank_sample_count(self.n, self._groups)
 
     def __iter__(self) -> Iterator[int]:
         # All of it runs at the first next(): torch's multi-process iterator calls iter() twice.
@@ -149,9 +162,9 @@ class EpochSampler(Sampler[int]):
     @property
     def order_name(self) -> str | None:
         """The name under which this rank's order is announced, made from ``shared``."""
-        if self.shared is None or self.world_size == 1:
+        if self.shared is None or self._groups == 1:
             return self.shared
-        return f"{self.shared}/{self.rank}"
+        return f"{self.shared}/{self._group}"
 
     def order(self, epoch: int | None = None) -> Int64s:
         """Return this rank's order of an epoch.
@@ -165,20 +178,26 @@ class EpochSampler(Sampler[int]):
         key = (self.epoch if epoch is None else epoch, split_at)
         order = self._orders.get(key)
         if order is None:
-            order = epoch_order(
-                self.n,
-                seed=self.seed if self.shared is None else shared_seed(self.shared),
-                epoch=key[0],
-                shuffle=self.shuffle,
-                rank=self.rank,
-                world_size=self.world_size,
-                window=self.window,
-                start=split_at,
-            )
+            seed = self.seed if self.shared is None else shared_seed(self.shared)
+            whole = self._whole_order(seed, key[0])
+            order = rank_part(whole, self._group, self._groups, split_at)
             order.flags.writeable = False
             kept = list(self._orders.items())[1 - _ORDERS_KEPT :]
             self._orders = dict([*kept, (key, order)])
         return order
+
+    def _whole_order(self, seed: int, epoch: int) -> Int64s:
+        """Return the order of all ranks together, owned by the caller."""
+        return epoch_order(self.n, seed=seed, epoch=epoch, shuffle=self.shuffle, window=self.window)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a state must have in common with the sampler, as plain values."""
+        return {
+            "n": self.n,
+            "shuffle": self.shuffle,
+            "window": self.window,
+            "shared": self.shared,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows.
@@ -200,10 +219,15 @@ class EpochSampler(Sampler[int]):
             uses the sampler; with any other loader those handed out by the sampler (torch's own
             loader asks ahead of the loop when it has workers).
         """
-        state: dict[str, Any] = {
-            name: getattr(self, name) for name in (*_IDENTITY, "seed", "world_size", "epoch")
+        return {
+            **self._identity(),
+            "seed": self.seed,
+            "world_size": self.world_size,
+            "replication": self.replication,
+            "epoch": self.epoch,
+            "split_at": self._split_at,
+            "position": self._position,
         }
-        return {**state, "split_at": self._split_at, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called: the next iteration starts at its position.
@@ -213,36 +237,41 @@ class EpochSampler(Sampler[int]):
         exactly one rank uses each of them, except that fewer than world_size samples from the
         beginning of the whole order are used a second time to give every rank as many.
 
-        Args: state: from a sampler with the same n, shuffle, window, and seed or shared name; rank
-            and world size may differ.
+        Args: state: from a sampler with the same n, shuffle, window, and seed or shared name; rank,
+            world size and replication may differ.
         Raises: UsageError for a state of another sampler; the message names the difference.
         """
-        missing = [key for key in (*_IDENTITY, *_COUNTS) if key not in state]
+        identity = self._identity()
+        if self.shared is None:  # a shared order has its seed from its name
+            identity["seed"] = self.seed
+        missing = [key for key in (*identity, *_COUNTS) if key not in state]
         if missing:
-            raise UsageError(f"invalid state of an EpochSampler: missing {', '.join(missing)}")
-        # A shared order has its seed from its name.
-        for name in (*_IDENTITY, *(("seed",) if self.shared is None else ())):
-            if state[name] != getattr(self, name):
+            raise UsageError(
+                f"invalid state of {_a(type(self).__name__)}: missing {', '.join(missing)}"
+            )
+        for name, value in identity.items():
+            if state[name] != value:
                 raise UsageError(
                     f"the state was saved with {name}={state[name]}, "
-                    f"but this sampler has {name}={getattr(self, name)}",
+                    f"but this sampler has {name}={value}",
                     hint="its position means other samples here; "
                     "build the sampler as the saved one was",
                 )
-        world_size, split_at, position = (
-            checked_integer(f"the state's {name}", state[name], MAX_SAMPLE_COUNT + 1)
-            for name in ("world_size", "split_at", "position")
+        world_size, replication, split_at, position = (
+            checked_integer(f"the state's {name}", state.get(name, 1), MAX_SAMPLE_COUNT + 1)
+            for name in ("world_size", "replication", "split_at", "position")
         )
-        if world_size == 0 or split_at > self.n:
+        if world_size == 0 or replication == 0 or world_size % replication or split_at > self.n:
             raise UsageError(
-                f"invalid state of an EpochSampler: world_size is {world_size}, "
-                f"split_at is {split_at} of {self.n}"
+                f"invalid state of {_a(type(self).__name__)}: world_size is {world_size}, "
+                f"replication is {replication}, split_at is {split_at} of {self.n}"
             )
-        count = rank_sample_count(self.n - split_at, world_size)
+        groups = world_size // replication
+        count = rank_sample_count(self.n - split_at, groups)
         if position > count:
             raise UsageError(f"position {position} is outside an epoch of {count} samples")
-        if world_size != self.world_size:
-            split_at, position = min(self.n, split_at + position * world_size), 0
+        if groups != self._groups:
+            split_at, position = min(self.n, split_at + position * groups), 0
         self.set_epoch(state["epoch"])
         self._move_to(split_at, position)
 
@@ -271,6 +300,54 @@ class EpochSampler(Sampler[int]):
         self._iteration += 1
         self._followed = False
         self._restored = self._split_at, self._position = split_at, position
+
+
+def data_rank(mesh: Any, dims: str | Sequence[str]) -> tuple[int, int]:
+    """Return this process's rank and the world size among the ranks that get different samples.
+
+    Args:
+        mesh: a torch.distributed.device_mesh.DeviceMesh with named dimensions.
+        dims: the data-parallel dimension, or several, the outermost first. Processes that differ in
+            other dimensions only (tensor, sequence, pipeline) get the same rank.
+    Returns: ``rank`` and ``world_size`` for an EpochSampler or ``Mixture.sampler``.
+    Raises:  UsageError for a name that the mesh does not have, or a process outside the mesh.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise UsageError("this process is not in the device mesh")
+    rank, world_size = 0, 1
+    for name in (dims,) if isinstance(dims, str) else dims:
+        if name not in names:
+            raise UsageError(
+                f"the device mesh has no dimension {name!r}, but {', '.join(names) or 'no names'}",
+                hint="name the dimensions: init_device_mesh(…, mesh_dim_names=('dp', 'tp'))",
+            )
+        size = mesh.size(names.index(name))
+        rank, world_size = rank * size + coordinates[names.index(name)], world_size * size
+    return rank, world_size
+
+
+class MixtureSampler(EpochSampler):
+    """Hand out the indices of one rank's epoch of a mixture.
+
+    ``ffserve.torch.Mixture.sampler`` makes it. Everything is as with EpochSampler, which says what
+    the arguments mean.
+
+    Args: mixture: computes the order of all ranks together.
+    """
+
+    replacement = None
+
+    def __init__(self, mixture: MixtureOrder, **options: Any) -> None:
+        super().__init__(mixture.epoch_size, **options)
+        self.mixture = mixture
+
+    def _whole_order(self, seed: int, epoch: int) -> Int64s:
+        return self.mixture.order(seed=seed, epoch=epoch, window=self.window)
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), **self.mixture.settings()}
 
 
 class SamplerOrder(ABC):
@@ -362,6 +439,10 @@ class EpochOrder(SamplerOrder):
     @property
     def name(self) -> str | None:  # type: ignore[override]
         return self._sampler.order_name
+
+    @property
+    def replacement(self) -> bool | None:  # type: ignore[override]
+        return self._sampler.replacement
 
     def compute(self) -> Int64s | None:
         return self._sampler.order()
@@ -557,6 +638,10 @@ def integers_of(order: SamplerOrder, indices: Int64s | range) -> Iterator[int]:
     """Yield what a sampler of this order hands out."""
     yield from _integers(indices)
     order.exhausted()
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _unknown() -> Int64s | None:

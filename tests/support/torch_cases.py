@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch.distributed
+import torch.distributed.device_mesh
 import torch.utils.data
 
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import ChecksumError, FFServeError
-from ffserve.torch import Dataset
+from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, data_rank
 
 DAMAGED_INDEX = 9
 
@@ -175,3 +177,35 @@ def shift_by_hundred(worker_id: int) -> None:
     assert info is not None
     assert info.dataset.n == len(info.dataset)
     info.dataset.offset = 100
+
+
+def read_as_rank(file: str, init: str, rank: int, results: Any) -> None:
+    """One of four ranks of a mesh of 2 data-parallel and 2 tensor-parallel ones reads two epochs;
+    the ranks compare what they got."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{init}", rank=rank, world_size=4
+    )
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp", "tp")
+    )
+    dp_rank, dp_size = data_rank(mesh, "dp")
+    dataset = RawDataset(file)
+    sampler = EpochSampler(len(dataset), seed=5, rank=dp_rank, world_size=dp_size)
+    twin = EpochSampler(len(dataset), seed=5, rank=rank, world_size=4, replication=2)
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=list, threads=1)
+    used: list[Any] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        twin.set_epoch(epoch)
+        mine = torch.tensor(
+            [int.from_bytes(bytes(sample[:8]), "little") for batch in loader for sample in batch]
+        )
+        assert mine.tolist() == twin.order().tolist()
+        parts = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(parts, mine, group=mesh.get_group("tp"))
+        assert torch.equal(*parts), "a tensor-parallel group sees the same samples"
+        torch.distributed.all_gather(parts, mine, group=mesh.get_group("dp"))
+        used.append(sorted(torch.cat(parts).tolist()))
+    torch.distributed.barrier()
+    results.put((rank, dp_rank, dp_size, data_rank(mesh, ("dp", "tp")), used))
+    torch.distributed.destroy_process_group()
