@@ -126,10 +126,10 @@ class MixtureOrder:
         ]
 
     def _per_dataset(self, name: str, values: Any) -> list[Any]:
-        values = list(values)
-        if len(values) != len(self.sizes):
-            raise UsageError(f"{name} has {len(values)} entries for {len(self.sizes)} data sets")
-        return values
+        entries: list[Any] = list(values)
+        if len(entries) != len(self.sizes):
+            raise UsageError(f"{name} has {len(entries)} entries for {len(self.sizes)} data sets")
+        return entries
 
     def _fixed_counts(
         self, repeats: Sequence[float] | None, samples: Sequence[int] | None

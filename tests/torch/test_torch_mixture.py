@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffserve.errors import UsageError
+from ffserve.order import epoch_order
 from ffserve.torch import (
     ConcatDataset,
     DataLoader,
@@ -217,7 +218,8 @@ def test_states_count_groups_and_not_ranks() -> None:
     assert same.position == 3 and same.order().tolist()[:3] != used
     other = EpochSampler(24, seed=1, rank=3, world_size=4)
     other.load_state_dict(state)
-    assert list(other) == EpochSampler(24, seed=1).order()[9::4].tolist()
+    rest = epoch_order(24, seed=1, epoch=0, rank=3, world_size=4, start=6)
+    assert list(other) == rest.tolist()
     for change in ({"replication": 0}, {"replication": 3}, {"replication": "2"}):
         with pytest.raises(UsageError, match="replication is"):
             other.load_state_dict({**state, **change})
@@ -255,8 +257,10 @@ def test_ranks_of_a_device_mesh_share_reads_and_memory(
         for rank, dp_rank, dp_size, both, used in answers:
             assert (dp_rank, dp_size, both) == (rank // 2, 2, (rank, 4))
             assert used == [everything, everything]
-        totals = daemon.status()["totals"]
-        assert totals["misses"] == 256, "each sample was read once"
+        size = sum(map(len, payloads))
+        status = daemon.status()
+        assert size <= status["cache"]["read_size"] < 1.5 * size, "each sample was read once"
+        assert size <= status["arena"]["used"] < 1.5 * size, "and is in memory once"
 
 
 @pytest.mark.parametrize(("names", "coordinate"), [(("dp", "tp"), None), (("dp", "tp"), (1, 0))])
@@ -267,5 +271,5 @@ def test_a_mesh_without_this_process_or_dimension(names: Any, coordinate: Any) -
         def get_coordinate(self) -> Any:
             return coordinate
 
-    with pytest.raises(UsageError, match="not in the device mesh|no dimension 'pp', but dp, tp"):
+    with pytest.raises(UsageError, match=r"not in the device mesh|no dimension 'pp', but dp, tp"):
         data_rank(Mesh(), "pp")

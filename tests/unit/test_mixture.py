@@ -41,7 +41,7 @@ def check_without_replacement(mixture: MixtureOrder, order: np.ndarray, counts: 
     for d, size in enumerate(mixture.sizes):
         samples = order[which == d] - start
         assert len(samples) == counts[d]
-        for first in range(0, len(samples), size):
+        for first in range(0, len(samples), max(size, 1)):
             part = samples[first : first + size]
             assert len(np.unique(part)) == len(part)
         start += size
