@@ -25,7 +25,7 @@ PARTS = 250
 """Parts of an epoch, numbered from 1; 0 in a table: the sample does not come (any more)."""
 PIECE = 65_536
 """Positions that are held, and dropped, together."""
-MOST_VISITS = 16
+MOST_VISITS = 1024
 """Positions per sample of the dataset that an order with replacement may have."""
 _FEW = 1 << 20
 

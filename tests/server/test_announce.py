@@ -127,6 +127,8 @@ def test_an_order_of_an_invalid_length_is_refused(count: int) -> None:
 
 def test_an_order_with_replacement_has_a_largest_length() -> None:
     Arriving(1 << 20, sample_count=10, low=0, span=10, replacement=True)
+    # A small data set that a mixture repeats hundreds of times.
+    Arriving(600 * 10_000, sample_count=10_000, low=0, span=10_000, replacement=True)
     with pytest.raises(UsageError):
         Arriving(10**12, sample_count=10**6, low=0, span=10, replacement=True)
 
