@@ -9,6 +9,7 @@ restored in mid-epoch.
 from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
 from ffserve.torch.loader import DataLoader
 from ffserve.torch.mixture import Mixture
+from ffserve.torch.packed import PackedDataset
 from ffserve.torch.samplers import EpochSampler, data_rank
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Dataset",
     "EpochSampler",
     "Mixture",
+    "PackedDataset",
     "RawDataset",
     "ReaderRegistry",
     "Subset",

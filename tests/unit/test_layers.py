@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 LAYERS = {
     # descriptions of data, without I/O
     "errors machine neighbours protocol order parallel socket_path": "",
-    "mixture": "order",
+    "mixture packing": "order",
     "config": "machine socket_path",
     "engine": "",
     "formats": "engine",
@@ -44,7 +44,7 @@ LAYERS = {
     "compat": "parallel formats dataset files output writer client reader",
     "example": "formats columns dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
-    "torch": "order mixture engine client compat",
+    "torch": "order mixture packing engine client compat",
     "spark": "engine formats files columns hive staging writer reader shardfile",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
@@ -61,7 +61,7 @@ errors; "ffserve" is the package itself, which offers the names of the upper lay
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"formats", "protocol", "dataset", "order", "mixture", "neighbours", "cache"}
+PURE = {"formats", "protocol", "dataset", "order", "mixture", "packing", "neighbours", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
