@@ -15,7 +15,7 @@ consecutive steps are far apart on the scale (the golden ratio), each part of th
 another, so in an epoch no sample comes a second time before all have come once. If an epoch needs
 only a part of a permutation, consecutive epochs take consecutive parts of one.
 
-Source: Madow & Madow, "On the Theory of Systematic Sampling" (1944).
+Source: Madow, "On the Theory of Systematic Sampling, II" (1949), for unequal shares.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class MixtureOrder:
             raise UsageError(
                 "floors and schedules by step need batch_size, the samples of a step of all ranks"
             )
-        self.batch_size = DEFAULT_STEP if batch_size is None else batch_size
-        if checked_integer("batch_size", self.batch_size, MAX_SAMPLE_COUNT) == 0:
+        size = DEFAULT_STEP if batch_size is None else batch_size
+        self.batch_size = checked_integer("batch_size", size, MAX_SAMPLE_COUNT)
+        if self.batch_size == 0:
             raise UsageError("batch_size is 0, but must be at least 1")
         self.schedule = schedule
         floors = self._per_dataset("floor", [0] * len(self.sizes) if floor is None else floor)
@@ -140,8 +141,15 @@ class MixtureOrder:
         if repeats is None:
             return list(self.sizes)
         factors = [_fraction("repeats", r) for r in self._per_dataset("repeats", repeats)]
-        pairs = zip(factors, self.sizes, strict=True)
-        return [math.floor(factor * size + Fraction(1, 2)) for factor, size in pairs]
+        pairs = list(zip(factors, self.sizes, strict=True))
+        counts = [math.floor(factor * size + Fraction(1, 2)) for factor, size in pairs]
+        for d, (factor, size) in enumerate(pairs):
+            if factor * size > 0 and not counts[d]:
+                raise UsageError(
+                    f"data set {d} would get no sample: {float(factor):.3g} of its {size} are none",
+                    hint="raise its repeats, or set them to 0",
+                )
+        return counts
 
     def _read_weights(self, weights: Weights) -> None:
         rows = weights if isinstance(weights, Mapping) else {0: weights}

@@ -94,7 +94,7 @@ class PackedDataset(Dataset):
             [pieces[first:end] for first, end in pairwise(cuts)],
         )
 
-    def process(self, indices: Sequence[int], data: list[list[NDArray[Any]]]) -> Any:
+    def process(self, indices: Sequence[int], data: Any) -> Any:
         """Turn the pieces of each sequence into a sample. A subclass may override it.
 
         Args:
@@ -120,12 +120,12 @@ class PackedDataset(Dataset):
         return {"tokens": tokens, "segments": segments, "positions": positions}
 
     def _checked(self, index: Any) -> int:
-        index = as_index(index)
-        if not 0 <= index < len(self.plan):
+        number: int = as_index(index)
+        if not 0 <= number < len(self.plan):
             raise SampleIndexError(
-                f"there are {len(self.plan)} sequences", index=index, path=str(self.fnames)
+                f"there are {len(self.plan)} sequences", index=number, path=str(self.fnames)
             )
-        return index
+        return number
 
     def announce(
         self,

@@ -255,6 +255,7 @@ def test_each_data_set_has_windows_of_its_own() -> None:
         ({"samples": [40, 1], "floor": [0, 1], "batch_size": 8}, "too few for a floor of 1"),
         ({"samples": [40, -1]}, "a number of samples is -1"),
         ({"repeats": [1, 1], "epoch_size": 5}, "epoch_size is given without weights"),
+        ({"repeats": [1, 0.01]}, "data set 1 would get no sample: 0.01 of its 20"),
         ({"epoch_size": 5}, "epoch_size is given without weights"),
         ({"weights": [1, 1], "epoch_size": -1}, "epoch_size is -1"),
         ({"weights": [1000, 1], "epoch_size": 100}, "data set 1 would get no sample"),
