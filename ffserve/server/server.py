@@ -167,7 +167,9 @@ class ClientConnection:
             left = False
         if not self._closed:
             self._count_received()
-            self._watch(not (left or self.held or self._queued))
+            # Where it waits, `_readable` ends the watch if something comes: seldom.
+            if not (left or self.held or self._queued):
+                self._watch(True)
         else:
             left = bool(self._steps)
             if not (left or self._queued):
@@ -178,7 +180,8 @@ class ClientConnection:
         return left
 
     def _work(self, until: float) -> bool:
-        fresh = True
+        # Then the loop says whether there is more to receive.
+        fresh = not self._steps
         while True:
             if self._steps:
                 if not self._step():
@@ -196,7 +199,7 @@ class ClientConnection:
                         return bool(self._steps)
                     fresh = False
             if time.monotonic() >= until:
-                return True
+                return bool(self._steps or self._decoder.pending_size)
 
     def _step(self) -> bool:
         """Take a step of what was begun; return whether to go on."""
