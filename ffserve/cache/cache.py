@@ -136,7 +136,7 @@ class Cache:
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
-        self.policy = Policy(arena, self.next_use, self._first, self._count)
+        self.policy = Policy(arena, self.next_use, self._first, self._count, self.pins)
         self._load_of = np.zeros(slots, np.int32)
         self._slots = Slots(
             self._slot_of,
@@ -145,12 +145,15 @@ class Cache:
             self._first,
             self._count,
             self._load_of,
+            self.policy.buckets.parked,
             *arena.tables(),
             shards.c,
         )
         self.allocator = Allocator(arena, shards, self._slots, self.policy, retract, self.counters)
         self._loading: dict[int, Load] = {}
         self._next_load = 1
+        self.release_count = 0
+        """Calls of `release`: after one, slots may be found where there were none."""
 
     def add_domain(self) -> int:
         """Let another domain have slots; return its number."""
@@ -355,10 +358,12 @@ class Cache:
 
     def release(self, pins: list[Int64s]) -> None:
         """Return the pins of `advance`."""
+        self.release_count += 1
         for slots in pins:
             if self._slots.unpin(slots):
-                failed = slots[(self.state[slots] == FAILED) & (self.pins[slots] == 0)]
-                for slot in failed.tolist():
+                free = slots[self.pins[slots] == 0]
+                self.policy.unpark(free)
+                for slot in free[self.state[free] == FAILED].tolist():
                     self._free_failed(slot)
 
     # ---- samples --------------------------------------------------------------------------

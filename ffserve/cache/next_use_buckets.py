@@ -13,6 +13,9 @@ A resident that moves to another bucket, is evicted or changes its group stays a
 old bucket: its key tells where it belongs, and entries that do not match are dropped when they are
 popped.
 
+A pinned resident cannot be evicted. When a search comes upon one, it is *parked*: it stays in no
+bucket until its last pin is released. So no search looks at a pinned resident twice.
+
 The eviction search takes victims from the farthest bucket. A key is the estimate made when the
 resident was last examined. An estimate that became too early is found when its time is due: the
 residents of the bucket become STALE. One that became too late is found when the resident is chosen:
@@ -28,7 +31,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import Arena
+from ffserve.cache.arena import Arena, joined
 from ffserve.cache.next_use import Group, NextUse
 from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
 
@@ -111,7 +114,9 @@ class Bucket:
 class BucketSet:
     """The buckets of one group and size class."""
 
-    __slots__ = ("buckets", "entries", "group", "ready_s", "size_class", "surplus", "takes")
+    __slots__ = (
+        "buckets", "entries", "group", "parked", "ready_s", "size_class", "surplus", "takes",
+    )  # fmt: skip
 
     def __init__(self, group: int, size_class: int) -> None:
         self.group = group
@@ -119,6 +124,8 @@ class BucketSet:
         self.buckets: dict[int, Bucket] = {}
         self.entries = 0
         """In all buckets, including those that moved since."""
+        self.parked = 0
+        """Residents that are parked."""
         self.ready_s = 0.0
         """The estimated time at which the first of those in READY is wanted."""
         self.takes = 0
@@ -147,17 +154,20 @@ class BucketSet:
 class NextUseBuckets:
     """All buckets, and the tables by slot that tell which bucket each resident is in.
 
-    Args: arena: of the slots.
+    Args: arena: of the slots. pins: int[slots], of the cache.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, pins: NDArray[np.int32]) -> None:
         self._arena = arena
+        self._pins = pins
         # Sized for the largest arena; only the part that was ever used takes memory.
         self.key = np.empty(arena.slot_limit, np.int64)
         """Of slots that were entered."""
         self.group = np.zeros(arena.slot_limit, np.int32)
         self.prefetched = np.zeros(arena.slot_limit, np.bool_)
         """Filled before a request, and not used since."""
+        self.parked = np.zeros(arena.slot_limit, np.bool_)
+        """Pinned, and in no bucket; `key` tells where they were, or belong since."""
         self.of_class: list[dict[int, BucketSet]] = []
         """By size class, by group."""
         self.residents = Residents(
@@ -190,6 +200,37 @@ class NextUseBuckets:
             return
         for group, rows in self.by_group(slots):
             self.push(self.bucket_set(group, size_class), key, slots[rows])
+
+    def park(self, bucket_set: BucketSet, slots: Int64s, keys: Int64s) -> tuple[Int64s, Int64s]:
+        """Park those of these slots, which were popped, that are pinned; return the others."""
+        pinned = self._pins[slots] > 0
+        parked = slots[pinned]
+        self.key[parked] = keys[pinned]
+        # One that was used since may have got an entry again, and be found a second time.
+        bucket_set.parked += len(parked) - int(np.count_nonzero(self.parked[parked]))
+        self.parked[parked] = True
+        return slots[~pinned], keys[~pinned]
+
+    def put_back(self, bucket_set: BucketSet, slots: Int64s, key: int) -> None:
+        """Move popped slots that cannot be evicted to the bucket of a key, or park them."""
+        slots, _ = self.park(bucket_set, slots, np.full(len(slots), key))
+        self.put(slots, bucket_set.size_class, key)
+
+    def unpark(self, slots: Int64s) -> None:
+        """Put those of these slots that are parked into buckets again: of the key that they had, or
+        STALE, since estimates may be old."""
+        slots = slots[self.parked[slots]]
+        if not len(slots):
+            return
+        self.parked[slots] = False
+        keys = self.key[slots]
+        keys[keys <= READY] = STALE
+        classes = self._arena.slab_class[slots // self._arena.slots_per_slab]
+        for size_class, key in set(zip(classes.tolist(), keys.tolist(), strict=True)):
+            chosen = slots[(classes == size_class) & (keys == key)]
+            for group, rows in self.by_group(chosen):
+                self.bucket_set(group, size_class).parked -= len(chosen[rows])
+            self.put(chosen, size_class, key)
 
     def by_group(self, slots: Int64s) -> list[tuple[int, Int64s | slice]]:
         """Return each group with its rows; mostly there is one."""
@@ -289,7 +330,7 @@ class EvictionSearch:
         while True:
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
-                spared.append((slots[~good], keys[~good]))
+                spared.append(self._buckets.park(bucket_set, slots[~good], keys[~good]))
                 slots, keys = slots[good], keys[good]
             if len(slots) > missing:
                 spared.append((slots[missing:], keys[missing:]))
@@ -324,19 +365,25 @@ class EvictionSearch:
                 continue
             if latest is not None and key < FAR and key * width <= latest:
                 break
-            looked_at = min(count, len(bucket_set.buckets[key]))
-            part = self._buckets.pop(bucket_set, key, count)
+            part = self._pop(bucket_set, key, count)
             parts.append(part)
             keys.append(np.full(len(part), key))
-            count -= looked_at
-            if count <= 0:
+            count -= len(part)
+            if not count:
                 break
-        if parts:
-            return np.concatenate(parts), np.concatenate(keys)
-        if STALE not in bucket_set.buckets or latest is not None:
-            return _NO_SLOTS, _NO_SLOTS
-        slots = self._buckets.pop(bucket_set, STALE, count)
+        slots = joined(parts)
+        if len(slots) or latest is not None:
+            return slots, joined(keys)
+        slots = self._pop(bucket_set, STALE, count)
         return slots, np.full(len(slots), STALE)
+
+    def _pop(self, bucket_set: BucketSet, key: int, count: int) -> Int64s:
+        """Remove entries until `count` of them still belong there, or none is left."""
+        parts: list[Int64s] = []
+        while count and key in bucket_set.buckets:
+            parts.append(self._buckets.pop(bucket_set, key, count))
+            count -= len(parts[-1])
+        return joined(parts)
 
     def _reexamine(
         self, group: Group, bucket_set: BucketSet, slots: Int64s, keys: Int64s

@@ -61,15 +61,20 @@ class Policy:
 
     Args:
         arena: of the slots. next_use: when samples will be wanted.
-        first, count: int[slots], of the cache: the samples in each slot.
+        first, count, pins: int[slots], of the cache: the samples in each slot, and its pins.
     """
 
     def __init__(
-        self, arena: Arena, next_use: NextUse, first: Int64s, count: NDArray[np.int32]
+        self,
+        arena: Arena,
+        next_use: NextUse,
+        first: Int64s,
+        count: NDArray[np.int32],
+        pins: NDArray[np.int32],
     ) -> None:
         self._arena = arena
         self._next_use = next_use
-        self.buckets = NextUseBuckets(arena)
+        self.buckets = NextUseBuckets(arena, pins)
         self._search = EvictionSearch(self.buckets, next_use, first, count)
         self._static: dict[int, bool] = {}
         """Whether the last victims of each group were chosen by the static rule."""
@@ -139,6 +144,10 @@ class Policy:
             rows = classes == size_class
             self.buckets.put(slots[rows], size_class, STALE)
 
+    def unpark(self, slots: Int64s) -> None:
+        """Slots have no pin any more: those that are parked get their place in a bucket again."""
+        self.buckets.unpark(slots)
+
     # ---- victims --------------------------------------------------------------------------
 
     def has_idle(self, size_class: int) -> bool:
@@ -158,7 +167,7 @@ class Policy:
                 good = usable(slots)
                 found.append(slots[good])
                 missing -= len(found[-1])
-                self.buckets.put(slots[~good], size_class, STALE)
+                self.buckets.put_back(bucket_set, slots[~good], STALE)
         return joined(found)
 
     def victims(
@@ -195,9 +204,12 @@ class Policy:
             moved = [
                 (size_class, key, self.buckets.pop(bucket_set, key, bucket_set.entries))
                 for size_class, bucket_sets in enumerate(self.buckets.of_class)
-                if (bucket_set := bucket_sets.pop(old, None)) is not None
+                if (bucket_set := bucket_sets.get(old)) is not None
                 for key in list(bucket_set.buckets)
             ]
+            for size_class, bucket_sets in enumerate(self.buckets.of_class):
+                if (bucket_set := bucket_sets.pop(old, None)) is not None:
+                    self.buckets.bucket_set(new, size_class).parked += bucket_set.parked
             self.buckets.group[self.buckets.group == old] = new
             self._search.widths.pop(old, None)
             self._static.pop(old, None)
@@ -210,7 +222,7 @@ class Policy:
         """Return the groups to take victims from, in order, and how many from each at most: no
         group is pushed below its floor while another can give."""
         bucket_sets = self.buckets.of_class[size_class]
-        for number in [n for n, bucket_set in bucket_sets.items() if not bucket_set.entries]:
+        for number in [n for n, each in bucket_sets.items() if not each.entries + each.parked]:
             del bucket_sets[number]
         there = list(bucket_sets)
         if there == [taker]:
@@ -316,7 +328,7 @@ class Policy:
             slots = self.buckets.pop(bucket_set, READY, missing)
             good = usable(slots)
             if np.count_nonzero(good) < len(slots):
-                self.buckets.put(slots[~good], bucket_set.size_class, STALE)
+                self.buckets.put_back(bucket_set, slots[~good], STALE)
                 slots = slots[good]
             found.append(slots)
             missing -= len(slots)
@@ -341,7 +353,7 @@ class Policy:
             found.append(slots)
             missing -= len(slots)
         for key, slots in reversed(spared):
-            self.buckets.put(slots, bucket_set.size_class, key)
+            self.buckets.put_back(bucket_set, slots, key)
         return joined(found)
 
     def _keep_surplus(self, bucket_set: BucketSet, count: int, usable: Usable) -> None:
@@ -358,7 +370,7 @@ class Policy:
                 slots = self.buckets.pop(bucket_set, EXPENDABLE, bucket_set.surplus, newest=False)
                 good = usable(slots)
                 self.buckets.put(slots[good], bucket_set.size_class, STALE)
-                self.buckets.put(slots[~good], bucket_set.size_class, EXPENDABLE)
+                self.buckets.put_back(bucket_set, slots[~good], EXPENDABLE)
             bucket_set.surplus = FAR
 
     def weights(self, slots: Int64s) -> NDArray[np.float64]:

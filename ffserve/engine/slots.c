@@ -326,15 +326,16 @@ int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64
 
 int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n)
 {
-    int64_t failed = 0;
+    int64_t concerned = 0;
     if (!inside(slots, n, s->slot_count))
         return FFS_ERANGE;
     for (int64_t k = 0; k < n; k++) {
         if (s->pins[slots[k]] <= 0)
             return FFS_ERANGE;
-        failed += --s->pins[slots[k]] == 0 && s->states[slots[k]] == FFS_SLOT_FAILED;
+        concerned += --s->pins[slots[k]] == 0 &&
+                     (s->states[slots[k]] == FFS_SLOT_FAILED || s->parked[slots[k]]);
     }
-    return failed;
+    return concerned;
 }
 
 int64_t ffs_slots_enter(const ffs_slots *s, const ffs_shards *shards, const int64_t *blocks,

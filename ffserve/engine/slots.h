@@ -58,7 +58,8 @@ typedef struct {
     int32_t *pins;
     int64_t *firsts;
     int32_t *counts;
-    int32_t *loads; /* the load that fills it */
+    int32_t *loads;  /* the load that fills it */
+    uint8_t *parked; /* 1: pinned, and in no bucket until the last pin is released */
     const int64_t *offsets, *sizes;
     int64_t slot_count;
 } ffs_slots;
@@ -87,8 +88,8 @@ int64_t ffs_slots_cut(const ffs_slots *s, int64_t *blocks, int64_t *positions, i
  * nothing pinned; *bytes: of all slots. */
 int64_t ffs_slots_pin(const ffs_slots *s, const int64_t *slots, int64_t n, int64_t *loading,
                       int64_t *bytes);
-/* Release pins. Returns the number of FAILED slots without a pin left, or FFS_ERANGE when a slot has no
- * pin (those before it have lost theirs). */
+/* Release pins. Returns the number of FAILED or parked slots without a pin left, or FFS_ERANGE when a
+ * slot has no pin (those before it have lost theirs). */
 int64_t ffs_slots_unpin(const ffs_slots *s, const int64_t *slots, int64_t n);
 
 /* Give slots[k] to block k of n: it becomes LOADING, gets a pin and belongs to the load; its bytes

@@ -115,6 +115,7 @@ class Slots:
     Args:
         slot_of: int32[samples], the slot of a sample + 1, 0 for none.
         states, pins, firsts, counts, loads: by slot; loads: number of the load that fills it.
+        parked: bool[slots], see `cache.next_use_buckets`.
         offsets, sizes: int64[slots], in the arena.
         shards: whose used bytes are counted.
     """
@@ -127,6 +128,7 @@ class Slots:
         firsts: Int64s,
         counts: Int32s,
         loads: Int32s,
+        parked: NDArray[np.bool_],
         offsets: Int64s,
         sizes: Int64s,
         shards: Shards,
@@ -137,6 +139,7 @@ class Slots:
         c = self.c = ffi.new("ffs_slots *")
         self._keep: list[Any] = []
         assert len(states) == len(pins) == len(firsts) == len(counts) == len(loads) == len(sizes)
+        assert len(parked) == len(states)
         for name, kind, array in (
             ("slot_of", I32S, slot_of),
             ("states", U8S, states),
@@ -144,6 +147,7 @@ class Slots:
             ("firsts", I64S, firsts),
             ("counts", I32S, counts),
             ("loads", I32S, loads),
+            ("parked", U8S, parked),
             ("offsets", I64S, offsets),
             ("sizes", I64S, sizes),
         ):
@@ -197,10 +201,10 @@ class Slots:
         return size[0], loading[:count]
 
     def unpin(self, slots: Int64s) -> int:
-        """Release pins; return the number of FAILED slots that have none left."""
-        failed: int = lib.ffs_slots_unpin(self.c, from_buffer(I64S, slots), len(slots))
-        assert failed >= 0, "only pinned slots are released"
-        return failed
+        """Release pins; return the number of FAILED or parked slots that have none left."""
+        count: int = lib.ffs_slots_unpin(self.c, from_buffer(I64S, slots), len(slots))
+        assert count >= 0, "only pinned slots are released"
+        return count
 
     def enter(self, blocks: Int64s, slots: Int64s, load: int) -> tuple[int, int, Int64s, Int64s]:
         """Give slots to blocks that a load reads; each becomes LOADING and gets a pin.

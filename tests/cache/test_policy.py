@@ -42,7 +42,8 @@ class Slots:
         self.arena = Arena(count * 4096)
         self.first = np.zeros(self.arena.slot_count, np.int64)
         self.count = np.ones(self.arena.slot_count, np.int32)
-        self.policy = Policy(self.arena, self.next_use, self.first, self.count)
+        self.pins = np.zeros(self.arena.slot_count, np.int32)
+        self.policy = Policy(self.arena, self.next_use, self.first, self.count, self.pins)
         self.free = self.arena.take(CLASS, count).tolist()
         self.samples = samples
 
@@ -249,6 +250,50 @@ def test_no_slot_is_given_to_two(seed: int) -> None:
             del held[slot]
         slots.free += gone.tolist()
         held.update(dict.fromkeys(slots.fill(chance.choice(1000, len(gone), replace=False))))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_every_search_looked_at_all_pinned_slots_again(jobs: int) -> None:
+    slots = Slots(256)
+    if jobs == 2:
+        two_jobs(slots)
+    held = np.array(slots.fill(range(256)))
+    group = slots.next_use.group_of(0)
+    slots.pins[held[:240]] = 1
+    looked: list[int] = []
+
+    def usable(chosen: Int64s) -> NDArray[np.bool_]:
+        looked.append(len(chosen))
+        return slots.pins[chosen] == 0
+
+    assert sorted(slots.out(256, usable, group)) == list(range(240, 256))
+    looked.clear()
+    assert slots.out(8, usable, group) == [] and sum(looked) == 0
+    # Used while they are pinned, which gives them an estimate of their own; then released.
+    slots.policy.invalidate(held[:50])
+    slots.pins[held[:100]] = 0
+    slots.policy.unpark(held[:100])
+    assert sorted(slots.out(256, usable, group)) == list(range(100))
+    slots.pins[:] = 0
+    slots.policy.unpark(held[100:240])
+    assert sorted(slots.out(256, usable, group)) == list(range(100, 240))
+
+
+def test_pinned_slots_of_groups_that_become_one_are_found_after_their_release() -> None:
+    slots = Slots()
+    next_use = slots.next_use
+    one = next_use.join("a", np.array([0]), np.array([1000]))
+    other = next_use.join("b", np.array([5000]), np.array([1000]))
+    held = np.array(slots.fill([1, 2, 3]))
+    slots.pins[held] = 1
+    assert slots.out(3, lambda chosen: slots.pins[chosen] == 0, taker=one.group) == []
+    next_use.join("c", np.array([0, 5000]), np.array([1000, 1000]))
+    assert one.group == other.group
+    assert slots.out(1, taker=one.group) == []
+    assert slots.policy.buckets.bucket_set(one.group, CLASS).parked == 3
+    slots.policy.unpark(held)
+    assert slots.policy.buckets.bucket_set(one.group, CLASS).parked == 0
+    assert sorted(slots.out(3, taker=one.group)) == [1, 2, 3]
 
 
 def test_a_job_that_stops_holds_no_memory() -> None:

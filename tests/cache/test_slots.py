@@ -31,6 +31,7 @@ class Tables:
         self.firsts = np.zeros(SLOTS, np.int64)
         self.counts = np.zeros(SLOTS, np.int32)
         self.loads = np.zeros(SLOTS, np.int32)
+        self.parked = np.zeros(SLOTS, np.bool_)
         self.offsets = np.arange(SLOTS) * 1000
         self.sizes = np.arange(SLOTS) * 100 + 50
         self.c = Slots(
@@ -40,6 +41,7 @@ class Tables:
             self.firsts,
             self.counts,
             self.loads,
+            self.parked,
             self.offsets,
             self.sizes,
             self._shards(),
@@ -142,8 +144,9 @@ def test_pins_and_what_is_read() -> None:
     assert tables.c.taken(np.array([3, 21, 30, 3])).tolist() == [3, 10, 3]
     assert tables.c.usable(np.array([3, 10, 5, 11])).tolist() == [False, False, True, False]
     tables.states[10] = FAILED
+    tables.parked[3] = True
     assert tables.c.unpin(np.array([10])) == 0
-    assert tables.c.unpin(np.array([3, 10])) == 1
+    assert tables.c.unpin(np.array([3, 10])) == 2
     with pytest.raises(AssertionError):
         tables.c.unpin(np.array([3]))
     with pytest.raises(AssertionError, match="not even in part"):
