@@ -59,12 +59,14 @@ class Engines:
         """Batches in flight: the load, and which of its blocks (None: all)."""
         self._arena_ready = (0, arena.size)
         self._chunks = ChunkLoader(
-            self._submit, memory, directory, table, self._ended, self._file_numbers
+            self._submit, memory, directory, table, self._decoded, self._file_numbers
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
         """Called in the loop's thread when a load has ended, with its failures and the time:
         `Scheduler.loaded`."""
+        self.reaped: Callable[[float], object] = _unexpected
+        """Called with the time after some loads have ended; see `Scheduler.loaded`."""
         self.on_broken: Callable[[], object] = _unexpected
         """Called when an engine has broken. Its loads are never reported, since the kernel may
         still write to their slots."""
@@ -276,6 +278,11 @@ class Engines:
             self._reap(number)
 
     def _reap(self, number: int) -> None:
+        # What has ended is answered before anything else is read: that takes far longer.
+        self._end_batches(number)
+        self.reaped(time.monotonic())
+
+    def _end_batches(self, number: int) -> None:
         engine = self._engines[number]
         for batch in engine.completed():
             if batch.failed and engine.broken:
@@ -289,6 +296,10 @@ class Engines:
                 self._fail(number, batch, load, rows)
             batch.free()
             self._ended(load)
+
+    def _decoded(self, load: Load) -> None:
+        self._ended(load)
+        self.reaped(time.monotonic())
 
     def _fail(self, number: int, batch: EngineBatch, load: Load, rows: Int64s | None) -> None:
         """Enter the failures of a batch. If the disk refused a merged read, read each of its blocks

@@ -41,7 +41,9 @@ from ffserve.errors import STATUS_ARENA_BUSY
 from ffserve.server.users import ACTIVE_S, MOST_ASKED, FairShare, User
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
-"""A device reads that in 2 to 6 ms. A turn costs the loop 100 us and 1 us per sample."""
+"""A device reads that in 2 to 6 ms."""
+TURN_COUNT = 100
+"""A turn costs the loop as much as so many samples (1 us each), also if it finds no memory."""
 MOST_TURNS = 4
 """Turns that one `pump` gives, one with several users; the next one comes after the loop has looked
 for messages."""
@@ -52,9 +54,10 @@ FLOWING_SIZE = 8 << 20
 """Bytes that one of several users has in flight, at which its turns wait: 4 ms of a disk."""
 MOST_TRIED = 4
 """Blocked requests of one user that one `pump` tries again: the oldest, and others in turn. With
-several users: the oldest, and of a user with more than an equal share only every RETRY_S, since a
-search for memory among pinned slots takes milliseconds."""
+several users: the oldest, and one of the others."""
 RETRY_S = 0.01
+"""With several users: how long a user that found no memory does not look for any. A user with less
+than an equal share looks again as soon as a pin was released."""
 PIN_GRACE_S = 0.05
 FAVOUR_S = (0.1, 1.0)
 GIVE_UP_S = 20.0
@@ -196,8 +199,10 @@ class _Turns:
     blocked: deque[SampleRequest] = field(default_factory=deque)
     """By the time since when they wait."""
     tried: int = 0
-    tried_at: float = float("-inf")
-    """The number of `blocked` that is tried next, and when one was tried last."""
+    """The number of `blocked` that is tried next."""
+    failed_at: float = float("-inf")
+    failed_after: int = 0
+    """When no memory was found last, and how many releases of pins there had been by then."""
     pins: deque[tuple[float, Owner, int]] = field(default_factory=deque)
     """When GETs were finished, their sessions and tags; some are acknowledged already."""
     most_pins: int = _FEW_PINS
@@ -217,6 +222,10 @@ class _Turns:
     def idle(self) -> bool:
         """Whether nothing of it is under way."""
         return not (self.jobs or self.blocked or self.pins or self.reads or self.leased_count)
+
+    def active(self, now: float) -> bool:
+        """Whether it has made a request lately, or waits."""
+        return now - self.seen < ACTIVE_S or bool(self.jobs or self.blocked)
 
 
 class Scheduler:
@@ -243,7 +252,7 @@ class Scheduler:
         self._runnable: dict[User, _Turns] = {}
         """Users with a runnable request."""
         self._active = 1
-        """Users that have made a request lately."""
+        """Users that have made a request lately, or wait."""
         self.wake: Callable[[], object] | None = None
         """Called when `pump` has stopped after MOST_TURNS: it must be called again soon. None: it
         does not stop."""
@@ -299,6 +308,10 @@ class Scheduler:
         owner.waiting[request.tag] = request
         owner.runnable.append(request)
         self._queue(owner)
+        self.go_on(now)
+
+    def go_on(self, now: float) -> None:
+        """Give turns, unless `pump` will be called anyway."""
         if not self._waking:
             self.pump(now)
 
@@ -338,7 +351,7 @@ class Scheduler:
                 self._cache.release(lease.pins)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
-        """A load has ended."""
+        """A load has ended. `go_on` must be called when all that have ended by now are known."""
         self._reads -= load.reads
         turns, reads = self._reading.pop(load.number, (None, 0))
         if turns is not None:
@@ -354,8 +367,6 @@ class Scheduler:
                 fetch.pins = []
             elif fetch.complete or fetch.enough or fetch.blocked_since is not None:
                 self._finish(fetch, now)
-        if not self._waking:
-            self.pump(now)
 
     def leave(self, owner: Owner, now: float) -> Iterator[None]:
         """A session has ended: drop its requests, and give back its pins and leases in steps."""
@@ -413,7 +424,7 @@ class Scheduler:
         self._waking = False
         if self._stopped:
             return
-        self._active = sum(now - turns.seen < ACTIVE_S for turns in self._users.values())
+        self._active = sum(turns.active(now) for turns in self._users.values())
         blocked = [turns for turns in self._users.values() if turns.blocked]
         if blocked:
             self._unblock(blocked, now)
@@ -478,6 +489,12 @@ class Scheduler:
             return True
         return turns.user is not favoured.owner.user and self._has_little(turns)
 
+    def _is_futile(self, turns: _Turns, now: float) -> bool:
+        """Whether one of several users found no memory lately, and would find none now."""
+        if self._active == 1 or now >= turns.failed_at + RETRY_S:
+            return False
+        return turns.failed_after == self._cache.release_count or not self._has_little(turns)
+
     def _has_little(self, turns: _Turns) -> bool:
         """Whether a user holds less than an equal share of the arena."""
         held_size = turns.pinned_size + turns.pinning_size + turns.leased_size
@@ -519,10 +536,14 @@ class Scheduler:
         """Advance a request; return True when it needs no further turn for now."""
         before, waiting = request.cursor, request.waiting
         turns = self._users[request.owner.user]
-        load = self._advance(request, turns)
-        if request.cursor == before and self._active > 1 and self._others_give(turns):
+        load, cost = None, 0.0
+        if not self._is_futile(turns, now):
             load = self._advance(request, turns)
-        cost = (request.cursor - before) / QUANTUM
+            if request.cursor == before and self._active > 1 and self._others_give(turns):
+                load = self._advance(request, turns)
+            if request.cursor == before:
+                turns.failed_at, turns.failed_after = now, self._cache.release_count
+            cost = (TURN_COUNT + request.cursor - before) / (TURN_COUNT + QUANTUM)
         if load is not None:
             waiting += 1
             cost = max(cost, load.size / QUANTUM_SIZE)
@@ -650,10 +671,8 @@ class Scheduler:
         self.make_room(now)
         favoured = self._favoured(blocked, now)
         for turns in sorted(blocked, key=lambda each: self._share.used(each.user)):
-            if self._active > 1 and not self._has_little(turns):
-                if now < turns.tried_at + RETRY_S:
-                    continue
-                turns.tried_at = now
+            if self._is_futile(turns, now):
+                continue
             waiting = turns.blocked
             count = len(waiting)
             first = turns.tried if 0 < turns.tried < count else 1

@@ -481,6 +481,7 @@ class Server:
         listener.setblocking(False)
         self.loop.add_reader(listener.fileno(), self._accept)
         state.engines.attach(self.loop)
+        state.engines.reaped = self._reaped
         state.scheduler.wake = self._pump_soon
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
@@ -619,6 +620,10 @@ class Server:
     def _resize(self) -> None:
         self._resize_timer = None
         self.state.resizing.step(time.monotonic())
+        self.arm()
+
+    def _reaped(self, now: float) -> None:
+        self.state.scheduler.go_on(now)
         self.arm()
 
     def _pump_soon(self) -> None:

@@ -55,7 +55,7 @@ MOST_DATASETS = 4096
 MOST_ERRORS = 1024
 """Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_DIRECT_REPLIES = 4
-"""A request gets a direct reply while all sessions together have fewer requests than this, and its
+"""A request gets a direct reply while its user has fewer requests than this, and its
 session has no other. With more requests, the loop answers several of them in one turn."""
 MOST_NAME = 200
 """Characters in the name of an order."""
@@ -645,7 +645,7 @@ class Session:
         request = SampleRequest(
             self._owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
         )
-        crowded = self._owner.waiting or scheduler.request_count >= MOST_DIRECT_REPLIES
+        crowded = self._owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
         if self._direct_reply is not None and not (crowded or lease or self.inline):
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
             self._direct_tag = tag

@@ -39,11 +39,12 @@ from ffserve.server.scheduler import (
     MOST_UNACKNOWLEDGED,
     PIN_GRACE_S,
     QUANTUM_SIZE,
+    RETRY_S,
     Owner,
     SampleRequest,
     Scheduler,
 )
-from ffserve.server.users import User
+from ffserve.server.users import ACTIVE_S, User
 
 Int64s = NDArray[np.int64]
 KIB, MIB = 1 << 10, 1 << 20
@@ -743,6 +744,11 @@ def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[SampleRequest], O
     return scheduler, loads, finished, Owner(finished.append)
 
 
+def ended(scheduler: Scheduler, load: Load, now: float) -> None:
+    scheduler.loaded(load, {}, now)
+    scheduler.go_on(now)
+
+
 def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> SampleRequest:
     return SampleRequest(owner, tag, np.array(numbers, np.int64), lease=lease)
 
@@ -753,7 +759,7 @@ def test_a_turn_is_bounded_in_samples_and_bytes(size: int, counts: list[int]) ->
     scheduler, loads, _, owner = scheduled(node)
     scheduler.add(asked(owner, 1, list(range(600))), 0.0)
     for load in loads:
-        scheduler.loaded(load, {}, 0.0)
+        ended(scheduler, load, 0.0)
         if len(loads) >= len(counts):
             break
     assert [len(load.slots) for load in loads[: len(counts)]] == counts
@@ -765,14 +771,14 @@ def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     node = Node([[900_000] * 3])
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     other = Owner(finished.append, user=owner.user)
     late = asked(other, 1, [1])
     scheduler.add(late, 0.0)
     assert scheduler.blocked_count == 1
     scheduler.pump(GIVE_UP_S + 1)
     assert scheduler.blocked_count == 0 and len(loads) == 2
-    scheduler.loaded(loads[1], {}, GIVE_UP_S + 1)
+    ended(scheduler, loads[1], GIVE_UP_S + 1)
     assert finished[-1] is late and not late.failures
     node.directory.close()
 
@@ -783,7 +789,7 @@ def test_a_daemon_that_ends_wrote_over_what_clients_still_leased(stopped: bool) 
     node = Node([[900_000] * 3])
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     scheduler.add(asked(Owner(finished.append, user=owner.user), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1 and len(loads) == 1
     if stopped:
@@ -797,12 +803,12 @@ def test_only_a_lease_makes_a_request_give_up() -> None:
     node = Node([[400_000] * 4], arena_size=MIB)
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0], lease=True), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     assert owner.leases
     late = asked(Owner(finished.append, user=owner.user), 2, [1, 2])
     scheduler.add(late, 1.0)
     for load in loads[1:]:
-        scheduler.loaded(load, {}, 1.0)
+        ended(scheduler, load, 1.0)
     now = 1.0
     while late not in finished:
         deadline = scheduler.next_deadline()
@@ -820,7 +826,7 @@ def test_leases_on_their_way_together_took_more_than_their_half() -> None:
     for tag in range(1, 11):
         scheduler.add(asked(owner, tag, [tag], lease=True), 0.0)
     for load in loads:
-        scheduler.loaded(load, {}, 0.0)
+        ended(scheduler, load, 0.0)
     leased = sum(fetch.pinned_size for fetch in owner.leases.values())
     assert 0 < leased <= node.arena.size // 2
     assert {request.count for request in finished} == {0, 1}
@@ -856,7 +862,7 @@ def crowding(lease: bool) -> tuple[Node, Scheduler, Owner]:
         numbers = list(range(256 * tag, 256 * (tag + 1)))
         scheduler.add(asked(hostile, tag, numbers, lease=lease), 0.0)
     for load in loads:
-        scheduler.loaded(load, {}, 0.0)
+        ended(scheduler, load, 0.0)
     scheduler.acknowledge(honest, [1])
     assert len(hostile.leases if lease else hostile.unacknowledged) == answered
     for tag in range(5, 20):
@@ -875,6 +881,77 @@ def test_a_user_with_leases_had_as_much_under_way_as_one_without() -> None:
     node, _, _ = crowding(lease=True)
     turn = 64 * 4096
     assert int(node.cache.pins.sum()) * 4096 <= node.arena.size // 2 + turn
+    node.directory.close()
+
+
+def test_an_answer_waited_until_others_had_their_turn() -> None:
+    """Each of many reads that had ended gave a turn to another request before the next answer."""
+    node = Node([[4000] * 600])
+    scheduler, loads, finished, owner = scheduled(node)
+    scheduler.add(asked(owner, 1, list(range(64))), 0.0)
+    other = Owner(finished.append, user=User(2))
+    scheduler.add(asked(other, 1, list(range(64, 164))), 0.0)
+    assert len(loads) == 2
+    for load in tuple(loads):
+        scheduler.loaded(load, {}, 0.0)
+    assert [request.owner for request in finished] == [owner, other]
+    assert len(loads) == 2
+    scheduler.add(asked(owner, 2, [200]), 0.0)
+    assert len(loads) == 3
+    node.directory.close()
+
+
+def test_a_user_that_only_waited_held_up_the_requests_of_another() -> None:
+    """It did not count as a second user, so its oldest request had all turns."""
+    node = Node([[700_000] * 3, [1000] * 10], arena_size=2 * MIB)
+    loads: list[Load] = []
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=2)
+    hostile, honest = (Owner(lambda _: None, user=User(uid)) for uid in (1, 2))
+    scheduler.add(asked(hostile, 1, [0], lease=True), 0.0)
+    scheduler.add(asked(hostile, 2, [1]), 0.0)
+    scheduler.add(asked(hostile, 3, [2]), 0.0)
+    ended(scheduler, loads[0], 0.5)
+    assert scheduler.blocked_count == 1 and hostile.leases
+    request = asked(honest, 1, [5])
+    scheduler.add(request, 1.2 + ACTIVE_S - 1.0)
+    assert request.cursor == 1
+    node.directory.close()
+
+
+def test_a_user_without_memory_searched_for_it_with_each_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And these searches cost it no turn of its share."""
+    node = Node([[400_000] + [300_000] * 60], arena_size=MIB)
+    loads: list[Load] = []
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
+    hostile, honest = (Owner(lambda _: None, user=User(uid)) for uid in (1, 2))
+    for owner, number in ((hostile, 0), (honest, 1)):
+        scheduler.add(asked(owner, 1, [number], lease=owner is hostile), 0.0)
+        ended(scheduler, loads[-1], 0.0)
+    scheduler.add(asked(hostile, 2, [2]), 0.0)
+    ended(scheduler, loads[-1], 0.0)
+    searches: list[int] = []
+    allocate = node.cache.allocator.allocate
+
+    def search(*arguments: Any) -> Any:
+        searches.append(1)
+        return allocate(*arguments)
+
+    monkeypatch.setattr(node.cache.allocator, "allocate", search)
+    used = scheduler._share.used(hostile.user)
+    for tag in range(3, 53):
+        scheduler.add(asked(hostile, tag, [tag]), 0.0)
+    assert scheduler.blocked_count == 50 and 0 < len(searches) <= 2
+    assert scheduler._share.used(hostile.user) > used
+    scheduler.pump(RETRY_S / 2)
+    assert len(searches) <= 2
+    scheduler.pump(RETRY_S)
+    assert 2 <= len(searches) <= 4
+    # Its pins are taken back after their grace, and it goes on.
+    before = len(loads)
+    scheduler.pump(PIN_GRACE_S)
+    assert len(loads) > before
     node.directory.close()
 
 
@@ -904,7 +981,7 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     node = Node([[4000] * 10])
     scheduler, loads, finished, silent = scheduled(node)
     scheduler.add(asked(silent, 1, [0]), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     owner = Owner(finished.append, user=silent.user)
     for tag in range(1, 10_000):
         scheduler.add(asked(owner, tag, [0]), 0.0)
@@ -919,7 +996,7 @@ def test_a_client_that_never_acknowledged_made_its_pins_grow_for_ever() -> None:
     node = Node([[4000] * 10])
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     for tag in range(2, 5 * MOST_UNACKNOWLEDGED):
         scheduler.add(asked(owner, tag, [0]), 0.0)
     assert len(finished) == tag and all(request.count == 1 for request in finished)
@@ -937,7 +1014,7 @@ def test_pins_of_a_repeated_sample_held_arrays_of_the_whole_request() -> None:
     node = Node([[4000] * 10], arena_size=16 * MIB)
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     scheduler.add(asked(owner, 2, [0] * 10_000), 0.0)
     assert [request.count for request in finished] == [1, 10_000]
     held = [pins if pins.base is None else pins.base for pins in owner.unacknowledged[2].pins]
@@ -956,7 +1033,7 @@ def test_leases_of_samples_that_failed_were_kept_without_a_limit() -> None:
     assert all(set(request.failures) == {0, 1} for request in finished)
     assert not owner.leases
     scheduler.add(asked(owner, 100, [1, 2], lease=True), 0.0)
-    scheduler.loaded(loads[0], {}, 0.0)
+    ended(scheduler, loads[0], 0.0)
     assert list(owner.leases) == [100] and scheduler.leased_size > 0
     scheduler.release(owner, list(range(1, 101)))
     assert scheduler.leased_size == 0 and not node.cache.pins.any()

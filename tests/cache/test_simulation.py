@@ -255,6 +255,7 @@ class World:
         for load, failures in unheard:
             del self.loads[id(load)]
             self.scheduler.loaded(load, failures, self.now)
+        self.scheduler.go_on(self.now)
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         rows = zip(firsts.tolist(), counts.tolist(), slots.tolist(), sizes.tolist(), strict=True)
@@ -366,6 +367,18 @@ class World:
         # The policy knows every resident, and who has how much.
         policy, bucket_sets = cache.policy, cache.policy.buckets
         assert (bucket_sets.key[state == RESIDENT] != NONE).all(), "a resident nobody would evict"
+        assert (cache.pins[bucket_sets.parked] > 0).all(), "parked without a pin"
+        found = [
+            bucket.held[bucket_sets.key[bucket.held] == key]
+            for sets in bucket_sets.of_class
+            for bucket_set in sets.values()
+            for key, bucket in bucket_set.buckets.items()
+        ]
+        found.append(np.flatnonzero(bucket_sets.parked))
+        missing = np.setdiff1d(np.flatnonzero(state == RESIDENT), np.concatenate(found))
+        assert not len(missing), "a resident is in no bucket"
+        parked = sum(each.parked for sets in bucket_sets.of_class for each in sets.values())
+        assert parked == len(found[-1]), "parked slots are counted wrongly"
         self.entered |= state != FREE
         gone = self.entered & (state != RESIDENT)
         assert (bucket_sets.key[gone] == NONE).all(), "what is gone has a key"
@@ -1004,6 +1017,20 @@ def test_tiny_requests_are_not_starved_behind_a_huge_one() -> None:
         assert len(tiny.waited_s) > 20 and tiny.direct_replies > 20
         assert sorted(tiny.waited_s)[len(tiny.waited_s) // 2] < 0.05
         assert max(tiny.waited_s) < 1.5
+    finally:
+        world.close()
+
+
+def test_requests_of_other_users_took_direct_replies_away() -> None:
+    """READY came from the loop, which had much to do for the others, and so could be late."""
+    world = World(5, 8 * MIB, [np.full(8000, 4000, np.int64)], slowest_s=0.01, most_reads=1024)
+    try:
+        clients = [
+            Client(world, [np.arange(k, k + 8) for k in range(first, first + 400, 8)], in_flight=1)
+            for first in range(0, 8000, 400)
+        ]
+        world.run(check=False)
+        assert all(client.done and client.direct_replies > 20 for client in clients)
     finally:
         world.close()
 

@@ -8,20 +8,19 @@ use the same processors, and the machine may be busy. `make soak` has the whole 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import attacks
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Daemon, Raw, asking, serving, until
+from attack_field import COUNTS, Field, field
+from daemon import Daemon, Raw, asking, serving, until
 
 import ffserve
 from ffserve.client.connection import status
@@ -32,84 +31,11 @@ pytestmark = pytest.mark.skipif(
     reason="needs root and setpriv, to run processes as other users",
 )
 
-HONEST, HOSTILE = 65_432, 65_433
 FACTOR, SOAK_FACTOR = 300, 100
 """An attack may make nine batches of ten take up to so many times the quiet median. Without turns
 by user it was tens of thousands of times, or there was no answer."""
 MOST_KEPT = 96 << 20
 """Bytes that the daemon may keep after an attack: of free lists, and of what users may hold."""
-COUNTS = {
-    "gets": 20,
-    "leases": 20,
-    "status": 3,
-    "connections": 4200,
-    "connects": 4,
-    "halves": 40,
-    "drops": 10,
-    "strings": 2,
-    "opens": 4,
-    "tags": 4,
-    "orders": 4,
-    "lookups": 4,
-    "datasets": 2,
-    "inline": 10,
-    "small": 10,
-}
-"""Connections of each attack."""
-EXPECT = (r"closed a session \(pid \d+\): .*",)
-
-
-@dataclass
-class Field:
-    """A daemon that everybody may connect to, and files that everybody may read."""
-
-    daemon: Daemon
-    honest: str
-    hostile: str
-
-    def run(self, uid: int, *arguments: object) -> subprocess.Popen[str]:
-        program = str(Path(attacks.__file__))
-        user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-        return subprocess.Popen(
-            [*user, sys.executable, program, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    @contextlib.contextmanager
-    def attack(self, kind: str, count: int) -> Iterator[None]:
-        with self.run(HOSTILE, kind, self.daemon.socket, self.hostile, count) as process:
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
-                yield
-            finally:
-                process.kill()
-
-    def measure(self, seconds: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of an honest client's batches and of its greetings."""
-        with self.run(HONEST, "honest", self.daemon.socket, self.honest, seconds) as process:
-            try:
-                found = json.loads(process.communicate(timeout=DEADLINE_S)[0])
-            finally:
-                process.kill()
-        assert not found["refused"], "the honest client was refused"
-        return np.array(found["reads"]), np.array(found["greetings"])
-
-
-@contextlib.contextmanager
-def field(shards: int) -> Iterator[Field]:
-    with serving(arena="32MiB", options=["--socket-mode", "0666"], expect=EXPECT) as daemon:
-        paths = [str(daemon.directory / name) for name in ("honest.ffr", "hostile.ffr")]
-        attacks.write_samples(paths[0])
-        shutil.copy(paths[0], paths[1])
-        many = daemon.directory / "many"
-        many.mkdir()
-        with ffserve.create(many / "0.ffr", n=1) as writer:
-            writer.write(b"x")
-        for number in range(1, shards):
-            shutil.copy(many / "0.ffr", many / f"{number}.ffr")
-        yield Field(daemon, *paths)
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
         reading.loop.stop()
 
     reading.engines.loaded = loaded
+    reading.engines.reaped = lambda _: None
     base, directory = reading.base, reading.directory
     fd = os.open("/proc/self/mem", os.O_RDONLY)
     places = range(0, COUNT * SIZE, SIZE)
@@ -143,6 +144,7 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     reading = Reading("uring")
     own = descriptors("[eventfd]") - before
     reading.engines.loaded = lambda *_: None
+    reading.engines.reaped = lambda _: None
     directory, lengths = reading.directory, np.empty(COUNT, np.uint64)
     shard.load(directory.offsets[reading.run], lengths, directory.checksums[reading.run])
     directory.set_lengths(reading.base, lengths)
