@@ -9,6 +9,10 @@
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
 #              the packages of the benchmark (installs gigabytes; says why a test is skipped)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
+# make systemd boot a systemd in a container: install the service, use it, damage it, remove it
+#              (4 min; needs root)
+# make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
+#              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
 #              after an interruption it goes on; options="--disk-limit …" and others are handed on)
 # make docs    draw docs/images/architecture.svg (needs graphviz)
@@ -22,6 +26,7 @@ workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
 .PHONY: demo test lint check interop spark bench figures docs soak fuzz guided asan tsan setup clean distclean
+.PHONY: systemd install uninstall
 .DEFAULT_GOAL := demo
 
 setup:
@@ -56,6 +61,26 @@ interop:
 spark:
 	@bash .ci/setup --spark
 	@$(pytest) -q -m spark tests/spark --timeout 300
+
+systemd:
+	@bash .ci/setup --systemd
+	@$(pytest) -q -rs -m systemd --timeout 600
+
+# A Python that all users may run. What is built is a copy, so that root leaves nothing here.
+prefix ?= /opt/ffserve
+python3 ?= /usr/bin/python3
+install:
+	@[ "$$(id -u)" = 0 ] || { echo "make install: only root may do this; use sudo" >&2; exit 2; }
+	@[ -x $(prefix)/bin/python ] || $(python3) -m venv $(prefix)
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && umask 022 && \
+	    cp -R README.md docs ffserve pyproject.toml "$$copy" && \
+	    $(prefix)/bin/python -m pip install --quiet --disable-pip-version-check "$$copy"
+	@$(prefix)/bin/ffserve install-service
+
+uninstall:
+	@[ "$$(id -u)" = 0 ] || { echo "make uninstall: only root may do this; use sudo" >&2; exit 2; }
+	@$(prefix)/bin/ffserve uninstall-service $(options)
+	@[ ! -e $(prefix)/pyvenv.cfg ] || rm -rf $(prefix)
 
 soak: setup
 	@$(pytest) -q -m soak --timeout 600

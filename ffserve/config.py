@@ -2,9 +2,9 @@
 
 Every setting is one field of :class:`ServerConfig`. Its metadata has the key in the TOML file, the
 flag of ``ffserve serve`` and the text that documents both; ``serve --help``,
-docs/CONFIGURATION.md and systemd/ffserve.toml show the same text (tests/unit/test_config.py
+docs/CONFIGURATION.md and ffserve/systemd/ffserve.toml show the same text (tests/unit/test_config.py
 compares them). A flag overrides the file, and the file overrides the default. An unknown key or an
-invalid value is a :class:`UsageError` that names it.
+invalid value is a :class:`UsageError` that names file, line, key, and what is allowed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+
+LIVE = (
+    "roots", "file_systems", "arena", "max_chunk_size", "max_sessions", "drain_timeout",
+    "close_after", "idle_timeout", "log_level",
+)  # fmt: skip
+"""Keys that a running daemon takes over when it is told to reload its settings."""
 
 # --------------------------------------------------------------------------- sizes
 
@@ -474,6 +480,26 @@ class ServerConfig:
         return self.max_arena_size_bytes
 
 
+def merge_live(old: ServerConfig, new: ServerConfig) -> tuple[ServerConfig, list[str], list[str]]:
+    """Return what a running daemon takes over.
+
+    Args:    old: its settings. new: those that it has read now.
+    Returns: its next settings; the keys that change; the keys that differ and need a restart.
+    """
+    differ = [
+        option
+        for option in dataclasses.fields(ServerConfig)
+        if getattr(old, option.name) != getattr(new, option.name)
+    ]
+    keys = [str(option.metadata["key"]) for option in differ]
+    live = {o.name: getattr(new, o.name) for o in differ if o.metadata["key"] in LIVE}
+    return (
+        dataclasses.replace(old, **live),
+        [key for key in keys if key in LIVE],
+        [key for key in keys if key not in LIVE],
+    )
+
+
 def load_config(
     path: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ServerConfig:
@@ -487,36 +513,38 @@ def load_config(
     options = {option.metadata["key"]: option for option in dataclasses.fields(ServerConfig)}
     values: dict[str, Any] = {}
     source = path if path is not None else CONFIG_PATH
-    given: list[tuple[str | None, Mapping[str, Any]]] = [
-        (source, _read_toml(source, required=path is not None)),
-        (None, {k: v for k, v in (overrides or {}).items() if v is not None}),
-    ]
-    for origin, settings in given:
-        for key, value in settings.items():
-            option = options.get(key)
-            if option is None:
-                raise _unknown_key(key, list(options), origin)
-            shown = key if origin else option.metadata["flag"]
-            values[option.name] = _parse_named(option, value, shown, origin)
+    text, settings = _read_toml(source, required=path is not None)
+    for key, value in settings.items():
+        try:
+            option = _known(key, options)
+            values[option.name] = _parse_named(option, value, key)
+        except UsageError as error:
+            raise UsageError(
+                f"line {_line_of(key, text)}: {error.message}", path=source, hint=error.hint
+            ) from None
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            option = _known(key, options)
+            values[option.name] = _parse_named(option, value, option.metadata["flag"])
     return ServerConfig(**values)
 
 
-def _parse_named(
-    option: dataclasses.Field[Any], value: Any, shown: str, path: str | None = None
-) -> Any:
+def _parse_named(option: dataclasses.Field[Any], value: Any, shown: str) -> Any:
     try:
         return option.metadata["parse"](value)
     except UsageError as error:
-        raise UsageError(f"{shown}: {error.message}", path=path, hint=error.hint) from None
+        raise UsageError(f"{shown}: {error.message}", hint=error.hint) from None
 
 
-def _read_toml(path: str, *, required: bool) -> dict[str, Any]:
+def _read_toml(path: str, *, required: bool) -> tuple[str, dict[str, Any]]:
+    """Return the text of a configuration and its keys."""
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            text = file.read().decode()
+        return text, tomllib.loads(text)
     except FileNotFoundError:
         if not required:
-            return {}
+            return "", {}
         raise UsageError(
             "no such configuration file", path=path, hint="check the path given with --config"
         ) from None
@@ -526,11 +554,40 @@ def _read_toml(path: str, *, required: bool) -> dict[str, Any]:
             path=path,
             hint="check the permissions of the file",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"invalid TOML: {error}", path=path) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"line {line}: invalid TOML: not UTF-8", path=path) from None
+    except tomllib.TOMLDecodeError as error:
+        last = len(text.splitlines())
+        reason = str(error).replace("end of document", f"the end, line {last}")
+        raise UsageError(f"invalid TOML: {reason}", path=path) from None
 
 
-def _unknown_key(key: str, known: list[str], path: str | None) -> UsageError:
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(known)}"
-    return UsageError(f"unknown key {key!r}", path=path, hint=hint)
+def _line_of(key: str, text: str) -> int:
+    """Return the number of the line where a key of a valid TOML text is set.
+
+    The parser does not tell. A text that ends before the key does not have it, and one that ends
+    within its value (a list of several lines) is not valid.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    begun = 0
+    for end in range(1, len(lines) + 1):
+        try:
+            if key in tomllib.loads("\n".join(lines[:end])):
+                break
+        except tomllib.TOMLDecodeError:
+            continue
+        begun = end
+    own = (n for n, line in enumerate(lines[begun:], begun + 1) if line.strip().partition("#")[0])
+    return next(own)
+
+
+def _known(
+    key: str, options: Mapping[str, dataclasses.Field[ServerConfig]]
+) -> dataclasses.Field[ServerConfig]:
+    """Return the option of a key. Raises: UsageError: there is none."""
+    if key in options:
+        return options[key]
+    near = difflib.get_close_matches(key, options, n=3, cutoff=0.5)
+    allowed = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(options)}"
+    raise UsageError(f"unknown key {key!r}", hint=allowed)

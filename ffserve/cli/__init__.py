@@ -44,6 +44,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("stop", "Stop the daemon."),
     "resize": ("resize", "Change the size of the daemon's arena."),
     "bench": ("bench", "Measure ffserve and other packages on this machine."),
+    "install-service": ("service", "Install the daemon as a service of systemd."),
+    "uninstall-service": ("service", "Stop and remove the service."),
     "simulate": ("simulate", "Simulate the hit rates of a cache size."),
     "pack": ("pack", "Pack a directory or files into record files."),
     "inspect": ("inspect", "Show samples, sizes and checksums of record files."),
@@ -68,7 +70,7 @@ class CommandLine(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
+        command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

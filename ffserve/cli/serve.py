@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import click
 
-from ffserve.config import CONFIG_PATH, ServerConfig, load_config
+from ffserve.config import CONFIG_PATH, ServerConfig, format_size, load_config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,17 +36,19 @@ def _setting_flags(command: Command) -> Command:
     metavar="FILE",
     help=f"Settings in TOML, named as these flags; flags override them. [default: {CONFIG_PATH}]",
 )
+@click.option("--check", is_flag=True, help="Check the settings and exit; serve nothing.")
 @_setting_flags
-def serve(config_path: str | None, **settings: Any) -> int:
+def serve(config_path: str | None, check: bool, **settings: Any) -> int:
     """Run the daemon until SIGTERM or Ctrl-C.
 
     It serves files below its roots to processes that have permission to read them, and keeps
     samples in an arena of shared memory. After SIGTERM it completes the requests in flight and
-    exits with 0.
+    exits with 0. SIGHUP makes it read its settings again; if it has a terminal, SIGHUP ends it.
 
     \b
       ffserve serve --root /data --arena 16GiB
       ffserve serve --config ffserve.toml
+      ffserve serve --config ffserve.toml --check
       systemctl enable --now ffserve.socket     as a service
     """
     given = {key: value for key, value in settings.items() if value not in (None, ())}
@@ -53,8 +56,16 @@ def serve(config_path: str | None, **settings: Any) -> int:
         given["roots"] = [os.path.abspath(root) for root in given["roots"]]
     if "socket" in given:
         given["socket"] = os.path.abspath(given["socket"])
-    config = load_config(config_path, given)
+    load = partial(load_config, config_path, given)
+    config = load()
 
     from ffserve.server import daemon
 
-    return daemon.serve(config)
+    if check:
+        daemon.check(config)
+        click.echo(
+            f"the settings are valid: arena {format_size(config.arena_size)}, "
+            f"roots {' '.join(config.roots)}"
+        )
+        return 0
+    return daemon.serve(config, load)

@@ -108,6 +108,16 @@ class Catalog:
         # Sessions of one user may pass descriptors of the same files at a time.
         self._most_asked = max(min(MOST_FILES, self._limit // 32), 1)
 
+    def reconfigure(self, rules: Rules | None, max_chunk_size: int, close_after_s: float) -> None:
+        """Follow other settings. What is open stays open; with other rules (None: they stay), who
+        opens it from now on proves anew that they allow it."""
+        self._opener.max_chunk_size, self._close_after_s = max_chunk_size, close_after_s
+        if rules is not None:
+            self._opener.rules = rules
+            for shard in self._open.values():
+                shard.aliases, shard.proven = (), frozenset()
+            self._aliases.clear()
+
     # ---- opening --------------------------------------------------------------------------
 
     async def open(self, request: Request, peer: Peer, passing: Passing) -> list[OpenShard]:
@@ -252,6 +262,7 @@ class Catalog:
         found: dict[int, OpenShard],
     ) -> None:
         """Hold the shards of passed descriptors, and close the descriptors."""
+        rules = self._opener.rules
         try:
             files = await in_thread(lambda: self._opener.identify(request, passed, peer))
             for owner in {key[4] for key in files.keys}:
@@ -266,7 +277,7 @@ class Catalog:
                         mine.setdefault(key, k)
                 if mine:
                     await self._open_new(request, files, mine)
-                left = self._hold_opened(request, files, left, peer, found)
+                left = self._hold_opened(request, files, left, peer, found, rules)
                 others = [f for k in left if (f := self._opening.get(files.keys[k]))]
                 if others:
                     await asyncio.wait(others)
@@ -285,8 +296,10 @@ class Catalog:
         rows: list[int],
         peer: Peer,
         found: dict[int, OpenShard],
+        rules: Rules,
     ) -> list[int]:
-        """Hold the shards of those passed files that are open, which the peer has proven now.
+        """Hold the shards of those passed files that are open, which the peer has proven now, if
+        the rules are still those by which the files were checked.
 
         Returns: the rows of the others. Another session opens them; if it fails for reasons of its
             own, the next turn opens them for this one.
@@ -302,9 +315,11 @@ class Catalog:
             found[position] = shard
             held.append(shard)
             kept.append(request.aliases[position])
+            shard.names[viewer] = files.paths[k]
+            if rules is not self._opener.rules:
+                continue
             if owner not in shard.proven:
                 shard.proven = shard.proven | proof if shard.proven else proof
-            shard.names[viewer] = files.paths[k]
             # Under what the daemon knows of the file, whatever the client says.
             self._name(shard, request.alias(position, files.keys[k][0]))
         for each, promised in self._promised:

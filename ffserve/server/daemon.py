@@ -16,13 +16,16 @@ import resource
 import signal
 import socket
 import stat
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import uvloop
 
-from ffserve.config import ServerConfig, format_size
+from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.engine.io import ring_refusal
-from ffserve.errors import ReadError, UsageError
+from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
 from ffserve.server.access import may_read_everything
@@ -32,8 +35,12 @@ from ffserve.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP comes when the terminal is closed; nohup makes the process ignore it."""
+Action: TypeAlias = Callable[[], object]
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+STATUS_INTERVAL_S = 5.0
+"""How often the service manager gets a line about the daemon, if it has changed."""
+IDLE_CHECK_S = 1.0
+"""How often the daemon looks whether it has been idle for long."""
 _BACKLOG = 1024
 _FIRST_PASSED_FD = 3
 EXIT_FAULT = 1
@@ -45,9 +52,24 @@ OWN_SIZE = 32 * 1024 * 1024
 come on top (docs/CONFIGURATION.md)."""
 
 
-def serve(config: ServerConfig) -> int:
-    """Run the daemon until SIGTERM, SIGINT or SIGHUP; return its exit code.
+def check(config: ServerConfig) -> None:
+    """Check whether a daemon could start with these settings, as far as that can be known before.
 
+    Raises: UsageError.
+    """
+    raise_file_limit()
+    _check_machine(config)
+    if config.socket_group is not None:
+        _group_number(config.socket_group)
+
+
+def serve(config: ServerConfig, load: Callable[[], ServerConfig]) -> int:
+    """Run the daemon until SIGTERM or SIGINT; return its exit code.
+
+    SIGHUP reloads the settings. If the daemon has a terminal, the signal means that the terminal
+    was closed, and ends it; nohup makes the process ignore it.
+
+    Args: load: reads the settings again.
     Raises:
         UsageError: another daemon serves this socket, or its path is not a socket.
         AccessDenied, ReadError: the socket or the shared memory cannot be created.
@@ -55,14 +77,10 @@ def serve(config: ServerConfig) -> int:
     logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
     raise_file_limit()
     _check_machine(config)
-    # A signal may come before the loop handles signals.
-    early: list[int] = []
-    stopping = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-    for number in stopping:
-        signal.signal(number, lambda number, _frame: early.append(number))
+    signals = _Signals()
     listener, lock = _listen(config)
     try:
-        uvloop.run(_run(config, listener, stopping, early))
+        uvloop.run(_run(config, load, listener, signals))
         return 0
     finally:
         listener.close()
@@ -97,20 +115,54 @@ def _check_machine(config: ServerConfig) -> None:
             log.warning("missing root %s: it is served as soon as the directory exists", root)
 
 
+class _Signals:
+    """The signals that the daemon handles. They may come before its loop handles them.
+
+    A daemon with a terminal gets SIGHUP when the terminal is closed.
+    """
+
+    def __init__(self) -> None:
+        hangup = {signal.SIGHUP} if _has_terminal() else set()
+        self._stopping = self._wanted({*_STOPPING, *hangup})
+        self._reloading = self._wanted({signal.SIGHUP} - hangup)
+        self._early: list[int] = []
+        for number in self._stopping + self._reloading:
+            signal.signal(number, lambda number, _frame: self._early.append(number))
+
+    def _wanted(self, numbers: set[signal.Signals]) -> list[signal.Signals]:
+        return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+    def attach(self, loop: asyncio.AbstractEventLoop, stop: Action, reload: Action) -> None:
+        """Call one of these for each signal, also for those that came before."""
+        for numbers, action in ((self._stopping, stop), (self._reloading, reload)):
+            for number in numbers:
+                loop.add_signal_handler(number, action)
+            if set(self._early) & set(numbers):
+                loop.call_soon(action)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 async def _run(
-    config: ServerConfig, listener: socket.socket, stopping: list[signal.Signals], early: list[int]
+    config: ServerConfig,
+    load: Callable[[], ServerConfig],
+    listener: socket.socket,
+    signals: _Signals,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.set_exception_handler(_end_at_once)
-    for number in stopping:
-        loop.add_signal_handler(number, stop.set)
-    if early:
-        stop.set()
     state = ServerState(config)
     state.engines.on_broken = stop.set
     server = Server(state, listener)
     state.pages.start()
+    signals.attach(loop, stop.set, partial(_reload, server, load))
     log.info(
         "serving %s on %s, arena %s, engine %s",
         " ".join(config.roots),
@@ -120,17 +172,18 @@ async def _run(
     )
     if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
         log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
-    _notify("READY=1")
-    tasks = [loop.create_task(_watchdog())]
-    if config.idle_timeout_s:
-        tasks.append(loop.create_task(_stop_when_idle(server, config.idle_timeout_s, stop)))
+    _notify(f"READY=1\nSTATUS={_status(server)}")
+    tasks = [
+        loop.create_task(each)
+        for each in (_watchdog(), _report(server), _stop_when_idle(server, stop))
+    ]
     await stop.wait()
-    _notify("STOPPING=1")
+    _notify(f"STOPPING=1\nSTATUS=stopping, clients: {server.connection_count}")
     log.info("stopping: %d clients", server.connection_count)
     for task in tasks:
         task.cancel()
     broken = state.engines.broken
-    patience_s = 0.0 if broken else config.drain_timeout_s
+    patience_s = 0.0 if broken else state.config.drain_timeout_s
     if not await server.drain(patience_s):
         log.warning("stopped with unanswered requests after %g s", patience_s)
     state.close()
@@ -157,11 +210,55 @@ def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     os._exit(EXIT_FAULT)
 
 
-async def _stop_when_idle(server: Server, timeout_s: float, stop: asyncio.Event) -> None:
-    while (left_s := timeout_s - server.idle_s) > 0:
-        await asyncio.sleep(left_s)
+def _reload(server: Server, load: Callable[[], ServerConfig]) -> None:
+    """Read the settings again and follow them; keep the present ones if they are not valid."""
+    _notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    failure = ""
+    try:
+        new, changed, left = merge_live(server.state.config, load())
+        server.reconfigure(new)
+    except FFServeError as error:
+        failure = f"the settings were not changed: {error}"
+        log.error("%s", failure)
+    else:
+        logging.getLogger().setLevel(new.log_level.upper())
+        log.info("reloaded the settings; changed: %s", ", ".join(changed) or "none")
+        if left:
+            log.warning("a restart is needed for the new value of %s", ", ".join(left))
+    _notify(f"READY=1\nSTATUS={failure or _status(server)}")
+
+
+async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
+    while True:
+        timeout_s = server.state.config.idle_timeout_s
+        left_s = timeout_s - server.idle_s
+        if timeout_s and left_s <= 0:
+            break
+        # The setting can change.
+        await asyncio.sleep(min(left_s, IDLE_CHECK_S) if timeout_s else IDLE_CHECK_S)
     log.info("no client for %g s", timeout_s)
     stop.set()
+
+
+def _status(server: Server) -> str:
+    """Return one line for `systemctl status`."""
+    state = server.state
+    counters, arena = state.cache.counters, state.arena
+    return (
+        f"clients: {server.connection_count}; "
+        f"arena: {format_size(arena.used_size)} of {format_size(arena.size)} used; "
+        f"read: {format_size(state.engines.read_size)}; "
+        f"failed blocks: {counters.failed}"
+    )
+
+
+async def _report(server: Server) -> None:
+    last = ""
+    while True:
+        await asyncio.sleep(STATUS_INTERVAL_S)
+        if (line := _status(server)) != last:
+            _notify(f"STATUS={line}")
+            last = line
 
 
 async def _watchdog() -> None:

@@ -105,8 +105,8 @@ class Opener:
         self, directory: Directory, rules: Rules, max_chunk_size: int, spare: Callable[[], int]
     ) -> None:
         self._directory = directory
-        self._rules = rules
-        self._max_chunk_size = max_chunk_size
+        self.rules = rules
+        self.max_chunk_size = max_chunk_size
         self._spare = spare
         self.lock = threading.Lock()
         """Guards the numbers of the directory, the domains, and `cached_count`."""
@@ -119,8 +119,8 @@ class Opener:
         """Check passed files. Raises: AccessDenied, ReadError."""
         paths = [request.paths[one.position] for one in passed]
         fds = np.array([one.fd for one in passed], np.int32)
-        with self._rules.domains(peer) as domains_of:
-            files = self._rules.check(fds, paths, peer)
+        with self.rules.domains(peer) as domains_of:
+            files = self.rules.check(fds, paths, peer)
             self._check_indexes(passed, paths, peer)
             # The tables are read through the page cache.
             with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class Opener:
     ) -> bool:
         with contextlib.suppress(FFServeError):
             fds = np.array([passed[k].index for k in rows], np.int32)
-            self._rules.check(fds, [paths[k] for k in rows], peer)
+            self.rules.check(fds, [paths[k] for k in rows], peer)
             return True
         return False
 
@@ -248,8 +248,8 @@ class Opener:
         for k, done, count, end, payload_size, fingerprint, kind, shard in each:
             if not done:
                 continue
-            if shard is not None and max(payload_size, files.keys[k][0][2]) > self._max_chunk_size:
-                shard.limit(self._max_chunk_size)
+            if shard is not None and max(payload_size, files.keys[k][0][2]) > self.max_chunk_size:
+                shard.limit(self.max_chunk_size)
                 payload_size = int(shard.chunks.sizes.sum())
             found[k] = _Tables(
                 format=name,
@@ -314,7 +314,7 @@ class Opener:
         )
         chunked = parsed if is_chunked(parsed) else None
         if chunked is not None:
-            chunked.limit(self._max_chunk_size)
+            chunked.limit(self.max_chunk_size)
         return _Tables(
             format=parsed.format,
             count=parsed.count,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ffserve import protocol
+from ffserve.config import ServerConfig
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
@@ -484,6 +485,12 @@ class Server:
         state.engines.reaped = self._reaped
         state.scheduler.wake = self._pump_soon
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
+
+    def reconfigure(self, config: ServerConfig) -> None:
+        """Follow other settings; as `ServerState.reconfigure`."""
+        self.state.reconfigure(config)
+        self.most_sessions = most_sessions(config.max_sessions)
+        self.arm()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED):

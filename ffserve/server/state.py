@@ -95,7 +95,7 @@ class ServerState:
             self.table,
             self.cache,
             self.engines,
-            Rules(config.roots, config.file_systems, config.common),
+            _rules(config),
             config.max_chunk_size_bytes,
             self.domains,
             config.close_after_s,
@@ -127,12 +127,9 @@ class ServerState:
         return job
 
     def resize(self, size: int, peer: Peer) -> None:
-        """Begin to resize the arena.
+        """Begin to resize the arena for a client; as `resize_arena`.
 
-        Raises:
-            AccessDenied: the peer is no administrator.
-            UsageError: the arena cannot have that size.
-            ReadError: too little memory is free.
+        Raises: AccessDenied: the peer is no administrator.
         """
         if not peer.is_administrator:
             raise AccessDenied(
@@ -140,6 +137,15 @@ class ServerState:
                 hint="run this as root or as the user of the daemon, and not in a container other "
                 "than the daemon's",
             )
+        self.resize_arena(size)
+
+    def resize_arena(self, size: int) -> None:
+        """Begin to resize the arena.
+
+        Raises:
+            UsageError: the arena cannot have that size.
+            ReadError: too little memory is free.
+        """
         size = self.resizing.rounded(size)
         more, free = size - max(self.pages.populated, self.arena.used_size), free_memory()
         if size > self.arena.size and more > free:
@@ -151,6 +157,20 @@ class ServerState:
         self.next_use.most_size = _orders_limit(size)
         self.resizing.begin(size)
         self.resizing.step(time.monotonic())
+
+    def reconfigure(self, config: ServerConfig) -> None:
+        """Follow other settings, without losing what is in memory.
+
+        Args: config: it differs from the present one only in what can change (`config.LIVE`).
+        Raises: UsageError, ReadError: the arena cannot have that size. Then nothing has changed.
+        """
+        before = self.config
+        if config.arena_size_bytes != before.arena_size_bytes:
+            self.resize_arena(config.arena_size)
+        self.config = config
+        same = (config.roots, config.file_systems) == (before.roots, before.file_systems)
+        rules = None if same else _rules(config)
+        self.catalog.reconfigure(rules, config.max_chunk_size_bytes, config.close_after_s)
 
     def about(self) -> dict[str, Any]:
         """Return the content of WELCOME that is the same for all sessions."""
@@ -169,6 +189,10 @@ class ServerState:
         self.pages.stop()
         self.engines.close()
         self.catalog.shutdown()
+
+
+def _rules(config: ServerConfig) -> Rules:
+    return Rules(config.roots, config.file_systems, config.common)
 
 
 def _orders_limit(arena_size: int) -> int:

@@ -170,10 +170,16 @@ def test_a_clock_that_is_set_back_changes_no_duration() -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_sighup_ends_a_daemon_that_does_not_ignore_it(ignored: bool) -> None:
+def test_sighup_ends_a_daemon_with_a_terminal_that_does_not_ignore_it(ignored: bool) -> None:
     """Neither case inherits what this process does, which ignores it when started by nohup."""
     what = "SIG_IGN" if ignored else "SIG_DFL"
-    patch = f"import signal; signal.signal(signal.SIGHUP, signal.{what})"
+    patch = (
+        "import fcntl, os, signal, termios\n"
+        "os.setsid()\n"
+        "terminal = os.openpty()\n"
+        "fcntl.ioctl(terminal[1], termios.TIOCSCTTY, 0)\n"
+        f"signal.signal(signal.SIGHUP, signal.{what})"
+    )
     with serving(patch=patch) as daemon:
         if ignored:
             os.kill(daemon.pid, signal.SIGHUP)

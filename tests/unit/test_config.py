@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ffserve import machine, socket_path
 from ffserve.cli.serve import serve
 from ffserve.config import (
+    LIVE,
     ServerConfig,
     default_arena_size,
     format_size,
@@ -238,7 +239,14 @@ def test_every_key_is_a_flag_of_serve_and_wins(
 
 def test_serve_has_no_flag_that_is_no_setting() -> None:
     flags = {name for option in serve.params for name in option.opts}
-    assert flags == {field.metadata["flag"] for field in FIELDS} | {"--config"}
+    assert flags == {field.metadata["flag"] for field in FIELDS} | {"--config", "--check"}
+
+
+def test_the_document_names_the_keys_that_can_be_reloaded() -> None:
+    text = (ROOT / "docs" / "CONFIGURATION.md").read_text()
+    [sentence] = re.findall(r"^(.*) need no restart", text, re.MULTILINE)
+    assert tuple(re.findall(r"`(\w+)`", sentence)) == LIVE
+    assert set(LIVE) <= set(VALUES)
 
 
 def test_every_key_is_documented_with_its_flag_and_default() -> None:
@@ -259,7 +267,7 @@ def test_every_key_is_documented_with_its_flag_and_default() -> None:
 
 
 def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path) -> None:
-    text = (ROOT / "systemd" / "ffserve.toml").read_text()
+    text = (ROOT / "ffserve" / "systemd" / "ffserve.toml").read_text()
     for field in FIELDS:
         [comment] = re.findall(rf"((?:^# .*\n)+)#{field.metadata['key']} = ", text, re.MULTILINE)
         assert " ".join(re.findall(r"^# (.*)$", comment, re.M)) == field.metadata["doc"]
@@ -302,13 +310,35 @@ def test_a_wrong_file_is_refused_by_name(text: str, message: str, tmp_path: Path
     with pytest.raises(UsageError, match=message) as caught:
         load_config(str(path))
     assert caught.value.path == str(path)
+    assert "line 1" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("depth = 3\n\n# arena = 1\narena = 1\nengine = 'aio'\n", 4),
+        ('roots = [\n  "/a",\n  # no\n]\n\n"arena" = 1', 6),
+        ('depth = 3\n\nroots = [\n  "a",\n  "arena = 1",\n]\n', 3),
+        ("depth = 3\r\narena = 1\r\n", 2),
+        ('socket = """\n/arena\n"""\narena = 1', 4),
+        ("depth = 1\n[arena]\nsize = 1", 2),
+        ("depth = 1\n[store]\ndirectory = '/x'", 2),
+        ("depth = 1\narena.size = 1", 2),
+    ],
+)
+def test_a_wrong_value_is_found_by_its_line(text: str, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(text.encode())
+    with pytest.raises(UsageError, match=f"line {line}: ") as caught:
+        load_config(str(path))
+    assert str(caught.value).startswith(f"{path}: line {line}: ")
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such configuration file"):
         load_config(str(tmp_path / "none.toml"))
     (tmp_path / "latin.toml").write_bytes(b'log_level = "\xe9"')
-    with pytest.raises(UsageError, match="invalid TOML"):
+    with pytest.raises(UsageError, match="line 1: invalid TOML: not UTF-8"):
         load_config(str(tmp_path / "latin.toml"))
     with pytest.raises(UsageError, match="cannot read the configuration"):
         load_config(str(tmp_path))

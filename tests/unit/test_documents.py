@@ -265,7 +265,7 @@ def test_files_that_are_named_exist(name: str) -> None:
     shells = "\n".join(block.text for block in blocks(name) if block.language == "sh")
     for span in [*CODE.findall(FENCE.sub("", document(name))), *shells.split()]:
         for path in FILE.findall(span):
-            if path.startswith(("ffserve/", "tests/", "benchmarks/", "systemd/", "docs/")):
+            if path.startswith(("ffserve/", "tests/", "benchmarks/", "docs/")):
                 assert any(ROOT.glob(path)), f"{name}: {path}"
 
 

@@ -143,7 +143,7 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
         pytest.skip("not a git checkout")
     assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
         ".ci", ".clang-format", ".gitignore", "Makefile", "README.md", "benchmarks", "docs",
-        "ffserve", "pyproject.toml", "systemd", "tests",
+        "ffserve", "pyproject.toml", "tests",
     }  # fmt: skip
 
 
