@@ -26,10 +26,10 @@ class Cgroup:
     def __init__(self, directories: list[Path]) -> None:
         self._directories = directories
 
-    def join(self) -> None:
-        """Put this process into the cgroup."""
+    def join(self, pid: int | None = None) -> None:
+        """Put a process into the cgroup; this one by default."""
         for directory in self._directories:
-            (directory / "cgroup.procs").write_text(str(os.getpid()))
+            (directory / "cgroup.procs").write_text(str(pid or os.getpid()))
 
     def leave(self) -> None:
         """Put this process back into the groups above."""

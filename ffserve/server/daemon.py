@@ -213,19 +213,19 @@ def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 def _reload(server: Server, load: Callable[[], ServerConfig]) -> None:
     """Read the settings again and follow them; keep the present ones if they are not valid."""
     _notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-    failure = ""
     try:
         new, changed, left = merge_live(server.state.config, load())
         server.reconfigure(new)
     except FFServeError as error:
-        failure = f"the settings were not changed: {error}"
-        log.error("%s", failure)
+        log.error("the settings were not changed: %s", error)
+        line = f"the settings were not changed: {error}"
     else:
         logging.getLogger().setLevel(new.log_level.upper())
         log.info("reloaded the settings; changed: %s", ", ".join(changed) or "none")
         if left:
             log.warning("a restart is needed for the new value of %s", ", ".join(left))
-    _notify(f"READY=1\nSTATUS={failure or _status(server)}")
+        line = _status(server)
+    _notify(f"READY=1\nSTATUS={line}")
 
 
 async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:

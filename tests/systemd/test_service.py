@@ -1,0 +1,355 @@
+"""The service under a real systemd (`make systemd`): installed by the words of README.md, used by
+members and outsiders, damaged, upgraded and removed. The tests share a container; each leaves the
+service installed and sound, and the last one removes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from daemon import DEADLINE_S, sample, until, write
+from systemd_container import DATA, ROOT, SOURCE, Container, NoSystemd, booted
+
+sys.path.insert(0, str(ROOT))
+from benchmarks.cgroup import limited
+
+pytestmark = pytest.mark.systemd
+
+COUNT = 500
+FFSERVE = "/opt/ffserve/bin/ffserve"
+FILE = f"{DATA}/train.ffr"
+SETTINGS = "/etc/ffserve/ffserve.toml"
+JOB = textwrap.dedent("""
+    import hashlib, os, sys, time
+    import ffserve
+    _, path, server, sums, stop = sys.argv
+    sums = open(sums).read().split()
+    batches, longest, sources = 0, 0.0, set()
+    with ffserve.open(path, server=server) as reader:
+        while not os.path.exists(stop):
+            begin = time.monotonic()
+            first = batches * 7 % len(reader)
+            indices = [(first + i) % len(reader) for i in range(16)]
+            for index, sample in zip(indices, reader.read(indices)):
+                assert hashlib.sha256(sample).hexdigest() == sums[index], index
+            batches += 1
+            longest = max(longest, time.monotonic() - begin)
+            sources.add(reader.source.split()[0])
+            open(f"{stop}.{batches % 2}", "w").write(str(batches))
+            time.sleep(0.01)
+    print(batches, round(longest, 3), *sorted(sources))
+""")
+"""Reads until a file exists, and compares each sample with its checksum."""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    """A container with the service, two users, and a program of another installation for jobs."""
+    directory = tmp_path_factory.mktemp("machine")
+    directory.chmod(0o755)
+    try:
+        with booted(directory) as container:
+            prepare(container)
+            yield container
+    except NoSystemd as error:
+        pytest.skip(str(error))
+
+
+def prepare(container: Container) -> None:
+    """Install the service as the README says, as root."""
+    for directory in (container.data, *container.data.parents[:3]):
+        directory.chmod(directory.stat().st_mode | 0o055)
+    samples = [sample(index) for index in range(COUNT)]
+    write(container.data / "train.ffr", samples)
+    sums = subprocess.run(
+        [sys.executable, "-c", "import hashlib, sys, ffserve\n"
+         "for s in ffserve.open(sys.argv[1], server='off'): print(hashlib.sha256(s).hexdigest())",
+         container.data / "train.ffr"], capture_output=True, check=True,
+    )  # fmt: skip
+    (container.data / "sums").write_bytes(sums.stdout)
+    (container.data / "job.py").write_text(JOB)
+    scratch = container.data / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    container.run("useradd", "--create-home", "alice")
+    container.run("useradd", "--create-home", "bob")
+    container.before = set(container.run("cat", "/etc/group").splitlines())
+    section = (ROOT / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
+    block = section.split("```sh\n")[2].split("```")[0]
+    commands = [
+        line.partition("  #")[0].strip().replace("sudo ", "") for line in block.splitlines()
+    ]
+    for line in commands[:2]:
+        container.run("sh", "-ec", f"cd {SOURCE} && USER=alice && {line}", timeout=300)
+    # Jobs have a program of their own, which an upgrade of the service leaves alone.
+    container.run("cp", "-r", "/opt/ffserve", "/opt/job")
+    container.last = commands[2]
+
+
+@pytest.fixture(autouse=True)
+def sound(machine: Container) -> Iterator[None]:
+    """Begin each test with the service as it was installed, and the socket alone."""
+    machine.run("systemctl", "stop", "ffserve.service", "ffserve.socket")
+    machine.run("sh", "-c", "rm -rf /run/systemd/system/ffserve.service.d; rm -f /data/scratch/*")
+    machine.run("cp", f"{SOURCE}/ffserve/systemd/ffserve.toml", SETTINGS)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "reset-failed", "ffserve*")
+    machine.run("systemctl", "start", "ffserve.socket")
+    yield
+
+
+@contextmanager
+def job(
+    machine: Container, server: str = "require", user: str = "alice", least: int = 20
+) -> Iterator[dict[str, object]]:
+    """A job that runs meanwhile. It must not fail; the dictionary has what it says at the end."""
+    number = len(list((machine.data / "scratch").iterdir()))
+    stop = f"{DATA}/scratch/{number}-stop"
+    words = ("/opt/job/bin/python", f"{DATA}/job.py", FILE, server, f"{DATA}/sums", stop)
+    process = machine.start(*words, user=user)
+    facts: dict[str, object] = {}
+
+    def batches() -> int:
+        assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
+        found = [0]
+        for each in (machine.data / "scratch").glob(f"{number}-stop.*"):
+            found.append(int(each.read_text() or 0))
+        return max(found)
+
+    def go_on(count: int = least) -> None:
+        aim = batches() + count
+        until(lambda: batches() >= aim, f"the job goes on, {machine.log()}")
+
+    facts["go_on"] = go_on
+    try:
+        go_on()
+        yield facts
+        go_on()
+        (machine.data / "scratch" / f"{number}-stop").touch()
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, output
+        count, longest, *sources = output.split()
+        facts.update(batches=int(count), longest_s=float(longest), sources=sources)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def status(machine: Container, user: str = "alice", *options: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(
+        machine.run(FFSERVE, "status", "--json", *options, user=user)
+    )
+    return found
+
+
+def answers_again(machine: Container, pid: int) -> int:
+    """Wait for another daemon than this one; return its number."""
+
+    def another() -> int:
+        now = machine.pid()
+        return (
+            now
+            if now != pid and machine.property("ffserve.service", "SubState") == "running"
+            else 0
+        )
+
+    return int(until(another, "systemd starts another daemon"))
+
+
+def test_the_installation_of_the_readme_starts_the_daemon_with_the_first_client(
+    machine: Container,
+) -> None:
+    assert machine.run("systemctl", "is-enabled", "ffserve.socket").strip() == "enabled"
+    assert machine.property("ffserve.service", "ActiveState") == "inactive"
+    assert machine.last == "/opt/ffserve/bin/ffserve status"
+    assert "arena" in machine.run(*machine.last.split(), user="alice")
+    assert machine.property("ffserve.service", "ActiveState") == "active"
+    assert "clients: " in machine.property("ffserve.service", "StatusText")
+    assert machine.property("ffserve.service", "User") == "ffserved"
+    assert "error" not in machine.log().lower()
+
+
+def test_a_member_is_served_and_an_outsider_reads_by_himself(machine: Container) -> None:
+    with job(machine) as member:
+        pass
+    assert member["sources"] == ["daemon"]
+    with job(machine, "auto", "bob") as outsider:
+        pass
+    assert outsider["sources"] == ["engine"]
+    refused = machine.run(FFSERVE, "status", user="bob", code=2)
+    assert "/run/ffserve/ffserve.sock" in refused and "Permission denied" in refused
+
+
+@pytest.mark.parametrize("how", ["restart", "kill", "watchdog", "memory"])
+def test_a_job_goes_on_with_the_next_daemon(how: str, machine: Container) -> None:
+    if how == "watchdog":
+        machine.write(
+            "/run/systemd/system/ffserve.service.d/test.conf", "[Service]\nWatchdogSec=2\n"
+        )
+        machine.run("systemctl", "daemon-reload")
+    with job(machine) as facts:
+        pid = machine.pid()
+        restarts = int(machine.property("ffserve.service", "NRestarts"))
+        if how == "restart":
+            machine.run("systemctl", "restart", "ffserve.service")
+        elif how == "memory":
+            run_out_of_memory(pid)
+        else:
+            os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        answers_again(machine, pid)
+        facts["go_on"]()  # type: ignore[operator]
+        assert len(status(machine)["jobs"]) >= 1  # type: ignore[arg-type]
+    assert facts["sources"] == ["daemon"]
+    if how != "restart":
+        assert int(machine.property("ffserve.service", "NRestarts")) == restarts + 1
+    if how == "watchdog":
+        assert "Watchdog timeout" in machine.run("journalctl", "--no-pager", "-u", "ffserve")
+
+
+def run_out_of_memory(pid: int) -> None:
+    """Have the kernel kill a process for lack of memory, before another that takes the memory."""
+    hog = (
+        "import os, sys, time\n"
+        "open('/proc/self/oom_score_adj', 'w').write('-900')\n"
+        "held = []\n"
+        "while os.path.exists(f'/proc/{sys.argv[1]}'):\n"
+        "    held.append(b'x' * (1 << 20))\n"
+        "    time.sleep(0.001)\n"
+    )
+    with limited(memory_size=200 << 20) as group:
+        group.join(pid)
+        process = subprocess.Popen([sys.executable, "-c", hog, str(pid)], preexec_fn=group.join)
+        process.wait(DEADLINE_S)
+        assert group.killed() >= 1
+
+
+def test_settings_are_reloaded_without_losing_the_cache(machine: Container) -> None:
+    machine.write(SETTINGS, 'arena = "64M"\nmax_arena = "256M"\n')
+    with job(machine):
+        pid = machine.pid()
+        until(lambda: status(machine)["cache"]["resident"] > COUNT, "it is in memory")  # type: ignore
+        read = status(machine, "root")["cache"]["blocks_read"]  # type: ignore[index]
+        machine.write(SETTINGS, f'arena = "128M"\nmax_arena = "256M"\nroots = ["{DATA}"]\n')
+        machine.run("systemctl", "reload", "ffserve.service")
+        until(lambda: status(machine)["arena"]["size"] == 128 << 20, "it has grown")  # type: ignore
+        assert status(machine)["roots"] == [DATA]
+        machine.write(SETTINGS, 'roots = ["/data"]\narena = "128X"\n')
+        machine.run("systemctl", "reload", "ffserve.service", code=1)
+        assert f"{SETTINGS}: line 2: arena: invalid size '128X'" in machine.log()
+        assert machine.property("ffserve.service", "ActiveState") == "active"
+        assert machine.pid() == pid
+        assert status(machine, "root")["cache"]["blocks_read"] == read  # type: ignore[index]
+
+
+def test_settings_that_are_not_valid_stop_the_service_and_no_job(machine: Container) -> None:
+    machine.write(SETTINGS, "# no\n\ndepth = 0\n")
+    assert "line 3: depth: expected a whole number from 1 to 4096" in machine.run(
+        FFSERVE, "serve", "--check", code=2
+    )
+    with job(machine, "auto") as facts:
+        until(
+            lambda: machine.property("ffserve.socket", "ActiveState") == "failed",
+            "systemd gives up",
+        )
+    assert facts["sources"] == ["engine"]
+    assert f"error: {SETTINGS}: line 3: depth: expected a whole number" in machine.log()
+    machine.write(SETTINGS, "depth = 8\n")
+    machine.run("systemctl", "reset-failed", "ffserve.*")
+    machine.run("systemctl", "start", "ffserve.socket")
+    with job(machine) as again:
+        pass
+    assert again["sources"] == ["daemon"]
+
+
+def test_a_job_goes_on_without_a_daemon_that_is_stopped(machine: Container) -> None:
+    with job(machine, "auto") as facts:
+        machine.run("systemctl", "stop", "ffserve.socket", "ffserve.service")
+        assert machine.run("ls", "/run/ffserve") == ""
+        until(lambda: machine.pid() == 0, "the daemon has ended")
+        time.sleep(1)
+    assert "daemon" in facts["sources"]  # type: ignore[operator]
+    assert machine.property("ffserve.service", "Result") == "success"
+
+
+def test_several_daemons_have_settings_users_and_caches_of_their_own(machine: Container) -> None:
+    machine.write("/etc/ffserve/fast.toml", 'arena = "32M"\n')
+    machine.run("systemctl", "enable", "--now", "--quiet", "ffserve@fast.socket")
+    socket = "/run/ffserve/fast.sock"
+    assert status(machine, "alice", "--socket", socket)["arena"]["size"] == 32 << 20  # type: ignore
+    assert status(machine)["arena"]["size"] != 32 << 20  # type: ignore[index]
+    with job(machine, socket) as facts:
+        pass
+    assert facts["sources"] == ["daemon"]
+    users = {
+        Path(f"/proc/{machine.pid(unit)}/status").read_text().partition("\nUid:")[2].split()[0]
+        for unit in ("ffserve.service", "ffserve@fast.service")
+    }
+    assert len(users) == 2 and "0" not in users
+    caches = machine.run("ls", "/var/cache/private").split()
+    assert {"ffserve", "ffserve-fast"} <= set(caches)
+    machine.run("systemctl", "restart", "ffserve@fast.service")
+    machine.run("systemctl", "reload", "ffserve@fast.service")
+
+
+def test_systemd_finds_no_fault_in_the_installed_units(machine: Container) -> None:
+    names = ("ffserve.socket", "ffserve.service", "ffserve@fast.socket", "ffserve@fast.service")
+    assert machine.run("systemd-analyze", "verify", "--man=no", *names) == ""
+
+
+def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
+    copy = machine.data / "next"
+    leave = shutil.ignore_patterns("*.so", "__pycache__", "build")
+    copy.mkdir()
+    for name in ("Makefile", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("docs", "ffserve"):
+        shutil.copytree(ROOT / name, copy / name, ignore=leave)
+    for name in ("pyproject.toml", "ffserve/__init__.py"):
+        text = (copy / name).read_text()
+        (copy / name).write_text(
+            re.sub(r'(?m)^(__version__|version) = ".*"', r'\1 = "9.9.9"', text)
+        )
+    machine.write(SETTINGS, 'arena = "64M"\n')
+    with job(machine) as facts:
+        pid = machine.pid()
+        machine.run("make", "-C", f"{DATA}/next", "install", timeout=300)
+        answers_again(machine, pid)
+        facts["go_on"]()  # type: ignore[operator]
+        assert status(machine)["version"] == "9.9.9"
+    assert facts["sources"] == ["daemon"]
+    assert machine.run("cat", SETTINGS) == 'arena = "64M"\n', "settings are kept"
+
+
+def test_removal_leaves_nothing(machine: Container) -> None:
+    machine.write("/etc/ffserve/fast.toml", 'arena = "32M"\n')
+    machine.run("systemctl", "enable", "--now", "--quiet", "ffserve@fast.socket")
+    status(machine, "alice", "--socket", "/run/ffserve/fast.sock")
+    with job(machine, "auto"):
+        told = machine.run("make", "-C", SOURCE, "uninstall")
+        assert "kept /etc/ffserve/fast.toml, which was changed (--purge removes it)" in told
+        assert "kept /etc/ffserve/ffserve.toml" not in told, "it is as it was installed"
+    machine.run("rm", "-r", "/etc/ffserve")  # a setting that was named
+    left = machine.run(
+        *("find", "/", "-xdev", "-name", "*ffserve*"),
+        *("-not", "-path", "/opt/job/*", "-not", "-path", f"{SOURCE}*", "-not", "-path", "/tmp/*"),
+        *("-not", "-path", "/proc/*", "-newer", f"{DATA}/job.py"),
+        code=None,
+    )
+    assert left == ""
+    assert machine.run("find", "/run", "-name", "*ffserve*") == ""
+    assert set(machine.run("cat", "/etc/group").splitlines()) == machine.before
+    assert machine.run("systemctl", "list-units", "--all", "--no-legend", "ffserve*") == ""
+    assert machine.run("systemctl", "list-unit-files", "--no-legend", "ffserve*") == ""
+    assert machine.run("sh", "-c", "grep -l ffserved /proc/[0-9]*/cmdline", code=None) == ""
