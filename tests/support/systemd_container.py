@@ -62,7 +62,7 @@ class Container:
         """Return the command that runs another one in the container."""
         passed = [f"{name}={os.environ[name]}" for name in os.environ if name.startswith(_PASSED)]
         return [
-            *("nsenter", "--target", str(self._leader), "--all", "--wd=/"),
+            *("nsenter", "--target", str(self._leader), "--all", "--wd"),
             *("env", "--ignore-environment", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8"),
             *passed,
             *([] if not user else ["setpriv", f"--reuid={user}", f"--regid={user}"]),
