@@ -221,10 +221,9 @@ def test_a_job_goes_on_with_the_next_daemon(how: str, machine: Container) -> Non
 
 
 def run_out_of_memory(pid: int) -> None:
-    """Have the kernel kill a process for lack of memory, before another that takes the memory."""
+    """Have the kernel kill a process for lack of memory that another takes."""
     hog = (
         "import os, sys, time\n"
-        "open('/proc/self/oom_score_adj', 'w').write('-900')\n"
         "held = []\n"
         "while os.path.exists(f'/proc/{sys.argv[1]}'):\n"
         "    held.append(b'x' * (1 << 20))\n"
@@ -232,6 +231,7 @@ def run_out_of_memory(pid: int) -> None:
     )
     with limited(memory_size=200 << 20) as group:
         group.join(pid)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("900")
         process = subprocess.Popen([sys.executable, "-c", hog, str(pid)], preexec_fn=group.join)
         process.wait(DEADLINE_S)
         assert group.killed() >= 1
