@@ -84,9 +84,10 @@ class Container:
         return done.stdout
 
     def start(self, *words: str, user: str = "") -> subprocess.Popen[str]:
-        """Start a command."""
+        """Start a command, as a process group: nsenter waits for the process that it starts."""
         return subprocess.Popen(
             self.command(words, user),
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

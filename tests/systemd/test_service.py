@@ -145,7 +145,7 @@ def job(
         facts.update(batches=int(count), longest_s=float(longest), sources=sources)
     finally:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
 
@@ -263,6 +263,7 @@ def test_settings_that_are_not_valid_stop_the_service_and_no_job(machine: Contai
         until(
             lambda: machine.property("ffserve.socket", "ActiveState") == "failed",
             "systemd gives up",
+            3 * DEADLINE_S,
         )
     assert facts["sources"] == ["engine"]
     assert f"error: {SETTINGS}: line 3: depth: expected a whole number" in machine.log()
