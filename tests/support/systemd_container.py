@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from daemon import DEADLINE_S, until
+from daemon import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "/usr/src/ffserve"
@@ -137,25 +137,25 @@ def booted(directory: Path) -> Iterator[Container]:
         raise NoSystemd("only root can boot a container")
     if shutil.which("systemd-nspawn") is None or not os.path.exists("/lib/systemd/systemd"):
         raise NoSystemd("systemd-nspawn is not installed: apt-get install systemd-container")
-    root = directory / "root"
     for name in ("root", "changed", "work", "data"):
         (directory / name).mkdir()
-    options = f"lowerdir=/,upperdir={directory}/changed,workdir={directory}/work"
-    mount = ["mount", "-t", "overlay", "overlay", "-o", options, str(root)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise NoSystemd(f"no overlay of the machine can be mounted: {done.stderr.strip()}")
+    # The overlay belongs to a mount namespace of its own, and systemd-nspawn ends with this process,
+    # so that no mount is left behind however the tests end.
+    overlay = "mount -t overlay overlay -o lowerdir=/,upperdir=changed,workdir=work root"
     nspawn = None
     try:
         with (directory / "console").open("wb") as console:
             nspawn = subprocess.Popen(
                 [
-                    *("systemd-nspawn", f"--directory={root}", "--boot", "--console=pipe"),
+                    *("unshare", "--mount", "--propagation=private", "setpriv", "--pdeathsig=KILL"),
+                    *("sh", "-c", f'{overlay} && exec "$@"', "sh"),
+                    *("systemd-nspawn", "--directory=root", "--boot", "--console=pipe"),
                     *("--register=no", "--keep-unit", "--link-journal=no", "--resolv-conf=off"),
                     *(f"--bind-ro={ROOT}:{SOURCE}", f"--bind={directory}/data:{DATA}"),
                     # Other services of the machine have no business here.
                     "systemd.unit=sysinit.target",
                 ],
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
@@ -171,4 +171,3 @@ def booted(directory: Path) -> Iterator[Container]:
             except subprocess.TimeoutExpired:
                 nspawn.kill()
                 nspawn.wait()
-        until(lambda: subprocess.run(["umount", root]).returncode == 0, "the overlay is free")
