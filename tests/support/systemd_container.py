@@ -139,8 +139,8 @@ def booted(directory: Path) -> Iterator[Container]:
         raise NoSystemd("systemd-nspawn is not installed: apt-get install systemd-container")
     for name in ("root", "changed", "work", "data"):
         (directory / name).mkdir()
-    # The overlay belongs to a mount namespace of its own, and systemd-nspawn ends with this process,
-    # so that no mount is left behind however the tests end.
+    # The overlay is in a mount namespace of its own, and systemd-nspawn ends with this process: no
+    # mount is left behind, however the tests end.
     overlay = "mount -t overlay overlay -o lowerdir=/,upperdir=changed,workdir=work root"
     nspawn = None
     try:
