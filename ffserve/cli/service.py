@@ -55,7 +55,7 @@ def install_service(root: Path) -> int:
     replaced, and running daemons are restarted.
 
     \b
-      sudo /opt/ffserve/bin/ffserve install-service
+      ffserve install-service                            as root
       sudo usermod -aG ffserve alice                     alice may connect
       sudo systemctl enable --now ffserve@fast.socket    another daemon: /etc/ffserve/fast.toml
     """
@@ -100,7 +100,8 @@ def uninstall_service(root: Path, purge: bool) -> int:
     continue by reading the files themselves.
 
     \b
-      sudo /opt/ffserve/bin/ffserve uninstall-service
+      ffserve uninstall-service              as root
+      ffserve uninstall-service --purge      also settings that were changed
     """
     root = root.resolve()
     live = root == Path("/")
