@@ -34,7 +34,7 @@ LAYERS = {
     # the daemon
     "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
-    "files memfd shardfile cache",
+    "files memfd index_file shardfile cache",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
     "memfd index_file shardfile",
