@@ -268,15 +268,9 @@ class Catalog:
             for owner in {key[4] for key in files.keys}:
                 while self._domains.is_full(owner) and await self._drop_oldest():
                     pass
-            left = list(range(len(passed)))
+            left, most = list(range(len(passed))), len(passed)
             while left:
-                mine: dict[Key, int] = {}
-                for k in left:
-                    key = files.keys[k]
-                    if key not in self._open and key not in self._opening:
-                        mine.setdefault(key, k)
-                if mine:
-                    await self._open_new(request, files, mine)
+                most = await self._open_missing(request, files, left, most)
                 left = self._hold_opened(request, files, left, peer, found, rules)
                 others = [f for k in left if (f := self._opening.get(files.keys[k]))]
                 if others:
@@ -288,6 +282,31 @@ class Catalog:
             raise
         if any(one.fd >= 0 for one in passed):
             await in_thread(partial(close_passed, passed))
+
+    async def _open_missing(
+        self, request: Request, files: IdentifiedFiles, rows: list[int], most: int
+    ) -> int:
+        """Open those of some files that no session has opened or is opening, at most `most`.
+
+        Returns: how many to open at once from now on: until they are closed, passed descriptors
+            take room beside the new ones.
+        """
+        mine: dict[Key, int] = {}
+        for k in rows:
+            key = files.keys[k]
+            if len(mine) < most and key not in self._open and key not in self._opening:
+                mine.setdefault(key, k)
+        try:
+            if mine:
+                await self._open_new(request, files, mine)
+        except OSError as error:
+            if len(mine) > 1 and _is_emfile(error):
+                return len(mine) // 2
+            failure = self._opening_error(error, files.paths[min(mine.values())])
+            if failure is error:
+                raise
+            raise failure from error
+        return most
 
     def _hold_opened(
         self,
@@ -349,11 +368,6 @@ class Catalog:
             shards = await in_thread(lambda: self._opener.open(request, files, rows, domains))
             self._enter(shards)
             domains = []
-        except OSError as error:
-            failure = self._opening_error(error, files.paths[rows[0]])
-            if failure is error:
-                raise
-            raise failure from error
         finally:
             for domain in domains:
                 domain.shards -= 1
