@@ -35,8 +35,8 @@ def test_the_rest_of_a_window_is_found_wherever_it_is_looked_for(
     ends = ends_of(order[start : start + LOOK], mine // 4)
     assert ends
     if window % 1024 == 0:  # else blocks do not begin with a run, and an end may be missed
-        # The first may be nearer than `least`, and the last nearer to what is not known.
-        assert len(ends) >= int(LOOK * KNOWN_SHARE) // mine - 2
+        # A boundary that is missed joins two windows; at 8 ranks that is one in ten.
+        assert len(ends) >= 0.75 * LOOK * KNOWN_SHARE / mine - 1
     for end in ends:
         left = (start + end) % mine
         assert min(left, mine - left) <= max(2, mine // 64), "a boundary of the windows"
