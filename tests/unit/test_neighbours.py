@@ -32,14 +32,15 @@ def test_the_rest_of_a_window_is_found_wherever_it_is_looked_for(
 ) -> None:
     order = epoch_order(N, seed=seed, epoch=0, window=window, rank=ranks - 1, world_size=ranks)
     mine = window // ranks
-    ends = ends_of(order[start : start + LOOK], mine // 4)
+    numbers = order[start : start + LOOK]
+    ends = ends_of(numbers, mine // 4)
     assert ends
     if window % 1024 == 0:  # else blocks do not begin with a run, and an end may be missed
-        # A boundary that is missed joins two windows; at 8 ranks that is one in ten.
-        assert len(ends) >= 0.75 * LOOK * KNOWN_SHARE / mine - 1
+        # The first may be nearer than `least`.
+        assert len(ends) >= int(len(numbers) * KNOWN_SHARE) // mine - 1
     for end in ends:
         left = (start + end) % mine
-        assert min(left, mine - left) <= max(2, mine // 64), "a boundary of the windows"
+        assert min(left, mine - left) <= max(8, mine // 64), "a boundary of the windows"
     assert np.all(np.diff(ends) >= mine // 4)
 
 
