@@ -168,9 +168,7 @@ class ClientConnection:
             left = False
         if not self._closed:
             self._count_received()
-            # Where it waits, `_readable` ends the watch if something comes: seldom.
-            if not (left or self.held or self._queued):
-                self._watch(True)
+            self._watch(not (left or self.held or self._queued))
         else:
             left = bool(self._steps)
             if not (left or self._queued):
@@ -181,8 +179,7 @@ class ClientConnection:
         return left
 
     def _work(self, until: float) -> bool:
-        # Then the loop says whether there is more to receive.
-        fresh = not self._steps
+        fresh = True
         while True:
             if self._steps:
                 if not self._step():
@@ -200,7 +197,7 @@ class ClientConnection:
                         return bool(self._steps)
                     fresh = False
             if time.monotonic() >= until:
-                return bool(self._steps or self._decoder.pending_size)
+                return True
 
     def _step(self) -> bool:
         """Take a step of what was begun; return whether to go on."""

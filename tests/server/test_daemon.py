@@ -632,26 +632,6 @@ threading.Event().wait()
         everything_is_given_back(daemon)
 
 
-def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) -> None:
-    """Each took its connection out of the loop and put it back, for a turn without work. Here every
-    step is longer than a slice."""
-    counted = tmp_path / "counted"
-    patch = (
-        "import atexit, pathlib, ffserve.server.server as s, ffserve.server.turns as t\n"
-        "t.SLICE_S, changes, real = 0.0, [], s.ClientConnection._watch\n"
-        "def watch(self, reading):\n"
-        "    changes.extend([reading] * (reading != self._reading))\n"
-        "    real(self, reading)\n"
-        "s.ClientConnection._watch = watch\n"
-        f"atexit.register(lambda: pathlib.Path({str(counted)!r}).write_text(str(len(changes))))"
-    )
-    path = write(tmp_path / "a.ffr", [sample(i) for i in range(200)])
-    with serving(patch=patch) as daemon, daemon.open(path) as reader:
-        for i in range(200):
-            assert reader.read([i])[0].tobytes() == sample(i)
-    assert int(counted.read_text()) < 100
-
-
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
     """Several clients at once; a shard may be opened again while it is dropped in steps."""
     patch = (
