@@ -33,7 +33,9 @@ def configured(
     settings.write_text(text)
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.settimeout(DEADLINE_S)
-    daemon = Daemon(expect=[CHANGED, *expect])
+    # A test run that nohup started ignores SIGHUP, and its processes do.
+    patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    daemon = Daemon(expect=[CHANGED, *expect], patch=patch)
     manager.bind(str(daemon.directory / "notify"))
     daemon.command = [
         *daemon.command[: daemon.command.index("--socket") + 2],

@@ -179,7 +179,7 @@ def shift_by_hundred(worker_id: int) -> None:
     info.dataset.offset = 100
 
 
-def read_as_rank(file: str, init: str, rank: int, results: Any) -> None:
+def read_as_rank(file: str, server: str, init: str, rank: int, results: Any) -> None:
     """One of four ranks of a mesh of 2 data-parallel and 2 tensor-parallel ones reads two epochs;
     the ranks compare what they got."""
     torch.distributed.init_process_group(
@@ -189,7 +189,7 @@ def read_as_rank(file: str, init: str, rank: int, results: Any) -> None:
         "cpu", (2, 2), mesh_dim_names=("dp", "tp")
     )
     dp_rank, dp_size = data_rank(mesh, "dp")
-    dataset = RawDataset(file)
+    dataset = RawDataset(file, server=server)
     sampler = EpochSampler(len(dataset), seed=5, rank=dp_rank, world_size=dp_size)
     twin = EpochSampler(len(dataset), seed=5, rank=rank, world_size=4, replication=2)
     loader = DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=list, threads=1)

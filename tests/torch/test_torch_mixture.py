@@ -231,19 +231,17 @@ def test_replication_divides_the_world_size(replication: Any) -> None:
         EpochSampler(4, seed=0, rank=0, world_size=4, replication=replication)
 
 
-def test_ranks_of_a_device_mesh_share_reads_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_device_mesh_share_reads_and_memory(tmp_path: Path) -> None:
     """Tensor-parallel ranks get the same samples; each sample is read once and kept once."""
     payloads = [i.to_bytes(8, "little") * 500 for i in range(256)]
     file = write(tmp_path / "train.ffr", payloads)
     context = multiprocessing.get_context("forkserver")
     with serving() as daemon:
-        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         results = context.Queue()
         ranks = [
             context.Process(
-                target=cases.read_as_rank, args=(file, str(tmp_path / "init"), rank, results)
+                target=cases.read_as_rank,
+                args=(file, daemon.socket, str(tmp_path / "init"), rank, results),
             )
             for rank in range(4)
         ]
