@@ -189,7 +189,9 @@ def read_as_rank(file: str, server: str, init: str, rank: int, results: Any) -> 
         "cpu", (2, 2), mesh_dim_names=("dp", "tp")
     )
     dp_rank, dp_size = data_rank(mesh, "dp")
-    dataset = RawDataset(file, server=server)
+    # The server of forked processes may have begun before the daemon.
+    os.environ["FFSERVE_SOCKET"] = server
+    dataset = RawDataset(file)
     sampler = EpochSampler(len(dataset), seed=5, rank=dp_rank, world_size=dp_size)
     twin = EpochSampler(len(dataset), seed=5, rank=rank, world_size=4, replication=2)
     loader = DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=list, threads=1)
