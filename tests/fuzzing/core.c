@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "codec.h"
+#include "example.h"
 #include "inflate.h"
 #include "shm.h"
 
@@ -178,13 +179,250 @@ static void inflate(const uint8_t *bytes, size_t size, const uint8_t *parameters
     free(data);
 }
 
+/* ---- tables of many small files ----------------------------------------------------------- */
+static uint64_t get(const uint8_t *from, int size) {
+    uint64_t value = 0;
+    memcpy(&value, from, size);
+    return value;
+}
+
+static void put(uint8_t *to, uint64_t value, int size) { memcpy(to, &value, size); }
+
+/* The mend_ functions write the checksums that nobody guesses. */
+static void mend_ffrecord(uint8_t *head, uint64_t size) {
+    uint64_t count = size < 12 ? UINT64_MAX : get(head + 4, 8);
+    if (count <= (size - 12) / 12)
+        put(head, ffs_checksum(FFS_CRC_32, 0, head + 4, 8 + 12 * count), 4);
+}
+
+static void mend_tfrecord(uint8_t *head, uint64_t size) {
+    for (uint64_t at = 0; at < size && size - at >= 16;) {
+        uint64_t length = get(head + at, 8);
+        uint32_t crc = ffs_checksum(FFS_CRC_32C, 0, head + at, 8);
+        put(head + at + 8, (crc >> 15 | crc << 17) + 0xa282ead8u, 4);
+        if (length > size - at - 16) return;
+        at += 16 + length;
+    }
+}
+
+/* Returns the size of the file that the index describes. */
+static int64_t mend_index(uint8_t *head, uint64_t size) {
+    if (size < 76) return 0;
+    uint64_t width = head[12] & 1 ? 4 : 8, count = (size - 76) / (width + 4), end = 0;
+    memset(head, 0, 72);
+    memcpy(head, "ffserve\n", 8);
+    memcpy(head + 16, "tfrecord", 8);
+    for (uint64_t k = 0; k < count; k++) end += 16 + get(head + 72 + width * k, width);
+    end &= INT64_MAX;
+    put(head + 8, 2, 4);
+    put(head + 12, width, 4);
+    put(head + 32, end, 8);
+    put(head + 56, count, 8);
+    put(head + size - 4, ffs_checksum(FFS_CRC_32C, 0, head, size - 4), 4);
+    return (int64_t)end;
+}
+
+/* The bytes are the heads of files, of the same size but for the last. Tables have as many rows as
+ * codec.py gives them. */
+static void small(const uint8_t *bytes, size_t size, const uint8_t *parameters) {
+    enum { FFRECORD, TFRECORD, INDEX, RECORDIO, FILES = 3 };
+    static const int row_sizes[] = {12, 16, 8, 20};
+    int format = parameters[0] % 4, mended = parameters[1] & 1;
+    int64_t n = 1 + parameters[2] % FILES, got[FILES], sizes[FILES], index_sizes[FILES],
+            counts[FILES];
+    int64_t stride = (int64_t)((size + n - 1) / n), mtimes[FILES] = {0};
+    uint32_t crcs[FILES] = {0};
+    uint8_t done[FILES];
+    uint8_t *heads = copy_of(bytes, size);
+    for (int64_t k = 0; k < n; k++) {
+        int64_t left = (int64_t)size - k * stride;
+        uint8_t *head = heads + (left < 0 ? (int64_t)size : k * stride);
+        got[k] = left < 0 ? 0 : left < stride ? left : stride;
+        sizes[k] = index_sizes[k] = got[k] + (parameters[3] & 1 ? 1ll << parameters[4] % 62 : 0);
+        if (mended && format == FFRECORD) mend_ffrecord(head, got[k]);
+        if (mended && format == TFRECORD) mend_tfrecord(head, got[k]);
+        if (mended && format == INDEX) sizes[k] = mend_index(head, got[k]);
+    }
+    int64_t room = (int64_t)size / row_sizes[format], rows = 0;
+    size_t places = (room + 1) * sizeof(int64_t), marks = (room + 1) * sizeof(uint32_t);
+    uint64_t *offsets = malloc(places), *lengths = malloc(places);
+    int64_t *firsts = malloc(places + n * sizeof *firsts), *decoded = malloc(places);
+    uint32_t *checksums = malloc(marks);
+    uint8_t *compressors = malloc(room + 1);
+    if (format != RECORDIO) { /* these have no row more than they need */
+        offsets = realloc(offsets, room ? places - 8 : 1);
+        lengths = realloc(lengths, room ? places - 8 : 1);
+        checksums = realloc(checksums, room ? marks - 4 : 1);
+    }
+    ffs_small_files files = {heads, stride, n, room, got, sizes, done, counts, 0};
+    switch (format) {
+    case FFRECORD: ffs_small_ffrecord(&files, offsets, lengths, checksums, crcs); break;
+    case TFRECORD: ffs_small_tfrecord(&files, offsets, lengths, checksums); break;
+    case INDEX:
+        ffs_small_tfrecord_index(&files, index_sizes, mtimes, crcs, crcs, offsets, lengths,
+                                 checksums);
+        break;
+    default:
+        ffs_small_recordio(&files, 1000, 16, (int64_t *)offsets, (int64_t *)lengths, firsts,
+                           decoded, checksums, compressors, (int32_t *)crcs);
+    }
+    for (int64_t k = 0, before = 0; k < n; before += done[k], rows += counts[k], k++) {
+        CHECK(counts[k] >= 0 && counts[k] <= room - rows && (done[k] || !counts[k]));
+        for (int64_t row = rows; row < rows + counts[k]; row++) {
+            uint64_t end = format == RECORDIO ? lengths[row] : offsets[row] + lengths[row];
+            CHECK(offsets[row] <= end && end <= (uint64_t)sizes[k]);
+            CHECK(format == RECORDIO || lengths[row] < 1ull << 48);
+            CHECK(format != RECORDIO || firsts[row + before] < firsts[row + before + 1]);
+        }
+    }
+    CHECK(files.rows == rows);
+    free(offsets), free(lengths), free(firsts), free(decoded), free(checksums), free(compressors);
+    free(heads);
+}
+
+/* ---- tf.train.Example --------------------------------------------------------------------- */
+static void allocate_column(ffs_example_column *column, int64_t n) {
+    column->valid = malloc(n);
+    column->outer = malloc((n + 1) * 4);
+    column->inner = malloc((column->steps + 1) * 4);
+    column->values = malloc(
+        column->items * (column->kind == FFS_EXAMPLE_FLOAT && !column->wide ? 4 : 8) + 1);
+    column->edges = malloc((column->items + 1) * 4);
+    column->data = malloc(column->size + 1);
+}
+
+static void free_column(ffs_example_column *column) {
+    free(column->valid), free(column->outer), free(column->inner);
+    free(column->values), free(column->edges), free(column->data);
+    free(column->begins), free(column->sizes), free(column->places);
+}
+
+/* Returns whether the column could be decoded. */
+static int decode_column(ffs_example_batch *batch, ffs_example_column *column) {
+    int64_t n = batch->n;
+    column->begins = malloc(n * 8), column->sizes = malloc(n * 8), column->places = malloc(n);
+    if (ffs_example_find(batch, column, 1) || ffs_example_count(batch, column)) {
+        CHECK(batch->fault >= FFS_EXAMPLE_MALFORMED && batch->fault <= FFS_EXAMPLE_LARGE);
+        CHECK(batch->row >= 0 && batch->row < n);
+        return 0;
+    }
+    CHECK(column->depth || column->items == (uint64_t)n);
+    allocate_column(column, n);
+    if (ffs_example_fill(batch, column)) {
+        CHECK(batch->fault == FFS_EXAMPLE_INEXACT);
+        return 0;
+    }
+    uint64_t values = column->depth == 2 ? column->steps : column->items;
+    CHECK(!column->depth || (column->outer[0] == 0 && (uint64_t)column->outer[n] == values));
+    for (int64_t k = 0; column->depth && k < n; k++)
+        CHECK(column->outer[k] <= column->outer[k + 1]);
+    for (uint64_t k = 0; column->depth == 2 && k < column->steps; k++)
+        CHECK(column->inner[k] <= column->inner[k + 1]);
+    CHECK(column->depth < 2 || (uint64_t)column->inner[column->steps] == column->items);
+    for (uint64_t k = 0; column->kind == FFS_EXAMPLE_BYTES && k < column->items; k++)
+        CHECK(column->edges[k] <= column->edges[k + 1]);
+    CHECK(column->kind != FFS_EXAMPLE_BYTES ||
+          (uint64_t)column->edges[column->items] == column->size);
+    return 1;
+}
+
+static int64_t *widen(const int32_t *from, uint64_t count) {
+    int64_t *to = malloc(count * sizeof *to);
+    for (uint64_t k = 0; k < count; k++) to[k] = from[k];
+    return to;
+}
+
+/* Encode a decoded column: what is decoded from that is the same. */
+static void encode_column(const ffs_example_column *column, int64_t n, int sequence) {
+    int bytes = column->kind == FFS_EXAMPLE_BYTES;
+    ffs_example_source source = {.name = column->name,
+                                 .name_size = column->name_size,
+                                 .kind = column->kind,
+                                 .depth = column->depth,
+                                 .valid = column->valid,
+                                 .values = bytes ? (void *)column->data : column->values};
+    int64_t *outer = column->depth ? widen(column->outer, n + 1) : NULL;
+    int64_t *inner = column->depth == 2 ? widen(column->inner, column->steps + 1) : NULL;
+    int64_t *edges = bytes ? widen(column->edges, column->items + 1) : NULL;
+    source.outer = outer, source.inner = inner, source.edges = edges;
+    int64_t *sizes = malloc(n * 8), total = 0;
+    uint64_t *starts = malloc(n * 8);
+    ffs_example_measure(&source, 1, n, sequence, sizes);
+    for (int64_t k = 0; k < n; total += sizes[k++]) starts[k] = (uint64_t)total;
+    uint8_t *out = malloc(total ? total : 1);
+    ffs_example_encode(&source, 1, n, sequence, out);
+    ffs_example_batch batch = {
+        .bytes = out, .starts = starts, .lengths = (uint64_t *)sizes, .n = n, .sequence = sequence};
+    ffs_example_column again = {.name = column->name,
+                                .name_size = column->name_size,
+                                .kind = column->kind,
+                                .depth = column->depth};
+    CHECK(decode_column(&batch, &again));
+    CHECK(again.items == column->items && again.size == column->size &&
+          again.steps == column->steps);
+    CHECK(!memcmp(again.valid, column->valid, n));
+    CHECK(!column->depth || !memcmp(again.outer, column->outer, (n + 1) * 4));
+    CHECK(column->depth < 2 || !memcmp(again.inner, column->inner, (column->steps + 1) * 4));
+    CHECK(!bytes || !memcmp(again.edges, column->edges, (column->items + 1) * 4));
+    CHECK(!memcmp(bytes ? again.data : again.values, source.values,
+                  bytes ? column->size
+                        : column->items * (column->kind == FFS_EXAMPLE_FLOAT ? 4 : 8)));
+    free_column(&again);
+    free(sizes), free(starts), free(out), free(outer), free(inner), free(edges);
+}
+
+/* The bytes are records, of the same size but for the last. Each feature is decoded as what it is,
+ * and as what the parameters say. */
+static void examples(const uint8_t *bytes, size_t size, const uint8_t *parameters) {
+    enum { RECORDS = 4, FEATURES = 16 };
+    uint64_t starts[RECORDS], lengths[RECORDS];
+    int32_t slots[2 * FEATURES];
+    ffs_example_feature features[FEATURES];
+    uint8_t *copy = copy_of(bytes, size);
+    ffs_example_batch batch = {copy, starts, lengths, 1 + parameters[0] % RECORDS,
+                               parameters[1] & 1};
+    uint64_t step = (size + batch.n - 1) / batch.n;
+    for (int64_t k = 0; k < batch.n; k++) {
+        starts[k] = (uint64_t)k * step < size ? (uint64_t)k * step : size;
+        lengths[k] = step < size - starts[k] ? step : size - starts[k];
+    }
+    int room = 1 << parameters[2] % 5;
+    int32_t found = ffs_example_infer(&batch, features, room, slots, 2 * room);
+    CHECK(found >= -2 && found <= room);
+    for (int32_t k = 0; k < found; k++) {
+        const ffs_example_feature *feature = features + k;
+        CHECK(feature->name_at <= size && feature->name_size <= size - feature->name_at);
+        for (int other = 0; other < 2; other++) {
+            int kind = feature->rows[3] >= 0 ? 3 : feature->rows[2] >= 0 ? 2 : 1;
+            ffs_example_column column = {
+                .name = copy + feature->name_at,
+                .name_size = feature->name_size,
+                .kind = other ? 1 + parameters[3] % 3 : kind,
+                .depth = other            ? parameters[4] % 3
+                       : feature->listed  ? 2
+                       : feature->several ? 1
+                                          : 0,
+                .wide = other & parameters[5],
+            };
+            if (decode_column(&batch, &column) && !column.wide &&
+                (batch.sequence || column.depth < 2))
+                encode_column(&column, batch.n, batch.sequence);
+            free_column(&column);
+        }
+    }
+    free(copy);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static void (*const targets[])(const uint8_t *, size_t, const uint8_t *) = {
         frames, frame_search, chunks, split, directory};
+    static void (*const later[])(const uint8_t *, size_t, const uint8_t *) = {small, examples,
+                                                                              inflate};
     if (size < 9) return 0;
-    if (data[0] >= 250)
-        inflate(data + 9, size - 9, data + 1);
-    else
-        targets[data[0] % 5](data + 9, size - 9, data + 1);
+    /* The numbers of a target stay: the corpus knows them. */
+    (data[0] < 240 ? targets[data[0] % 5]
+                   : later[data[0] < 245   ? 0
+                           : data[0] < 250 ? 1
+                                           : 2])(data + 9, size - 9, data + 1);
     return 0;
 }

@@ -24,7 +24,7 @@ command -v clang >/dev/null || {
 .venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/pip -q install 'atheris>=3'
 clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Iffserve/engine \
     -DFFS_HAVE_ZLIB -DFFS_HAVE_ISAL tests/fuzzing/core.c \
-    ffserve/engine/{codec,shm,checksum,inflate}.c -lz -lisal -o "$folder/core"
+    ffserve/engine/{codec,example,shm,checksum,inflate}.c -lz -lisal -o "$folder/core"
 
 run() { # run TARGET FOLDER FLAGS...
     if [ "$1" = core ]; then
