@@ -411,8 +411,8 @@ static int64_t indexed_frames(const uint8_t *p, uint64_t got, uint64_t size, int
 {
     uint64_t width = get32(p + 12), count = get64(p + 56), at = 0;
     uint64_t tables = got - INDEX_HEADER - 4;
-    if ((width != 4 && width != 8) || get64(p + 64) || tables % (width + 4) ||
-        count != tables / (width + 4) || (int64_t)count > room ||
+    if (size >= MOST_LENGTH || (width != 4 && width != 8) || get64(p + 64) ||
+        tables % (width + 4) || count != tables / (width + 4) || (int64_t)count > room ||
         ffs_checksum(FFS_CRC_32C, 0, p, got - 4) != get32(p + got - 4))
         return -1;
     const uint8_t *sizes = p + INDEX_HEADER, *sums = sizes + width * count;

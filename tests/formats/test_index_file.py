@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 import ffserve
 from ffserve import index_file, shardfile
 from ffserve.engine.codec import crc32c, mask
-from ffserve.errors import ChecksumError, ReadError, TruncatedError
+from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord, frame_header
 from ffserve.index_file import Identity, decode, encode
 from ffserve.testing import reader_of
@@ -578,3 +579,19 @@ def test_daemon_opens_many_files_by_their_index_files(path: str, cache: Path) ->
                         assert found.tobytes() == SAMPLES[place]
         # Of those that it scanned, it keeps index files of its own.
         assert len(list(cache.iterdir())) == 2
+
+
+def test_record_of_256_tib_in_a_passed_index_file_was_an_internal_error() -> None:
+    """Small index files of clients were not checked for lengths that a directory cannot hold."""
+    size = 1 << 49
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = os.path.join(folder, "a.tfrecord")
+        with open(path, "wb") as file:
+            file.write(frame_header(size - 16))
+            file.truncate(size)
+        with open(path, "rb") as file:
+            identity = Identity.of(file.fileno(), path, "tfrecord")
+        one = np.array([size - 16], np.uint64)
+        beside(path).write_bytes(encode(identity, one, np.zeros(1, np.uint32)))
+        with serving() as daemon, pytest.raises(FormatError, match="record 0 has"):
+            daemon.open(path)
