@@ -1,7 +1,8 @@
 /* Opening: system calls on many files in one call.
  *
- * A data set may have ten thousand files. Each function goes through its files in order. Those that return int64_t return how many files were done: fewer than n if one failed,
- * and *error is its errno then. Everything between the cdef marks is also declared to Python (cffi).
+ * A data set may have ten thousand files. Each function goes through its files in order. Those that
+ * return int64_t return how many files were done: fewer than n if one failed, and *error is its
+ * errno then. Everything between the cdef marks is also declared to Python (cffi).
  */
 #ifndef FFSERVE_OPENING_H
 #define FFSERVE_OPENING_H
