@@ -27,8 +27,9 @@ from ffserve.errors import UsageError
 from ffserve.order import MAX_SAMPLE_COUNT, Int64s, checked_integer, permutation
 
 WINDOW = 1 << 16
-_PIECES, _PLACES, _SEQUENCES = range(3)
-"""What is drawn: the order of pieces, their places in their sequences, the order of sequences."""
+_PIECES, _PLACES, _SEQUENCES = (0, 2), (1, 2), (2, 2)
+"""Keys of what is drawn: the order of pieces, their places in their sequences, the order of
+sequences. Those of epochs are (epoch,) and (epoch, 1), and a sampler may have the same seed."""
 
 
 class Plan:
@@ -100,7 +101,7 @@ def plan(sizes: Any, length: int, seed: int, *, window: int = WINDOW) -> Plan:
     whole, rest = np.divmod(table, length)
     # The rests, in random order, then the pieces that fill a sequence.
     short = np.flatnonzero(rest)
-    short = short[permutation(len(short), seed, (_PIECES,))]
+    short = short[permutation(len(short), seed, _PIECES)]
     bins = np.empty(len(short), np.int64)
     bin_count = 0
     for first in range(0, len(short), window):
@@ -114,8 +115,8 @@ def plan(sizes: Any, length: int, seed: int, *, window: int = WINDOW) -> Plan:
     pieces = np.concatenate((rest[short], np.full(len(numbers), length, np.int64)))
     bins = np.concatenate((bins, bin_count + np.arange(len(numbers))))
     # The sequences in random order, and the pieces of each.
-    order = permutation(bin_count + len(numbers), seed, (_SEQUENCES,))[bins]
-    mixed = permutation(len(bins), seed, (_PLACES,))
+    order = permutation(bin_count + len(numbers), seed, _SEQUENCES)[bins]
+    mixed = permutation(len(bins), seed, _PLACES)
     mixed = mixed[order[mixed].argsort(kind="stable")]
     counts = np.bincount(order, minlength=bin_count + len(numbers))
     offsets = np.concatenate(([0], np.cumsum(counts)))
