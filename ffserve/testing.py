@@ -1,4 +1,7 @@
-"""Conformance tests for file formats.
+"""Conformance tests for file formats, and an audit of loaders.
+
+``loader_audit(loader)`` runs an epoch of any torch loader and reports samples that were lost,
+doubled or out of order, and how well it shuffles.
 
 Test your own format with a subclass, under pytest or any runner that calls ``test_*`` methods::
 
@@ -9,12 +12,13 @@ Test your own format with a subclass, under pytest or any runner that calls ``te
         format = FORMAT
         options = ({}, {"compression": "gzip"})     # option sets of its writer
 
-Nothing here opens a file: formats read bytes in memory. ``samples`` reads such bytes as ffserve
+No format opens a file: formats read bytes in memory. ``samples`` reads such bytes as ffserve
 does; use it for further tests of your own.
 """
 
 from __future__ import annotations
 
+import importlib
 import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -124,6 +128,13 @@ def _decoded(shard: ChunkedShard, content: bytes) -> Iterator[bytes | FFServeErr
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             assert start >= 0 and length >= 0 and start + length <= len(into)
             yield into[start : start + length].tobytes()
+
+
+def __getattr__(name: str) -> Any:
+    # Formats are tested without torch.
+    if name in ("LoaderAudit", "loader_audit"):
+        return getattr(importlib.import_module("ffserve.torch.audit"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FormatConformance:

@@ -73,6 +73,13 @@ class Batch(Sequence[Bytes]):
         for start, end in pairwise(edges):
             yield self.buffer[start:end]
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return ``buffer`` for ``from_dlpack`` of another library, without a copy."""
+        return self.buffer.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.buffer.__dlpack_device__()
+
     def __repr__(self) -> str:
         return f"Batch({len(self)} samples, {self.buffer.nbytes} bytes)"
 

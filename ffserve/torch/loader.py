@@ -17,8 +17,11 @@ it, both in transfer.py, which says for what; without them the loader works, and
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import operator
+import os
 import pickle
+import threading
 import traceback
 import weakref
 from collections import deque
@@ -278,6 +281,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 "prefetch_factor": self.prefetch_factor,
                 "persistent_workers": self.persistent_workers,
                 "multiprocessing_context": self.multiprocessing_context,
+                "worker_init_fn": WorkerStart(self.worker_init_fn),
             }
         answering = BatchDataset(
             self.dataset, self.collate_fn, self.batch_sampler is not None, self.by_list, channels
@@ -293,12 +297,39 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
             timeout=self.timeout * self._plan.message_batches,
-            worker_init_fn=self.worker_init_fn,
             generator=self.generator,
             **workers,
             **_newer_options(self.pin_memory_device, self.in_order),
         )
         return inner, receiver
+
+
+class WorkerStart:
+    """What a worker does first: it begins to watch the training process, then calls the user's
+    ``worker_init_fn``.
+
+    torch's workers look whether their parent has changed. Under forkserver that is the server,
+    which lives as long as they do: the workers of a killed job would stay for good. Python gives
+    each process a descriptor that ends with the process that started it, whatever the method.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            threading.Thread(
+                target=_end_with, args=(parent.sentinel,), name="ffserve-parent", daemon=True
+            ).start()
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+
+def _end_with(sentinel: int) -> None:
+    """End this process when the other one is gone."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 class BatchRequest(NamedTuple):

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch_cases as cases
-from daemon import DEADLINE_S
+from daemon import DEADLINE_S, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -600,3 +601,35 @@ def test_a_lambda_for_spawned_workers_is_explained(option: str) -> None:
     )
     with pytest.raises(UsageError, match=r"(?i)pickle.*top level of a module"):
         iter(loader)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_a_killed_job_lived_on(method: str) -> None:
+    """Under forkserver their parent is the server, which lives as long as they do."""
+    support = Path(cases.__file__).parent
+    paths = os.pathsep.join([str(support), str(support.parents[1])])
+    job = subprocess.Popen(
+        [sys.executable, str(support / "killed_job.py"), method],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+        text=True,
+    )
+    assert job.stdout is not None
+    pid, *workers = map(int, job.stdout.readline().split())
+    assert pid == job.pid and len(workers) == 2
+    try:
+        job.kill()
+        job.wait()
+        until(lambda: not any(map(is_alive, workers)), "the workers end")
+    finally:
+        job.stdout.close()
+        for worker in filter(is_alive, workers):
+            os.kill(worker, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -22,7 +22,6 @@ LAYERS = {
     "files": "formats",
     "memfd": "files",
     "dataset": "engine formats files",
-    "testing": "engine formats dataset",
     "output": "files",
     "index_file": "engine formats files",
     "shardfile": "engine formats files index_file",
@@ -46,6 +45,7 @@ LAYERS = {
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order mixture packing engine client compat",
     "spark": "engine formats files columns hive staging writer reader shardfile",
+    "testing": "engine formats dataset",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
     # the command line
