@@ -1,8 +1,9 @@
-"""Lightning and Accelerate: the examples of docs/howto/train.md, run."""
+"""Lightning, Accelerate and Ray Train: the examples of docs/howto/train.md, run."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,26 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list(loader)
     accelerator.load_state("middle")
     assert loader.state_dict() == state
+
+
+def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.train.torch")
+    monkeypatch.chdir(tmp_path)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> None:
+        rank = torch.distributed.get_rank()
+        with (tmp_path / f"seen-{rank}").open("a") as file:
+            file.writelines(f"{number}\n" for number in batch.view(-1).int().tolist())
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
+    try:
+        exec(example("ray"), namespace(tmp_path) | {"train_step": train_step})
+    finally:
+        ray.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for rank in range(2):
+        sampler = ffserve.torch.EpochSampler(N, seed=7, rank=rank, world_size=2)
+        seen = [int(text) for text in (tmp_path / f"seen-{rank}").read_text().split()]
+        assert seen == [*sampler.order(0).tolist(), *sampler.order(1).tolist()]
