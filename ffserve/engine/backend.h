@@ -59,6 +59,7 @@ typedef struct ffs_op {
     uint8_t *bounce; /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
     /* ---- */
     uint32_t alignment;
+    bool around;  /* the alignment only brings what lies around the read */
     ffs_job *job; /* NULL: the op is spare */
     const ffs_read *read;
     uint32_t piece;  /* which one of the read */
@@ -82,7 +83,7 @@ typedef struct {
 
 typedef struct {
     int fd;
-    uint32_t alignment, generation;
+    uint32_t alignment, around, generation;
 } ffs_file;
 
 struct ffs_engine {

@@ -215,6 +215,12 @@ static void take_piece(ffs_engine *e, ffs_job *job, ffs_op *op)
     }
 }
 
+/* Whether a read is widened to bring what lies around it. It still takes one piece. */
+static bool read_around(const ffs_file *file, const ffs_read *read)
+{
+    return read->slot == UINT64_MAX && read->length < file->around;
+}
+
 bool ffs_take(ffs_engine *e, ffs_op *op)
 {
     while (ffs_queued(e)) {
@@ -229,7 +235,8 @@ bool ffs_take(ffs_engine *e, ffs_op *op)
         const ffs_file *file = &e->files[op->read->file];
         op->file = op->read->file;
         op->fd = file->fd;
-        op->alignment = file->alignment;
+        op->around = read_around(file, op->read);
+        op->alignment = op->around ? file->around : file->alignment;
         op->generation = file->generation;
         take_piece(e, job, op);
         atomic_fetch_add_explicit(&e->inflight, 1, memory_order_relaxed);
@@ -493,11 +500,13 @@ ffs_batch *ffs_engine_pop(ffs_engine *e)
 }
 
 /* ---- files ------------------------------------------------------------------------------- */
-int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment)
+int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment, uint32_t around)
 {
     if (fd < 0)
         return -EBADF;
     if (!alignment || alignment & (alignment - 1) || alignment > FFS_ALIGNMENT_MAX)
+        return -EINVAL;
+    if (around & (around - 1) || around > FFS_ALIGNMENT_MAX || (around && alignment > 1))
         return -EINVAL;
     pthread_mutex_lock(&e->lock);
     uint32_t id = e->files_used;
@@ -516,7 +525,7 @@ int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment)
     }
     if (!++e->generation)
         e->generation = 1;
-    e->files[id] = (ffs_file){fd, alignment, e->generation};
+    e->files[id] = (ffs_file){fd, alignment, around, e->generation};
     e->files_used = id + 1;
     pthread_mutex_unlock(&e->lock);
     return (int)id;
@@ -526,7 +535,7 @@ int ffs_files_add(ffs_engine *e, const int32_t *fds, const int64_t *alignments, 
                   int32_t *ids)
 {
     for (int64_t k = 0; k < n; k++) {
-        ids[k] = fds[k] < 0 ? -1 : ffs_file_add(e, fds[k], (uint32_t)alignments[k]);
+        ids[k] = fds[k] < 0 ? -1 : ffs_file_add(e, fds[k], (uint32_t)alignments[k], 0);
         if (ids[k] < 0 && fds[k] >= 0) {
             int rc = ids[k];
             while (k--)

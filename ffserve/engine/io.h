@@ -123,9 +123,10 @@ void ffs_engine_set_arena(ffs_engine *e, uint8_t *arena, uint64_t size, ffs_entr
  * kinds ignore this. */
 void ffs_engine_arena_ready(ffs_engine *e, uint64_t size, uint64_t end);
 
-/* Add a file. alignment: of offsets and lengths, the logical block size (1: buffered). The engine
- * never closes the descriptor. Returns an id >= 0 or -errno. */
-int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment);
+/* Add a file. alignment: of offsets and lengths, the logical block size (1: buffered). around: a
+ * shorter read without a slot brings whole blocks of so many bytes into the page cache (0: no). The
+ * engine never closes the descriptor. Returns an id >= 0 or -errno. */
+int ffs_file_add(ffs_engine *e, int fd, uint32_t alignment, uint32_t around);
 /* Add n files; fds[k] -1: none, its id is -1. 0, or -errno: none was added. */
 int ffs_files_add(ffs_engine *e, const int32_t *fds, const int64_t *alignments, int64_t n,
                   int32_t *ids);

@@ -310,14 +310,16 @@ class Engine:
         """
         lib.ffs_engine_arena_ready(self._core(), size, self._arena_size if end is None else end)
 
-    def add_file(self, fd: int, alignment: int) -> int:
+    def add_file(self, fd: int, alignment: int, around: int = 0) -> int:
         """Add an open file and return its id.
 
         Args:
             fd: stays the caller's; must stay open until ``remove_file``.
             alignment: of reads from it, as ``open_direct`` returns it; 1: buffered.
+            around: of a buffered file: a shorter read to a destination outside the arena brings
+                whole blocks of so many bytes, a power of two, into the page cache; 0: no.
         """
-        rc = int(lib.ffs_file_add(self._core(), fd, alignment))
+        rc = int(lib.ffs_file_add(self._core(), fd, alignment, around))
         if rc < 0:
             raise _error(rc, "cannot add the file")
         return rc

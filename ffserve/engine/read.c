@@ -6,6 +6,9 @@
  * it stopped, rounded down to the alignment. Only the end of a file leaves an unaligned remainder;
  * reading that block again returns nothing new, so no progress means the end of the file.
  *
+ * A read through the page cache may bring what lies around it. If that fails, it reads what was asked
+ * for and no more.
+ *
  * A read without a slot goes to the bounce buffer, and each record is copied to its place when it is
  * verified, while it is in the processor's cache.
  *
@@ -238,6 +241,12 @@ bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result)
 {
     if (result == -EAGAIN || result == -EINTR)
         return true;
+    if (result < 0 && op->around) {
+        /* What lies around the read cannot be read. Nobody asked for it. */
+        op->around = false;
+        op->alignment = 1;
+        return !ffs_op_begin(e, op);
+    }
     if (result < 0) {
         op->error = (int)result;
         return false;

@@ -104,6 +104,20 @@ def test_every_epoch_read_the_disk_again(path: str) -> None:
     assert 0 in reads
 
 
+def test_a_first_epoch_took_a_read_of_the_disk_for_each_small_record(tmp_path: Path) -> None:
+    """A disk of 30,000 reads a second gave no more than 30,000 records of 4 KiB a second."""
+    rng = np.random.default_rng(0)
+    records = [rng.bytes(4096) for _ in range(2000)]
+    path = write(tmp_path / "small.ffr", records)
+    evict(path)
+    before = engine_reads()
+    with ffserve.open(path, server="off") as reader:
+        for indices in rng.permutation(2000).reshape(-1, 50):
+            for index, got in zip(indices, reader.read(indices), strict=True):
+                assert bytes(got) == records[index]
+    assert engine_reads() - before < 2000 / 3
+
+
 def test_file_that_was_just_written_was_fetched_from_the_disk(tmp_path: Path) -> None:
     reads = []
     for attempt in range(5):

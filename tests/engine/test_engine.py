@@ -6,6 +6,8 @@ and in /dev/shm (buffered).
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import itertools
 import mmap
@@ -594,6 +596,73 @@ class TestEngine:
 
 
 @pytest.mark.skipif("uring" not in io.probe(), reason="only a ring reads from a pipe")
+class TestReadAround:
+    """Reads through the page cache that bring whole blocks around a small record."""
+
+    AROUND = 32 << 10
+
+    @pytest.mark.parametrize("size", [1, 4096, 32767, 32768, 300_000])
+    def test_smaller_records_bring_their_blocks(
+        self, engine: Engine, tmp_path: Path, size: int
+    ) -> None:
+        file = Opened(engine, tmp_path / "content")
+        os.close(file.fd)
+        with file.path.open("rb") as opened:
+            file.id = engine.add_file(opened.fileno(), 1, self.AROUND)
+            starts = [0, self.AROUND - 1, 5 * self.AROUND + 777, len(CONTENT) - size]
+            for start in starts:
+                batch, dests = pieces(engine, file, [(start, size)])
+                before = engine.counters()["bytes"]
+                engine.submit(batch)
+                assert engine.wait(batch, 10)
+                check(file, batch, dests)
+                first, end = start, start + size
+                if size < self.AROUND:
+                    first -= start % self.AROUND
+                    end = min(end + -end % self.AROUND, len(CONTENT))
+                assert engine.counters()["bytes"] - before == end - first
+
+    def test_what_lies_around_cannot_be_read(self, engine: Engine) -> None:
+        """Memory of this process with a gap in front of the record stands for a damaged disk."""
+        if engine.kind == "aio":
+            pytest.skip("the kernel's AIO does not read /proc/self/mem")
+        room = mmap.mmap(-1, 4 * self.AROUND, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = np.frombuffer(room, np.uint8).ctypes.data
+        block = address + self.AROUND - address % self.AROUND
+        record = block + self.AROUND // 2
+        room[record - address : record - address + 4096] = CONTENT[:4096]
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        assert libc.munmap(block, 4096) == 0
+        memory = os.open("/proc/self/mem", os.O_RDONLY)
+        try:
+            with pytest.raises(OSError, match="Input/output error"):
+                os.pread(memory, 4096, block)
+            batch = engine.batch(2, 2)
+            dest = np.zeros((2, 4096), np.uint8)
+            id_ = engine.add_file(memory, 1, self.AROUND)
+            for k, start in enumerate((record, block)):
+                batch.reads[k] = (start, 4096, NOWHERE, 0, id_, CRC_NONE, k, 1)
+                batch.records[k] = (start, 4096, NOWHERE, dest[k].ctypes.data, 0, 0, 0, 0)
+            engine.submit(batch)
+            assert engine.wait(batch, 10)
+        finally:
+            os.close(memory)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED, so that room is whole
+            assert libc.mmap(block, 4096, mmap.PROT_READ, flags, -1, 0) == block
+        assert batch.records["status"].tolist() == [0, -errno.EIO]
+        assert dest[0].tobytes() == CONTENT[:4096]
+
+    def test_only_blocks_of_a_buffered_file(self, engine: Engine, tmp_path: Path) -> None:
+        file = Opened(engine, tmp_path / "content")
+        for alignment, around in ((1, 3), (1, MIB), (512, 4096)):
+            with pytest.raises(UsageError, match="cannot add the file"):
+                engine.add_file(file.fd, alignment, around)
+        os.close(file.fd)
+
+
 class TestReadsThatHang:
     """A pipe without data stands for a disk that does not respond."""
 
