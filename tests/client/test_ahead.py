@@ -81,8 +81,8 @@ def test_small_records_of_a_windowed_order_were_read_one_by_one(path: str) -> No
     order = order_of()
     merged = reads_of(path, order, announce=True)
     assert merged <= COUNT // (WINDOW // 32) + COUNT // WINDOW, "a read per block"
-    # Those that share a page with an earlier one need no read of the engine.
-    assert reads_of(path, order_of(1), announce=False) > 3 * merged
+    # The block that comes around a record has its neighbours, so this is no read per record.
+    assert COUNT / 20 > reads_of(path, order_of(1), announce=False) > 1.3 * merged
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
