@@ -42,6 +42,8 @@ CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 LIVE = (
     "roots", "file_systems", "arena", "max_chunk_size", "max_sessions", "drain_timeout",
@@ -457,6 +459,18 @@ class ServerConfig:
             "info",
             _one_of(LOG_LEVELS),
             "Lowest severity of the messages on standard error.",
+        ),
+    )
+    log_format: LogFormat = field(
+        default="text",
+        metadata=_documented(
+            "log_format",
+            "--log-format",
+            "|".join(LOG_FORMATS),
+            "text",
+            _one_of(LOG_FORMATS),
+            "Form of these messages: 'text', with the severity for the journal if they go there, "
+            "or 'json', one object per line.",
         ),
     )
 

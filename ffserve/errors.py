@@ -10,6 +10,7 @@ since they cross from DataLoader workers to the training process.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, ClassVar
 
 
@@ -258,6 +259,18 @@ def status_error(
         )
     message = text.format(found=found, expected=expected, length=length, arena_size=arena_size)
     return kind(message, path=path, index=index, offset=offset, hint=hint)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return text as one line without control characters.
+
+    Names of files, samples and jobs may contain anything. Line breaks, escape sequences and
+    changes of the writing direction are replaced by Python's escapes, such as ``\\n``.
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def raise_first(failed: dict[int, FFServeError]) -> None:

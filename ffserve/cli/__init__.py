@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,7 @@ from ffserve.errors import (
     SampleIndexError,
     ServerUnavailable,
     UsageError,
+    printable,
 )
 
 EXIT_BAD_DATA = 1
@@ -113,7 +115,8 @@ class FloatRange(click.FloatRange):
         return number
 
 
-def _exit_code(error: BaseException) -> int:
+def exit_code(error: BaseException) -> int:
+    """Return the exit code for an error."""
     if isinstance(error, ServerUnavailable):
         return EXIT_NO_DAEMON
     if isinstance(error, (UsageError, SampleIndexError, MissingFile, AccessDenied, CoreError)):
@@ -131,7 +134,7 @@ def exit_code_of_all(codes: Iterable[str]) -> int:
 
 def report(error: BaseException) -> int:
     """Write an error to standard error, below it a hint if there is one; return its exit code."""
-    from ffserve.cli.terminal import printable
+    from ffserve.server.log import priority
 
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
         from ffserve.files import os_error
@@ -143,10 +146,11 @@ def report(error: BaseException) -> int:
     text = str(error) or type(error).__name__
     if hint:
         text = text.removesuffix(f" ({hint})")
-    click.echo(f"error: {printable(text)}", err=True)
+    begin = priority(logging.ERROR)
+    click.echo(f"{begin}error: {printable(text)}", err=True)
     if hint:
-        click.echo(f"  hint: {printable(hint)}", err=True)
-    return _exit_code(error)
+        click.echo(f"{begin}  hint: {printable(hint)}", err=True)
+    return exit_code(error)
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

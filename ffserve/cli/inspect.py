@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
 from ffserve.cli.options import format_option, json_option
 from ffserve.cli.record_files import files_of
-from ffserve.cli.terminal import counted, histogram, print_facts, print_json, printable
+from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError, UsageError, printable
 from ffserve.formats.base import ChunkedShard, ScannedShard
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import os
 import click
 
 from ffserve.cli.record_files import total_size
-from ffserve.cli.terminal import counted, print_json, printable, progress
+from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.config import format_size
+from ffserve.errors import printable
 
 
 @click.command()

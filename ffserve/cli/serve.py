@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,11 @@ from typing import Any, TypeVar
 
 import click
 
+from ffserve.cli import exit_code
 from ffserve.config import CONFIG_PATH, ServerConfig, format_size, load_config
+from ffserve.errors import FFServeError
+
+log = logging.getLogger("ffserve")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -68,4 +73,10 @@ def serve(config_path: str | None, check: bool, **settings: Any) -> int:
             f"roots {' '.join(config.roots)}"
         )
         return 0
-    return daemon.serve(config, load)
+    try:
+        return daemon.serve(config, load)
+    except FFServeError as error:
+        if config.log_format != "json":
+            raise
+        log.critical("cannot serve: %s", error)
+        return exit_code(error)

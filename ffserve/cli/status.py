@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from ffserve.cli.options import json_option, socket_option
-from ffserve.cli.terminal import percent, print_facts, print_json, print_table, printable
+from ffserve.cli.terminal import percent, print_facts, print_json, print_table
 from ffserve.config import format_size
+from ffserve.errors import printable
 
 SHARDS_SHOWN = 8
 JOBS_SHOWN = 12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import click
 
 from ffserve.config import format_size
+from ffserve.errors import printable
 
 LINE_EVERY_S = 5.0
 """Interval of progress lines where no bar can be drawn."""
@@ -85,18 +85,6 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
 
 def _line(text: str) -> None:
     click.echo(printable(text))
-
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Return text as one line without control characters.
-
-    Names of files, samples and jobs may contain anything. Line breaks, escape sequences and
-    changes of the writing direction are replaced by Python's escapes, such as ``\\n``.
-    """
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def print_json(facts: Any) -> None:

@@ -119,9 +119,10 @@ class EngineBatch:
     Attributes:
         keep: the owner of the memory that the records' ``dest`` point to. It is kept alive as
             long as the engine may write there, even if the caller drops the batch.
+        begun: when the caller submitted it, by a clock of the caller's.
     """
 
-    __slots__ = ("__weakref__", "_c", "_held", "_reads", "_records", "address", "keep")
+    __slots__ = ("__weakref__", "_c", "_held", "_reads", "_records", "address", "begun", "keep")
 
     def __init__(self, read_count: int, record_count: int) -> None:
         self._own(lib.ffs_batch_new(read_count, record_count))
@@ -134,6 +135,7 @@ class EngineBatch:
         self._reads: NDArray[Any] | None = None
         self._records: NDArray[Any] | None = None
         self.keep: object = None
+        self.begun = 0.0
         self.address = int(ffi.cast(_POINTER, c))
 
     @classmethod
@@ -420,6 +422,11 @@ class Engine:
         out = ffi.new("ffs_counters *")
         lib.ffs_engine_counters(self._core(), out)
         return {name: int(getattr(out, name)) for name in _COUNTERS}
+
+    @property
+    def oldest(self) -> EngineBatch | None:
+        """The batch that has been in flight for longest."""
+        return next(iter(self._in_flight.values()), None)
 
     @property
     def broken(self) -> bool:

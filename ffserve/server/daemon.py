@@ -23,12 +23,14 @@ from typing import Any, TypeAlias
 
 import uvloop
 
+from ffserve import __version__
 from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
 from ffserve.server.access import may_read_everything
+from ffserve.server.log import start_logging
 from ffserve.server.server import Server
 from ffserve.server.state import ServerState
 from ffserve.socket_path import prepare_socket_directory
@@ -74,7 +76,7 @@ def serve(config: ServerConfig, load: Callable[[], ServerConfig]) -> int:
         UsageError: another daemon serves this socket, or its path is not a socket.
         AccessDenied, ReadError: the socket or the shared memory cannot be created.
     """
-    logging.basicConfig(format="ffserve: %(message)s", level=config.log_level.upper())
+    start_logging(config.log_level, config.log_format)
     raise_file_limit()
     _check_machine(config)
     signals = _Signals()
@@ -163,13 +165,7 @@ async def _run(
     server = Server(state, listener)
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
-    log.info(
-        "serving %s on %s, arena %s, engine %s",
-        " ".join(config.roots),
-        config.socket,
-        format_size(state.arena.size),
-        state.engines.kind,
-    )
+    _log_start(server)
     if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
         log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
     _notify(f"READY=1\nSTATUS={_status(server)}")
@@ -193,6 +189,24 @@ async def _run(
             "so the daemon ends",
             hint="start the daemon again (systemd does so); see dmesg for the cause",
         )
+
+
+def _log_start(server: Server) -> None:
+    state = server.state
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    log.info(
+        "serving %s on %s, arena %s, engine %s, version %s; limits: arena %s, %d sessions, "
+        "%d files, %s of locked memory",
+        " ".join(state.config.roots),
+        state.config.socket,
+        format_size(state.arena.size),
+        state.engines.kind,
+        __version__,
+        format_size(state.arena.limit),
+        server.most_sessions,
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
+    )
 
 
 def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
 costs more than the read that merging saves."""
 
+
+SLOW_S = 5.0
+"""A read that takes longer is slow: hundreds of reads may wait for one disk, but not so long."""
 
 MOST_ENGINES = 16
 """Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
@@ -70,6 +74,10 @@ class Engines:
         self.on_broken: Callable[[], object] = _unexpected
         """Called when an engine has broken. Its loads are never reported, since the kernel may
         still write to their slots."""
+        self.on_slow: Callable[[str, float], object] = _unexpected
+        """Called with a device and the seconds that a read from it takes."""
+        self._slow: list[EngineBatch | None] = []
+        """By engine: the batch in flight of which `on_slow` was told."""
         self.checksum_failures = 0
         """Samples whose checksum did not match, since the start."""
         self.read_size = 0
@@ -110,6 +118,7 @@ class Engines:
         )
         self._engines.append(engine)
         self._cached.append(CachedFiles())
+        self._slow.append(None)
         engine.arena_ready(*self._arena_ready)
         number = len(self._engines) - 1
         if self._loop is not None:
@@ -267,6 +276,7 @@ class Engines:
         return reads
 
     def _submit(self, number: int, batch: EngineBatch) -> None:
+        batch.begun = time.monotonic()
         try:
             self._engines[number].submit(batch)
         except ReadError:
@@ -284,10 +294,13 @@ class Engines:
 
     def _end_batches(self, number: int) -> None:
         engine = self._engines[number]
+        now = time.monotonic()
         for batch in engine.completed():
             if batch.failed and engine.broken:
                 self.on_broken()
                 return
+            if now - batch.begun >= SLOW_S and batch is not self._slow[number]:
+                self.on_slow(self._device_of(number), now - batch.begun)
             self.read_size += batch.bytes
             if self._chunks.take(batch):
                 continue
@@ -296,6 +309,27 @@ class Engines:
                 self._fail(number, batch, load, rows)
             batch.free()
             self._ended(load)
+
+    def find_slow(self, now: float) -> None:
+        """Find reads that have been in flight for long. Called now and then."""
+        for number, engine in enumerate(self._engines):
+            batch = engine.oldest
+            slow = batch is not None and now - batch.begun >= SLOW_S
+            if batch is not None and slow and batch is not self._slow[number]:
+                self.on_slow(self._device_of(number), now - batch.begun)
+            self._slow[number] = batch if slow else None
+
+    def _device_of(self, number: int) -> str:
+        """Return the device that an engine reads: where it is mounted, and its number."""
+        numbers = [device for device, engine in self._by_device.items() if engine == number]
+        devices = [f"{os.major(device)}:{os.minor(device)}" for device in numbers]
+        name = f"device {', '.join(devices)}"
+        with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
+            for line in mounts:
+                fields = os.fsdecode(line).split(" ")
+                if fields[2] in devices:
+                    return f"{fields[4]} ({name})"
+        return name
 
     def _decoded(self, load: Load) -> None:
         self._ended(load)

@@ -39,8 +39,6 @@ log = logging.getLogger("ffserve")
 HELLO_TIMEOUT_S = 10.0
 MOST_UNREAD = 1024 * 1024
 """Unsent bytes of replies at which no further message of the session is handled."""
-LOG_INTERVAL_S = 0.1
-"""Between two log lines about sessions of one user that were closed."""
 WRITES_AT_ONCE = 4
 """Frames and runs of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
@@ -400,10 +398,13 @@ class ClientConnection:
 
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""
-        now = time.monotonic()
-        if now >= self.user.logged + LOG_INTERVAL_S:
-            self.user.logged = now
-            log.warning("closed a session (pid %d): %s", self.session.peer.pid, error)
+        self._server.state.repeated.warning(
+            "closed a session (pid %d): %s",
+            self.session.peer.pid,
+            error,
+            key=self.user.uid,
+            now=time.monotonic(),
+        )
         self.session.fail(0, error)
         self.close()
 
@@ -496,7 +497,12 @@ class Server:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                log.warning("cannot accept a client, trying again: %s", error)
+                self.state.repeated.warning(
+                    "cannot accept a client, trying again: %s",
+                    error,
+                    key=error.errno,
+                    now=time.monotonic(),
+                )
                 self.loop.remove_reader(self._listener.fileno())
                 self.loop.call_later(ACCEPT_PAUSE_S, self._resume)
                 return
@@ -515,6 +521,9 @@ class Server:
         refusal = None
         if not user.may_take(1, user.sessions, count, self.most_sessions):
             refusal = user.too_many_sessions(count, self.most_sessions)
+            self.state.repeated.warning(
+                "refused a client of user %d: %s", uid, refusal, key=uid, now=time.monotonic()
+            )
             if not user.trusted or count >= self.most_sessions + RESERVED_SESSIONS:
                 with contextlib.suppress(OSError):
                     sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
@@ -564,7 +573,8 @@ class Server:
         self._left(connection.user)
 
     def _show_life(self) -> None:
-        """Send signs of life; find clients that ended while their connection was not watched."""
+        """Send signs of life; find clients that ended while their connection was not watched, and
+        disks that are slow; write lines that repeat."""
         held: dict[int, ClientConnection] = {}
         poll = select.poll()
         for connection in list(self._connections):
@@ -574,6 +584,9 @@ class Server:
                 poll.register(connection.fd, 0)
         for fd, _ in poll.poll(0):
             held[fd].close()
+        now = time.monotonic()
+        self.state.engines.find_slow(now)
+        self.state.repeated.flush(now)
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def begin(self, opening: Coroutine[Any, Any, None]) -> None:
@@ -674,6 +687,7 @@ class Server:
         for connection in list(self._connections):
             connection.close()
         self.turns.finish()
+        self.state.repeated.flush(time.monotonic(), ending=True)
         for timer in (self._timer, self._resize_timer, self._alive_timer):
             if timer is not None:
                 timer.cancel()

@@ -33,7 +33,10 @@ from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import (
     AccessDenied,
+    ArenaError,
     FFServeError,
+    FormatError,
+    MissingFile,
     ProtocolError,
     ReadError,
     SampleIndexError,
@@ -561,6 +564,10 @@ class Session:
         """The data set could not be opened."""
         self.user.datasets -= 1
         self._opening -= 1
+        if not isinstance(error, (MissingFile, UsageError)):
+            uid, now = self.peer.uid, self._state.next_use.now
+            lines = self._state.repeated
+            lines.warning("cannot open files for user %d: %s", uid, error, key=uid, now=now)
         self.fail(tag, error)
 
     def _close(self, number: int) -> Steps | None:
@@ -835,7 +842,19 @@ class Session:
                 arena_size=state.cache.arena.size,
             )
         record = offset, length, failure.expected
-        return state.catalog.explain(dataset.shards[shard], error, record)
+        error = state.catalog.explain(dataset.shards[shard], error, record)
+        self._log_failure(error, dataset.shards[shard].path)
+        return error
+
+    def _log_failure(self, error: FFServeError, path: str) -> None:
+        """Write a line about a sample that cannot be delivered."""
+        lines, now = self._state.repeated, self._state.next_use.now
+        if isinstance(error, ArenaError):
+            lines.warning("no memory for a sample: %s", error, key=type(error), now=now)
+        elif isinstance(error, FormatError):
+            lines.error("damaged sample: %s", error, key=path, now=now)
+        else:
+            lines.error("cannot read a sample: %s", error, key=path, now=now)
 
     # ---- orders and progress ----------------------------------------------------------------
 

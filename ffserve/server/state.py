@@ -30,6 +30,7 @@ from ffserve.server.access import Peer, Rules, Viewer
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
+from ffserve.server.log import RepeatedLines
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
 from ffserve.server.users import Users
@@ -86,6 +87,7 @@ class ServerState:
             self.directory,
             self.table,
         )
+        self.engines.on_slow = self._slow_disk
         self.pages = Pages(self.memory, self.engines, self.arena.size)
         self.domains = Domains(self.cache, self.memory, self.directory, self.pages.move)
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
@@ -103,6 +105,16 @@ class ServerState:
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.users = Users()
+        self.repeated = RepeatedLines()
+
+    def _slow_disk(self, device: str, seconds: float) -> None:
+        self.repeated.warning(
+            "slow disk: a read from %s takes %.1f s",
+            device,
+            seconds,
+            key=device,
+            now=time.monotonic(),
+        )
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(

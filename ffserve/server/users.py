@@ -98,8 +98,6 @@ class User:
     trusted: bool = True
     sessions: int = 0
     datasets: int = 0
-    logged: float = float("-inf")
-    """When the log had a line about a session of the user."""
     received: Bound = field(default_factory=lambda: Bound(MOST_RECEIVED))
     unsent: Bound = field(default_factory=lambda: Bound(MOST_UNSENT))
     requests: Bound = field(default_factory=lambda: Bound(MOST_USER_REQUESTS))

@@ -39,6 +39,7 @@ from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.inline import MemoryMessage
+from ffserve.server.log import RepeatedLines
 from ffserve.server.resize import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
 from ffserve.server.session import Session, Steps
@@ -198,6 +199,7 @@ class World:
     payload = "shared"
     started = began = 0.0
     config = ServerConfig()
+    repeated = RepeatedLines()
     engines = SimpleNamespace(kind="simulated", read_size=0, checksum_failures=0, counters=dict)
 
     def about(self) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +191,29 @@ def test_a_file_whose_reads_never_return(place: Path) -> None:
             for _ in range(3):
                 others_are_served(daemon, place)
         until(lambda: not held(daemon, place), "nothing is held")
+
+
+def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
+    begin = place / "begin"
+    patch = "import ffserve.server.io; ffserve.server.io.SLOW_S = 0.2"
+    line = rf"slow disk: a read from {place}/fuse \(device 0:\d+\) takes \d+\.\d s.*"
+    read = "import ffserve, sys\nffserve.open(sys.argv[1], server=sys.argv[2]).read(range(10))"
+    with serving(patch=patch, expect=[line]) as daemon:
+        with fuse(place, READ, begin=begin) as path:
+            with daemon.open(path) as reader:
+                assert bytes(reader[3]) == TRUTH[3]
+            assert "slow" not in daemon.text()
+            begin.touch()
+            command = [sys.executable, "-c", read, path, daemon.socket]
+            job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            try:
+                until(lambda: "slow disk" in daemon.text(), "the daemon says so")
+                others_are_served(daemon, place)
+            finally:
+                job.kill()
+                job.wait()
+        daemon.end()
+        assert len(re.findall("slow disk", daemon.text())) == 1, "no read is counted twice"
 
 
 def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place: Path) -> None:

@@ -267,6 +267,9 @@ def test_settings_that_are_not_valid_stop_the_service_and_no_job(machine: Contai
         )
     assert facts["sources"] == ["engine"]
     assert f"error: {SETTINGS}: line 3: depth: expected a whole number" in machine.log()
+    errors = machine.run("journalctl", "--no-pager", "-o", "cat", "-u", "ffserve", "-p", "err")
+    assert f"error: {SETTINGS}: line 3: depth: expected a whole number" in errors
+    assert "serving " not in errors and "stopping: " not in errors
     machine.write(SETTINGS, SMALL)
     machine.run("systemctl", "reset-failed", "ffserve.*")
     machine.run("systemctl", "start", "ffserve.socket")

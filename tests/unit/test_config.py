@@ -52,6 +52,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "close_after": (3.5, 3.5),
     "idle_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
+    "log_format": ("json", "json"),
 }
 """Every key, a value that is not the default, and what the setting is then."""
 

@@ -405,14 +405,16 @@ def test_every_field_of_status_is_explained(tmp_path: Path) -> None:
 PLACEHOLDER = re.compile(r"%[-\d.]*[sdrgif]|\{[^{}]*\}")
 
 
-def _messages() -> Iterator[tuple[str, str]]:
-    """Yield where each log call or warning stands, and its text with {} for what is filled in."""
+def _messages() -> Iterator[tuple[str, str, bool]]:
+    """Yield where each log call or warning stands, its text with {} for what is filled in, and
+    whether it is written once and then by count."""
     for path in sorted((ROOT / "ffserve").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            who = getattr(node.func.value, "id", "")
-            logs = who in {"log", "_log", "logger"} and node.func.attr in {
+            who = getattr(node.func.value, "id", getattr(node.func.value, "attr", ""))
+            repeats = who in {"repeated", "lines"}
+            logs = (repeats or who in {"log", "_log", "logger"}) and node.func.attr in {
                 "debug", "info", "warning", "error", "exception", "critical",
             }  # fmt: skip
             if not (logs or (who == "warnings" and node.func.attr == "warn")):
@@ -421,10 +423,10 @@ def _messages() -> Iterator[tuple[str, str]]:
             first = node.args[0]
             if isinstance(first, ast.JoinedStr):
                 parts = (getattr(part, "value", "{}") for part in first.values)
-                yield place, "".join(p if isinstance(p, str) else "{}" for p in parts)
+                yield place, "".join(p if isinstance(p, str) else "{}" for p in parts), False
             else:
                 assert isinstance(first, ast.Constant), f"{place}: the text is not written here"
-                yield place, PLACEHOLDER.sub("{}", str(first.value))
+                yield place, PLACEHOLDER.sub("{}", str(first.value)), repeats
 
 
 def _pattern(message: str) -> str:
@@ -433,12 +435,14 @@ def _pattern(message: str) -> str:
 
 def test_every_log_line_is_explained() -> None:
     section = document("docs/OPERATIONS.md").partition("\n## Log lines")[2].partition("\n## ")[0]
-    explained = set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
+    marked = dict(re.findall(r"^\| `([^`]+)`( ↻)? \|", section, re.M))
+    explained = set(marked)
     found = set()
-    for place, message in _messages():
+    for place, message, repeats in _messages():
         literal = re.sub(r"[\W{}]", "", message)
         assert len(literal) > 8, f"{place}: the text is all placeholders"
         fits = {line for line in explained if re.fullmatch(_pattern(message), line)}
         assert fits, f"{place}: docs/OPERATIONS.md does not explain {message!r}"
+        assert {bool(marked[line]) for line in fits} == {repeats}, f"{place}: is it marked with ↻?"
         found |= fits
     assert found == explained, f"no longer logged: {explained - found}"

@@ -1,0 +1,154 @@
+"""Log of the daemon: lines for people, for the journal, or JSON; and lines that repeat.
+
+The journal reads the severity of a line from its beginning (sd-daemon(3)), so that
+`journalctl -p err` finds errors. What clients and files cause may happen a thousand times a second:
+`RepeatedLines` writes it once, and then how often it happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ffserve.config import LogFormat
+from ffserve.errors import printable
+
+log = logging.getLogger("ffserve")
+
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
+"""Between two lines about the same: it doubles while it goes on."""
+MOST_KEYS = 256
+"""Files, users and devices of which repetitions are counted apart; beyond, together."""
+
+_PRIORITIES = {
+    logging.DEBUG: 7,
+    logging.INFO: 6,
+    logging.WARNING: 4,
+    logging.ERROR: 3,
+    logging.CRITICAL: 2,
+}
+"""By level: the numbers of syslog(3)."""
+
+
+# ---- formats -----------------------------------------------------------------------------------
+
+
+def start_logging(level: str, log_format: LogFormat) -> None:
+    """Write messages of this level and above to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    logging.basicConfig(handlers=[handler], level=level.upper())
+
+
+def priority(level: int) -> str:
+    """Return what begins a line of this level: nothing unless standard error is the journal."""
+    return f"<{_PRIORITIES.get(level, 6)}>" if _is_journal() else ""
+
+
+def _is_journal() -> bool:
+    # systemd.exec(5): device and inode of the journal's stream.
+    stream = os.environ.get("JOURNAL_STREAM")
+    if not stream:
+        return False
+    try:
+        found = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+    return stream == f"{found.st_dev}:{found.st_ino}"
+
+
+class _TextFormatter(logging.Formatter):
+    """The journal names the program by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = "" if _is_journal() else "ffserve: "
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self._name + printable(record.getMessage())
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        # Each line of a traceback is an entry of the journal.
+        begin = priority(record.levelno)
+        return "\n".join(begin + line for line in text.split("\n"))
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        facts = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        if record.exc_info:
+            facts["traceback"] = self.formatException(record.exc_info)
+        return priority(record.levelno) + json.dumps(facts)
+
+
+# ---- what repeats ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """What happens again: the time of its next line, and how often it happened since the last."""
+
+    level: int
+    next_at: float
+    interval_s: float = FIRST_INTERVAL_S
+    count: int = 0
+    latest: str = ""
+
+
+class RepeatedLines:
+    """Lines about what may happen often: the first at once, later ones as a count.
+
+    Lines are the same if text and key are: so each file, user or device has lines of its own. `now`
+    is monotonic time in seconds. `flush` must be called every second or so.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, Hashable], _Repeated] = {}
+
+    def warning(self, text: str, *arguments: object, key: Hashable, now: float) -> None:
+        """Something may be wrong with a client or a disk."""
+        self._note(logging.WARNING, text, arguments, key, now)
+
+    def error(self, text: str, *arguments: object, key: Hashable, now: float) -> None:
+        """Data or disks are damaged."""
+        self._note(logging.ERROR, text, arguments, key, now)
+
+    def _note(
+        self, level: int, text: str, arguments: tuple[object, ...], key: Hashable, now: float
+    ) -> None:
+        place = text, key
+        if place not in self._lines and len(self._lines) >= MOST_KEYS:
+            place = text, None
+        line = text % arguments
+        repeated = self._lines.get(place)
+        if repeated is None:
+            self._lines[place] = _Repeated(level, now + FIRST_INTERVAL_S)
+            log.log(level, "%s", line)
+        else:
+            repeated.count += 1
+            repeated.latest = line
+
+    def flush(self, now: float, *, ending: bool = False) -> None:
+        """Write the counts that are due; with `ending` all of them."""
+        for place, repeated in list(self._lines.items()):
+            if now < repeated.next_at and not ending:
+                continue
+            if not repeated.count:
+                del self._lines[place]
+                continue
+            since_s = now - repeated.next_at + repeated.interval_s
+            more = f"({repeated.count} more in {since_s:.0f} s)"
+            log.log(repeated.level, "%s %s", repeated.latest, more)
+            repeated.interval_s = min(2 * repeated.interval_s, LONGEST_INTERVAL_S)
+            repeated.next_at, repeated.count = now + repeated.interval_s, 0
