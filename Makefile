@@ -74,7 +74,7 @@ install:
 	@[ -x $(prefix)/bin/python ] || $(python3) -m venv $(prefix)
 	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && umask 022 && \
 	    cp -R README.md docs ffserve pyproject.toml "$$copy" && \
-	    $(prefix)/bin/python -m pip install --quiet --disable-pip-version-check "$$copy"
+	    $(prefix)/bin/python -m pip install --quiet --disable-pip-version-check "$$copy[metrics]"
 	@$(prefix)/bin/ffserve install-service
 
 uninstall:

@@ -42,6 +42,8 @@ CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+HttpJobs = Literal["administrators", "all"]
+HTTP_JOBS: tuple[HttpJobs, ...] = ("administrators", "all")
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
@@ -184,6 +186,34 @@ def _parse_socket(value: Any) -> str:
             hint="choose a shorter path",
         )
     return path
+
+
+def split_address(text: str) -> str | tuple[str, int]:
+    """Return the path of a Unix socket as it is, ``HOST:PORT`` as its parts, without brackets.
+
+    Raises: UsageError.
+    """
+    if text.startswith("/"):
+        return _parse_socket(text)
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"expected HOST:PORT or the path of a socket, not {text!r}",
+            hint="such as 127.0.0.1:9469, [::1]:9469, 0.0.0.0:9469 or /run/ffserve/http.sock",
+        )
+    return host, int(port)
+
+
+def _parse_http(value: Any) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"expected HOST:PORT or the path of a socket, not {value!r}")
+    if value:
+        split_address(value)
+    return value
 
 
 def _parse_mode(value: Any) -> int:
@@ -471,6 +501,31 @@ class ServerConfig:
             _one_of(LOG_FORMATS),
             "Form of these messages: 'text', with the severity for the journal if they go there, "
             "or 'json', one object per line.",
+        ),
+    )
+    http: str = field(
+        default="",
+        metadata=_documented(
+            "http",
+            "--http",
+            "ADDRESS",
+            "none",
+            _parse_http,
+            "Address, such as 127.0.0.1:9469, or path of a Unix socket for HTTP: /metrics "
+            "(OpenMetrics), /healthz and /readyz. Needs the extra 'metrics' of the package.",
+        ),
+    )
+    http_jobs: HttpJobs = field(
+        default="administrators",
+        metadata=_documented(
+            "http_jobs",
+            "--http-jobs",
+            "|".join(HTTP_JOBS),
+            "administrators",
+            _one_of(HTTP_JOBS),
+            "Who gets metrics with the names of jobs and the numbers of users: 'administrators' "
+            "(root and the daemon's user, through a Unix socket) or 'all' who can connect. Others "
+            "get totals.",
         ),
     )
 

@@ -238,6 +238,18 @@ class Seen:
 
 
 @dataclass(slots=True)
+class Times:
+    """How long it took the client to copy batches of cached samples since the last report.
+
+    `took_ns`: the sum; `counts`: 25 packed u32: batches below 1, 2, 4, … 2^23 us, and all others.
+    """
+
+    TYPE: ClassVar[int] = 28
+    took_ns: int
+    counts: bytes
+
+
+@dataclass(slots=True)
 class Need:
     """The daemon needs descriptors for an OPEN. `positions`: packed u32, in its paths."""
 
@@ -336,6 +348,7 @@ Message: TypeAlias = (
     | Lookup
     | Found
     | Resize
+    | Times
 )
 
 FROM_CLIENT = (
@@ -354,6 +367,7 @@ FROM_CLIENT = (
     Files,
     Lookup,
     Resize,
+    Times,
 )
 FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Payload, Found)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket as sockets
 import stat
 
-from ffserve.errors import AccessDenied, MissingFile
+from ffserve.errors import AccessDenied, MissingFile, UsageError
 
 SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
@@ -78,6 +79,34 @@ def prepare_socket_directory(socket: str) -> None:
         ) from error
     if directory == _private_directory():
         _check_private(directory)
+
+
+def remove_stale_socket(path: str) -> None:
+    """Remove a socket on which nobody listens, so that the path can be used.
+
+    Raises: UsageError: the path is not a socket, or another program listens on it.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(
+            "the path of the socket exists and is not a socket",
+            path=path,
+            hint="remove it, or choose another path",
+        )
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as attempt:
+        try:
+            attempt.connect(path)
+        except OSError:
+            os.unlink(path)
+            return
+    raise UsageError(
+        "another program listens on this socket",
+        path=path,
+        hint="stop that program, or choose another path",
+    )
 
 
 def _own_directories() -> list[str]:

@@ -171,7 +171,11 @@ class Channel:
         """GETs and LEASEs beyond MOST_REQUESTS, by tag."""
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
-        self._reported = time.monotonic()
+        self.takes_times = False
+        """Whether the daemon wants TIMES."""
+        self._times: NDArray[np.uint64] | None = None
+        """How long hits took, not reported yet; see `View.take_times`."""
+        self._times_reported = self._reported = time.monotonic()
         self._datasets: set[int] = set()
         """Data sets that are open."""
         self._closed_datasets: list[int] = []
@@ -340,6 +344,12 @@ class Channel:
             self._hit_size += size
         return time.monotonic() - self._reported > REPORT_INTERVAL_S
 
+    def count_times(self, times: NDArray[np.uint64]) -> None:
+        """Count how long hits took; see `View.take_times`."""
+        with self.lock:
+            if self.takes_times:
+                self._times = times if self._times is None else self._times + times
+
     def reached(self, dataset: int, epoch: int, position: int) -> None:
         """Note the job's position in an order that it announced. Only the latest is reported."""
         with self.lock:
@@ -373,6 +383,11 @@ class Channel:
             if acknowledged or hits:
                 tell = protocol.Tell(0, hits, hit_size, acknowledged)
                 self._queue.append(protocol.encode(tell))
+            due = self._reported > self._times_reported + REPORT_INTERVAL_S
+            if due and self._times is not None:
+                counts = np.minimum(self._times[1:], (1 << 32) - 1).astype("<u4").tobytes()
+                self._queue.append(protocol.encode(protocol.Times(int(self._times[0]), counts)))
+                self._times, self._times_reported = None, self._reported
             for dataset, (epoch, position) in self._positions.items():
                 self._queue.append(protocol.encode(protocol.Reached(dataset, epoch, position)))
             self._positions.clear()

@@ -54,6 +54,7 @@ class Handshake:
             raise
         takes_orders = about.get("orders") is True
         self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self.memories)
+        self.channel.takes_times = about.get("times") is True
 
     def _exchange(self, decoder: protocol.Decoder, job: str, payload: list[str]) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""

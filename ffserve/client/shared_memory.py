@@ -247,6 +247,7 @@ class SharedMemorySource(DaemonSource):
             arenas[arena] = memory.arena
             segments.append((address(entries), first, count, arena))
         self.view = View(memories.arena_size, segments)
+        self.statistics.take_times = self.view.take_times
         self._arena = span(list(arenas.values()))
 
     # ---- lengths --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,13 @@ from ffserve import protocol
 from ffserve.client.handshake import Driver
 
 Int64s = NDArray[np.int64]
+UInt64s = NDArray[np.uint64]
 
 COUNT_INTERVAL_S = 0.25
 """How often cached samples enter the counters, besides before a look at them, and how often a
 client that only hits looks whether its daemon is there."""
+TIMES_INTERVAL_S = 0.5
+"""How often it is looked how long hits took."""
 _NONE: Int64s = np.zeros(0, np.int64)
 
 
@@ -76,6 +80,9 @@ class ClientStatistics:
         self._new_count = self._new_size = 0
         """Hits and their bytes that have not entered the counters."""
         self._count_at = time.monotonic() + COUNT_INTERVAL_S
+        self.take_times: Callable[[], UInt64s | None] | None = None
+        """See `View.take_times`."""
+        self._times_at = 0.0
 
     def add_hits(self, indices: Int64s, size: int) -> None:
         """Note a batch of which every sample was cached; it enters the counters later."""
@@ -89,12 +96,19 @@ class ClientStatistics:
 
     def enter_hits(self) -> None:
         """Enter the hits that were noted into the counters."""
-        self._count_at = time.monotonic() + COUNT_INTERVAL_S
+        now = time.monotonic()
+        self._count_at = now + COUNT_INTERVAL_S
         with self._lock:
             hits, self._new_count = self._new_count, 0
             size, self._new_size = self._new_size, 0
             self._hits += hits
             self._size += size
+            times = None
+            if self.take_times is not None and now > self._times_at:
+                self._times_at = now + TIMES_INTERVAL_S
+                times = self.take_times()
+        if times is not None:
+            self._connection.channel.count_times(times)
         self._count_hits(hits, size)
 
     def note_hits(self, indices: Int64s) -> None:

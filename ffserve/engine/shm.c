@@ -8,8 +8,10 @@
  * The copy itself races by design. It must never leave the arena, so the bounds are checked on values
  * that are loaded once.
  */
+#include <assert.h>
 #include <malloc.h>
 #include <string.h>
+#include <time.h>
 
 #include "shm.h"
 
@@ -190,6 +192,37 @@ static void copy_payload(uint8_t *to, const uint8_t *from, uint64_t size, const 
     copy(to, from, size, next, next_size);
 }
 
+/* ---- timing ------------------------------------------------------------------------------ */
+static_assert(FFS_DURATIONS == sizeof(((ffs_times *)0)->counts) / sizeof(uint64_t), "one each");
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+/* The time at which a batch begins; 0: it is not timed. */
+static inline uint64_t start_timing(const ffs_view *view)
+{
+    ffs_times *times = view->times;
+    if (!times)
+        return 0;
+    uint64_t calls = __atomic_load_n(&times->calls, __ATOMIC_RELAXED);
+    __atomic_store_n(&times->calls, calls + 1, __ATOMIC_RELAXED);
+    return calls % FFS_TIMED ? 0 : now_ns();
+}
+
+static void stop_timing(const ffs_view *view, uint64_t began)
+{
+    uint64_t took_ns = now_ns() - began, us = took_ns / 1000;
+    int bucket = us ? 64 - __builtin_clzll(us) : 0;
+    if (bucket > FFS_DURATIONS - 1)
+        bucket = FFS_DURATIONS - 1;
+    __atomic_fetch_add(&view->times->counts[bucket], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&view->times->sum_ns, took_ns, __ATOMIC_RELAXED);
+}
+
 /* ---- reading the directory --------------------------------------------------------------- */
 #define AHEAD 32   /* directory entries prefetched ahead; a power of two */
 #define FAR 24     /* small payloads prefetched ahead, completely, into the second-level cache */
@@ -343,11 +376,15 @@ int64_t ffs_gather(const ffs_view *view, const int64_t *indices, const int64_t *
                    uint8_t *buffer, uint8_t *const *dests, const int64_t *positions, int64_t m,
                    int64_t *left)
 {
-    return gather(view, indices, offsets, buffer, dests, positions, m, left, NULL, 0);
+    uint64_t began = positions ? 0 : start_timing(view);
+    int64_t rc = gather(view, indices, offsets, buffer, dests, positions, m, left, NULL, 0);
+    if (began && rc == 0)
+        stop_timing(view, began);
+    return rc;
 }
 
-int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *found,
-                   uint8_t *buffer, uint64_t least, uint64_t room, int at_once)
+static int copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *found,
+                      uint8_t *buffer, uint64_t least, uint64_t room, int at_once)
 {
     int64_t *offsets = found, *missing = found + n + 1, *counts = found + 2 * n + 1;
     int64_t bad, rc;
@@ -366,8 +403,18 @@ int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int6
     uint64_t total = (uint64_t)offsets[n];
     if (total < least || total > room)
         return 1;
-    rc = ffs_gather(view, indices, offsets, buffer, NULL, NULL, n, NULL);
+    rc = gather(view, indices, offsets, buffer, NULL, NULL, n, NULL, NULL, 0);
     return rc > 0 ? FFS_ESTALE : (int)rc;
+}
+
+int ffs_copy_batch(const ffs_view *view, const int64_t *indices, int64_t n, int64_t *found,
+                   uint8_t *buffer, uint64_t least, uint64_t room, int at_once)
+{
+    uint64_t began = start_timing(view);
+    int rc = copy_batch(view, indices, n, found, buffer, least, room, at_once);
+    if (began && rc == 0)
+        stop_timing(view, began);
+    return rc;
 }
 
 int64_t ffs_places(const ffs_view *view, const int64_t *indices, int64_t n, uint64_t *places)

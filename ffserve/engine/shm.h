@@ -32,13 +32,25 @@ typedef struct {
     const uint8_t *arena;
 } ffs_segment;
 
+/* How long it took to copy whole batches. Threads may count at the same time; a lost count does no
+ * harm. calls: one in FFS_TIMED is timed. counts: below 1, 2, 4, ... us; the last: all others. */
+#define FFS_TIMED 8
+#define FFS_DURATIONS 25
+typedef struct {
+    uint64_t calls;
+    uint64_t sum_ns;
+    uint64_t counts[25];
+} ffs_times;
+
 /* What a client needs to copy samples. segments: in rising order of `first`, from 0, no gaps.
- * arena_size: of each arena. lowest: the arena at the lowest address. */
+ * arena_size: of each arena. lowest: the arena at the lowest address. times: NULL: nothing is
+ * timed. */
 typedef struct {
     const uint8_t *lowest;
     uint64_t arena_size;
     const ffs_segment *segments;
     uint64_t segment_count;
+    ffs_times *times;
 } ffs_view;
 
 /* ---- client side ------------------------------------------------------------------------- */

@@ -30,6 +30,9 @@ Bytes = NDArray[np.uint8]
 NOWHERE = 2**64 - 1
 """No offset: a sample that is not readable, a read without a slot, a record without an entry."""
 
+DURATIONS: int = lib.FFS_DURATIONS
+"""Buckets of `View.take_times`."""
+
 ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
 
@@ -109,7 +112,7 @@ class View:
             rising order of index, from 0, without gaps. The mappings must outlive the view.
     """
 
-    __slots__ = ("_alike", "_c", "_last_size", "_segments", "sample_count")
+    __slots__ = ("_alike", "_c", "_last_size", "_segments", "_taken", "_times", "sample_count")
 
     def __init__(self, arena_size: int, segments: Sequence[tuple[int, int, int, int]]) -> None:
         self.sample_count = 0
@@ -131,6 +134,18 @@ class View:
         self._c.arena_size = arena_size
         self._c.segments = self._segments
         self._c.segment_count = len(segments)
+        self._c.times = times = ffi.new("ffs_times *")
+        self._times = np.frombuffer(ffi.buffer(times), np.uint64)[1:]
+        self._taken = self._times.copy()
+        """What `take_times` has returned so far."""
+
+    def take_times(self) -> UInt64s | None:
+        """Return how long it took to copy batches since the last call: the sum in nanoseconds, then
+        counts below 1, 2, 4, … us and of all others. None: no batch was timed; one in eight is."""
+        now = self._times.copy()
+        more = now - self._taken
+        self._taken = now
+        return more if more[1:].any() else None
 
     def locate(self, indices: Int64s) -> Located:
         """Look samples up.

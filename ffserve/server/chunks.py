@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT
 from ffserve.memfd import SharedMemory
 from ffserve.server.page_cache import Int32s
+from ffserve.server.statistics import Histogram
 
 RAW_SIZE = 64 << 20
 """Bytes that are being read or wait to be decoded, unless one batch is larger."""
@@ -80,6 +82,8 @@ class ChunkLoader:
         self._buffers = ReusableBuffers(REUSED_SIZE)
         self._pool: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.decoding = Histogram()
+        """How long chunks were decoded, from the end of their read."""
         self.in_flight = 0
         """Batches submitted and not yet published."""
 
@@ -130,10 +134,11 @@ class ChunkLoader:
         if found is None:
             return False
         load, chunks = found
+        begun = time.monotonic()
         if self._pool is None:
             self._pool = thread_pool()
         future = self._pool.submit(self._decode, chunks)
-        future.add_done_callback(lambda done: self._report(load, chunks.size, done))
+        future.add_done_callback(lambda done: self._report(load, chunks.size, begun, done))
         return True
 
     # ---- in a thread of the pool ----------------------------------------------------------
@@ -159,14 +164,15 @@ class ChunkLoader:
         start = block.offset + offset
         return self._memory.array[start : start + size]
 
-    def _report(self, load: Load, size: int, done: Future[Failures]) -> None:
+    def _report(self, load: Load, size: int, begun: float, done: Future[Failures]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._decoded, load, size, done)
+            self._loop.call_soon_threadsafe(self._decoded, load, size, begun, done)
 
     # ---- in the loop's thread -------------------------------------------------------------
 
-    def _decoded(self, load: Load, size: int, done: Future[Failures]) -> None:
+    def _decoded(self, load: Load, size: int, begun: float, done: Future[Failures]) -> None:
+        self.decoding.note(time.monotonic() - begun)
         self._raw_size -= size
         self.in_flight -= 1
         load.failures.update(done.result())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import grp
+import importlib
 import logging
 import os
 import resource
@@ -17,8 +18,9 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import uvloop
@@ -33,7 +35,7 @@ from ffserve.server.access import may_read_everything
 from ffserve.server.log import start_logging
 from ffserve.server.server import Server
 from ffserve.server.state import ServerState
-from ffserve.socket_path import prepare_socket_directory
+from ffserve.socket_path import prepare_socket_directory, remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
@@ -61,8 +63,9 @@ def check(config: ServerConfig) -> None:
     """
     raise_file_limit()
     _check_machine(config)
-    if config.socket_group is not None:
-        _group_number(config.socket_group)
+    _group_of(config)
+    if config.http:
+        _http()
 
 
 def serve(config: ServerConfig, load: Callable[[], ServerConfig]) -> int:
@@ -80,9 +83,11 @@ def serve(config: ServerConfig, load: Callable[[], ServerConfig]) -> int:
     raise_file_limit()
     _check_machine(config)
     signals = _Signals()
-    listener, lock = _listen(config)
+    sockets = _passed_sockets()
+    listener, lock = (sockets[0], None) if sockets else _listen(config)
     try:
-        uvloop.run(_run(config, load, listener, signals))
+        http = _http_listener(config, sockets[1:])
+        uvloop.run(_run(config, load, listener, http, signals))
         return 0
     finally:
         listener.close()
@@ -155,6 +160,7 @@ async def _run(
     config: ServerConfig,
     load: Callable[[], ServerConfig],
     listener: socket.socket,
+    http_listener: socket.socket | None,
     signals: _Signals,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -163,6 +169,10 @@ async def _run(
     state = ServerState(config)
     state.engines.on_broken = stop.set
     server = Server(state, listener)
+    http = None
+    if http_listener is not None:
+        show_jobs = config.http_jobs == "all"
+        http = _http().HttpServer(server, http_listener, show_jobs=show_jobs)
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
@@ -182,6 +192,8 @@ async def _run(
     patience_s = 0.0 if broken else state.config.drain_timeout_s
     if not await server.drain(patience_s):
         log.warning("stopped with unanswered requests after %g s", patience_s)
+    if http is not None:
+        http.close()
     state.close()
     if broken:
         raise ReadError(
@@ -309,30 +321,28 @@ def _watchdog_interval_s() -> float | None:
     return int(wanted) / 1e6
 
 
-def _passed_socket() -> socket.socket | None:
-    """Return the socket that systemd passed (socket activation), or None."""
+def _passed_sockets() -> list[socket.socket]:
+    """Return the sockets that systemd passed (socket activation)."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        return None
-    if int(os.environ.get("LISTEN_FDS", "0")) < 1:
-        return None
-    os.set_inheritable(_FIRST_PASSED_FD, False)
-    return socket.socket(fileno=_FIRST_PASSED_FD)
+        return []
+    sockets = []
+    for k in range(int(os.environ.get("LISTEN_FDS", "0"))):
+        os.set_inheritable(_FIRST_PASSED_FD + k, False)
+        sockets.append(socket.socket(fileno=_FIRST_PASSED_FD + k))
+    return sockets
 
 
 # ---- the socket -------------------------------------------------------------------------------
 
 
-def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
-    """Return the listening socket and the lock on it (None: systemd passed the socket)."""
-    passed = _passed_socket()
-    if passed is not None:
-        return passed, None
+def _listen(config: ServerConfig) -> tuple[socket.socket, int]:
+    """Return a listening socket and the lock on it."""
     path = config.socket
     prepare_socket_directory(path)
     lock = _lock(path)
     try:
-        _clear_stale(path)
-        group = None if config.socket_group is None else _group_number(config.socket_group)
+        remove_stale_socket(path)
+        group = _group_of(config)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         with contextlib.ExitStack() as undo:
             undo.callback(listener.close)
@@ -352,6 +362,29 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int | None]:
     except BaseException:
         _remove_lock(path, lock)
         raise
+
+
+def _http() -> ModuleType:
+    """Return the module for HTTP. Raises: UsageError: it needs packages that are not installed."""
+    try:
+        return importlib.import_module("ffserve.server.http")
+    except ImportError as error:
+        raise UsageError(
+            f"HTTP needs a package that is not installed: {error.name}",
+            hint="pip install 'ffserve[metrics]'",
+        ) from error
+
+
+def _http_listener(config: ServerConfig, passed: Sequence[socket.socket]) -> socket.socket | None:
+    """Return a listening socket for HTTP: a TCP socket that systemd passed, or that of the
+    configuration; None: there is none."""
+    for each in passed:
+        if each.family in (socket.AF_INET, socket.AF_INET6):
+            return each
+    if not config.http:
+        return None
+    listener: socket.socket = _http().listen(config, _group_of(config))
+    return listener
 
 
 def _lock(path: str) -> int:
@@ -397,31 +430,11 @@ def _open_lock(path: str) -> int:
     )
 
 
-def _clear_stale(path: str) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise UsageError(
-            "the path of the socket exists and is not a socket",
-            path=path,
-            hint="remove it, or choose another path with --socket",
-        )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
-        try:
-            attempt.connect(path)
-        except OSError:
-            os.unlink(path)
-            return
-    raise UsageError(
-        "another program listens on this socket",
-        path=path,
-        hint="stop that program, or choose another path with --socket",
-    )
-
-
-def _group_number(group: str) -> int:
+def _group_of(config: ServerConfig) -> int | None:
+    """Return the group of sockets; None: the daemon's own."""
+    group = config.socket_group
+    if group is None:
+        return None
     try:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:

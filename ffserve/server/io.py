@@ -19,6 +19,7 @@ from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.memfd import SharedMemory
 from ffserve.server.chunks import ChunkLoader
 from ffserve.server.page_cache import CachedFiles, Int32s
+from ffserve.server.statistics import Histogram
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
@@ -82,6 +83,8 @@ class Engines:
         """Samples whose checksum did not match, since the start."""
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
+        self.reading = Histogram()
+        """From the submission of reads to their end."""
         self.cached_size = 0
         """Those of them that were read from the page cache, without over-read and chunks."""
         self._start_engine()
@@ -97,6 +100,11 @@ class Engines:
     def kind(self) -> str:
         """The kind of engine that the probe chose."""
         return self._engines[0].kind
+
+    @property
+    def decoding(self) -> Histogram:
+        """How long chunks were decoded, from the end of their read."""
+        return self._chunks.decoding
 
     @property
     def broken(self) -> bool:
@@ -299,6 +307,7 @@ class Engines:
             if batch.failed and engine.broken:
                 self.on_broken()
                 return
+            self.reading.note(now - batch.begun)
             if now - batch.begun >= SLOW_S and batch is not self._slow[number]:
                 self.on_slow(self._device_of(number), now - batch.begun)
             self.read_size += batch.bytes

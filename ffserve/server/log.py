@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ffserve.config import LogFormat
 from ffserve.errors import printable
@@ -22,8 +24,9 @@ log = logging.getLogger("ffserve")
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
 """Between two lines about the same: it doubles while it goes on."""
-MOST_KEYS = 256
-"""Files, users and devices of which repetitions are counted apart; beyond, together."""
+MOST_KEYS, MOST_OF_USER = 1024, 32
+"""Files, users and devices of which repetitions are counted apart, and those that one user causes;
+beyond, together."""
 
 _PRIORITIES = {
     logging.DEBUG: 7,
@@ -95,6 +98,10 @@ class _JsonFormatter(logging.Formatter):
 # ---- what repeats ------------------------------------------------------------------------------
 
 
+_Place: TypeAlias = tuple[str, int, Hashable]
+"""Text, user, key."""
+
+
 @dataclass(slots=True)
 class _Repeated:
     """What happens again: the time of its next line, and how often it happened since the last."""
@@ -109,31 +116,40 @@ class _Repeated:
 class RepeatedLines:
     """Lines about what may happen often: the first at once, later ones as a count.
 
-    Lines are the same if text and key are: so each file, user or device has lines of its own. `now`
-    is monotonic time in seconds. `flush` must be called every second or so.
+    Lines are the same if text, user and key are: so each file or device has lines of its own, and a
+    user who causes many cannot hide those of others. user: the number of who caused it. `now` is
+    monotonic time in seconds. `flush` must be called every second or so.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, Hashable], _Repeated] = {}
+        self._lines: dict[_Place, _Repeated] = {}
+        self._of_user: Counter[int] = Counter()
 
-    def warning(self, text: str, *arguments: object, key: Hashable, now: float) -> None:
+    def warning(
+        self, text: str, *arguments: object, now: float, user: int = -1, key: Hashable = None
+    ) -> None:
         """Something may be wrong with a client or a disk."""
-        self._note(logging.WARNING, text, arguments, key, now)
+        self._note(logging.WARNING, text, arguments, (text, user, key), now)
 
-    def error(self, text: str, *arguments: object, key: Hashable, now: float) -> None:
+    def error(
+        self, text: str, *arguments: object, now: float, user: int = -1, key: Hashable = None
+    ) -> None:
         """Data or disks are damaged."""
-        self._note(logging.ERROR, text, arguments, key, now)
+        self._note(logging.ERROR, text, arguments, (text, user, key), now)
 
     def _note(
-        self, level: int, text: str, arguments: tuple[object, ...], key: Hashable, now: float
+        self, level: int, text: str, arguments: tuple[object, ...], place: _Place, now: float
     ) -> None:
-        place = text, key
+        user = place[1]
+        if place not in self._lines and self._of_user[user] >= MOST_OF_USER:
+            place = text, user, None
         if place not in self._lines and len(self._lines) >= MOST_KEYS:
-            place = text, None
+            place = text, -1, None
         line = text % arguments
         repeated = self._lines.get(place)
         if repeated is None:
             self._lines[place] = _Repeated(level, now + FIRST_INTERVAL_S)
+            self._of_user[place[1]] += 1
             log.log(level, "%s", line)
         else:
             repeated.count += 1
@@ -146,9 +162,11 @@ class RepeatedLines:
                 continue
             if not repeated.count:
                 del self._lines[place]
+                self._of_user[place[1]] -= 1
                 continue
             since_s = now - repeated.next_at + repeated.interval_s
             more = f"({repeated.count} more in {since_s:.0f} s)"
             log.log(repeated.level, "%s %s", repeated.latest, more)
             repeated.interval_s = min(2 * repeated.interval_s, LONGEST_INTERVAL_S)
             repeated.next_at, repeated.count = now + repeated.interval_s, 0
+        self._of_user += Counter()  # forgets users without lines

@@ -38,6 +38,7 @@ import numpy as np
 from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY
+from ffserve.server.statistics import Histogram
 from ffserve.server.users import ACTIVE_S, MOST_ASKED, FairShare, User
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
@@ -115,6 +116,7 @@ class SampleRequest(Fetch):
         "owner",
         "reply",
         "tag",
+        "turned",
     )
 
     def __init__(
@@ -138,6 +140,8 @@ class SampleRequest(Fetch):
         self.asked = asked
         self.reply = reply
         self.blocked_since: float | None = None
+        self.turned = False
+        """Whether the request has had a turn."""
         self.enough = False
         """Whether the request has pinned its share of the arena and is answered in part."""
         self.count = 0
@@ -267,6 +271,8 @@ class Scheduler:
         """Slabs in which a lease pins slots."""
         self._pumped = 0.0
         self._stopped = False
+        self.queued, self.blocked = Histogram(), Histogram()
+        """How long requests waited for their first turn; and for memory."""
         self.read_sizes: dict[str, int] = {}
         """Bytes read from files by job; a shared read counts for the job that began it."""
 
@@ -535,6 +541,9 @@ class Scheduler:
     def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
         before, waiting = request.cursor, request.waiting
+        if not request.turned:
+            request.turned = True
+            self.queued.note(now - request.asked)
         turns = self._users[request.owner.user]
         load, cost = None, 0.0
         if not self._is_futile(turns, now):
@@ -587,6 +596,7 @@ class Scheduler:
         owner.waiting.pop(request.tag, None)
         turns.pinning_size -= request.pinned_size
         if request.blocked_since is not None:
+            self.blocked.note(now - request.blocked_since)
             turns.blocked.remove(request)
             request.blocked_since = None
         if not request.lease:
@@ -692,12 +702,15 @@ class Scheduler:
         if not self._turn(request, now):
             request.owner.runnable.appendleft(request)
             self._queue(request.owner)
+            self.blocked.note(now - since)
         elif request.blocked_since is not None:
             turns.blocked.remove(request)
             turns.blocked.insert(place, request)
             request.blocked_since = since
             if now >= since + GIVE_UP_S and request.waiting == 0:
                 self._give_up(request, now)
+        else:
+            self.blocked.note(now - since)
 
     def _give_up(self, request: SampleRequest, now: float) -> None:
         request.failures[int(request.numbers[request.cursor])] = Failure(STATUS_ARENA_BUSY)

@@ -398,11 +398,12 @@ class ClientConnection:
 
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""
+        self._server.state.statistics.cut_off += 1
         self._server.state.repeated.warning(
             "closed a session (pid %d): %s",
             self.session.peer.pid,
             error,
-            key=self.user.uid,
+            user=self.user.uid,
             now=time.monotonic(),
         )
         self.session.fail(0, error)
@@ -521,14 +522,12 @@ class Server:
         refusal = None
         if not user.may_take(1, user.sessions, count, self.most_sessions):
             refusal = user.too_many_sessions(count, self.most_sessions)
-            self.state.repeated.warning(
-                "refused a client of user %d: %s", uid, refusal, key=uid, now=time.monotonic()
-            )
             if not user.trusted or count >= self.most_sessions + RESERVED_SESSIONS:
+                self.state.note_refused(uid, refusal, time.monotonic())
                 with contextlib.suppress(OSError):
                     sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
                 closer_of(user).close_socket(sock)
-                self._left_namespace(peer)
+                self.left_namespace(peer)
                 return
         user.sessions += 1
         self._session_count += 1
@@ -543,7 +542,7 @@ class Server:
             gone = True
         if gone or self._draining:
             closer_of(client.user).close_socket(client.sock)
-            self._left_namespace(client.peer)
+            self.left_namespace(client.peer)
             self._left(client.user)
             return
         peer = client.peer or self.namespaces.peer(client.sock)
@@ -551,7 +550,8 @@ class Server:
             ClientConnection(self, client.sock, peer, client.user, client.refusal)
         )
 
-    def _left_namespace(self, peer: Peer | None) -> None:
+    def left_namespace(self, peer: Peer | None) -> None:
+        """A client of which `Namespaces.peer` was asked is gone."""
         if peer is not None and self.namespaces.release(peer.namespace):
             self.state.catalog.end_namespace(peer.namespace)
 
@@ -567,7 +567,7 @@ class Server:
     def forget(self, connection: ClientConnection) -> None:
         """A connection has given everything back."""
         self._connections.discard(connection)
-        self._left_namespace(connection.session.peer)
+        self.left_namespace(connection.session.peer)
         if connection.session.joined:
             self._used_at = time.monotonic()
         self._left(connection.user)
@@ -656,6 +656,13 @@ class Server:
             self._timer = None
         self.state.scheduler.pump(time.monotonic())
         self.arm()
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why no new client is served; None: it is."""
+        if self._draining:
+            return "stopping"
+        return "an I/O engine is broken" if self.state.engines.broken else None
 
     @property
     def idle_s(self) -> float:

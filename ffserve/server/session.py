@@ -7,7 +7,7 @@ takes other threads: it goes out through `opener` and comes back through `opened
     phase        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
-    READY        FILES ORDER REACHED SEEN LOOKUP RESIZE        READY
+    READY        FILES ORDER REACHED SEEN LOOKUP RESIZE TIMES  READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -325,6 +325,8 @@ class Session:
                 return self._status(message.tag, now)
             case protocol.Resize():
                 self._resize(message)
+            case protocol.Times():
+                self._state.statistics.take_times(message.took_ns, message.counts)
             case protocol.Bye():
                 self.phase = OVER
             case _:
@@ -378,6 +380,7 @@ class Session:
         """Report that a request failed; tag 0: that the session did."""
         if self.job is not None:
             self.job.errors += 1
+        self._state.statistics.errors[error.code] += 1
         self._send(protocol.Fail(tag, protocol.error_to_wire(error)))
 
     # ---- data sets ------------------------------------------------------------------------
@@ -399,6 +402,7 @@ class Session:
         name, verify = what.get("format"), what.get("verify")
         tolerant = what.get("tolerant", False)
         if self._refusal is not None:
+            self._state.note_refused(self.peer.uid, self._refusal, now)
             self.fail(0, self._refusal)
             self.phase = OVER
             return
@@ -567,7 +571,7 @@ class Session:
         if not isinstance(error, (MissingFile, UsageError)):
             uid, now = self.peer.uid, self._state.next_use.now
             lines = self._state.repeated
-            lines.warning("cannot open files for user %d: %s", uid, error, key=uid, now=now)
+            lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
         self.fail(tag, error)
 
     def _close(self, number: int) -> Steps | None:
@@ -607,6 +611,8 @@ class Session:
             raise ProtocolError("negative counter in a message")
         self.job.hits = min(self.job.hits + hits, LARGEST_COUNT)
         self.job.hit_size = min(self.job.hit_size + hit_size, LARGEST_COUNT)
+        self._state.statistics.hits += hits
+        self._state.statistics.hit_size += hit_size
 
     def _acknowledge(self, packed: bytes) -> Steps:
         """Unpin the samples of acknowledged GETs."""
@@ -712,9 +718,9 @@ class Session:
         if lease or self.inline:
             hit = numbers[self._state.directory.entries["seq"][numbers] & 1 == 1]
             hits = len(hit)
-            self.job.hits += hits
-            self.job.hit_size += int(self._state.directory.lengths(hit).sum())
+            self._count(hits, int(self._state.directory.lengths(hit).sum()))
         self.job.missed += len(numbers) - hits
+        self._state.statistics.missed += len(numbers) - hits
 
     def _look_up(self, message: protocol.Lookup) -> Steps:
         dataset = self._dataset(message.dataset, "LOOKUP")
@@ -793,7 +799,9 @@ class Session:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset: Dataset = request.dataset
         assert self.job is not None
-        self.job.waited_s += max(self._state.next_use.now - request.asked, 0.0)
+        waited_s = max(self._state.next_use.now - request.asked, 0.0)
+        self.job.waited_s += waited_s
+        self._state.statistics.requests.note(waited_s)
         dataset.requests -= 1
         if not dataset.requests and dataset in self._closing:
             self._later(self._close_shards(dataset))
@@ -848,13 +856,14 @@ class Session:
 
     def _log_failure(self, error: FFServeError, path: str) -> None:
         """Write a line about a sample that cannot be delivered."""
-        lines, now = self._state.repeated, self._state.next_use.now
+        self._state.statistics.errors[error.code] += 1
+        lines, uid, now = self._state.repeated, self.peer.uid, self._state.next_use.now
         if isinstance(error, ArenaError):
-            lines.warning("no memory for a sample: %s", error, key=type(error), now=now)
+            lines.warning("no memory for a sample: %s", error, user=uid, key=error.code, now=now)
         elif isinstance(error, FormatError):
-            lines.error("damaged sample: %s", error, key=path, now=now)
+            lines.error("damaged sample: %s", error, user=uid, key=path, now=now)
         else:
-            lines.error("cannot read a sample: %s", error, key=path, now=now)
+            lines.error("cannot read a sample: %s", error, user=uid, key=path, now=now)
 
     # ---- orders and progress ----------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
-from ffserve.errors import AccessDenied, ReadError
+from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.memfd import SharedMemory
 from ffserve.server.access import Peer, Rules, Viewer
@@ -33,6 +33,7 @@ from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.scheduler import Scheduler
+from ffserve.server.statistics import Statistics
 from ffserve.server.users import Users
 
 LARGEST_COUNT = (1 << 63) - 1
@@ -106,6 +107,12 @@ class ServerState:
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.users = Users()
         self.repeated = RepeatedLines()
+        self.statistics = Statistics()
+
+    def note_refused(self, uid: int, error: FFServeError, now: float) -> None:
+        """Note that a client was refused."""
+        self.statistics.refused += 1
+        self.repeated.warning("refused a client of user %d: %s", uid, error, user=uid, now=now)
 
     def _slow_disk(self, device: str, seconds: float) -> None:
         self.repeated.warning(
@@ -194,6 +201,7 @@ class ServerState:
             "capacity": self.directory.capacity,
             "max_get": protocol.MAX_GET_COUNT,
             "orders": True,
+            "times": True,
         }
 
     def close(self) -> None:

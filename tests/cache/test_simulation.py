@@ -44,6 +44,7 @@ from ffserve.server.resize import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
 from ffserve.server.session import Session, Steps
 from ffserve.server.state import Job, ServerState
+from ffserve.server.statistics import Statistics
 from ffserve.server.users import User
 
 Int64s = NDArray[np.int64]
@@ -200,6 +201,7 @@ class World:
     started = began = 0.0
     config = ServerConfig()
     repeated = RepeatedLines()
+    statistics = Statistics()
     engines = SimpleNamespace(kind="simulated", read_size=0, checksum_failures=0, counters=dict)
 
     def about(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ static void directory(const uint8_t *bytes, size_t size, const uint8_t *paramete
     memcpy(entries, bytes, size < SAMPLES * sizeof *entries ? size : SAMPLES * sizeof *entries);
     uint8_t *arena = calloc(1, ARENA);
     ffs_segment segment = {entries, 0, SAMPLES, arena};
-    ffs_view view = {arena, ARENA, &segment, 1};
+    ffs_view view = {arena, ARENA, &segment, 1, NULL};
     int64_t indices[8], offsets[9] = {0}, missing[8], found[19], unknown, bad;
     uint64_t places[8];
     for (int k = 0; k < 8; k++) indices[k] = (int8_t)(parameters[k] % (SAMPLES + 2)) - 1;

@@ -239,6 +239,7 @@ def seeds(target: str) -> Iterator[bytes]:
         protocol.Seen(1, protocol.pack_order(np.arange(4))),
         protocol.Release(protocol.pack_tags([3])),
         protocol.Tell(1, 1, 10, protocol.pack_tags([2])),
+        protocol.Times(5000, bytes(100)),
         protocol.Status(6),
         protocol.Resize(7, 2 << 20),
         protocol.Close(1),

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ print(json.dumps([report, rendered]))
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"seccomp": "RuntimeDefault", "updateStrategy": "OnDelete", "hostPID": False},
+    {"httpPort": 9469},
     {
         "volumes": [{"name": "data", "hostPath": {"path": "/data", "type": "Directory"}}],
         "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
@@ -100,7 +102,7 @@ def validate(document: dict[str, Any]) -> None:
 
 
 @helm
-@pytest.mark.parametrize("values", VARIANTS, ids=["default", "less", "more"])
+@pytest.mark.parametrize("values", VARIANTS, ids=["default", "less", "http", "more"])
 def test_helm_finds_no_fault_in_the_chart(values: dict[str, Any]) -> None:
     report, manifests = rendered(values)
     assert report["errors"] == []
@@ -134,10 +136,33 @@ def test_manifests_fit_the_schemas_of_kubernetes() -> None:
 
 @helm
 @schemas
-@pytest.mark.parametrize("values", VARIANTS, ids=["default", "less", "more"])
+@pytest.mark.parametrize("values", VARIANTS, ids=["default", "less", "http", "more"])
 def test_the_chart_fits_the_schemas_of_kubernetes(values: dict[str, Any]) -> None:
     for document in documents(joined(rendered(values)[1])):
         validate(document)
+
+
+@helm
+def test_a_port_makes_probes_of_http_and_lets_the_daemon_have_one() -> None:
+    text = joined(rendered({"httpPort": 9469})[1])
+    (settings,) = [each["data"] for each in documents(text) if each["kind"] == "ConfigMap"]
+    assert 'http = "0.0.0.0:9469"' in settings["ffserve.toml"].splitlines()
+    allowed = {
+        name: rule.get("args")
+        for rule in json.loads(settings["seccomp.json"])["syscalls"]
+        for name in rule["names"]
+    }
+    assert allowed["socket"] == [{"index": 0, "value": socket.AF_INET, "op": "SCMP_CMP_LE"}]
+    template = daemon_set(text)["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    paths = {
+        kind: container[f"{kind}Probe"]["httpGet"]["path"]
+        for kind in ("startup", "readiness", "liveness")
+    }
+    assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == "9469"
+    assert "httpGet" not in MANIFEST.read_text()
+    assert ".[metrics]" in (PLACE / "Containerfile").read_text(), "the image has the packages"
 
 
 @schemas

@@ -308,6 +308,27 @@ def test_several_daemons_have_settings_users_and_caches_of_their_own(machine: Co
     machine.run("systemctl", "reload", "ffserve@fast.service")
 
 
+def test_systemd_listens_for_http_and_the_daemon_needs_no_network(machine: Container) -> None:
+    folder = "/run/systemd/system/ffserve.socket.d"
+    ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9469/{}').read().decode())"
+    try:
+        machine.run("mkdir", "-p", folder)
+        machine.write(f"{folder}/http.conf", "[Socket]\nListenStream=127.0.0.1:9469\n")
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "restart", "ffserve.socket")
+        assert machine.property("ffserve.service", "ActiveState") == "inactive"
+        # Anybody may ask, and sees totals.
+        text = machine.run("/opt/ffserve/bin/python", "-c", ask.format("metrics"), user="bob")
+        assert "ffserve_build_info" in text and "ffserve_job_" not in text
+        assert machine.property("ffserve.service", "PrivateNetwork") == "yes"
+        with job(machine) as facts:
+            assert machine.run("/opt/ffserve/bin/python", "-c", ask.format("readyz")) == "ok\n\n"
+        assert facts["sources"] == ["daemon"]
+    finally:
+        machine.run("rm", "-rf", folder)
+        machine.run("systemctl", "daemon-reload")
+
+
 def test_systemd_finds_no_fault_in_the_installed_units(machine: Container) -> None:
     names = ("ffserve.socket", "ffserve.service", "ffserve@fast.socket", "ffserve@fast.service")
     assert (

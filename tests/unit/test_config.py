@@ -53,6 +53,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "idle_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
     "log_format": ("json", "json"),
+    "http": ("127.0.0.1:9469", "127.0.0.1:9469"),
+    "http_jobs": ("all", "all"),
 }
 """Every key, a value that is not the default, and what the setting is then."""
 

@@ -1,0 +1,343 @@
+"""HTTP: /metrics, /healthz and /readyz, on an address or a Unix socket of their own.
+
+Whoever can reach the address may connect, so nothing here waits for a client and no client costs
+much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read within
+ANSWER_TIMEOUT_S; beyond MOST_CONNECTIONS the oldest one is closed, so that a new one is always
+served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
+The metrics are made in steps, at most once in LEAST_AGE_S for all who ask.
+
+Names of jobs and users are shown to administrators, who come through a Unix socket, or to all who
+connect if the configuration says so; others get totals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Generator
+
+import h11
+
+from ffserve.config import ServerConfig, split_address
+from ffserve.errors import UsageError
+from ffserve.files import wrap_os_error
+from ffserve.server import metrics
+from ffserve.server.access import Peer
+from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
+from ffserve.server.server import Server
+from ffserve.server.users import User
+from ffserve.socket_path import prepare_socket_directory, remove_stale_socket
+
+log = logging.getLogger("ffserve")
+
+REQUEST_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
+MOST_CONNECTIONS = 64
+LEAST_AGE_S = 1.0
+"""How old metrics are at least before they are made anew."""
+MOST_REQUEST_SIZE = 8192
+_CHUNK = 4096
+_ACCEPTED, _ACCEPT_INTERVAL_S = 8, 0.005
+"""Connections that are accepted in one turn of the loop, and the time until the next turn: each
+takes 20 us."""
+_ACCEPT_PAUSE_S = 0.2
+"""After accept() has failed, for example without a free descriptor."""
+_BACKLOG = 128
+_TEXT = "text/plain; charset=utf-8"
+
+
+def listen(config: ServerConfig, group: int | None) -> socket.socket:
+    """Return a listening socket for the address or path in the configuration.
+
+    Args: group: of a Unix socket; None: the daemon's own.
+    Raises: UsageError: the address cannot be used. AccessDenied, ReadError.
+    """
+    address = split_address(config.http)
+    if isinstance(address, str):
+        return _listen_unix(address, config.socket_mode, group)
+    host, port = address
+    listener = None
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise UsageError(
+            f"cannot listen on {config.http} for HTTP: {error.strerror}",
+            hint="choose another address; the system service has no network: there the socket unit "
+            "listens, see docs/OPERATIONS.md",
+        ) from error
+    return listener
+
+
+def _listen_unix(path: str, mode: int, group: int | None) -> socket.socket:
+    prepare_socket_directory(path)
+    remove_stale_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    with contextlib.ExitStack() as undo:
+        undo.callback(listener.close)
+        # No client may connect before mode and group are set.
+        previous = os.umask(0o177)
+        try:
+            wrap_os_error(listener.bind, path)
+        finally:
+            os.umask(previous)
+        if group is not None:
+            wrap_os_error(lambda p: os.chown(p, -1, group), path)
+        wrap_os_error(lambda p: os.chmod(p, mode), path)
+        listener.listen(_BACKLOG)
+        undo.pop_all()
+    return listener
+
+
+class HttpServer:
+    """Accepts connections and answers their requests.
+
+    Args: listener: closed by `close`. show_jobs: to all who connect.
+    """
+
+    def __init__(self, server: Server, listener: socket.socket, *, show_jobs: bool) -> None:
+        self.server = server
+        self.user = User(-1, trusted=False)
+        self.show_jobs = show_jobs
+        self.is_unix = listener.family == socket.AF_UNIX
+        self._listener = listener
+        self.refuses_descriptors = self.is_unix and refuse_descriptors(listener)
+        self._connections: dict[_Connection, None] = {}
+        """The oldest first."""
+        self._scrapes = {False: _Scrape(self, False), True: _Scrape(self, True)}
+        """By whether names of jobs are shown."""
+        listener.setblocking(False)
+        server.loop.add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        pause_s = _ACCEPT_INTERVAL_S
+        for _ in range(_ACCEPTED):
+            try:
+                sock, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                pause_s = _ACCEPT_PAUSE_S
+                break
+            sock.setblocking(False)
+            if len(self._connections) >= MOST_CONNECTIONS:
+                next(iter(self._connections)).close()
+            self._connections[_Connection(self, sock)] = None
+        self.server.loop.remove_reader(self._listener.fileno())
+        self.server.loop.call_later(pause_s, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.server.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection was closed."""
+        self._connections.pop(connection, None)
+        for scrape in self._scrapes.values():
+            scrape.waiting.pop(connection, None)
+
+    def answer(self, connection: _Connection, path: str, *, jobs: bool) -> None:
+        """Answer a GET, now or later.
+
+        Args: jobs: whether names of jobs may be shown.
+        """
+        if path == "/metrics":
+            self._scrapes[jobs].ask(connection)
+        elif path == "/healthz":
+            connection.respond(200, _TEXT, b"ok\n")
+        elif path == "/readyz":
+            reason = self.server.not_ready
+            connection.respond(503 if reason else 200, _TEXT, f"{reason or 'ok'}\n".encode())
+        else:
+            connection.respond(404, _TEXT, b"/metrics, /healthz or /readyz\n")
+
+    def close(self) -> None:
+        """Close the listening socket and all connections."""
+        self.server.loop.remove_reader(self._listener.fileno())
+        path = self._listener.getsockname() if self.is_unix else None
+        self._listener.close()
+        if path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        for connection in list(self._connections):
+            connection.close()
+
+
+class _Scrape:
+    """Makes the metrics for all who ask for them meanwhile; a worker of `turns`."""
+
+    def __init__(self, http: HttpServer, jobs: bool) -> None:
+        self.user = http.user
+        self.waiting: dict[_Connection, None] = {}
+        self._http = http
+        self._jobs = jobs
+        self._steps: Generator[None, None, bytes] | None = None
+        self._body = b""
+        self._made = float("-inf")
+
+    def ask(self, connection: _Connection) -> None:
+        """Answer a connection with the metrics."""
+        if self._steps is None and time.monotonic() < self._made + LEAST_AGE_S:
+            connection.respond(200, metrics.CONTENT_TYPE, self._body)
+            return
+        self.waiting[connection] = None
+        if self._steps is None:
+            self._steps = metrics.render(self._http.server, jobs=self._jobs, now=time.monotonic())
+            self._http.server.turns.add(self)
+
+    def work(self, until: float) -> bool:
+        """Take steps; see `turns.Worker`."""
+        assert self._steps is not None
+        try:
+            while time.monotonic() < until:
+                next(self._steps)
+            return True
+        except StopIteration as end:
+            self._body, self._made = end.value, time.monotonic()
+            status, kind, body = 200, metrics.CONTENT_TYPE, self._body
+        except Exception:
+            log.exception("internal error while making metrics")
+            status, kind, body = 500, _TEXT, b"internal error: see the log of the daemon\n"
+        self._steps = None
+        waiting, self.waiting = self.waiting, {}
+        for connection in waiting:
+            connection.respond(status, kind, body)
+        return False
+
+
+class _Connection:
+    """One request and its answer; a worker of `turns`."""
+
+    def __init__(self, http: HttpServer, sock: socket.socket) -> None:
+        self.user = http.user
+        self._http = http
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._h11: h11.Connection | None = None
+        self._receiver = Receiver(sock, http.refuses_descriptors) if http.is_unix else None
+        self._out: list[memoryview] = []
+        self._queued = self._closed = self._answered = self._head_only = False
+        loop = http.server.loop
+        self._timer = loop.call_later(REQUEST_TIMEOUT_S, self.close)
+        loop.add_reader(self._fd, self._readable)
+
+    def _readable(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._http.server.turns.add(self)
+        else:
+            self._http.server.loop.remove_reader(self._fd)
+
+    def work(self, until: float) -> bool:
+        """Receive a part of the request; see `turns.Worker`."""
+        self._queued = False
+        if self._closed or self._answered:
+            return False
+        try:
+            chunk = self._receive()
+            if chunk:
+                self._handle(chunk)
+            elif chunk is not None:
+                self.close()
+        except OSError:
+            self.close()
+        except h11.RemoteProtocolError as error:
+            self.respond(error.error_status_hint, _TEXT, f"invalid request: {error}\n".encode())
+        if not self._closed and not self._answered:
+            self._http.server.loop.add_reader(self._fd, self._readable)
+        return False
+
+    def _receive(self) -> bytes | None:
+        """Return what has come; None: nothing. Raises: OSError."""
+        try:
+            if self._receiver is None:
+                return self._sock.recv(_CHUNK)
+            chunk, fds, _ = self._receiver.receive(_CHUNK)
+            closer_of(self.user).close_fds(fds)
+            return chunk
+        except (BlockingIOError, InterruptedError):
+            return None
+
+    def _handle(self, chunk: bytes) -> None:
+        """Go on with the request. Raises: h11.RemoteProtocolError."""
+        if self._h11 is None:  # not earlier, since that takes longer than to accept a connection
+            size = MOST_REQUEST_SIZE
+            self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
+        self._h11.receive_data(chunk)
+        event = self._h11.next_event()
+        if not isinstance(event, h11.Request):
+            return
+        self._answered = True  # nothing more is received
+        self._http.server.loop.remove_reader(self._fd)
+        self._timer.cancel()
+        self._timer = self._http.server.loop.call_later(ANSWER_TIMEOUT_S, self.close)
+        self._head_only = event.method == b"HEAD"
+        if event.method not in (b"GET", b"HEAD"):
+            self.respond(405, _TEXT, b"only GET and HEAD\n")
+            return
+        path = event.target.partition(b"?")[0].decode("ascii", "replace")
+        self._http.answer(self, path, jobs=self._http.show_jobs or self._is_administrator())
+
+    def _is_administrator(self) -> bool:
+        if not self._http.is_unix:
+            return False
+        server = self._http.server
+        peer: Peer = server.namespaces.peer(self._sock)
+        server.left_namespace(peer)
+        return peer.is_administrator
+
+    def respond(self, status: int, kind: str, body: bytes) -> None:
+        """Send an answer, then close the connection."""
+        if self._closed:
+            return
+        assert self._h11 is not None
+        self._answered = True
+        self._http.server.loop.remove_reader(self._fd)
+        headers = [
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("Connection", "close"),
+        ]
+        head = self._h11.send(h11.Response(status_code=status, headers=headers))
+        assert head is not None
+        self._out = [memoryview(head)] if self._head_only else [memoryview(head), memoryview(body)]
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            while self._out:
+                sent = self._sock.send(self._out[0])
+                if sent == len(self._out[0]):
+                    self._out.pop(0)
+                else:
+                    self._out[0] = self._out[0][sent:]
+        except (BlockingIOError, InterruptedError):
+            self._http.server.loop.add_writer(self._fd, self._send)
+        except OSError:
+            self.close()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        loop = self._http.server.loop
+        self._timer.cancel()
+        loop.remove_reader(self._fd)
+        loop.remove_writer(self._fd)
+        self._out.clear()
+        carrying = self._receiver is not None and self._receiver.carrying
+        closer_of(self.user).close_socket(self._sock, carrying)
+        self._http.forget(self)

@@ -1,0 +1,59 @@
+"""Statistics of the daemon since its start: durations, and what its clients read, for metrics.
+
+To note a duration takes 0.2 us. Buckets double from 1 us to 8 s, the same as those in which clients
+report (`View.take_times`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from ffserve.engine.shm import DURATIONS
+from ffserve.errors import ProtocolError
+
+BOUNDS_S = tuple(2**k / 1e6 for k in range(DURATIONS - 1))
+"""Upper ends of the buckets but the last, which has none."""
+
+
+class Histogram:
+    """Durations by bucket, and their sum."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * DURATIONS
+        self.sum_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a duration."""
+        us = int(seconds * 1e6)
+        self.counts[min(us.bit_length(), DURATIONS - 1) if us > 0 else 0] += 1
+        self.sum_s += seconds
+
+
+class Statistics:
+    """What clients cause and report.
+
+    hits, hit_size, missed: samples and bytes found in memory, samples asked for. errors: failed
+    samples and requests, by the code of the error. refused, cut_off: clients.
+    """
+
+    def __init__(self) -> None:
+        self.hits = self.hit_size = self.missed = 0
+        self.errors: Counter[str] = Counter()
+        self.refused = self.cut_off = 0
+        self.hit_batches = Histogram()
+        """Copying batches of cached samples, as clients report it."""
+        self.requests = Histogram()
+        """From GET or LEASE to its answer."""
+
+    def take_times(self, took_ns: int, packed: bytes) -> None:
+        """Add what a client reports in TIMES. Raises: ProtocolError."""
+        if len(packed) != 4 * DURATIONS or not 0 <= took_ns < 1 << 63:
+            raise ProtocolError("invalid TIMES message: not one count for each bucket")
+        histogram = self.hit_batches
+        counts = np.frombuffer(packed, "<u4").tolist()
+        histogram.counts = [a + b for a, b in zip(histogram.counts, counts, strict=True)]
+        histogram.sum_s += took_ns / 1e9
