@@ -222,7 +222,10 @@ def _write(path: str, text: str) -> None:
 def _undo(job: OutputJob) -> None:
     """Undo the moves of a commit, as far as they were done."""
     with open(os.path.join(job.root, _PLAN), encoding="utf-8") as file:
-        places = json.load(file)["new"]
+        try:
+            places = json.load(file)["new"]
+        except ValueError:
+            return  # The process was killed while it wrote the plan: nothing has been moved.
     for place in places:
         path = os.path.join(job.target, place)
         with contextlib.suppress(FileNotFoundError):
@@ -233,10 +236,11 @@ def _undo(job: OutputJob) -> None:
             except OSError:
                 break
     old = os.path.join(job.root, _OLD)
-    for folder, _, names in os.walk(old):
+    for folder, inner, names in os.walk(old):
         place = os.path.normpath(os.path.join(job.target, os.path.relpath(folder, old)))
         os.makedirs(place, exist_ok=True)
-        for name in names:
+        links = [name for name in inner if os.path.islink(os.path.join(folder, name))]
+        for name in names + links:
             os.replace(os.path.join(folder, name), os.path.join(place, name))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(job.root, _PLAN))

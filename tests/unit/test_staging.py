@@ -119,6 +119,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_a_directory_by_a_link_was_lost_with_a_commit_that_failed(tmp_path: Path) -> None:
+    target, elsewhere = tmp_path / "out", tmp_path / "k"
+    put(target, "k=1/a")
+    os.rename(target / "k=1", elsewhere)
+    os.symlink(elsewhere, target / "k=1")
+    job = begin(target, "overwrite")
+    staged = stage(job, "k=1/b", "k=2/b")
+    os.unlink(os.path.join(job.root, staged[-1].attempt, "k=2/b"))
+    with pytest.raises(ReadError):
+        job.commit(staged)
+    job.discard()
+    assert os.readlink(target / "k=1") == str(elsewhere) and os.listdir(elsewhere) == ["a"]
+
+
 @pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
 @pytest.mark.parametrize("renames", [0, 1, 2, 4])
 def test_the_next_job_undoes_a_commit_whose_process_was_killed(
@@ -138,6 +152,31 @@ def test_the_next_job_undoes_a_commit_whose_process_was_killed(
     job.discard()
     assert tree(target) == before
     assert sorted(os.listdir(target)) == ["_SUCCESS", "k=1", "k=2"]
+
+
+def test_a_process_that_was_killed_while_it_wrote_its_plan_blocked_the_directory(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "out"
+    put(target, "k=1/a")
+    writes = KILLED.replace(
+        "job.commit",
+        """
+def begun(path, *options, **more):
+    file = open(path, *options, **more)
+    if path.endswith("commit.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return file
+staging.open = begun
+job.commit""",
+        1,
+    )
+    command = [sys.executable, "-c", writes, str(target), "append", os.path.dirname(__file__), "9"]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert any(name.endswith("commit.json") for name in tree(target))
+    put(target, "k=1/b")
+    assert tree(target) == ["_SUCCESS", "k=1/a", "k=1/b"]
+    assert "_temporary" not in os.listdir(target)
 
 
 def test_jobs_of_living_processes_and_of_other_machines_stay(tmp_path: Path) -> None:
