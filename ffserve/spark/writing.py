@@ -156,22 +156,20 @@ def _driver() -> int:
 def _groups(batch: Any, columns: Sequence[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
     """Yield the directory of each partition in a batch, and its rows."""
     codes = np.zeros(batch.num_rows, np.int64)
-    dictionaries = []
+    encoded = []
     for name in columns:
-        encoded = batch.column(name).dictionary_encode()
-        texts = [hive.text_of(value) for value in encoded.dictionary.to_pylist()] + [None]
-        indices = encoded.indices.fill_null(len(texts) - 1).to_numpy(zero_copy_only=False)
-        codes = codes * len(texts) + indices
-        dictionaries.append(texts)
+        column = batch.column(name).dictionary_encode()
+        texts = [hive.text_of(value) for value in column.dictionary.to_pylist()] + [None]
+        indices = column.indices.fill_null(len(texts) - 1).to_numpy(zero_copy_only=False)
+        # Numbered anew after each column, or many columns of many values would run into another.
+        codes = np.unique(codes * len(texts) + indices, return_inverse=True)[1]
+        encoded.append((texts, indices))
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     for rows in np.split(order, starts[1:]):
         if len(rows):
-            code, values = int(codes[rows[0]]), []
-            for texts in reversed(dictionaries):
-                code, index = divmod(code, len(texts))
-                values.append(texts[index])
-            yield hive.directory_of(columns, values[::-1]), rows
+            values = [texts[indices[rows[0]]] for texts, indices in encoded]
+            yield hive.directory_of(columns, values), rows
 
 
 def _taken(

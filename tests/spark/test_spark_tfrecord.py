@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 pytest.importorskip("pyspark", reason="needs pyspark (make spark)")
@@ -35,6 +36,7 @@ from pyspark.sql.types import (
 import ffserve
 import ffserve.spark
 from ffserve import example
+from ffserve.spark.writing import _groups
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -265,6 +267,18 @@ def test_many_partitions_in_one_task(spark: Any, out: str) -> None:
 
 
 # ---- save modes ----------------------------------------------------------------------------------
+
+
+def test_rows_of_five_partition_columns_were_in_each_others_directories() -> None:
+    """Where each column had thousands of values: their numbers were combined in 64 bits."""
+    random = np.random.default_rng(0)
+    names = [f"k{k}" for k in range(5)]
+    batch = pa.RecordBatch.from_pydict({k: random.permutation(8192).astype(str) for k in names})
+    found = [(row, place) for place, rows in _groups(batch, names) for row in rows.tolist()]
+    assert sorted(found) == [
+        (row, "/".join(f"{k}={value}" for k, value in values.items()))
+        for row, values in enumerate(batch.to_pylist())
+    ]
 
 
 def test_save_modes(spark: Any, out: str) -> None:
