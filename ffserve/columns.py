@@ -422,7 +422,8 @@ class Inference:
                 seen.kinds.setdefault(kind, Place(place.path, place.number(one.rows[kind])))
             if one.empty[kind] >= 0:
                 seen.empty.add(kind)
-        seen.depths.setdefault(one.listed, place)
+        row = min((row for row in (*one.rows, *one.empty) if row >= 0), default=0)
+        seen.depths.setdefault(one.listed, Place(place.path, place.number(row)))
         seen.several |= one.several
         seen.binary |= one.binary
 
@@ -440,10 +441,13 @@ class Inference:
         """Return the pyarrow.Schema, columns sorted by name.
 
         Raises: FormatError: a feature is text in one record and numbers in another, or a list of
-                features in one and a feature in another; the text names both places.
+                features in one and a feature in another; the text names both places. Or its name
+                is not UTF-8.
         """
         columns = [(name, self._type(name, seen)) for name, seen in sorted(self._seen.items())]
-        return pa.schema([(name.decode(), type) for name, type in columns if type is not None])
+        return pa.schema(
+            [(_text(name, self._seen[name]), type) for name, type in columns if type is not None]
+        )
 
     def _type(self, name: bytes, seen: _Seen) -> Any:
         if len(seen.depths) > 1:
@@ -468,10 +472,22 @@ class Inference:
         return type
 
 
+def _text(name: bytes, seen: _Seen) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        place = next(iter(seen.depths.values()))
+        raise FormatError(
+            f"row {place.first}: the name of the feature {name!r} is not UTF-8",
+            path=place.path,
+            hint="give a schema of the other columns",
+        ) from None
+
+
 def _conflict(name: bytes, one: str, here: Place, other: str, there: Place) -> FormatError:
     return FormatError(
-        f"feature {name.decode()!r} holds {one} in row {here.first}, but {other} in row "
-        f"{there.first} of {there.path or 'the same records'}",
+        f"feature {name.decode(errors='replace')!r} holds {one} in row {here.first}, but {other} "
+        f"in row {there.first} of {there.path or 'the same records'}",
         path=here.path,
         hint="give a schema without this column, or load the files separately",
     )

@@ -15,7 +15,7 @@ import stat
 import zoneinfo
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +24,7 @@ from ffserve.errors import FormatError, MissingFile, UsageError
 from ffserve.files import wrap_os_error
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
-_UNSAFE = re.compile(r"[\x01-\x1f\"#%'*/:=?\\\x7f{\[\]^]")
+_UNSAFE = re.compile(r"[\x00-\x1f\"#%'*/:=?\\\x7f{\[\]^]")
 _ESCAPE = re.compile("%([0-9a-fA-F]{2})")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 
@@ -261,7 +261,7 @@ def convert_value(name: str, text: str | None, type: Any, zone: str, path: str) 
         return pa.scalar(None, type)
     try:
         return pa.scalar(_python_value(text, type, zone), type)
-    except (ValueError, InvalidOperation, pa.ArrowInvalid, zoneinfo.ZoneInfoNotFoundError) as error:
+    except (ValueError, ArithmeticError, pa.ArrowInvalid, zoneinfo.ZoneInfoNotFoundError) as error:
         raise FormatError(
             f"the value {text!r} of the partition column {name!r} is not of type {type}",
             path=path,

@@ -266,9 +266,6 @@ def test_many_partitions_in_one_task(spark: Any, out: str) -> None:
     assert rows(read(spark, out).select("v", "k")) == rows(df.select("v", "k"))
 
 
-# ---- save modes ----------------------------------------------------------------------------------
-
-
 def test_rows_of_five_partition_columns_were_in_each_others_directories() -> None:
     """Where each column had thousands of values: their numbers were combined in 64 bits."""
     random = np.random.default_rng(0)
@@ -279,6 +276,9 @@ def test_rows_of_five_partition_columns_were_in_each_others_directories() -> Non
         (row, "/".join(f"{k}={value}" for k, value in values.items()))
         for row, values in enumerate(batch.to_pylist())
     ]
+
+
+# ---- save modes ----------------------------------------------------------------------------------
 
 
 def test_save_modes(spark: Any, out: str) -> None:

@@ -138,6 +138,17 @@ def test_any_bytes_are_decoded_or_refused(record: bytes) -> None:
                 call()
 
 
+def test_names_that_are_not_utf8_are_refused_with_their_row() -> None:
+    """It was a UnicodeDecodeError."""
+    good, bad = example.encode({"x": [1]}), example.encode({"x": [1]}).replace(b"x", b"\xff")
+    inference = Inference()
+    inference.add(records_of([good, bad]), Place("/f", 10))
+    with pytest.raises(FormatError, match=r"/f: row 11: the name of the feature b'\\xff' is not"):
+        inference.schema()
+    schema = pa.schema([("x", pa.int64())])
+    assert columns.decode(records_of([good, bad]), schema).to_pylist() == [{"x": 1}, {"x": None}]
+
+
 def test_numbers_that_come_one_by_one_and_merged_lists() -> None:
     # Int64List {value: 1 value: 2}, as old writers have it, and a second list of the same kind.
     lists = b"\x1a\x04\x08\x01\x08\x02" + b"\x1a\x02\x08\x03"
