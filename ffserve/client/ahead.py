@@ -156,7 +156,7 @@ class ReadAhead:
             window = self._windows[0]
             first = self._position - window.begin
             last = first + len(indices)
-            if window.errors != {} or first < 0:
+            if window.errors != {} or first < 0 or first == last:
                 return None
             if window.request.indices[first:last].tobytes() != indices.tobytes():
                 return None

@@ -296,6 +296,15 @@ def test_indices_of_another_kind_are_not_taken_for_the_next_ones(path: str, kind
         check(order[192:256], reader.read(order[192:256]))
 
 
+def test_no_samples_behind_the_last_window_were_an_index_error(path: str) -> None:
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        check(order[:64], reader.read(order[:64]))
+        reader.reached(0, COUNT // 2)
+        assert len(reader.read_batch(order[:0])) == len(reader.read(order[:0])) == 0
+
+
 def test_threads_that_share_a_reader_get_their_own_samples(path: str) -> None:
     order = order_of()
     parts = iter(batches_of(order, 50))
