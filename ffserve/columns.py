@@ -98,14 +98,21 @@ def check_schema(schema: Any, record: str) -> None:
 
     Raises: UsageError.
     """
-    if record not in RECORD_TYPES:
-        raise UsageError(f"invalid record type {record!r}", hint=f"use {' or '.join(RECORD_TYPES)}")
+    _check_names(schema, record)
     for one in schema:
         if leaf_of(one.name, one.type).depth == 2 and record == "Example":
             raise UsageError(
                 f"column {one.name!r} is an array of arrays, which an Example cannot hold",
                 hint="use SequenceExample",
             )
+
+
+def _check_names(schema: Any, record: str) -> None:
+    if record not in RECORD_TYPES:
+        raise UsageError(f"invalid record type {record!r}", hint=f"use {' or '.join(RECORD_TYPES)}")
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise UsageError(f"the column {name!r} comes twice", hint="rename one")
 
 
 # ---- decoding ----------------------------------------------------------------------------------
@@ -125,9 +132,10 @@ def decode(
         or has no value is null.
     Raises:  FormatError: a record that is not such a message, or whose values do not fit the type
              of their column; the text has file, row and column. UsageError: a type that messages
-             cannot hold.
+             cannot hold, or a name that comes twice.
     Cost:    two passes in C over the wanted features.
     """
+    _check_names(schema, record)
     leaves = [leaf_of(one.name, one.type) for one in schema]
     wanted = [
         Wanted(one.name.encode(), leaf.kind, leaf.depth, wide=not pa.types.is_float32(leaf.type))

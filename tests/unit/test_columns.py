@@ -242,6 +242,12 @@ def test_types_that_messages_cannot_hold() -> None:
         columns.check_schema(pa.schema([("a", pa.list_(pa.list_(pa.int64())))]), "Example")
     with pytest.raises(UsageError, match="invalid record type"):
         columns.check_schema(pa.schema([]), "ByteArray")
+    # All but the first were null.
+    twice = pa.schema([("a", pa.int64()), ("a", pa.int64())])
+    with pytest.raises(UsageError, match="'a' comes twice"):
+        columns.decode(records_of([example.encode({"a": 1})]), twice)
+    with pytest.raises(UsageError, match="invalid record type 'Sequence'"):
+        columns.decode(records_of([]), schema=pa.schema([]), record="Sequence")
 
 
 def test_batches_of_a_reader(tmp_path: Path) -> None:
