@@ -5,10 +5,10 @@ table of sizes alone, before anything is read, so a plan can be computed anew by
 its sequences can be shuffled, split among ranks, announced and resumed like samples.
 
 A document longer than a sequence is cut into pieces of the full length and a rest; shorter ones are
-never cut. What is left is put into sequences by best fit decreasing, in windows: pieces in random
-order are taken ``window`` at a time, and from the largest to the smallest each goes to the sequence
-of its window with the least room that is enough. Pieces of one size are placed together, so the
-cost is that of the different sizes, not of the samples.
+never cut. Rests and short documents are put into sequences by best fit decreasing, in windows: in
+random order they are taken ``window`` at a time, and from the largest to the smallest each goes to
+the sequence of its window with the least room that is enough. Pieces of one size are placed
+together, so the cost is that of the different sizes, not of the samples.
 
 Source: Krell et al., "Efficient Sequence Packing without Cross-contamination" (2021), for packing
 the histogram of sizes; Ding et al., "Fewer Truncations Improve Language Modeling" (2024), for best

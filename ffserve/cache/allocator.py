@@ -396,7 +396,7 @@ class Allocator:
         for low, high in spans:
             busy = self._busy(heads, low, high)
             if first_run(~busy, need) is None:
-                continue  # What the samples are worth takes far longer to find out.
+                continue  # The worth of the samples takes far longer to compute.
             wanted, kept = self._worth(heads, low, high)
             found = first_run(~busy & (kept == 0), need)
             if found is None and need == 1:

@@ -226,7 +226,7 @@ class Directory:
         if largest >> 32:
             assert largest <= UNKNOWN_LENGTH, "see bound_lengths"
             self.entries["place"][run] = lengths >> np.uint64(32) << np.uint64(48)
-            # Of records in chunks `lengths` is never asked.
+            # `lengths` is never called for records in chunks.
             self._long |= bool(int(lengths[lengths != UNKNOWN_LENGTH].max(initial=0)) >> 32)
 
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -328,7 +328,7 @@ class ShardTable:
             directory.capacity,
         )
         self._runs: list[ChunkRuns | ChunkedShard | None] = []
-        """Of the shards with chunks: made when the first sample is asked for."""
+        """For shards with chunks; made when the first sample is asked for."""
         self.bases = np.zeros(0, np.int64)
         self.counts = np.zeros(0, np.int64)
         self.alignments = np.zeros(0, np.int64)

@@ -109,7 +109,7 @@ class ReadAhead:
         self._prepared = 0
         """The end of the windows that the kernel reads."""
         self._ends: Iterator[int] = iter(())
-        """Of windows that were found and not begun, counted from `_looked`."""
+        """The ends of windows that were found and not begun, counted from `_looked`."""
         self._looked = self._found = 0
         """Where they were looked for; the end of the last one that was begun."""
         self._preparing: threading.Thread | None = None

@@ -197,7 +197,7 @@ class Source(Protocol):
 
     count: int
     fingerprint: int
-    """Of all shards."""
+    """That of all shards together."""
     description: str
 
     @property

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* cdef */
-/* What stat(2) says of a file. */
+/* The state of a file, as stat(2) reports it. */
 typedef struct {
     uint64_t device, inode;
     int64_t size, mtime_ns, ctime_ns;

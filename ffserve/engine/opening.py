@@ -18,7 +18,7 @@ from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 States = NDArray[np.void]
-"""Of STATE_DTYPE."""
+"""An array of STATE_DTYPE."""
 
 STATE_DTYPE = np.dtype(
     [
@@ -31,7 +31,7 @@ STATE_DTYPE = np.dtype(
         ("uid", "<u4"),
     ]
 )
-"""What stat(2) says of a file; times in ns. ffs_file_state of the C core."""
+"""The state of a file as stat(2) reports it, times in ns; ffs_file_state of the C core."""
 assert STATE_DTYPE.itemsize == ffi.sizeof("ffs_file_state")
 
 KIND_BITS = 0o170000

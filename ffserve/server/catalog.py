@@ -109,8 +109,8 @@ class Catalog:
         self._most_asked = max(min(MOST_FILES, self._limit // 32), 1)
 
     def reconfigure(self, rules: Rules | None, max_chunk_size: int, close_after_s: float) -> None:
-        """Follow other settings. What is open stays open; with other rules (None: they stay), who
-        opens it from now on proves anew that they allow it."""
+        """Follow other settings. Open shards stay open; with other rules (None: they stay), a user
+        who opens one from now on proves anew that they allow it."""
         self._opener.max_chunk_size, self._close_after_s = max_chunk_size, close_after_s
         if rules is not None:
             self._opener.rules = rules

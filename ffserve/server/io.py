@@ -296,7 +296,7 @@ class Engines:
             self._reap(number)
 
     def _reap(self, number: int) -> None:
-        # What has ended is answered before anything else is read: that takes far longer.
+        # Loads that have ended are answered before anything else is read, which takes far longer.
         self._end_batches(number)
         self.reaped(time.monotonic())
 

@@ -80,7 +80,7 @@ class PassedFile:
 
 @dataclass(slots=True)
 class Request:
-    """What an OPEN asks for.
+    """An OPEN: which files, and how.
 
     paths: the client's names; nothing is opened by them. identities: as the client sees the files.
     """

@@ -62,7 +62,7 @@ class PackedDataset(Dataset):
             )
         self.plan = plan(sizes, length, seed, window=window)
         self._ends: dict[int, Int64s] = {}
-        """Of announced epochs: how many pieces the order has up to the end of each sequence."""
+        """By announced epoch: how many pieces the order has up to the end of each sequence."""
 
     def __len__(self) -> int:
         return len(self.plan)
