@@ -371,8 +371,30 @@ static void encode_column(const ffs_example_column *column, int64_t n, int seque
     free(sizes), free(starts), free(out), free(outer), free(inner), free(edges);
 }
 
+/* Where records, which may be damaged, have some columns: none outside of them. */
+static void find_columns(ffs_example_batch *batch, const ffs_example_feature *features, int count,
+                         size_t size) {
+    ffs_example_column *columns = calloc(count + 1, sizeof *columns);
+    int64_t n = batch->n;
+    for (int k = 0; k <= count; k++) {
+        columns[k].name = k ? batch->bytes + features[k - 1].name_at : (const uint8_t *)"a";
+        columns[k].name_size = k ? features[k - 1].name_size : 1;
+        columns[k].begins = malloc(n * 8), columns[k].sizes = malloc(n * 8);
+        columns[k].places = malloc(n);
+    }
+    if (!ffs_example_find(batch, columns, count + 1))
+        for (int k = 0; k <= count; k++)
+            for (int64_t row = 0; row < n; row++) {
+                uint64_t begin = columns[k].begins[row], length = columns[k].sizes[row];
+                CHECK(columns[k].places[row] <= 2);
+                CHECK(!columns[k].places[row] || (begin <= size && length <= size - begin));
+            }
+    for (int k = 0; k <= count; k++) free_column(&columns[k]);
+    free(columns);
+}
+
 /* The bytes are records, of the same size but for the last. Each feature is decoded as what it is,
- * and as what the parameters say. */
+ * and as what the parameters say; one named "a" also where records are damaged. */
 static void examples(const uint8_t *bytes, size_t size, const uint8_t *parameters) {
     enum { RECORDS = 4, FEATURES = 16 };
     uint64_t starts[RECORDS], lengths[RECORDS];
@@ -389,6 +411,16 @@ static void examples(const uint8_t *bytes, size_t size, const uint8_t *parameter
     int room = 1 << parameters[2] % 5;
     int32_t found = ffs_example_infer(&batch, features, room, slots, 2 * room);
     CHECK(found >= -2 && found <= room);
+    find_columns(&batch, features, found < 0 ? 0 : found, size);
+    ffs_example_column named = {
+        .name = (const uint8_t *)"a",
+        .name_size = 1,
+        .kind = 1 + parameters[3] % 3,
+        .depth = parameters[4] % 3,
+        .wide = parameters[5] & 1,
+    };
+    decode_column(&batch, &named);
+    free_column(&named);
     for (int32_t k = 0; k < found; k++) {
         const ffs_example_feature *feature = features + k;
         CHECK(feature->name_at <= size && feature->name_size <= size - feature->name_at);
