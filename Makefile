@@ -2,7 +2,7 @@
 # make test    set up everything, then lint, types and all tests (5 min)
 # make lint    lint and types        make bench   measure this machine
 # make check   lint and types, then the tests with coverage by line and branch (10 min)
-# make soak    long tests (9 min)    make fuzz    damaged files and frames, random runs (6 min)
+# make soak    long tests (13 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;

@@ -19,6 +19,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
+import struct
 import weakref
 
 import numpy as np
@@ -34,6 +36,9 @@ _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")
+_MODE = 0o600
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -103,6 +108,33 @@ class MemoryFile:
         except OSError as error:
             raise _setup_error(name, size, error) from error
 
+    @classmethod
+    def adopted(cls, name: str, fd: int, size: int) -> MemoryFile:
+        """Take over a descriptor from another process, which may be anything.
+
+        Args: fd: becomes the object's.
+        Raises: ReadError: it is not such a file, of this size and of this user alone; the
+            descriptor is still the caller's then.
+        """
+        try:
+            found, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+        except OSError as error:
+            raise ReadError(f"cannot take over the memory of {name}: {error.strerror}") from error
+        fault = None
+        if not is_sealed(fd) or not stat.S_ISREG(found.st_mode):
+            fault = "it is no sealed memory file"
+        elif found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _MODE:
+            fault = f"it belongs to user {found.st_uid}, with mode {stat.S_IMODE(found.st_mode):o}"
+        elif found.st_size != size:
+            fault = f"it has {found.st_size} bytes, not {size}"
+        elif flags & os.O_ACCMODE != os.O_RDWR:
+            fault = "its descriptor is not for reading and writing"
+        if fault is not None:
+            raise ReadError(f"cannot take over the memory of {name}: {fault}")
+        file = cls.__new__(cls)
+        file.name, file.size, file.fd = name, size, fd
+        return file
+
     def reader_fd(self) -> int:
         """Open the file again, read-only. The caller closes the descriptor."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -127,12 +159,13 @@ class MemoryFile:
 class SharedMemory:
     """This process's writable mapping of a memory file, parts of which may show other files.
 
-    Args: name, size: as of MemoryFile. Raises: ReadError.
+    Args: name, size: as of MemoryFile. file: that is mapped; None: a new one. Raises: ReadError;
+        the file is closed then.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, file: MemoryFile | None = None) -> None:
         self.size = size
-        self.file = MemoryFile(name, size)
+        self.file = MemoryFile(name, size) if file is None else file
         try:
             mapping = _Mapping(self.file.fd, 0, size, writable=True)
         except (OSError, ValueError) as error:
@@ -196,7 +229,7 @@ def sealed_file(name: str, size: int) -> int:
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(fd, 0o600)
+        os.fchmod(fd, _MODE)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
     except BaseException:
@@ -250,3 +283,27 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
         ) from error
     mapped: NDArray[np.uint8] = np.asarray(mapping)
     return mapped[lead:]
+
+
+# ---- locks on a byte of a file, which show who still uses it -------------------------------------
+
+
+def lock_byte(fd: int, number: int, *, held: bool) -> None:
+    """Hold a shared lock on a byte of a file, which need not be there, or give it back.
+
+    The kernel gives it back when all copies of this descriptor are closed.
+    Raises: OSError.
+    """
+    kind = fcntl.F_RDLCK if held else fcntl.F_UNLCK
+    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+
+
+def is_locked_below(fd: int, number: int) -> bool:
+    """Return whether anybody has locked a byte below this one, through another opening of the file.
+
+    Args: fd: open for writing.
+    Raises: OSError.
+    """
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, number, 0)
+    answer: bytes = fcntl.fcntl(fd, _F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

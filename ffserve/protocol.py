@@ -322,6 +322,27 @@ class Resize:
     size: int
 
 
+@dataclass(slots=True)
+class Handover:
+    """Another daemon of the same user asks for the memory and the socket of this one."""
+
+    TYPE: ClassVar[int] = 26
+    tag: int
+
+
+@dataclass(slots=True)
+class Handed:
+    """Descriptors of the daemon's memory and socket, which come with the first byte of this frame.
+
+    `names`: of each; `left`: how many are still to come.
+    """
+
+    TYPE: ClassVar[int] = 27
+    tag: int
+    names: list[str]
+    left: int
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -348,6 +369,8 @@ Message: TypeAlias = (
     | Lookup
     | Found
     | Resize
+    | Handover
+    | Handed
     | Times
 )
 
@@ -367,9 +390,10 @@ FROM_CLIENT = (
     Files,
     Lookup,
     Resize,
+    Handover,
     Times,
 )
-FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Payload, Found)
+FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Payload, Found, Handed)
 
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""

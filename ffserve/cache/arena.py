@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,8 @@ _FREE = -1
 _RETIRED = -3
 """The class of slabs beyond the size."""
 _ALL = slice(None)
-_NO_SLOTS: NDArray[np.int64] = np.zeros(0, np.int64)
+Int64s: TypeAlias = NDArray[np.int64]
+_NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class FreeSlots:
@@ -95,6 +97,21 @@ class FreeSlots:
         self.count = len(self.slots)
 
 
+class SlabTables(NamedTuple):
+    """The tables by slab that a successor of the daemon needs; see `inventory`.
+
+    sizes: bytes of a slot, of slabs that a run of slots begins with; 0: of all others. runs: slabs
+    of that run. domains: whose pages each slab has.
+
+    Of a slab that is cut into slots, the size is written last and cleared first. So while it is not
+    0 the others are valid, whenever the process is killed.
+    """
+
+    sizes: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    domains: NDArray[np.int32]
+
+
 class Arena:
     """The slots and which of them are free.
 
@@ -103,13 +120,14 @@ class Arena:
     Args:
         size: bytes; rounded down to whole slabs.
         limit: bytes to which it can grow, at least `size`; None: it cannot.
+        slab_size: bytes of a slab, a power of two; None: what suits `size`.
     Raises: UsageError when smaller than SMALLEST_ARENA.
 
     give: gives an empty slab, of this number, the pages of a domain, of this number; False: that is
     not possible now. A simulation has no pages to give.
     """
 
-    def __init__(self, size: int, limit: int | None = None) -> None:
+    def __init__(self, size: int, limit: int | None = None, slab_size: int | None = None) -> None:
         if size < SMALLEST_ARENA:
             raise UsageError(
                 f"an arena of {size} bytes is too small",
@@ -117,7 +135,7 @@ class Arena:
             )
         # A small arena gets small slabs, so that all size classes fit.
         wanted = max(size // SLABS_WANTED, min(size // 4, SMALLEST_SLAB))
-        self.slab_size = min(SLAB_SIZE, 1 << (wanted.bit_length() - 1))
+        self.slab_size = slab_size or min(SLAB_SIZE, 1 << (wanted.bit_length() - 1))
         slabs = max(size, limit or 0) // self.slab_size
         self.limit = slabs * self.slab_size
         """Bytes that it can ever have."""
@@ -141,6 +159,8 @@ class Arena:
         """Whose pages each slab has, used or not."""
         self.slab_used = np.zeros(slabs, np.int64)
         """Slots in use in each slab."""
+        self._slot_size = np.zeros(slabs, np.int64)
+        """See SlabTables."""
         self._run_length = np.ones(slabs, np.int64)
         """Of the run that begins with each slab."""
         self._inside_run = np.zeros(slabs, np.bool_)
@@ -360,6 +380,7 @@ class Arena:
             begin = slab * self.slab_size
             self._offset[first : first + slots] = range(begin, begin + slots * size, size)
             free.add(np.arange(first + slots - 1, first - 1, -1))
+            self._slot_size[slab] = size
 
     def _begin_run(self, slab: int, run: int, size_class: int) -> None:
         self.slab_class[slab : slab + run] = size_class
@@ -438,6 +459,7 @@ class Arena:
         self.used_size += need * self.slab_size
         self._offset[start * self.slots_per_slab] = start * self.slab_size
         self._size[start * self.slots_per_slab] = need * self.slab_size
+        self._slot_size[start] = need * self.slab_size
         return start * self.slots_per_slab
 
     def free(self, slots: NDArray[np.int64]) -> None:
@@ -458,6 +480,7 @@ class Arena:
                 free.keep(~np.isin(free.held // self.slots_per_slab, emptied))
         for slab in emptied.tolist():
             run = int(self._run_length[slab])
+            self._slot_size[slab] = 0
             self._run_length[slab] = 1
             self._inside_run[slab : slab + run] = False
             self.slab_class[slab : slab + run] = _RETIRED
@@ -474,6 +497,76 @@ class Arena:
         """Return which of the slabs [low, high) belong to no class."""
         free: NDArray[np.bool_] = self.slab_class[low:high] == _FREE
         return free
+
+    # ---- a successor ------------------------------------------------------------------------
+
+    def record(self, tables: SlabTables) -> None:
+        """Keep the tables by slab in these arrays from now on."""
+        tables.runs[:], tables.domains[:] = self._run_length, self.slab_domain
+        tables.sizes[:] = self._slot_size
+        self._slot_size, self._run_length, self.slab_domain = tables
+
+    def adopt(self, tables: SlabTables, heads: Int64s, taken: NDArray[np.bool_]) -> None:
+        """Take over slabs as a predecessor has cut them, in an arena of which nothing is in use. It
+        becomes as large as that needs.
+
+        Args: heads: the slabs that begin a run, rising, with a rank of their size (`adopt_class`).
+            taken: by slot, those in use. A run without one becomes free.
+        """
+        sizes, runs = tables.sizes[heads], tables.runs[heads]
+        domains = tables.domains[heads]
+        used, per_slab = np.zeros(len(self.slab_class), np.bool_), self.slots_per_slab
+        free: dict[int, list[Int64s]] = {}
+        for slab, size, run, domain in zip(
+            heads.tolist(), sizes.tolist(), runs.tolist(), domains.tolist(), strict=True
+        ):
+            slots = slab * per_slab + np.arange(run * self.slab_size // size)
+            held = taken[slots]
+            count = int(np.count_nonzero(held))
+            if not count:
+                continue
+            if slab + run > self.open_count:
+                self.resize(slab + run)
+            used[slab : slab + run] = True
+            tables.domains[slab : slab + run] = domain
+            rank = self.large if size > self.slab_size else self._rank_of(size)
+            size_class = domain * self.class_count + rank
+            self.slab_class[slab : slab + run] = size_class
+            self._inside_run[slab + 1 : slab + run] = True
+            self._size[slots] = size
+            self._offset[slots] = slab * self.slab_size + size * (slots - slots[0])
+            self.slab_used[slab] = count
+            self.used_size += count * size
+            free.setdefault(size_class, []).append(slots[~held][::-1])
+        for size_class, parts in free.items():
+            self._free_slots[size_class].add(np.concatenate(parts[::-1]))
+        begins = np.zeros(len(used), np.bool_)
+        begins[heads] = used[heads]
+        tables.sizes[~begins], tables.runs[~begins] = 0, 1
+        tables.domains[~used] = 0
+        self._slot_size, self._run_length, self.slab_domain = tables
+        for slabs in self._free_slabs:
+            slabs.clear()
+        self._free_slabs[0] += np.flatnonzero(~used[: self.open_count])[::-1].tolist()
+
+    def adopt_class(self, size: int, run: int) -> bool:
+        """Have a size class for slots of this size, of which a run of so many slabs was made;
+        return whether there can be one."""
+        if size > self.slab_size:
+            return size == run * self.slab_size
+        known = np.flatnonzero(self.class_sizes == size)
+        unmade = np.flatnonzero(self.class_sizes[: self.large] == 0)
+        if not len(known) and not len(unmade):
+            return False
+        rank = int(known[0] if len(known) else unmade[0])
+        self.class_sizes[rank] = size
+        if rank >= self._general:
+            self._class_runs[rank] = max(self._class_runs[rank], min(run, LONGEST_RUN))
+        self._sort_classes()
+        return True
+
+    def _rank_of(self, size: int) -> int:
+        return int(np.flatnonzero(self.class_sizes == size)[0])
 
     def within(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which slots lie within the size, with all of the run that they were cut from."""

@@ -115,6 +115,9 @@ class Cache:
     Args:
         retract: see Retract; in the daemon the C core's.
         next_use: when samples will be wanted, for the policy.
+        states, leases: uint8[slots], int32[slots], zeros, or a predecessor's (`adoption.adopt`):
+            the state of each slot, and how many leases it has. In the daemon they are in shared
+            memory, for its successor.
     """
 
     def __init__(
@@ -124,21 +127,24 @@ class Cache:
         shards: ShardTable,
         retract: Retract,
         next_use: NextUse | None = None,
+        states: NDArray[np.uint8] | None = None,
+        leases: NDArray[np.int32] | None = None,
     ) -> None:
         self.arena = arena
         self.shards = shards
         self.counters = CacheCounters()
         self._slot_of = directory.slot_of
-        self._retract = retract
+        self.retract = retract
         self.next_use = NextUse() if next_use is None else next_use
         slots = arena.slot_limit
-        self.state = np.zeros(slots, np.uint8)
+        self.state = np.zeros(slots, np.uint8) if states is None else states
+        self.leases = np.zeros(slots, np.int32) if leases is None else leases
         self.pins = np.zeros(slots, np.int32)
         self._first = np.zeros(slots, np.int64)
         self._count = np.zeros(slots, np.int32)
         self.policy = Policy(arena, self.next_use, self._first, self._count, self.pins)
         self._load_of = np.zeros(slots, np.int32)
-        self._slots = Slots(
+        self.slots = Slots(
             self._slot_of,
             self.state,
             self.pins,
@@ -149,7 +155,7 @@ class Cache:
             *arena.tables(),
             shards.c,
         )
-        self.allocator = Allocator(arena, shards, self._slots, self.policy, retract, self.counters)
+        self.allocator = Allocator(arena, shards, self.slots, self.policy, retract, self.counters)
         self._loading: dict[int, Load] = {}
         self._next_load = 1
         self.release_count = 0
@@ -196,9 +202,9 @@ class Cache:
         part = fetch.numbers[fetch.cursor : fetch.cursor + count]
         if not len(part):
             return None
-        handled, absent, touched, positions = self._slots.split(part, size)
+        handled, absent, touched, positions = self.slots.split(part, size)
         load = None
-        held, loading = self._slots.pin(touched) if len(touched) else (0, touched)
+        held, loading = self.slots.pin(touched) if len(touched) else (0, touched)
         if len(absent):
             # Pinned before: samples of the request must not evict each other.
             part = part[:handled]
@@ -244,7 +250,7 @@ class Cache:
         planned, and whether slots were given back that later samples of the part had got."""
         numbers = part if len(absent) == len(part) else part[absent]
         # Blocks are in order of first use, so that what fits is a prefix of the part.
-        cut = self._slots.cut(self.shards.table(numbers), absent.copy(), size)
+        cut = self.slots.cut(self.shards.table(numbers), absent.copy(), size)
         blocks, wanted_by = Blocks(cut.blocks), cut.positions
         end = len(part) if cut.end < 0 else cut.end
         if cut.largest > self.arena.size:
@@ -287,7 +293,7 @@ class Cache:
     ) -> Load:
         number = self._next_load
         self._next_load = number % MOST_LOADS + 1
-        held, size, offsets, sizes = self._slots.enter(blocks.table, slots, number)
+        held, size, offsets, sizes = self.slots.enter(blocks.table, slots, number)
         self.policy.enter(slots, group, held)
         if fetch.latest is not None:
             self.policy.prefetched(slots)
@@ -352,7 +358,7 @@ class Cache:
     def _free_failed(self, slot: int) -> None:
         if self.pins[slot] == 0:
             freed = np.array([slot], np.int64)
-            self._slots.vacate(freed)
+            self.slots.vacate(freed)
             self.policy.leave(freed)
             self.arena.free(freed)
 
@@ -360,11 +366,24 @@ class Cache:
         """Return the pins of `advance`."""
         self.release_count += 1
         for slots in pins:
-            if self._slots.unpin(slots):
+            if self.slots.unpin(slots):
                 free = slots[self.pins[slots] == 0]
                 self.policy.unpark(free)
                 for slot in free[self.state[free] == FAILED].tolist():
                     self._free_failed(slot)
+
+    # ---- leases ---------------------------------------------------------------------------
+
+    def lease(self, pins: list[Int64s]) -> None:
+        """These pins, each slot once in an array, are those of a lease from now on."""
+        for slots in pins:
+            self.leases[slots] += 1
+
+    def end_lease(self, pins: list[Int64s]) -> None:
+        """Return the pins of a lease."""
+        for slots in pins:
+            self.leases[slots] -= 1
+        self.release(pins)
 
     # ---- samples --------------------------------------------------------------------------
 
@@ -375,11 +394,11 @@ class Cache:
     def used(self, numbers: Int64s) -> None:
         """These samples were just requested: those prefetched were of use."""
         if self.counters.prefetched:
-            self.policy.requested(self._slots.taken(numbers))
+            self.policy.requested(self.slots.taken(numbers))
 
     def invalidate(self, numbers: Int64s) -> None:
         """These samples were just used: the estimates of their next use are no longer valid."""
-        slots = self._slots.resident(numbers)
+        slots = self.slots.resident(numbers)
         if len(slots):
             self.policy.invalidate(slots)
 

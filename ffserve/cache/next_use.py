@@ -8,6 +8,7 @@ There is no clock: the caller sets `now`, monotonic seconds.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from weakref import WeakSet
 
 import numpy as np
@@ -102,6 +103,8 @@ class NextUse:
         """First samples of the shards of all datasets, rising."""
         self._group_of_base: dict[int, int] = {}
         self._next_group = 1
+        self.grouped: Callable[[list[int], int], object] = lambda bases, number: None
+        """Called with shards whose group has changed, and the group."""
 
     # ---- jobs and groups ------------------------------------------------------------------
 
@@ -130,16 +133,29 @@ class NextUse:
             number = self._next_group
             self._next_group += 1
         group = self.groups.setdefault(number, Group(number))
+        fresh = [base for base in bases if base not in groups]
         for old in found[1:]:
             for base in [base for base, other in groups.items() if other == old]:
                 groups[base] = number
+                fresh.append(base)
             for progress in self.groups.pop(old, Group(old)).jobs:
                 progress.group = number
                 group.jobs.append(progress)
             self.merged.append((old, number))
         groups.update(dict.fromkeys(bases, number))
         self._bases = sorted(groups)
+        if fresh:
+            self.grouped(fresh, number)
         return number
+
+    def adopt(self, groups: Mapping[int, int]) -> None:
+        """Take over the groups of a predecessor's shards, by their first samples, before there is
+        any job."""
+        self._group_of_base.update(groups)
+        self._bases = sorted(self._group_of_base)
+        for number in set(groups.values()):
+            self.groups.setdefault(number, Group(number))
+        self._next_group = max(groups.values(), default=0) + 1
 
     def leave(self, progress: JobProgress, announcer: object) -> None:
         """A session closes the dataset."""

@@ -80,6 +80,9 @@ class Policy:
         """Whether the last victims of each group were chosen by the static rule."""
         self.used: dict[int, int] = {}
         """Bytes of the slots of each group."""
+        self.returning: set[int] = set()
+        """Groups of a predecessor, whose jobs are on their way back: those without a job give
+        nothing while others can."""
 
     @property
     def now(self) -> float:
@@ -231,7 +234,9 @@ class Policy:
         size = int(self._arena.class_sizes[size_class % self._arena.class_count])
         spare = {n: (self.used.get(n, 0) - floors.get(n, 0)) // size for n in there}
         worth = {number: self._spared_s(number, bucket_sets[number]) for number in there}
-        above = [(n, spare[n]) for n in there if n != taker and spare[n] > 0]
+        above = [
+            (n, spare[n]) for n in there if n != taker and spare[n] > 0 and not self._returns(n)
+        ]
         above.sort(key=lambda source: -worth[source[0]])
         own = [(taker, FAR)] if taker in worth else []
         if self.used.get(taker, 0) < floors.get(taker, 0):
@@ -259,12 +264,20 @@ class Policy:
             for number, size in self.used.items()
             if number != taker
             and number not in bucket_sets
+            and not self._returns(number)
             and (number not in floors or size >= floors[number] + lost)
         ]
         if not above or self.used.get(taker, 0) + coming < floors.get(taker, 0):
             return above
         least = ADVANTAGE * self._epoch_s(taker)
         return [number for number in above if self._epoch_s(number) > least]
+
+    def _returns(self, number: int) -> bool:
+        """Whether the jobs of a group are on their way back."""
+        if number not in self.returning:
+            return False
+        group = self._next_use.groups.get(number)
+        return group is not None and not group.jobs
 
     def _epoch_s(self, number: int) -> float:
         """Return in how many seconds a group will have used all of its samples; inf: never."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,11 @@ class NumberRuns:
                 return start
         return None
 
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """The runs that were given back: first and count, rising."""
+        return self._free
+
     def give_back(self, start: int, count: int) -> None:
         """Numbers are not used any more."""
         if count == 0:
@@ -122,18 +127,24 @@ class _Region(NumberRuns):
 class Directory:
     """The tables by sample, and the runs of numbers that shards own.
 
-    Args: capacity: samples; halved while the address space does not suffice.
+    Args:
+        capacity: samples; halved while the address space does not suffice.
+        files: a predecessor's, of this capacity, for entries and index; None: new ones.
+    Raises: ReadError: no memory; the files are closed then.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, capacity: int = CAPACITY, files: tuple[MemoryFile, MemoryFile] | None = None
+    ) -> None:
+        entries, index = files or (None, None)
         while True:
             try:
-                self.entries_memory = SharedMemory("ffserve-directory", capacity * 16)
-                self.index_memory = SharedMemory("ffserve-index", capacity * 12)
+                self.entries_memory = SharedMemory("ffserve-directory", capacity * 16, entries)
+                self.index_memory = SharedMemory("ffserve-index", capacity * 12, index)
                 self.slot_of = private_zeros(capacity, np.dtype(np.int32))
                 break
             except (ReadError, OSError):
-                if capacity <= _SMALLEST_CAPACITY:
+                if capacity <= _SMALLEST_CAPACITY or files is not None:
                     raise
                 capacity //= 2
         self.capacity = capacity
@@ -147,6 +158,9 @@ class Directory:
         self._numbers.extend(0, capacity)
         self._regions: dict[int, _Region] = {}
         """Those of the other domains."""
+        self.next_number = np.zeros(1, np.int64)
+        """All numbers from here on were never assigned: for a successor, which puts an array of
+        shared memory here."""
 
     def add_domain(self, domain: int, entries: MemoryFile, index: MemoryFile) -> None:
         """Let another domain have numbers, shown by these files."""
@@ -199,7 +213,48 @@ class Directory:
 
     def _any(self, count: int, unit: int = 1) -> int | None:
         start = self._numbers.take(count, unit)
-        return self._numbers.reuse(count, unit) if start is None else start
+        if start is None:
+            start = self._numbers.reuse(count, unit)
+        self.next_number[0] = self._numbers.next
+        return start
+
+    def adopt(self, runs: Mapping[int, Sequence[tuple[int, int]]], next_number: int) -> None:
+        """Take over the numbers of a predecessor's shards, in tables of which nothing is in use.
+        All entries but theirs become unreadable.
+
+        Args:
+            runs: by domain (each was added): first and count of its shards, rising. No two of them
+                overlap, nor their regions.
+            next_number: numbers from here on were never assigned.
+        Raises: ReadError: too many mappings.
+        """
+        regions = {number: _regions_of(parts) for number, parts in runs.items() if number}
+        parts = [*runs.get(0, ()), *(part for parts in regions.values() for part in parts)]
+        ends = [start + count for start, count in parts]
+        self._numbers = NumberRuns()
+        self._numbers.extend(0, self.capacity)
+        self._numbers.take(min(max([*ends, next_number]), self.capacity))
+        for start, count in _between(sorted(parts), 0, self._numbers.next):
+            self._numbers.give_back(start, count)
+        self.next_number[0] = self._numbers.next
+        for number, region_parts in regions.items():
+            region = self._regions[number]
+            for start, count in region_parts:
+                try:
+                    self._show(region.entries, region.index, start, count)
+                except OSError as error:
+                    raise ReadError(f"cannot map tables of {count} samples: {error}") from error
+                region.parts.append((start, count))
+                region.count += count
+                for unused in _between(runs[number], start, start + count):
+                    region.give_back(*unused)
+        files = {0: (self.entries_memory.file, self.index_memory.file)}
+        files |= {n: (region.entries, region.index) for n, region in self._regions.items()}
+        for number, (entries, index) in files.items():
+            for start, count in _between(runs.get(number, ()), 0, self.capacity):
+                _clear(self.entries_memory, entries, start * 16, count * 16)
+                _clear(self.index_memory, index, start * 8, count * 8)
+                _clear(self.index_memory, index, self.capacity * 8 + start * 4, count * 4)
 
     def _show(self, entries: MemoryFile, index: MemoryFile, start: int, count: int) -> None:
         self.entries_memory.show(entries, start * 16, count * 16)
@@ -247,6 +302,39 @@ class Directory:
         del self.entries, self._length_low, self.offsets, self.checksums, self.slot_of
         self.entries_memory.close()
         self.index_memory.close()
+
+
+def _regions_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the regions, first and count, that these runs lie in."""
+    numbers = NumberRuns()
+    taken = 0
+    for start, count in runs:
+        low = max(start // REGION_UNIT * REGION_UNIT, taken)
+        taken = max(-(-(start + count) // REGION_UNIT) * REGION_UNIT, taken)
+        numbers.give_back(low, taken - low)
+    return numbers.free
+
+
+def _between(runs: Sequence[tuple[int, int]], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of numbers of [first, end) that are in none of these, which rise."""
+    for start, count in runs:
+        if first < min(start, end):
+            yield first, min(start, end) - first
+        first = max(first, start + count)
+    if first < end:
+        yield first, end - first
+
+
+def _clear(memory: SharedMemory, file: MemoryFile, offset: int, size: int) -> None:
+    """Make [offset, offset + size) of a file zeros. What is left of the pages at both ends is shown
+    in a mapping."""
+    end = offset + size
+    low = min(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, end)
+    high = max(end // mmap.PAGESIZE * mmap.PAGESIZE, low)
+    memory.array[offset:low] = 0
+    if high > low:
+        file.punch(low, high - low)
+    memory.array[high:end] = 0
 
 
 class Blocks:
@@ -385,11 +473,19 @@ class ShardTable:
         values = base, count, payload_size, alignment, checksum_kind, file, engine, domain
         self.add_all(np.array([values], np.int64).T, [chunked])
 
-    def add_all(self, values: NDArray[np.int64], chunked: Sequence[ChunkedShard | None]) -> None:
+    def add_all(
+        self,
+        values: NDArray[np.int64],
+        chunked: Sequence[ChunkedShard | None],
+        has_chunks: Sequence[bool] | None = None,
+    ) -> None:
         """Add shards with at least one sample each: the table is copied once for all of them.
 
-        Args: values: int64[8, n]: their bases, counts, payload sizes, alignments, kinds of
-            checksums, files, engines and domains.
+        Args:
+            values: int64[8, n]: their bases, counts, payload sizes, alignments, kinds of checksums,
+                files, engines and domains.
+            has_chunks: whether the records of each are in chunks, if these are not known before
+                `set_chunks`.
         """
         bases, counts, payload_sizes, alignments, checksum_kinds, files, engines, domains = values
         none = np.zeros(len(bases), np.int64)
@@ -402,7 +498,7 @@ class ShardTable:
             "files": files,
             "engines": engines,
             "domains": domains,
-            "chunked": np.array([each is not None for each in chunked], np.bool_),
+            "chunked": np.array(has_chunks or [each is not None for each in chunked], np.bool_),
             "sessions": none,
             "used": none,
         }
@@ -427,6 +523,10 @@ class ShardTable:
         for row in sorted(rows, reverse=True):
             del self._runs[row]
         self._follow()
+
+    def set_chunks(self, base: int, chunked: ChunkedShard) -> None:
+        """Enter the chunks of a shard that was added without them."""
+        self._runs[self.row(base)] = chunked
 
     def read_singly(self, firsts: Sequence[int]) -> None:
         """From now on read the samples of these blocks singly, since a part of each is damaged."""

@@ -42,8 +42,14 @@ def _setting_flags(command: Command) -> Command:
     help=f"Settings in TOML, named as these flags; flags override them. [default: {CONFIG_PATH}]",
 )
 @click.option("--check", is_flag=True, help="Check the settings and exit; serve nothing.")
+@click.option(
+    "--handover",
+    is_flag=True,
+    help="Take over from the daemon that serves the socket: its memory, its socket, its clients. "
+    "Only for its own user; a service is restarted instead.",
+)
 @_setting_flags
-def serve(config_path: str | None, check: bool, **settings: Any) -> int:
+def serve(config_path: str | None, check: bool, handover: bool, **settings: Any) -> int:
     """Run the daemon until SIGTERM or Ctrl-C.
 
     It serves files below its roots to processes that have permission to read them, and keeps
@@ -74,7 +80,7 @@ def serve(config_path: str | None, check: bool, **settings: Any) -> int:
         )
         return 0
     try:
-        return daemon.serve(config, load)
+        return daemon.serve(config, load, handover=handover)
     except FFServeError as error:
         if config.log_format != "json":
             raise

@@ -71,8 +71,6 @@ class Connection:
             (socket.SO_SNDTIMEO, SEND_TIMEOUT_S),
         ):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
-        self._hang_up = select.poll()
-        self._hang_up.register(self._socket, select.POLLRDHUP)
 
     @property
     def alive(self) -> bool:
@@ -81,7 +79,15 @@ class Connection:
 
     def check(self) -> None:
         """Break if the daemon has hung up; for a client that asks it for nothing."""
-        if self.alive and self._hang_up.poll(0):
+        if not self.alive:
+            return
+        # One of its own: a poll object that two threads use at a time raises RuntimeError.
+        hang_up = select.poll()
+        try:
+            hang_up.register(self._socket, select.POLLRDHUP)
+        except ValueError:
+            return  # closed by another thread
+        if hang_up.poll(0):
             self._break(ServerUnavailable("the daemon closed the connection", path=self.path))
 
     # ---- requests -------------------------------------------------------------------------
@@ -159,12 +165,25 @@ class Connection:
             self._state.notify_all()
         self.report()
 
+    def lease(self, dataset: int, indices: Int64s, tags: list[int]) -> protocol.Ready:
+        """Ask for a lease; return the answer. Args: tags: see `Channel.lease`."""
+        with self._state:
+            if not self.channel.leased:
+                self.handshake.hold_leases(True)
+            tag = self.channel.lease(dataset, indices, tags)
+        ready: protocol.Ready = self.wait(tag)
+        return ready
+
     def release(self, tags: list[int]) -> None:
         """Give leases back. Over a broken connection the socket is closed with the last of them."""
         try:
-            with contextlib.suppress(FFServeError):
+            with contextlib.suppress(FFServeError), self._state:
                 self.channel.release(tags)
+            with contextlib.suppress(FFServeError):
                 self.flush()
+            with self._state:
+                if not self.channel.leased:
+                    self.handshake.hold_leases(False)
         finally:
             if not self.alive:
                 self._end()
@@ -426,6 +445,8 @@ def connect(path: str) -> Connection:
             _at_end = multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
         slot = _slots.setdefault(key, _Slot())
     with slot.lock:
+        if (kept := slot.connection) is not None:
+            kept.check()
         with _lock:
             if slot.connection is not None and slot.connection.alive:
                 slot.connection.readers += 1

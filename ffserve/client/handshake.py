@@ -17,6 +17,7 @@ from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Channel
 from ffserve.client.memory import Memories, check_page, close_all
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.memfd import lock_byte
 from ffserve.protocol import Message
 from ffserve.socket_path import MAX_SOCKET_PATH
 
@@ -42,6 +43,7 @@ class Handshake:
         self.path = path
         self.memories: Memories | None = None
         self._fds: list[int] = []
+        self._generation = 0
         weakref.finalize(self, close_all, self._fds).atexit = False
         self.socket = _connect(path)
         try:
@@ -67,6 +69,7 @@ class Handshake:
                 "job": job,
                 "pid": os.getpid(),
                 "payload": payload,
+                "locks": True,
             }
         )
         try:
@@ -122,10 +125,19 @@ class Handshake:
         self.memories = Memories(self.path, arena_size, capacity)
         if "shared" not in payload:
             raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
+        generation = about.get("generation", 0)
+        if not isinstance(generation, int) or not 0 <= generation < 1 << 62:
+            raise ProtocolError(f"invalid WELCOME: generation {generation!r}", path=self.path)
+        self._generation = generation
         reason = check_page(self.path, self._fds, about.get("epoch"), arena_size)
-        close_all(self._fds)
         if reason is not None:
             raise _NoMemory(f"cannot map the daemon's memory: {reason}", path=self.path)
+
+    def hold_leases(self, held: bool) -> None:
+        """Show that leases are held over this connection, or not any more: the daemon's successor
+        sees it, whatever becomes of the connection. Raises: OSError."""
+        if self._fds:
+            lock_byte(self._fds[0], self._generation, held=held)
 
     def drop_fds(self) -> None:
         """Close the descriptors of the shared memory; mappings stay."""

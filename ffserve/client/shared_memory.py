@@ -591,9 +591,7 @@ class _Held:
 
     def ask(self, dataset: int, indices: Int64s) -> protocol.Ready:
         """Ask for a lease; return the answer."""
-        tag = self._connection.channel.lease(dataset, indices, self._tags)
-        ready: protocol.Ready = self._connection.wait(tag)
-        return ready
+        return self._connection.lease(dataset, indices, self._tags)
 
     def release(self) -> None:
         """Give all of them back. A second call does nothing."""

@@ -422,3 +422,81 @@ int ffs_slots_vacate(const ffs_slots *s, const ffs_shards *shards, const int64_t
     }
     return 0;
 }
+
+/* ---- what a predecessor left --------------------------------------------------------------- */
+
+/* Bytes [begin, end) of the arena, and the slot that they are. */
+typedef struct {
+    int64_t slot;
+    uint64_t begin, end;
+} place;
+
+static const place nowhere = {-1, 0, 0};
+
+/* The slot that begins at or before an offset, in a run of slabs of this domain. */
+static place slot_at(const ffs_slots *s, const ffs_slabs *slabs, uint64_t offset, int32_t domain)
+{
+    uint64_t slab = offset / (uint64_t)slabs->slab_size;
+    if (slab >= (uint64_t)slabs->slab_count)
+        return nowhere;
+    int64_t head = slabs->heads[slab];
+    if (head < 0 || (uint64_t)head > slab || slabs->domains[head] != domain)
+        return nowhere;
+    uint64_t start = (uint64_t)(head * slabs->slab_size), size = (uint64_t)slabs->sizes[head];
+    uint64_t k = (offset - start) / size;
+    if (k >= (uint64_t)(slabs->runs[head] * slabs->slab_size) / size)
+        return nowhere;
+    int64_t slot = head * slabs->slots_per_slab + (int64_t)k;
+    return slot < s->slot_count ? (place){slot, start + k * size, start + (k + 1) * size} : nowhere;
+}
+
+static bool holds(place at, uint64_t offset, uint64_t length)
+{
+    return at.slot >= 0 && offset >= at.begin && offset <= at.end && length <= at.end - offset;
+}
+
+/* Whether sample i can be in a slot, beside those that were found there before. */
+static bool take(const ffs_slots *s, int64_t slot, int64_t i)
+{
+    if (s->states[slot] == FFS_SLOT_FREE) {
+        s->states[slot] = FFS_SLOT_RESIDENT;
+        s->firsts[slot] = i;
+        s->counts[slot] = 0;
+    } else if (s->states[slot] == FFS_SLOT_RESIDENT && s->firsts[slot] + s->counts[slot] != i) {
+        s->states[slot] = FFS_SLOT_FAILED;
+    }
+    if (s->states[slot] != FFS_SLOT_RESIDENT || s->counts[slot] == INT32_MAX)
+        return false;
+    s->counts[slot]++;
+    return true;
+}
+
+int64_t ffs_slots_adopt(const ffs_slots *s, ffs_entry *entries, const ffs_slabs *slabs,
+                        int64_t first, int64_t count, int64_t shift, int32_t domain)
+{
+    int64_t found = 0, mask = ((int64_t)1 << shift) - 1;
+    place at = nowhere;
+    if (first < 0 || count < 0 || count > s->sample_count - first)
+        return FFS_ERANGE;
+    for (int64_t i = first; i < first + count; i++) {
+        ffs_entry *entry = &entries[i];
+        if (((i - first) & mask) == 0)
+            at = nowhere;
+        uint32_t seq = __atomic_load_n(&entry->seq, __ATOMIC_RELAXED);
+        if (!(seq & 1))
+            continue;
+        uint64_t offset = entry->place & (((uint64_t)1 << 48) - 1);
+        uint64_t length = entry->length_low | entry->place >> 48 << 32;
+        /* An empty sample at the end of its slot has the offset of the next slot. */
+        if (!holds(at, offset, length))
+            at = slot_at(s, slabs, offset, domain);
+        if (holds(at, offset, length) && take(s, at.slot, i)) {
+            s->slot_of[i] = (int32_t)at.slot + 1;
+            found++;
+        } else {
+            __atomic_store_n(&entry->seq, seq + 1, __ATOMIC_RELAXED);
+        }
+    }
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return found;
+}

@@ -115,6 +115,24 @@ int ffs_slots_usable(const ffs_slots *s, const int64_t *slots, int64_t n, uint8_
 int ffs_slots_vacate(const ffs_slots *s, const ffs_shards *shards, const int64_t *slots, int64_t n,
                      int64_t *contents);
 
+/* How the slabs of a predecessor are cut into slots. */
+typedef struct {
+    const int64_t *heads; /* by slab: the first of its run, -1: it is in none */
+    const int64_t *sizes; /* by first slab of a run: bytes of a slot */
+    const int64_t *runs;  /* slabs of the run; sizes[k] goes at least once into it */
+    const int32_t *domains;
+    int64_t slab_count, slab_size, slots_per_slab;
+} ffs_slabs;
+
+/* Find the slots of samples [first, first + count) of a domain, by the entries that are readable: each
+ * of these samples gets its slot, and each slot, RESIDENT now, its samples, whose numbers follow each
+ * other. An entry becomes unreadable if its bytes are not inside one slot of this domain, or the slot
+ * is LOADING. A slot that would get samples with a gap is FAILED then. Nothing is believed of an entry.
+ * shift: no slot has samples of two blocks of 1 << shift, counted from `first`. Slots were FREE or
+ * LOADING before. Returns the number of samples found, or FFS_ERANGE. */
+int64_t ffs_slots_adopt(const ffs_slots *s, ffs_entry *entries, const ffs_slabs *slabs,
+                        int64_t first, int64_t count, int64_t shift, int32_t domain);
+
 /* ---- residents (next_use.c): the key of the bucket that each resident is in ------------------ */
 typedef struct {
     int64_t *keys;

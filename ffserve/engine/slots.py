@@ -253,6 +253,18 @@ class Slots:
         assert rc == 0
         return usable
 
+    def adopt(self, slabs: Slabs, first: int, count: int, shift: int, domain: int) -> int:
+        """Give the readable samples [first, first + count) of a domain to the slots that hold them;
+        entries that name no such slot become unreadable. See ffs_slots_adopt.
+
+        Args: shift: blocks of 1 << shift samples share no slot.
+        Returns: the number of samples.
+        """
+        entries = ffi.cast("ffs_entry *", self._shards.c.entries)
+        found: int = lib.ffs_slots_adopt(self.c, entries, slabs.c, first, count, shift, domain)
+        assert found >= 0
+        return found
+
     def vacate(self, slots: Int64s) -> Int64s:
         """Free slots. Returns: what they held, int64[4, n]: first sample, number of samples, offset
         and size of each slot."""
@@ -266,6 +278,30 @@ class Slots:
         )
         assert rc == 0
         return contents
+
+
+class Slabs:
+    """How a predecessor's slabs are cut into slots; the arrays are not copied.
+
+    Args: heads: int64[slabs], the first slab of each one's run, -1: it is in none. sizes, runs,
+        domains: see `arena.SlabTables`; sound where a run begins.
+    """
+
+    def __init__(
+        self,
+        heads: Int64s,
+        sizes: Int64s,
+        runs: Int64s,
+        domains: Int32s,
+        slab_size: int,
+        slots_per_slab: int,
+    ) -> None:
+        assert len(heads) == len(sizes) == len(runs) == len(domains)
+        c = self.c = ffi.new("ffs_slabs *")
+        self._keep = [from_buffer(I64S, heads), from_buffer(I64S, sizes), from_buffer(I64S, runs)]
+        c.heads, c.sizes, c.runs = self._keep
+        c.domains = self._domains = from_buffer(I32S, domains)
+        c.slab_count, c.slab_size, c.slots_per_slab = len(heads), slab_size, slots_per_slab
 
 
 class Residents:

@@ -287,6 +287,13 @@ def _mount_of(process: str) -> int | None:
     return None
 
 
+def namespace_marks() -> tuple[int, int]:
+    """Return what tells whether OWN and HOST are the same namespaces as those of another process,
+    as long as these last; -1: unknown."""
+    own, host = _mount_of("self"), _mount_of("1")
+    return -1 if own is None else own, -1 if host is None else host
+
+
 def _has_ended(connection: socket.socket) -> bool:
     """Whether the peer has ended, so that its number may be that of another process by now."""
     try:

@@ -28,11 +28,14 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
+from ffserve.cache.adoption import drop_other_blocks
 from ffserve.cache.cache import Cache
+from ffserve.cache.inventory import CHUNKED, Inventory, ShardRow
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
@@ -41,7 +44,16 @@ from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.server.opening import IdentifiedFiles, Opener, close_passed
-from ffserve.server.shards import Alias, Key, OpenShard, PassedFile, Passing, Request
+from ffserve.server.shards import (
+    Alias,
+    Key,
+    OpenShard,
+    PassedFile,
+    Passing,
+    Request,
+    closed_shard,
+    row_of,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +72,9 @@ MOST_CLOSED = 16_384
 class Catalog:
     """Opens, shares and closes shards.
 
-    Args: rules: which descriptors are taken. max_chunk_size, close_after_s: see ServerConfig.
+    Args:
+        rules: which descriptors are taken. max_chunk_size, close_after_s: see ServerConfig.
+        inventory: where the shards are entered for a successor.
     """
 
     def __init__(
@@ -73,8 +87,10 @@ class Catalog:
         max_chunk_size: int,
         domains: Domains,
         close_after_s: float,
+        inventory: Inventory,
     ) -> None:
         self._domains = domains
+        self._inventory = inventory
         self._directory = directory
         self._table = table
         self._cache = cache
@@ -91,6 +107,7 @@ class Catalog:
         self._idle: OrderedDict[Key, OpenShard] = OrderedDict()
         """Open, the one that has been idle for longest first."""
         self._closed: OrderedDict[Key, OpenShard] = OrderedDict()
+        self._most_closed = MOST_CLOSED
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
         self._ended: set[int] = set()
@@ -394,7 +411,7 @@ class Catalog:
             self._open[shard.key] = shard
             if shard.count:
                 by_device[shard.device].append(shard)
-        fresh, numbers = [], []
+        fresh, numbers, adopted = [], [], []
         for device, some in by_device.items():
             engine, files = self._engines.add_files(
                 device,
@@ -403,12 +420,17 @@ class Catalog:
                 np.array([shard.cached_fd for shard in some], np.int32),
             )
             for shard, file in zip(some, files.tolist(), strict=True):
-                if self._inherits(shard):
-                    row = self._table.row(shard.base)
-                    self._table.engines[row], self._table.files[row] = engine, file
-                else:
+                closed = self._inherit(shard)
+                if closed is None:
                     fresh.append(shard)
                     numbers.append((file, engine))
+                    continue
+                row = self._table.row(shard.base)
+                self._table.engines[row], self._table.files[row] = engine, file
+                if closed.adopted:
+                    adopted.append(shard.base)
+        if adopted:
+            self._cache.fit(adopted)
         if fresh:
             columns = [
                 (s.base, s.count, s.payload_size, s.alignment, s.checksum_kind, *n, s.domain.number)
@@ -416,31 +438,79 @@ class Catalog:
             ]
             self._table.add_all(np.array(columns, np.int64).T, [shard.chunked for shard in fresh])
             self._cache.fit([shard.base for shard in fresh])
+            for shard in fresh:
+                self._inventory.add_shard(row_of(shard))
 
-    def _inherits(self, shard: OpenShard) -> bool:
-        """Whether a shard has taken over the samples of the same file, which was closed."""
+    # ---- a predecessor's ------------------------------------------------------------------------
+
+    def adopt(self, rows: Sequence[ShardRow]) -> None:
+        """Enter the shards of a predecessor, whose numbers are their own already, as closed ones.
+        Their samples are served when a client passes a descriptor of the same file."""
+        domains = {domain.serial: domain for domain in self._domains.all}
+        columns = []
+        for row in rows:
+            shard = closed_shard(row, domains[row.domain])
+            shard.domain.shards += 1
+            self._closed[shard.key] = shard
+            about = row.base, row.count, row.payload_size, row.alignment, row.checksum_kind
+            columns.append((*about, -1, 0, shard.domain.number))
+        if rows:
+            has_chunks = [bool(row.flags & CHUNKED) for row in rows]
+            self._table.add_all(np.array(columns, np.int64).T, [None] * len(rows), has_chunks)
+        # Not idle: the jobs that had them open are on their way back.
+        self._table.sessions[:] = 1
+        self._most_closed = max(MOST_CLOSED, len(rows))
+        self._cache.next_use.adopt({row.base: row.group for row in rows if row.group})
+
+    def end_return(self) -> None:
+        """Shards of the predecessor that nobody has opened are idle from now on."""
+        self._most_closed = MOST_CLOSED
+        left = [shard.base for shard in self._closed.values() if shard.adopted]
+        if left:
+            self._table.set_sessions(left, [0] * len(left))
+            self._cache.allocator.idle_changed = True
+
+    def _suits(self, closed: OpenShard, shard: OpenShard) -> bool:
+        """Whether the lengths that a predecessor found are those of the file, and the blocks that
+        it cached those that are read now."""
+        entries, row = self._directory.entries, self._table.row(closed.base)
+        if bool(self._table.chunked[row]) != (shard.chunked is not None):
+            return False
+        if shard.chunked is None:
+            old, new = (entries[s.base : s.base + s.count] for s in (closed, shard))
+            return np.array_equal(old["length_low"], new["length_low"]) and np.array_equal(
+                old["place"] >> np.uint64(48), new["place"] >> np.uint64(48)
+            )
+        self._table.set_chunks(closed.base, shard.chunked)
+        return drop_other_blocks(self._cache, closed.base, closed.count)
+
+    def _inherit(self, shard: OpenShard) -> OpenShard | None:
+        """Return the closed shard of the same file, whose samples are this one's now, if any."""
         closed = self._closed.pop(shard.key, None)
         if closed is None:
-            return False
+            return None
         old, new = (slice(s.base, s.base + s.count) for s in (closed, shard))
         directory = self._directory
+        facts = attrgetter(
+            "format", "count", "payload_size", "checksum_kind", "alignment", "device", "fingerprint"
+        )
         same = (
-            (closed.format, closed.count, closed.checksum_kind, closed.alignment, closed.device)
-            == (shard.format, shard.count, shard.checksum_kind, shard.alignment, shard.device)
-            and closed.fingerprint == shard.fingerprint
+            facts(closed) == facts(shard)
             and np.array_equal(directory.offsets[old], directory.offsets[new])
             and np.array_equal(directory.checksums[old], directory.checksums[new])
+            and (not closed.adopted or self._suits(closed, shard))
         )
         if not same:
             # Another file with the number, size and times of a deleted one.
             closed.key = (*closed.key[:5], closed.base)
             self._closed[closed.key] = closed
-            return False
+            self._inventory.remove_shard(closed.base)
+            return None
         with self._opener.lock:
             directory.release(shard.base, shard.count, shard.domain.number)
         shard.domain.shards -= 1  # it was counted twice
-        shard.base, shard.chunked = closed.base, closed.chunked
-        return True
+        shard.base, shard.chunked = closed.base, closed.chunked or shard.chunked
+        return closed
 
     def _taken_fds(self, shard: OpenShard) -> list[int]:
         """Return the descriptors of a shard, which has none any more."""
@@ -508,6 +578,7 @@ class Catalog:
         if found is not error and not shard.stale:
             assert shard.sessions, "it is not idle"
             shard.stale = True
+            self._inventory.remove_shard(shard.base)
             self._drop_aliases(shard)
             del self._open[shard.key]
             shard.key = (*shard.key[:5], shard.base)
@@ -537,7 +608,7 @@ class Catalog:
         await self._close(chosen, len(chosen))
         await self._forget_empty()
         await self._drop_ended()
-        while len(self._closed) > MOST_CLOSED:
+        while len(self._closed) > self._most_closed:
             if not await self._drop(next(iter(self._closed.values()))):
                 break
 
@@ -663,6 +734,7 @@ class Catalog:
             with self._opener.lock:
                 for shard in shards:
                     del self._closed[shard.key]
+                    self._inventory.remove_shard(shard.base)
                     self._directory.release(shard.base, shard.count, shard.domain.number)
                     shard.domain.shards -= 1
         for domain in self._domains.all:

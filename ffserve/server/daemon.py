@@ -26,13 +26,18 @@ from typing import Any, TypeAlias
 import uvloop
 
 from ffserve import __version__
+from ffserve.cache.inventory import Inventory
 from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import os_error, raise_file_limit, wrap_os_error
 from ffserve.machine import usable_memory
+from ffserve.memfd import is_locked_below
 from ffserve.server.access import may_read_everything
+from ffserve.server.fd_store import forget, keep, memory_of, notify, passed
+from ffserve.server.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.log import start_logging
+from ffserve.server.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.server import Server
 from ffserve.server.state import ServerState
 from ffserve.socket_path import prepare_socket_directory, remove_stale_socket
@@ -46,7 +51,8 @@ STATUS_INTERVAL_S = 5.0
 IDLE_CHECK_S = 1.0
 """How often the daemon looks whether it has been idle for long."""
 _BACKLOG = 1024
-_FIRST_PASSED_FD = 3
+SETTLE_INTERVAL_S = 1.0
+"""How often a daemon that took memory over looks for leases of its predecessor."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
 LEAST_FILES = 64
@@ -68,30 +74,40 @@ def check(config: ServerConfig) -> None:
         _http()
 
 
-def serve(config: ServerConfig, load: Callable[[], ServerConfig]) -> int:
-    """Run the daemon until SIGTERM or SIGINT; return its exit code.
+def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: bool = False) -> int:
+    """Run the daemon until SIGTERM or SIGINT, or until another one takes it over; return its exit
+    code.
 
     SIGHUP reloads the settings. If the daemon has a terminal, the signal means that the terminal
     was closed, and ends it; nohup makes the process ignore it.
 
-    Args: load: reads the settings again.
+    Args: load: reads the settings again. handover: take the running daemon over.
     Raises:
-        UsageError: another daemon serves this socket, or its path is not a socket.
+        UsageError: another daemon serves this socket, or its path is not a socket; with handover:
+            none serves it, or it does not hand over.
         AccessDenied, ReadError: the socket or the shared memory cannot be created.
     """
     start_logging(config.log_level, config.log_format)
     raise_file_limit()
     _check_machine(config)
     signals = _Signals()
-    sockets = _passed_sockets()
-    listener, lock = (sockets[0], None) if sockets else _listen(config)
+    sockets, kept = passed()
+    lock: int | None = None
+    if sockets:
+        listener = sockets[0]
+    elif handover:
+        listener, lock, kept = take_from(config.socket)
+        _write_pid(lock)
+    else:
+        listener, lock = _listen(config)
+    handed = False
     try:
         http = _http_listener(config, sockets[1:])
-        uvloop.run(_run(config, load, listener, http, signals))
+        handed = uvloop.run(_run(config, listener, lock, http, kept, load, signals))
         return 0
     finally:
         listener.close()
-        if lock is not None:
+        if lock is not None and not handed:
             _remove_socket(config.socket, lock)
 
 
@@ -158,42 +174,62 @@ def _has_terminal() -> bool:
 
 async def _run(
     config: ServerConfig,
-    load: Callable[[], ServerConfig],
     listener: socket.socket,
+    lock: int | None,
     http_listener: socket.socket | None,
+    kept: dict[str, int],
+    load: Callable[[], ServerConfig],
     signals: _Signals,
-) -> None:
+) -> bool:
+    """Serve until the end; return whether another daemon took over."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    loop.set_exception_handler(_end_at_once)
-    state = ServerState(config)
+    state = _state(config, kept)
+    loop.set_exception_handler(partial(_end_at_once, state.inventory))
     state.engines.on_broken = stop.set
+    keep(state)
     server = Server(state, listener)
-    http = None
+    server.on_heir = stop.set
+    close_http: Action | None = None
     if http_listener is not None:
         show_jobs = config.http_jobs == "all"
-        http = _http().HttpServer(server, http_listener, show_jobs=show_jobs)
+        close_http = _http().HttpServer(server, http_listener, show_jobs=show_jobs).close
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
     if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
         log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
-    _notify(f"READY=1\nSTATUS={_status(server)}")
+    notify(f"READY=1\nSTATUS={_status(server)}")
     tasks = [
         loop.create_task(each)
-        for each in (_watchdog(), _report(server), _stop_when_idle(server, stop))
+        for each in (_watchdog(), _report(server), _settle(state), _stop_when_idle(server, stop))
     ]
     await stop.wait()
-    _notify(f"STOPPING=1\nSTATUS=stopping, clients: {server.connection_count}")
-    log.info("stopping: %d clients", server.connection_count)
     for task in tasks:
         task.cancel()
+    return await _end(server, listener, lock, close_http)
+
+
+async def _end(
+    server: Server, listener: socket.socket, lock: int | None, close_http: Action | None
+) -> bool:
+    """Answer what is under way and end; return whether another daemon took over."""
+    state = server.state
+    notify(f"STOPPING=1\nSTATUS=stopping, clients: {server.connection_count}")
+    if server.heir is None:
+        log.info("stopping: %d clients", server.connection_count)
+    else:
+        log.info("stopping: %d clients, another daemon takes over", server.connection_count)
     broken = state.engines.broken
+    if broken:
+        state.inventory.doubt()
     patience_s = 0.0 if broken else state.config.drain_timeout_s
-    if not await server.drain(patience_s):
+    if server.heir is not None:
+        patience_s = min(patience_s, DRAIN_S)
+    if not await server.drain(patience_s) and server.heir is None:
         log.warning("stopped with unanswered requests after %g s", patience_s)
-    if http is not None:
-        http.close()
+    if close_http is not None:
+        close_http()
     state.close()
     if broken:
         raise ReadError(
@@ -201,6 +237,66 @@ async def _run(
             "so the daemon ends",
             hint="start the daemon again (systemd does so); see dmesg for the cause",
         )
+    if server.heir is None or lock is None:
+        return False
+    sock, tag = server.heir
+    try:
+        give(sock, tag, {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state)})
+    except OSError as error:
+        log.warning("the daemon that was to take over is gone: %s", error)
+        return False
+    return True
+
+
+def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
+    """Return the parts of the daemon, over the memory of a predecessor if that can be used.
+
+    Args: fds: of the predecessor, by name.
+    """
+    if not fds:
+        return ServerState(config)
+    names = list(fds)
+    try:
+        kept = take(fds, config)
+    except ReadError as error:
+        log.warning("starting with empty memory, that of the daemon before is not used: %s", error)
+        kept, left = None, names
+    else:
+        left = list(fds)
+    for fd in fds.values():
+        os.close(fd)
+    forget(left)
+    try:
+        state = ServerState(config, kept)
+    except ReadError:
+        forget(names)  # the next daemon starts with new memory
+        raise
+    if state.adopted is not None:
+        log.info("took over %d samples, %s", state.adopted.samples, format_size(state.adopted.size))
+    return state
+
+
+async def _settle(state: ServerState) -> None:
+    """End what waits for the predecessor's clients and reads."""
+    adopted = state.adopted
+    if adopted is None:
+        return
+    began = time.monotonic()
+    returning = quarantined = True
+    generation = state.inventory.get("generation")
+    while returning or quarantined or len(adopted.leased):
+        await asyncio.sleep(SETTLE_INTERVAL_S)
+        since_s = time.monotonic() - began
+        if quarantined and since_s >= QUARANTINE_S:
+            adopted.end_quarantine()
+            quarantined = False
+        if returning and since_s >= RETURN_S:
+            state.cache.policy.returning.clear()
+            state.catalog.end_return()
+            returning = False
+        if len(adopted.leased) and not is_locked_below(state.page.file.fd, generation):
+            adopted.end_leases()
+        state.scheduler.pump(time.monotonic())
 
 
 def _log_start(server: Server) -> None:
@@ -221,24 +317,27 @@ def _log_start(server: Server) -> None:
     )
 
 
-def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _end_at_once(
+    inventory: Inventory, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
     """End the process after an exception in a callback of the loop.
 
     Nobody answers the requests of that turn, and signs of life would keep their clients waiting.
-    Nor can the tables be trusted, so no other request is answered from them. The kernel closes the
-    sockets, and the clients go on by themselves.
+    Nor can the tables be trusted, so no other request is answered from them, and no successor takes
+    them over. The kernel closes the sockets, and the clients go on by themselves.
     """
     error = context.get("exception")
     if error is None:
         loop.default_exception_handler(context)
         return
+    inventory.doubt()
     log.critical("internal error, the daemon ends", exc_info=error)
     os._exit(EXIT_FAULT)
 
 
 def _reload(server: Server, load: Callable[[], ServerConfig]) -> None:
     """Read the settings again and follow them; keep the present ones if they are not valid."""
-    _notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         new, changed, left = merge_live(server.state.config, load())
         server.reconfigure(new)
@@ -251,7 +350,7 @@ def _reload(server: Server, load: Callable[[], ServerConfig]) -> None:
         if left:
             log.warning("a restart is needed for the new value of %s", ", ".join(left))
         line = _status(server)
-    _notify(f"READY=1\nSTATUS={line}")
+    notify(f"READY=1\nSTATUS={line}")
 
 
 async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
@@ -283,33 +382,15 @@ async def _report(server: Server) -> None:
     while True:
         await asyncio.sleep(STATUS_INTERVAL_S)
         if (line := _status(server)) != last:
-            _notify(f"STATUS={line}")
+            notify(f"STATUS={line}")
             last = line
 
 
 async def _watchdog() -> None:
     interval_s = _watchdog_interval_s()
     while interval_s is not None:
-        _notify("WATCHDOG=1")
+        notify("WATCHDOG=1")
         await asyncio.sleep(interval_s / 2)
-
-
-# ---- systemd: sd_notify(3), sd_listen_fds(3) --------------------------------------------------
-
-
-def _notify(state: str) -> None:
-    """Send a state such as "READY=1" to the service manager, if there is one."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock,
-    ):
-        sock.connect(address)
-        sock.send(state.encode())
 
 
 def _watchdog_interval_s() -> float | None:
@@ -319,17 +400,6 @@ def _watchdog_interval_s() -> float | None:
     if not wanted.isdecimal() or pid != str(os.getpid()):
         return None
     return int(wanted) / 1e6
-
-
-def _passed_sockets() -> list[socket.socket]:
-    """Return the sockets that systemd passed (socket activation)."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        return []
-    sockets = []
-    for k in range(int(os.environ.get("LISTEN_FDS", "0"))):
-        os.set_inheritable(_FIRST_PASSED_FD + k, False)
-        sockets.append(socket.socket(fileno=_FIRST_PASSED_FD + k))
-    return sockets
 
 
 # ---- the socket -------------------------------------------------------------------------------
@@ -408,10 +478,14 @@ def _lock(path: str) -> int:
         # An ending daemon unlinks its lock file: check that the name is that of the locked file.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                _write_pid(fd)
                 return fd
         os.close(fd)
+
+
+def _write_pid(lock: int) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def _open_lock(path: str) -> int:

@@ -15,10 +15,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ffserve.cache.cache import Cache
+from ffserve.cache.inventory import COMMON, OWNED, UNCLAIMED, Inventory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
 from ffserve.memfd import MemoryFile, SharedMemory
@@ -55,14 +58,28 @@ class Domain:
         return self.arena, self.directory, self.index
 
 
+@dataclass(frozen=True, slots=True)
+class KeptDomain:
+    """A domain of a predecessor; see Domain. claimed: it has its owner."""
+
+    owner: Owner | None
+    claimed: bool
+    number: int
+    serial: int
+    files: tuple[MemoryFile, MemoryFile, MemoryFile]
+
+
 class Domains:
     """The domains of a daemon.
 
     The memory that exists from the start belongs to the first domain that is asked for, so a daemon
     of one user moves no slab.
 
-    Args: move: gives an empty slab, at this offset, the pages of a file, and frees those of the
-        other; False: that is not possible. See `resize.Pages.move`.
+    Args:
+        move: gives an empty slab, at this offset, the pages of a file, and frees those of the
+            other; False: that is not possible. See `resize.Pages.move`.
+        inventory: where the domains are entered for a successor; None: nowhere.
+        kept: those of a predecessor, the first one at the front; None: new ones.
     """
 
     def __init__(
@@ -71,20 +88,73 @@ class Domains:
         memory: SharedMemory,
         directory: Directory,
         move: Callable[[int, int, MemoryFile, MemoryFile], bool],
+        inventory: Inventory | None = None,
+        kept: Sequence[KeptDomain] = (),
     ) -> None:
         self._cache = cache
+        self._memory = memory
+        self._inventory = inventory
+        self.made: Callable[[Domain], object] = lambda domain: None
+        self.gone: Callable[[Domain], object] = lambda domain: None
+        """Called with a domain that was made, and with one that was dissolved."""
         self._arena = arena = cache.arena
         self._directory = directory
         self._move = move
-        self._serials = itertools.count(1)
+        self._serials = itertools.count(max((each.serial for each in kept), default=0) + 1)
         files = directory.entries_memory.file, directory.index_memory.file
-        self._first = Domain(None, 0, next(self._serials), memory.file, *files)
+        serial = kept[0].serial if kept else next(self._serials)
+        self._first = Domain(None, 0, serial, memory.file, *files)
         self._claimed = False
         """Whether the first domain has its owner."""
         self._by_owner: dict[Owner | None, Domain] = {}
         self._by_number: dict[int, Domain] = {0: self._first}
         self._unused_numbers: list[int] = []
         arena.give = self._give
+        if kept:
+            self._adopt(kept)
+        else:
+            self._enter(self._first)
+
+    def _adopt(self, kept: Sequence[KeptDomain]) -> None:
+        first = kept[0]
+        self._claimed = first.claimed
+        if self._claimed:
+            self._first.owner = first.owner
+            self._by_owner[first.owner] = self._first
+        for each in kept[1:]:
+            while self._arena.domain_count <= each.number:
+                self._cache.add_domain()
+            domain = Domain(each.owner, each.number, each.serial, *each.files)
+            self._directory.add_domain(each.number, *each.files[1:])
+            self._by_owner[each.owner] = self._by_number[each.number] = domain
+        self._unused_numbers = [
+            number for number in range(self._arena.domain_count) if number not in self._by_number
+        ]
+
+    def _enter(self, domain: Domain) -> None:
+        """Enter a domain into the inventory."""
+        if self._inventory is not None:
+            known = domain is not self._first or self._claimed
+            kind = UNCLAIMED if not known else COMMON if domain.owner is None else OWNED
+            self._inventory.add_domain(domain.serial, domain.number, kind, domain.owner)
+
+    def show_slabs(self) -> None:
+        """Have each domain's slabs show its file, and give back what the files hold beside them.
+
+        Raises: OSError: too many mappings; ReadError.
+        """
+        size, owners = self._arena.slab_size, self._arena.slab_domain
+        edges = np.flatnonzero(np.diff(owners)) + 1
+        runs = list(itertools.pairwise([0, *edges.tolist(), len(owners)]))
+        in_use = self._arena.slab_count
+        for domain in self._by_number.values():
+            for low, high in runs:
+                mine = owners[low] == domain.number
+                if mine and domain.number:
+                    self._memory.show(domain.arena, low * size, (high - low) * size)
+                start = low if not mine else max(low, in_use)
+                if start < high:
+                    domain.arena.punch(start * size, (high - start) * size)
 
     @property
     def fd_count(self) -> int:
@@ -95,6 +165,11 @@ class Domains:
     def all(self) -> list[Domain]:
         """Return every domain, the oldest first."""
         return sorted(self._by_owner.values(), key=lambda domain: domain.serial)
+
+    @property
+    def every(self) -> list[Domain]:
+        """Return every domain, also the first one before it has its owner."""
+        return list(self._by_number.values())
 
     def get(self, owner: Owner | None) -> Domain | None:
         """Return the domain of an owner, if there is one; None: the common one."""
@@ -119,6 +194,9 @@ class Domains:
             domain.owner = owner
             self._claimed = True
             self._by_owner[owner] = domain
+            self._enter(domain)
+            if domain is not self._first:
+                self.made(domain)
         return domain
 
     def _make(self, owner: Owner | None) -> Domain:
@@ -161,6 +239,9 @@ class Domains:
             self._directory.drop_domain(number)
         except OSError:
             return False  # no mappings are left: the next time
+        if self._inventory is not None:
+            self._inventory.remove_domain(domain.serial)
+        self.gone(domain)
         for file in domain.files:
             # Clients that still map it keep no memory by that.
             with contextlib.suppress(OSError):

@@ -354,7 +354,8 @@ class Scheduler:
                 self.leased_size -= lease.pinned_size
                 self._leases_in_slab[lease.slabs] -= 1
                 self._leased_slabs -= int(np.sum(self._leases_in_slab[lease.slabs] == 0))
-                self._cache.release(lease.pins)
+                if not self._stopped:
+                    self._cache.end_lease(lease.pins)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
         """A load has ended. `go_on` must be called when all that have ended by now are known."""
@@ -417,7 +418,7 @@ class Scheduler:
         """Read nothing any more.
 
         A client may go on reading its leased samples after its session ended, so no slot may be
-        written to from now on.
+        written to from now on, and a successor finds all leases in the cache's table.
         """
         self._stopped = True
 
@@ -633,6 +634,7 @@ class Scheduler:
         turns.leased_count += count
         self._leases_in_slab[slabs] += 1
         self._leased_slabs += fresh
+        self._cache.lease(request.pins)
         request.owner.leases[request.tag] = Lease(request.pins, size, slabs, count)
         return True
 

@@ -107,6 +107,7 @@ class ClientConnection:
             user=user,
             later=self._later,
             refusal=refusal,
+            heir=self._take_over,
         )
         self._opening = asyncio.Lock()
         """Held by the OPEN that is carried out; others of this client wait."""
@@ -339,6 +340,12 @@ class ClientConnection:
         self.user.opening.take(len(request.paths))
         self._server.begin(opening())
 
+    def _take_over(self, tag: int) -> None:
+        """The client takes this daemon over."""
+        if self._server.heir is None:
+            self._server.heir = self._sock.dup(), tag
+            self._server.on_heir()
+
     def _drop_received(self) -> None:
         """Close descriptors that nobody took."""
         fds, self.session.received = self.session.received, []
@@ -476,6 +483,10 @@ class Server:
         self._pumping = False
         """Whether the loop will call `pump`."""
         self._draining = False
+        self.heir: tuple[socket.socket, int] | None = None
+        """The connection of the daemon that takes this one over, and the tag of its request."""
+        self.on_heir: Callable[[], object] = lambda: None
+        """Called when there is one."""
         self._used_at = time.monotonic()
         self.most_sessions = most_sessions(state.config.max_sessions)
         listener.setblocking(False)
@@ -683,7 +694,8 @@ class Server:
         """
         self._draining = True
         self.loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        if self.heir is None:
+            self._listener.close()
         deadline = time.monotonic() + timeout_s
         while not self.state.scheduler.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

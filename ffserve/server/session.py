@@ -8,6 +8,7 @@ takes other threads: it goes out through `opener` and comes back through `opened
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
     READY        FILES ORDER REACHED SEEN LOOKUP RESIZE TIMES  READY
+    READY        HANDOVER                                      READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -44,6 +45,7 @@ from ffserve.errors import (
     status_error,
 )
 from ffserve.protocol import Message
+from ffserve.server import handover
 from ffserve.server.access import Peer
 from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
 from ffserve.server.report import arena_facts, status
@@ -105,6 +107,10 @@ class _Needed:
     tag: int
     positions: list[int]
     answer: Callable[[list[PassedFile] | FFServeError], None]
+
+
+def _no_heir(tag: int) -> None:
+    raise ProtocolError("unexpected HANDOVER message")
 
 
 class OrderReceiver:
@@ -238,6 +244,7 @@ class Session:
         user: with whom the session shares bounds and turns.
         later: has these steps taken before the next message is received; None: takes them at once.
         refusal: why this session may open no data set; None: it may.
+        heir: called with a tag when the client is to take this daemon over.
     """
 
     def __init__(
@@ -252,6 +259,7 @@ class Session:
         user: User | None = None,
         later: Callable[[Steps], object] | None = None,
         refusal: FFServeError | None = None,
+        heir: Callable[[int], object] = _no_heir,
     ) -> None:
         self.phase = NEW
         self.peer = peer
@@ -265,11 +273,17 @@ class Session:
         """The tag of the latest request with a direct reply."""
         self.inline = False
         """Whether samples go through the socket."""
+        self._locks = False
+        """Whether the client shows a successor of the daemon that it holds leases. Others get none:
+        the successor would write to what they read."""
         self._sending: set[int] = set()
         """Tags of GETs whose samples are on their way through the socket."""
         self.user = User() if user is None else user
         self._later = _at_once if later is None else later
         self._refusal = refusal
+        self._heir = heir
+        self._takes_over = False
+        """Whether the client is a daemon that will take this one over."""
         self._owner = Owner(self._finished, user=self.user)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
@@ -327,6 +341,8 @@ class Session:
                 self._resize(message)
             case protocol.Times():
                 self._state.statistics.take_times(message.took_ns, message.counts)
+            case protocol.Handover():
+                self._hand_over(message)
             case protocol.Bye():
                 self.phase = OVER
             case _:
@@ -356,6 +372,8 @@ class Session:
                 hint="install the same release of ffserve for the daemon and its clients",
             )
         self.inline = chosen == "inline"
+        self._locks = about.get("locks") is True
+        self._takes_over = about.get("handover") is True
         if self.inline:
             assert self._outbox is not None
             self._owner.taken_back = self._outbox.stop
@@ -375,6 +393,15 @@ class Session:
             self.fail(message.tag, error)
         else:
             self._send(protocol.Report(message.tag, {"arena": arena_facts(self._state)}))
+
+    def _hand_over(self, message: protocol.Handover) -> None:
+        if not self._takes_over:
+            raise ProtocolError("a HANDOVER message that HELLO did not announce")
+        error = handover.refusal(self.peer)
+        if error is not None:
+            self.fail(message.tag, error)
+        else:
+            self._heir(message.tag)
 
     def fail(self, tag: int, error: FFServeError) -> None:
         """Report that a request failed; tag 0: that the session did."""
@@ -663,7 +690,7 @@ class Session:
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
             self._direct_tag = tag
         dataset.requests += 1
-        if len(indices) == 0:
+        if len(indices) == 0 or (lease and not self._locks):
             self._finished(request)
             return
         scheduler.add(request, now)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ffserve.cache.inventory import CHUNKED, TOLERANT, VERIFIED, ShardRow
 from ffserve.formats.base import ChunkedShard
 from ffserve.server.access import Owner, Viewer
 from ffserve.server.domains import Domain
@@ -61,6 +62,8 @@ class OpenShard:
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
     idle_since: float = 0.0
+    adopted: bool = False
+    """It is a predecessor's, and nobody has passed a descriptor of it yet."""
 
     @property
     def opened(self) -> FileState:
@@ -106,3 +109,49 @@ class Request:
 Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
 """Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
 one at least. Raises an FFServeError when none come."""
+
+
+def row_of(shard: OpenShard) -> ShardRow:
+    """Return what a successor needs to know of a shard."""
+    identity, asked, verify, tolerant, *_ = shard.key
+    flags = (
+        (verify and VERIFIED) | (tolerant and TOLERANT) | (shard.chunked is not None and CHUNKED)
+    )
+    return ShardRow(
+        shard.base,
+        shard.count,
+        identity,
+        shard.domain.serial,
+        shard.fingerprint,
+        shard.payload_size,
+        shard.alignment,
+        0,
+        shard.checksum_kind,
+        flags,
+        asked or "",
+        shard.format,
+        shard.path,
+    )
+
+
+def closed_shard(row: ShardRow, domain: Domain) -> OpenShard:
+    """Return a shard of a predecessor, as one that was closed."""
+    verify, tolerant = bool(row.flags & VERIFIED), bool(row.flags & TOLERANT)
+    return OpenShard(
+        key=(row.identity, row.asked or None, verify, tolerant, domain.owner, -1),
+        path=row.path,
+        format=row.format,
+        fd=-1,
+        size=row.identity[2],
+        count=row.count,
+        base=row.base,
+        checksum_kind=row.checksum_kind,
+        fingerprint=row.fingerprint,
+        alignment=row.alignment,
+        cached_fd=-1,
+        payload_size=row.payload_size,
+        device=row.identity[0],
+        scanned=None,
+        domain=domain,
+        adopted=True,
+    )

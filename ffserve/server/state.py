@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from ffserve import __version__, protocol
+from ffserve.cache.adoption import Adopted, adopt
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.inventory import Inventory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
@@ -26,12 +28,13 @@ from ffserve.engine.shm import retract
 from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.machine import free_memory, usable_memory
 from ffserve.memfd import SharedMemory
-from ffserve.server.access import Peer, Rules, Viewer
+from ffserve.server.access import Peer, Rules, Viewer, namespace_marks
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
 from ffserve.server.resize import Pages, Resizing
+from ffserve.server.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.scheduler import Scheduler
 from ffserve.server.statistics import Statistics
 from ffserve.server.users import Users
@@ -66,20 +69,43 @@ class Job:
 
 
 class ServerState:
-    """The parts of one daemon."""
+    """The parts of one daemon.
 
-    def __init__(self, config: ServerConfig) -> None:
+    Args: kept: the memory of a predecessor, which is taken over; None: new memory.
+    Raises: ReadError: no memory, or what was kept cannot be mapped.
+    """
+
+    def __init__(self, config: ServerConfig, kept: KeptMemory | None = None) -> None:
         self.config = config
         self.payload: str = config.payload
         self.started, self.began = time.time(), time.monotonic()
-        self.epoch = secrets.randbits(63)
-        self.page = SharedMemory("ffserve-page", mmap.PAGESIZE)
-        self.page.array[:8] = np.array([self.epoch], "<u8").view(np.uint8)
-        self.arena, self.memory = _memory(config)
-        self.directory = Directory()
+        self.page = SharedMemory(PAGE_NAME, mmap.PAGESIZE, None if kept is None else kept.page)
+        epoch = self.page.array[:8].view("<u8")
+        if kept is None:
+            epoch[0] = secrets.randbits(63)
+        self.epoch = int(epoch[0])
+        if kept is None:
+            self.arena, self.memory = _memory(config)
+            self.inventory = self._new_inventory()
+            self.directory = Directory()  # as large as the address space lets it be
+            self.inventory.header["capacity"] = self.directory.capacity
+        else:
+            self.arena, self.memory, self.directory = _kept_memory(config, kept)
+            self.inventory = kept.inventory
+            self.inventory.begin()
+        self.directory.next_number = self.inventory.header["next_number"]
         self.table = ShardTable(self.directory)
         self.next_use = NextUse(_orders_limit(self.arena.size))
-        self.cache = Cache(self.arena, self.directory, self.table, self._retract, self.next_use)
+        self.next_use.grouped = self.inventory.set_group
+        self.cache = Cache(
+            self.arena,
+            self.directory,
+            self.table,
+            self._retract,
+            self.next_use,
+            self.inventory.states,
+            self.inventory.leases,
+        )
         self.engines = Engines(
             config.engine,
             config.depth,
@@ -90,7 +116,14 @@ class ServerState:
         )
         self.engines.on_slow = self._slow_disk
         self.pages = Pages(self.memory, self.engines, self.arena.size)
-        self.domains = Domains(self.cache, self.memory, self.directory, self.pages.move)
+        self.domains = Domains(
+            self.cache,
+            self.memory,
+            self.directory,
+            self.pages.move,
+            self.inventory,
+            [] if kept is None else kept.domains,
+        )
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
         self.engines.loaded = self.scheduler.loaded
         self.catalog = Catalog(
@@ -102,12 +135,44 @@ class ServerState:
             config.max_chunk_size_bytes,
             self.domains,
             config.close_after_s,
+            self.inventory,
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.users = Users()
         self.repeated = RepeatedLines()
         self.statistics = Statistics()
+        self.adopted = None if kept is None else self._adopt(kept)
+        """What was taken over."""
+
+    def _new_inventory(self) -> Inventory:
+        arena = self.arena
+        inventory = Inventory.create(
+            arena.slab_size,
+            arena.limit // arena.slab_size,
+            namespace_marks(),
+            terms_of(self.config),
+        )
+        arena.record(inventory.slabs)
+        return inventory
+
+    def _adopt(self, kept: KeptMemory) -> Adopted:
+        """Take over shards and samples. Raises: ReadError."""
+        self.directory.adopt(kept.runs, self.inventory.get("next_number"))
+        self.catalog.adopt(kept.shards)
+        numbers = {domain.number for domain in kept.domains}
+        inventory = self.inventory
+        adopted = adopt(self.cache, inventory.slabs, numbers, inventory.held(), inventory.leased())
+        self.cache.policy.returning.update(self.next_use.groups)
+        try:
+            self.domains.show_slabs()
+        except OSError as error:
+            raise ReadError(f"cannot map the memory of all users: {error}") from error
+        # The samples beyond the size are evicted as by a resize.
+        self.pages.follow(self.resizing.size)
+        self.resizing.begin(self.resizing.rounded(self.config.arena_size))
+        self.inventory.taken_over(namespace_marks())
+        return adopted
 
     def note_refused(self, uid: int, error: FFServeError, now: float) -> None:
         """Note that a client was refused."""
@@ -201,6 +266,7 @@ class ServerState:
             "capacity": self.directory.capacity,
             "max_get": protocol.MAX_GET_COUNT,
             "orders": True,
+            "generation": self.inventory.get("generation"),
             "times": True,
         }
 
@@ -213,6 +279,14 @@ class ServerState:
 
 def _rules(config: ServerConfig) -> Rules:
     return Rules(config.roots, config.file_systems, config.common)
+
+
+def _kept_memory(config: ServerConfig, kept: KeptMemory) -> tuple[Arena, SharedMemory, Directory]:
+    """Return what a predecessor had. Raises: ReadError."""
+    arena = Arena(config.arena_size, kept.limit, kept.slab_size)
+    files = kept.domains[0].files
+    memory = SharedMemory("ffserve-arena", arena.limit, files[0])
+    return arena, memory, Directory(kept.inventory.get("capacity"), files[1:])
 
 
 def _orders_limit(arena_size: int) -> int:

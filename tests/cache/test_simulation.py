@@ -54,6 +54,7 @@ LONG = (7, 16, 30)
 SEEDS = [seed for seed in range(40) if seed not in LONG]
 FUZZ_SEEDS = [*LONG, *range(40, 1040)]
 EIO = -5
+HELLO = {"versions": [protocol.VERSION], "locks": True}
 WHAT = {"paths": ["/x"], "format": None, "verify": True}
 
 
@@ -505,7 +506,7 @@ class Client:
             direct_reply=partial(DirectReply, self),
         )
         self.owner: Owner = self.session._owner
-        self._tell(protocol.Hello({"versions": [protocol.VERSION], "job": self.job}))
+        self._tell(protocol.Hello({**HELLO, "job": self.job}))
         self._tell(protocol.Open(self._next_tag(), WHAT, bytes(40)))
         if self.lifetime_s is not None:
             self.world.at(self.world.now + self.lifetime_s, self.leave)
@@ -713,7 +714,9 @@ def random_world(
     seed: int,
     cache_type: Callable[..., Cache] = Cache,
     lengths_of: Callable[[random.Random, int], list[Int64s]] = random_lengths,
+    begin: Callable[[World], object] = lambda world: None,
 ) -> World:
+    """Return a world with its clients. Args: begin: what happens before they come."""
     chooser = random.Random(seed)
     arena_size = chooser.choice((1, 1, 2, 5)) * MIB + chooser.choice((0, 123_456))
     world = World(
@@ -726,6 +729,7 @@ def random_world(
         most_reads=chooser.choice((4, 64, 512)),
         largest_arena=2 * arena_size,
     )
+    begin(world)
     if chooser.random() < 0.5:
         for _ in range(chooser.randint(1, 20)):
             size = chooser.randint(world.arena.smallest_size, world.arena.limit)
@@ -874,7 +878,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
             held.leave()
             held.owner = wild._owner  # so that its pins are counted
             for opening in (
-                protocol.Hello({"versions": [protocol.VERSION], "job": "wild"}),
+                protocol.Hello({**HELLO, "job": "wild"}),
                 protocol.Open(1, WHAT, bytes(40)),
             ):
                 take_all(wild.receive(opening, world.now))
@@ -946,7 +950,7 @@ def cache_with(room_type: type[Allocator], *parts: Any) -> Cache:
     """Make a cache whose room is broken."""
     cache = Cache(*parts)
     cache.allocator = room_type(
-        cache.arena, cache.shards, cache._slots, cache.policy, cache._retract, cache.counters
+        cache.arena, cache.shards, cache.slots, cache.policy, cache.retract, cache.counters
     )
     return cache
 

@@ -266,7 +266,13 @@ class Raw:
 
     def hello(self, **about: Any) -> protocol.Message:
         """Greet; return the answer."""
-        default = {"versions": [protocol.VERSION], "client": "test", "job": "raw", "pid": 1}
+        default = {
+            "versions": [protocol.VERSION],
+            "client": "test",
+            "job": "raw",
+            "pid": 1,
+            "locks": True,
+        }
         self.send(protocol.Hello({**default, **about}))
         return self.receive()
 

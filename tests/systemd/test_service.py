@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon import DEADLINE_S, sample, until, write
@@ -29,6 +30,10 @@ pytestmark = pytest.mark.systemd
 COUNT = 500
 FFSERVE = "/opt/ffserve/bin/ffserve"
 FILE = f"{DATA}/train.ffr"
+PRIVATE = f"{DATA}/private.ffr"
+"""A file that only alice may read."""
+WHOLE = COUNT // 7 + 16
+"""Batches of a job that has read every sample."""
 SETTINGS = "/etc/ffserve/ffserve.toml"
 SMALL = 'arena = "64M"\nmax_arena = "256M"\n'
 """By default a daemon takes a quarter of the memory."""
@@ -74,6 +79,7 @@ def prepare(container: Container) -> None:
         directory.chmod(directory.stat().st_mode | 0o055)
     samples = [sample(index) for index in range(COUNT)]
     write(container.data / "train.ffr", samples)
+    write(container.data / "private.ffr", samples)
     sums = subprocess.run(
         [sys.executable, "-c", "import hashlib, sys, ffserve\n"
          "for s in ffserve.open(sys.argv[1], server='off'): print(hashlib.sha256(s).hexdigest())",
@@ -86,6 +92,8 @@ def prepare(container: Container) -> None:
     scratch.chmod(0o777)
     container.run("useradd", "--create-home", "alice")
     container.run("useradd", "--create-home", "bob")
+    container.run("chown", "alice:alice", PRIVATE)
+    container.run("chmod", "600", PRIVATE)
     container.before = set(container.run("cat", "/etc/group").splitlines())
     section = (ROOT / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
     block = section.split("```sh\n")[2].split("```")[0]
@@ -113,14 +121,18 @@ def sound(machine: Container) -> Iterator[None]:
 
 @contextmanager
 def job(
-    machine: Container, server: str = "require", user: str = "alice", least: int = 20
-) -> Iterator[dict[str, object]]:
+    machine: Container,
+    server: str = "require",
+    user: str = "alice",
+    least: int = 20,
+    path: str = FILE,
+) -> Iterator[dict[str, Any]]:
     """A job that runs meanwhile. It must not fail; the dictionary has what it says at the end."""
     number = len(list((machine.data / "scratch").iterdir()))
     stop = f"{DATA}/scratch/{number}-stop"
-    words = ("/opt/job/bin/python", f"{DATA}/job.py", FILE, server, f"{DATA}/sums", stop)
+    words = ("/opt/job/bin/python", f"{DATA}/job.py", path, server, f"{DATA}/sums", stop)
     process = machine.start(*words, user=user)
-    facts: dict[str, object] = {}
+    facts: dict[str, Any] = {}
 
     def batches() -> int:
         assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
@@ -149,8 +161,8 @@ def job(
             process.communicate()
 
 
-def status(machine: Container, user: str = "alice", *options: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(
+def status(machine: Container, user: str = "alice", *options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
         machine.run(FFSERVE, "status", "--json", *options, user=user)
     )
     return found
@@ -201,8 +213,11 @@ def test_a_job_goes_on_with_the_next_daemon(how: str, machine: Container) -> Non
             "/run/systemd/system/ffserve.service.d/test.conf", "[Service]\nWatchdogSec=2\n"
         )
         machine.run("systemctl", "daemon-reload")
-    with job(machine) as facts:
+    whole = {"least": WHOLE}
+    with job(machine, **whole) as facts, job(machine, path=PRIVATE, **whole) as private:
         pid = machine.pid()
+        assert status(machine, "root")["cache"]["blocks_read"] > 0
+        kept = machine.property("ffserve.service", "NFileDescriptorStore")
         restarts = int(machine.property("ffserve.service", "NRestarts"))
         if how == "restart":
             machine.run("systemctl", "restart", "ffserve.service")
@@ -211,13 +226,34 @@ def test_a_job_goes_on_with_the_next_daemon(how: str, machine: Container) -> Non
         else:
             os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         answers_again(machine, pid)
-        facts["go_on"]()  # type: ignore[operator]
-        assert len(status(machine)["jobs"]) >= 1  # type: ignore[arg-type]
-    assert facts["sources"] == ["daemon"]
+        has_moved(machine, facts, private)
+        assert status(machine, "root")["cache"]["blocks_read"] == 0
+        assert machine.property("ffserve.service", "NFileDescriptorStore") == kept
+    assert facts["sources"] == private["sources"] == ["daemon"]
     if how != "restart":
         assert int(machine.property("ffserve.service", "NRestarts")) == restarts + 1
     if how == "watchdog":
         assert "Watchdog timeout" in machine.run("journalctl", "--no-pager", "-u", "ffserve")
+
+
+def has_moved(machine: Container, *jobs: dict[str, Any]) -> None:
+    """Wait until jobs have moved to the next daemon, and read every sample again."""
+
+    def have_moved() -> bool:
+        return sum(each["open"] for each in status(machine, "root")["shards"]) == len(jobs)
+
+    until(have_moved, "the jobs have moved")
+    for each in jobs:
+        each["go_on"](WHOLE)
+
+
+def test_memory_is_let_go_when_the_service_stops(machine: Container) -> None:
+    with job(machine, least=WHOLE):
+        assert int(machine.property("ffserve.service", "NFileDescriptorStore")) >= 5
+    machine.run("systemctl", "stop", "ffserve.service")
+    assert machine.property("ffserve.service", "NFileDescriptorStore") == "0"
+    with job(machine, least=WHOLE):
+        assert status(machine, "root")["cache"]["blocks_read"] > 0
 
 
 def run_out_of_memory(pid: int) -> None:
@@ -238,20 +274,20 @@ def run_out_of_memory(pid: int) -> None:
 
 
 def test_settings_are_reloaded_without_losing_the_cache(machine: Container) -> None:
-    with job(machine, least=COUNT // 7 + 16) as facts:  # by then it has read every sample
+    with job(machine, least=WHOLE) as facts:
         pid = machine.pid()
-        read = status(machine, "root")["cache"]["blocks_read"]  # type: ignore[index]
+        read = status(machine, "root")["cache"]["blocks_read"]
         machine.write(SETTINGS, f'arena = "128M"\nmax_arena = "256M"\nroots = ["{DATA}"]\n')
         machine.run("systemctl", "reload", "ffserve.service")
-        until(lambda: status(machine)["arena"]["size"] == 128 << 20, "it has grown")  # type: ignore
+        until(lambda: status(machine)["arena"]["size"] == 128 << 20, "it has grown")
         assert status(machine)["roots"] == [DATA]
         machine.write(SETTINGS, 'roots = ["/data"]\narena = "128X"\n')
         machine.run("systemctl", "reload", "ffserve.service", code=1)
         assert f"{SETTINGS}: line 2: arena: invalid size '128X'" in machine.log()
         assert machine.property("ffserve.service", "ActiveState") == "active"
         assert machine.pid() == pid
-        facts["go_on"]()  # type: ignore[operator]
-        assert status(machine, "root")["cache"]["blocks_read"] == read  # type: ignore[index]
+        facts["go_on"]()
+        assert status(machine, "root")["cache"]["blocks_read"] == read
 
 
 def test_settings_that_are_not_valid_stop_the_service_and_no_job(machine: Container) -> None:
@@ -284,7 +320,7 @@ def test_a_job_goes_on_without_a_daemon_that_is_stopped(machine: Container) -> N
         assert machine.run("ls", "/run/ffserve") == ""
         until(lambda: machine.pid() == 0, "the daemon has ended")
         time.sleep(1)
-    assert "daemon" in facts["sources"]  # type: ignore[operator]
+    assert "daemon" in facts["sources"]
     assert machine.property("ffserve.service", "Result") == "success"
 
 
@@ -292,8 +328,8 @@ def test_several_daemons_have_settings_users_and_caches_of_their_own(machine: Co
     machine.write("/etc/ffserve/fast.toml", 'arena = "32M"\n')
     machine.run("systemctl", "enable", "--now", "--quiet", "ffserve@fast.socket")
     socket = "/run/ffserve/fast.sock"
-    assert status(machine, "alice", "--socket", socket)["arena"]["size"] == 32 << 20  # type: ignore
-    assert status(machine)["arena"]["size"] != 32 << 20  # type: ignore[index]
+    assert status(machine, "alice", "--socket", socket)["arena"]["size"] == 32 << 20
+    assert status(machine)["arena"]["size"] != 32 << 20
     with job(machine, socket) as facts:
         pass
     assert facts["sources"] == ["daemon"]
@@ -349,13 +385,24 @@ def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
         (copy / name).write_text(
             re.sub(r'(?m)^(__version__|version) = ".*"', r'\1 = "9.9.9"', text)
         )
-    with job(machine) as facts:
+    with job(machine, least=WHOLE) as facts, job(machine, path=PRIVATE, least=WHOLE) as private:
         pid = machine.pid()
         machine.run("make", "-C", f"{DATA}/next", "install", timeout=300)
         answers_again(machine, pid)
-        facts["go_on"]()  # type: ignore[operator]
+        has_moved(machine, facts, private)
         assert status(machine)["version"] == "9.9.9"
-    assert facts["sources"] == ["daemon"]
+        assert status(machine, "root")["cache"]["blocks_read"] == 0
+        # A version that has its tables in another layout.
+        pid = machine.pid()
+        other = "for f in /opt/ffserve/lib/python*/site-packages/ffserve/cache/inventory.py; do"
+        machine.run("sh", "-ec", f"{other} grep -q '^LAYOUT = 1$' $f; sed -i 's/^LAYOUT = 1$/"
+                    "LAYOUT = 2/' $f; done")  # fmt: skip
+        machine.run("systemctl", "restart", "ffserve.service")
+        answers_again(machine, pid)
+        has_moved(machine, facts, private)
+        assert status(machine, "root")["cache"]["blocks_read"] > 0
+        assert "the memory has layout version 1, this version of ffserve has 2" in machine.log()
+    assert facts["sources"] == private["sources"] == ["daemon"]
     assert machine.run("cat", SETTINGS) == SMALL, "settings are kept"
 
 

@@ -242,7 +242,8 @@ def test_every_key_is_a_flag_of_serve_and_wins(
 
 def test_serve_has_no_flag_that_is_no_setting() -> None:
     flags = {name for option in serve.params for name in option.opts}
-    assert flags == {field.metadata["flag"] for field in FIELDS} | {"--config", "--check"}
+    others = {"--config", "--check", "--handover"}
+    assert flags == {field.metadata["flag"] for field in FIELDS} | others
 
 
 def test_the_document_names_the_keys_that_can_be_reloaded() -> None:

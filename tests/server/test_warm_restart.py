@@ -1,0 +1,656 @@
+"""Restarts that keep the cache: a successor takes over the memory of the daemon before."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
+from service_manager import COLD, ManagedDaemon, managed
+
+import ffserve
+from ffserve.cache.inventory import NAME, SHARD, Inventory
+from ffserve.client.shared_memory import DaemonSource
+from ffserve.errors import AccessDenied
+from ffserve.server.daemon import EXIT_FAULT
+from ffserve.server.restart import MOST_ATTEMPTS, PAGE_NAME
+
+SIZES = (0, 1, 511, 512, 513, 5000, 70_000)
+COUNT = 400
+SAMPLES = [sample(i, SIZES) for i in range(COUNT)]
+SMALL = [sample(i, (100, 200, 0, 300), seed=1) for i in range(3000)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files of every kind: records, small records that share slots, chunks."""
+    folder = tmp_path_factory.mktemp("data")
+    return [
+        write(folder / "a.ffr", SAMPLES),
+        write(folder / "small.tfrecord", SMALL),
+        write(folder / "chunks.recordio", SAMPLES[:200]),
+    ]
+
+
+def contents(reader: ffserve.Reader) -> list[bytes]:
+    return [bytes(each) for each in reader.read(range(len(reader)))]
+
+
+def moved(reader: ffserve.Reader, generation: int) -> None:
+    """Read what is cached until the reader has moved to the daemon of this generation."""
+
+    def has_moved() -> bool:
+        reader.read([0])
+        source = reader._selector.source
+        if not isinstance(source, DaemonSource):
+            return False
+        return source.connection.handshake._generation == generation
+
+    until(has_moved, "the reader has moved to the successor")
+
+
+def read_count(daemon: Daemon) -> int:
+    return daemon.cache()["blocks_read"]
+
+
+@contextlib.contextmanager
+def inventory_of(daemon: ManagedDaemon) -> Iterator[Inventory]:
+    """The inventory that a daemon which has ended left."""
+    fd = os.dup(daemon.stored[NAME])
+    inventory = Inventory.adopt(fd, os.fstat(fd).st_size)
+    yield inventory
+    inventory.close()
+
+
+# ---- what is kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_read_again_after_a_restart(paths: list[str], number: int) -> None:
+    with managed() as daemon:
+        readers = [daemon.open(path) for path in paths]
+        expected = [contents(reader) for reader in readers]
+        assert read_count(daemon) > 0
+        for generation in (2, 3):
+            daemon.restart(number)
+            # Nobody has noticed: it got the broken connection of the others.
+            with daemon.open(paths[0]) as fresh:
+                assert contents(fresh) == SAMPLES
+            for reader, samples in zip(readers, expected, strict=True):
+                moved(reader, generation)
+                assert contents(reader) == samples
+            assert read_count(daemon) == 0, "the successor has all samples"
+        for reader in readers:
+            reader.close()
+
+
+READ_ALL_AS = """
+import hashlib, os, sys, ffserve, ffserve.client.failover, ffserve.formats.ffrecord
+ffserve.open
+os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3]))
+with ffserve.open(sys.argv[1], server=sys.argv[2]) as reader:
+    samples = [bytes(each) for each in reader.read(range(len(reader)))]
+print(hashlib.sha256(b"".join(samples)).hexdigest())
+"""
+
+
+def private_files(daemon: Daemon) -> dict[int, tuple[Path, list[bytes]]]:
+    """A file that only its owner may read, by owner."""
+    if os.geteuid():
+        pytest.skip("needs root")
+    private = {}
+    for uid in (4001, 4002):
+        path, samples = daemon.directory / f"{uid}.ffr", [sample(i, SIZES, uid) for i in range(60)]
+        write(path, samples)
+        os.chown(path, uid, uid)
+        path.chmod(0o600)
+        private[uid] = path, samples
+    return private
+
+
+def read_as_owners(daemon: Daemon, private: dict[int, tuple[Path, list[bytes]]]) -> None:
+    """Have owners read their files; compare."""
+    for uid, (path, samples) in private.items():
+        found = run_python(READ_ALL_AS, path, daemon.socket, uid).stdout.strip()
+        assert found == hashlib.sha256(b"".join(samples)).hexdigest()
+
+
+def test_samples_of_every_user_are_kept_apart_and_kept() -> None:
+    with managed() as daemon:
+        private = private_files(daemon)
+        common = write(daemon.directory / "common.ffr", SAMPLES)
+        os.chmod(common, 0o644)
+        Path(daemon.socket).chmod(0o666)
+        with daemon.open(common) as reader:
+            assert contents(reader) == SAMPLES
+        read_as_owners(daemon, private)
+        domains = daemon.status()["domains"]
+        assert len(domains) == 3
+        daemon.restart()
+        read_as_owners(daemon, private)
+        with daemon.open(common) as reader:
+            assert contents(reader) == SAMPLES
+        assert read_count(daemon) == 0
+        after = daemon.status()["domains"]
+        assert [(each["user"], each["size"]) for each in after] == [
+            (each["user"], each["size"]) for each in domains
+        ]
+
+
+def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
+    """Slots of it that were being filled stayed in place, under a number that the next user got,
+    who then found another file's pages there."""
+    from ffserve.cache.arena import SMALLEST_SLOT
+    from ffserve.engine.slots import LOADING, RESIDENT
+
+    lost = r"dropped the samples of user 4001, namespace \d+: the descriptor \S+ is missing"
+    with managed(arena="2MiB", expect=[lost]) as daemon:
+        private = private_files(daemon)
+        Path(daemon.socket).chmod(0o666)
+        with daemon.open(write(daemon.directory / "common.ffr", SAMPLES[:20])) as reader:
+            contents(reader)
+        read_as_owners(daemon, {4001: private[4001]})
+        daemon.end(signal.SIGKILL)
+        with inventory_of(daemon) as inventory:
+            ((_, serial, number, _, _),) = [row for row in inventory.domains() if row[3] == 4001]
+            slabs = np.flatnonzero(inventory.slabs.domains == number)
+            per_slab = inventory.get("slab_size") // SMALLEST_SLOT
+            states = inventory.states.reshape(-1, per_slab)[slabs]
+            assert (states == RESIDENT).any()
+            states[states == RESIDENT] = LOADING
+            inventory.states.reshape(-1, per_slab)[slabs] = states
+        os.close(daemon.stored.pop(f"ffserve-arena-{serial}"))
+        daemon.start()
+        for _ in range(2):
+            read_as_owners(daemon, {uid: private[uid] for uid in (4002, 4001)})
+
+
+def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
+    patch = "import ffserve.server.catalog as c; c.MOST_CLOSED = 2\n"
+    patch += "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.05"
+    with managed(patch=patch) as daemon:
+        files = [write(tmp_path / f"{k}.ffr", SAMPLES[k : k + 20]) for k in range(5)]
+        with daemon.open(files) as reader:
+            expected = contents(reader)
+        assert read_count(daemon) > 0, "by now the daemon knows that all reads have ended"
+        daemon.restart()
+        time.sleep(0.3)
+        with daemon.open(files) as reader:
+            assert contents(reader) == expected
+        assert read_count(daemon) == 0
+
+
+def test_a_file_that_changed_meanwhile_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", SAMPLES[:50])
+    with managed() as daemon:
+        with daemon.open(path) as reader:
+            assert contents(reader) == SAMPLES[:50]
+        daemon.end(signal.SIGKILL)
+        write(path, SAMPLES[50:100])
+        daemon.start()
+        with daemon.open(path) as reader:
+            assert contents(reader) == SAMPLES[50:100]
+        assert read_count(daemon) > 0
+
+
+def test_a_smaller_arena_keeps_what_fits_into_it(paths: list[str]) -> None:
+    with managed(arena="16MiB", options=["--max-arena", "64MiB"]) as daemon:
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        daemon.end()
+        daemon.command[daemon.command.index("--arena") + 1] = "2MiB"
+        daemon.start()
+        until(lambda: daemon.status()["arena"]["size"] == 2 << 20, "the arena has shrunk")
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        daemon.end()
+        daemon.command[daemon.command.index("--arena") + 1] = "32MiB"
+        daemon.start()
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        assert daemon.status()["arena"]["size"] == 32 << 20
+
+
+def test_numbers_are_not_given_again_after_a_restart(paths: list[str], tmp_path: Path) -> None:
+    other = write(tmp_path / "b.ffr", SAMPLES[:30])
+    with managed() as daemon:
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        with inventory_of(daemon) as inventory:
+            before = inventory.get("next_number")
+        assert before >= COUNT
+        daemon.restart()
+        with daemon.open(other) as reader:
+            assert contents(reader) == SAMPLES[:30]
+            assert reader._selector.source._bases[0] >= before
+
+
+# ---- killed at any moment -----------------------------------------------------------------------
+
+
+class Checking(threading.Thread):
+    """Reads random batches, and compares each sample, until it is told to stop."""
+
+    def __init__(self, reader: ffserve.Reader, truth: list[bytes], seed: int) -> None:
+        super().__init__(daemon=True)
+        self.reader, self.truth = reader, truth
+        self.random = np.random.default_rng(seed)
+        self.stopping = False
+        self.batches = 0
+        self.longest_s = 0.0
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self.stopping:
+                indices = self.random.integers(0, len(self.truth), 32)
+                began = time.monotonic()
+                batch = self.reader.read_batch(indices)
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                for index, found in zip(indices.tolist(), batch, strict=True):
+                    assert bytes(found) == self.truth[index], f"sample {index}"
+                self.batches += 1
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.stopping = True
+        self.join(DEADLINE_S)
+        assert self.error is None, self.error
+        assert not self.is_alive()
+
+
+def kill_again_and_again(paths: list[str], count: int, seed: int, arena: str) -> None:
+    """Kill a daemon `count` times at random moments, while its clients miss and hit."""
+    rng = random.Random(seed)
+    truth = [SAMPLES, SMALL, SAMPLES[:200]]
+    # A minute for each kill would set a small arena aside as a whole.
+    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 2.0, 0.05"
+    with managed(arena=arena, patch=patch) as daemon:
+        readers = [daemon.open(path) for path in paths for _ in range(2)]
+        jobs = [Checking(reader, truth[k // 2], seed * 100 + k) for k, reader in enumerate(readers)]
+        for _ in range(count):
+            time.sleep(rng.choice((0.0, 0.02, 0.2)) * rng.random())
+            daemon.restart(signal.SIGKILL)
+        batches = [job.batches for job in jobs]
+        until(
+            lambda: all(job.error or job.batches > n for job, n in zip(jobs, batches, strict=True)),
+            "all jobs go on",
+        )
+        for job in jobs:
+            job.end()
+        for reader in readers:
+            reader.close()
+        with inventory_of(daemon) as inventory:
+            assert inventory.get("generation") == count + 1, "no start was cold"
+
+
+def test_no_sample_is_wrong_after_kills_while_slots_are_filled(paths: list[str]) -> None:
+    kill_again_and_again(paths, 6, 1, "1MiB")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("arena", ["1MiB", "4MiB", "64MiB"])
+def test_many_kills(paths: list[str], arena: str) -> None:
+    kill_again_and_again(paths, int(os.environ.get("FFSERVE_KILLS", "100")), 2, arena)
+
+
+def test_killed_while_it_takes_over(paths: list[str]) -> None:
+    with managed(arena="4MiB") as daemon:
+        with daemon.open(paths[0]) as reader:
+            contents(reader)
+        for delay_s in np.linspace(0.05, 0.5, 8).tolist():
+            daemon.end(signal.SIGKILL)
+            daemon.start(wait=False)
+            time.sleep(delay_s)
+            daemon.end(signal.SIGKILL)
+            with inventory_of(daemon) as inventory:
+                inventory.header["attempts"] = 0
+            daemon.start()
+            for path, truth in zip(paths, (SAMPLES, SMALL, SAMPLES[:200]), strict=True):
+                with daemon.open(path) as reader:
+                    assert contents(reader) == truth
+
+
+def test_slots_that_were_being_filled_are_not_used_for_a_time(paths: list[str]) -> None:
+    from ffserve.engine.slots import LOADING, RESIDENT
+
+    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 2.0, 0.05"
+    with managed(arena="4MiB", patch=patch) as daemon:
+        with daemon.open(paths[0]) as reader:
+            contents(reader)
+        daemon.end(signal.SIGKILL)
+        with inventory_of(daemon) as inventory:
+            slots = np.flatnonzero(inventory.states == RESIDENT)[:20]
+            inventory.states[slots] = LOADING
+        daemon.start()
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+            with inventory_of(daemon) as inventory:
+                assert (inventory.states[slots] == LOADING).all(), "nothing is read into them"
+                until(
+                    lambda: (inventory.states[slots] != LOADING).all(), "the quarantine has ended"
+                )
+            assert contents(reader) == SAMPLES
+
+
+# ---- what is not believed -----------------------------------------------------------------------
+
+
+def cold(daemon: ManagedDaemon, reason: str, path: str) -> None:
+    daemon.start()
+    assert reason in daemon.text()
+    with daemon.open(path) as reader:
+        assert contents(reader) == SAMPLES
+    assert read_count(daemon) > 0
+    # The memory of the daemon before is not held any more.
+    daemon.restart()
+    with daemon.open(path) as reader:
+        assert contents(reader) == SAMPLES
+    assert read_count(daemon) == 0
+
+
+def left_memory(daemon: ManagedDaemon, path: str) -> None:
+    with daemon.open(path) as reader:
+        contents(reader)
+    daemon.end(signal.SIGKILL)
+
+
+def test_another_layout_starts_cold_and_says_so(paths: list[str]) -> None:
+    with managed(expect=[COLD]) as daemon:
+        left_memory(daemon, paths[0])
+        with inventory_of(daemon) as inventory:
+            inventory.header["layout"] += 1
+        cold(daemon, "the memory has layout version 2", paths[0])
+
+
+@pytest.mark.parametrize("name", [PAGE_NAME, NAME, "ffserve-arena-1", "ffserve-directory-1"])
+def test_files_that_are_not_what_they_should_be(paths: list[str], name: str) -> None:
+    def unsealed() -> int:
+        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, os.fstat(daemon.stored[name]).st_size)
+        return fd
+
+    def smaller() -> int:
+        return ffserve.memfd.sealed_file("x", 8192)
+
+    for make in (unsealed, smaller, lambda: os.open("/dev/null", os.O_RDWR), None):
+        with managed(expect=[COLD, r"dropped the samples of .*"]) as daemon:
+            left_memory(daemon, paths[0])
+            if make is None:
+                os.close(daemon.stored.pop(name))
+            else:
+                fd = make()
+                os.close(daemon.stored.pop(name))
+                daemon.stored[name] = fd
+            cold(daemon, "starting with empty memory", paths[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("magic", 0, "does not begin as one"),
+        ("slabs", 1 << 40, "invalid sizes"),
+        ("slabs", 3, "is not what 3 slabs need"),
+        ("slab_size", 12345, "invalid sizes"),
+        ("capacity", 3, "invalid sizes"),
+        ("terms", b"\0" * 32, "another value of 'common'"),
+        ("state", 2, "internal error"),
+        ("attempts", MOST_ATTEMPTS, "ended while they took it over"),
+    ],
+)
+def test_headers_that_are_not_believed(
+    paths: list[str], field: str, value: Any, reason: str
+) -> None:
+    with managed(expect=[COLD]) as daemon:
+        left_memory(daemon, paths[0])
+        with inventory_of(daemon) as inventory:
+            inventory.header[field] = np.void(value) if isinstance(value, bytes) else value
+        cold(daemon, reason, paths[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_garbage_in_the_tables_is_never_served(paths: list[str], seed: int) -> None:
+    """Whatever the tables hold, a sample is right, or read again."""
+    rng = np.random.default_rng(seed)
+    with managed(arena="4MiB", expect=[r"dropped the samples of .*", COLD]) as daemon:
+        for round in range(3):
+            left_memory(daemon, paths[round])
+            with inventory_of(daemon) as inventory:
+                for table in (
+                    *inventory.slabs,
+                    inventory.states,
+                    inventory.leases[:0],
+                    inventory._shards[:4],
+                    inventory._domains[1:4],
+                ):
+                    view = table.view(np.uint8).reshape(-1)[: 64 * SHARD.itemsize]
+                    if len(view):
+                        places = rng.integers(0, len(view), 20)
+                        view[places] = rng.integers(0, 256, 20)
+            daemon.start()
+            for path, truth in zip(paths, (SAMPLES, SMALL, SAMPLES[:200]), strict=True):
+                with daemon.open(path) as reader:
+                    assert contents(reader) == truth
+
+
+def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
+    """A wrong size made other blocks of the samples, and a wrong kind of checksum verified none."""
+    for field, value in (("payload_size", 1 << 40), ("checksum_kind", 0), ("alignment", 1 << 15)):
+        with managed() as daemon:
+            left_memory(daemon, paths[0])
+            with inventory_of(daemon) as inventory:
+                assert inventory._shards[field][0] != value
+                inventory._shards[field][0] = value
+            daemon.start()
+            with daemon.open(paths[0]) as reader:
+                assert contents(reader) == SAMPLES
+            assert read_count(daemon) > 0, field
+
+
+def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
+    from ffserve.cache.tables import ENTRY_DTYPE
+    from ffserve.memfd import MemoryFile, SharedMemory
+
+    rng = np.random.default_rng(0)
+    with managed(arena="16MiB") as daemon:
+        left_memory(daemon, paths[0])
+        fd = os.dup(daemon.stored["ffserve-directory-1"])
+        file = MemoryFile.adopted("x", fd, os.fstat(fd).st_size)
+        memory = SharedMemory("x", file.size, file)
+        entries = memory.array[: COUNT * 16].view(ENTRY_DTYPE)
+        assert (entries["seq"] & 1).sum() == COUNT
+        hit = rng.choice(COUNT, 50, replace=False)
+        # Beyond the arena. The lengths stay: they are compared with the file's.
+        elsewhere = rng.integers(16 << 20, 1 << 47, 50).astype(np.uint64)
+        # Other samples' slots, whose own entries stay: two samples cannot share one.
+        elsewhere[25:] = entries["place"][np.setdiff1d(range(COUNT), hit)[:25]]
+        entries["place"][hit] = elsewhere
+        memory.close()
+        daemon.start()
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        assert 0 < read_count(daemon) < 200
+
+
+def test_memory_in_doubt_is_not_taken_over(paths: list[str], tmp_path: Path) -> None:
+    """After an internal error the tables may be wrong."""
+    trigger = tmp_path / "now"
+    patch = f"""
+import os
+from ffserve.server.server import Server
+work = Server._show_life
+def faulty(self):
+    if os.path.exists({str(trigger)!r}):
+        raise KeyError("fault of the test")
+    work(self)
+Server._show_life = faulty
+"""
+    with managed(
+        patch=patch, expect=[COLD, r"internal error.*", r"[T ].*", r"KeyError.*"]
+    ) as daemon:
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        trigger.touch()
+        assert daemon.process is not None
+        assert daemon.process.wait(DEADLINE_S) == EXIT_FAULT
+        daemon.process = None
+        trigger.unlink()
+        cold(daemon, "ended by an internal error", paths[0])
+
+
+def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:
+    with managed() as daemon:
+        left_memory(daemon, paths[0])
+        daemon.drop_store()
+        daemon.start()
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+        assert read_count(daemon) > 0
+
+
+# ---- leases -------------------------------------------------------------------------------------
+
+
+def test_leased_samples_stay_in_place_until_their_reader_is_gone(paths: list[str]) -> None:
+    patch = "import ffserve.server.daemon as d; d.SETTLE_INTERVAL_S = 0.05"
+    with managed(arena="4MiB", patch=patch) as daemon:
+        reader, other = daemon.open(paths[0]), daemon.open(paths[0])
+        leased = [index for index in range(COUNT) if 0 < len(SAMPLES[index]) < 6000][:40]
+        with reader.lease(leased) as views:
+            kept = [bytes(view) for view in views]
+            for _ in range(2):
+                daemon.restart()
+                # All memory is used anew, several times.
+                for _ in range(3):
+                    assert contents(other) == SAMPLES
+                assert [bytes(view) for view in views] == kept == [SAMPLES[i] for i in leased]
+            with inventory_of(daemon) as inventory:
+                assert np.count_nonzero(inventory.leases) > 0
+        reader.close()
+        with inventory_of(daemon) as inventory:
+            until(lambda: not inventory.leases.any(), "the leases have ended")
+        assert contents(other) == SAMPLES
+        other.close()
+
+
+def test_leased_samples_of_a_lost_shard_stay_over_two_restarts(paths: list[str]) -> None:
+    """The second successor took their slots for slots that were being filled, and used them."""
+    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 0.2, 0.05"
+    with managed(arena="4MiB", patch=patch) as daemon:
+        with daemon.open(paths[0]) as reader:
+            leased = [index for index in range(COUNT) if 0 < len(SAMPLES[index]) < 6000][:40]
+            with reader.lease(leased) as views:
+                for _ in range(2):
+                    daemon.end(signal.SIGKILL)
+                    with inventory_of(daemon) as inventory:
+                        for row in inventory.shards():
+                            inventory.remove_shard(row.base)
+                    daemon.start()
+                time.sleep(1.0)  # the quarantine has ended
+                with daemon.open(paths[0]) as other:
+                    for _ in range(3):
+                        assert contents(other) == SAMPLES
+                assert [bytes(view) for view in views] == [SAMPLES[i] for i in leased]
+        with inventory_of(daemon) as inventory:
+            until(lambda: not inventory.leases.any(), "the leases have ended")
+
+
+# ---- handover -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def taking_over(daemon: Daemon, *options: str) -> Iterator[subprocess.Popen[str]]:
+    heir = subprocess.Popen(
+        [*daemon.command, "--handover", *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield heir
+    finally:
+        heir.kill()
+        heir.communicate()
+
+
+def test_a_daemon_takes_over_from_a_running_one(paths: list[str]) -> None:
+    with serving(expect=[r"stopping: \d+ clients, another daemon takes over"]) as daemon:
+        readers = [daemon.open(path) for path in paths]
+        truth = [SAMPLES, SMALL, SAMPLES[:200]]
+        jobs = [Checking(r, t, 5) for r, t in zip(readers, truth, strict=True)]
+        for reader, samples in zip(readers, truth, strict=True):
+            assert contents(reader) == samples
+        with taking_over(daemon) as heir:
+            assert daemon.process is not None
+            assert daemon.process.wait(DEADLINE_S) == 0
+            daemon.process = None
+            for reader in readers:
+                moved(reader, 2)
+            assert daemon.status()["pid"] == heir.pid
+            assert read_count(daemon) == 0
+            for job in jobs:
+                job.end()
+            for reader, samples in zip(readers, truth, strict=True):
+                assert contents(reader) == samples
+                reader.close()
+            assert read_count(daemon) == 0
+            assert Path(daemon.socket + ".lock").read_text() == f"{heir.pid}\n"
+            heir.terminate()
+            output, _ = heir.communicate(timeout=DEADLINE_S)
+            assert "took over" in output
+        assert not os.path.exists(daemon.socket)
+
+
+def test_only_its_own_user_takes_a_daemon_over(paths: list[str]) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    from daemon import Raw
+
+    from ffserve import protocol
+
+    with serving(expect=[r"closed a session .*"]) as daemon:
+        Path(daemon.socket).chmod(0o666)
+        os.setegid(4001)
+        os.seteuid(4001)
+        try:
+            with Raw(daemon.socket) as raw:
+                raw.send(protocol.Handover(3))
+                assert "did not announce" in str(raw.refused())
+            with Raw(daemon.socket, handover=True) as raw:
+                raw.send(protocol.Handover(3))
+                answer = raw.receive()
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+        assert isinstance(answer, protocol.Fail) and answer.tag == 3
+        assert isinstance(protocol.error_from_wire(answer.error), AccessDenied)
+        with daemon.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
+
+
+def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str]) -> None:
+    daemon = Daemon()
+    done = subprocess.run([*daemon.command, "--handover"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no daemon serves this socket" in done.stderr
+    daemon.close()
+    with managed() as service, taking_over(service) as heir:
+        output, _ = heir.communicate(timeout=DEADLINE_S)
+        assert heir.returncode == 2 and "service manager" in output
+        with service.open(paths[0]) as reader:
+            assert contents(reader) == SAMPLES
