@@ -424,9 +424,9 @@ class Engine:
         return {name: int(getattr(out, name)) for name in _COUNTERS}
 
     @property
-    def oldest(self) -> EngineBatch | None:
-        """The batch that has been in flight for longest."""
-        return next(iter(self._in_flight.values()), None)
+    def in_flight(self) -> list[EngineBatch]:
+        """The batches that were submitted and not reported, the oldest first."""
+        return list(self._in_flight.values())
 
     @property
     def broken(self) -> bool:

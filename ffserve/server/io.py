@@ -79,6 +79,8 @@ class Engines:
         """Called with a device and the seconds that a read from it takes."""
         self._slow: list[EngineBatch | None] = []
         """By engine: the batch in flight of which `on_slow` was told."""
+        self._awake_at = time.monotonic()
+        """When the loop was last known to run."""
         self.checksum_failures = 0
         """Samples whose checksum did not match, since the start."""
         self.read_size = 0
@@ -303,6 +305,7 @@ class Engines:
     def _end_batches(self, number: int) -> None:
         engine = self._engines[number]
         now = time.monotonic()
+        self._wake(now)
         for batch in engine.completed():
             if batch.failed and engine.broken:
                 self.on_broken()
@@ -320,13 +323,23 @@ class Engines:
             self._ended(load)
 
     def find_slow(self, now: float) -> None:
-        """Find reads that have been in flight for long. Called now and then."""
+        """Find reads that have been in flight for long. Called more often than every SLOW_S."""
+        self._wake(now)
         for number, engine in enumerate(self._engines):
-            batch = engine.oldest
+            batch = next(iter(engine.in_flight), None)
             slow = batch is not None and now - batch.begun >= SLOW_S
             if batch is not None and slow and batch is not self._slow[number]:
                 self.on_slow(self._device_of(number), now - batch.begun)
             self._slow[number] = batch if slow else None
+
+    def _wake(self, now: float) -> None:
+        """The loop runs. If it has not run for long (the process was stopped, the machine slept),
+        the disks are not to blame: their reads begin now."""
+        if now - self._awake_at >= SLOW_S:
+            for engine in self._engines:
+                for batch in engine.in_flight:
+                    batch.begun = now
+        self._awake_at = now
 
     def _device_of(self, number: int) -> str:
         """Return the device that an engine reads: where it is mounted, and its number."""

@@ -5,14 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from daemon import Daemon, Raw, asking, client, run_python, sample, serving, until, write
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    asking,
+    client,
+    run_python,
+    sample,
+    serving,
+    stopped,
+    until,
+    write,
+)
 
 from ffserve import protocol
 
@@ -71,12 +83,14 @@ GETATTR, READ, STATFS, FLUSH = 3, 15, 17, 25
 
 
 @contextlib.contextmanager
-def fuse(tmp_path: Path, *silent: int, begin: str | Path = "/") -> Iterator[str]:
+def fuse(
+    tmp_path: Path, *silent: int, begin: str | Path = "/", samples: Sequence[bytes] = TRUTH
+) -> Iterator[str]:
     """The path of a file on FUSE; the file system ends in any case.
 
     Args: silent: kinds of requests without an answer. begin: from when this file exists.
     """
-    source = write(tmp_path / "source.ffr", TRUTH)
+    source = write(tmp_path / "source.ffr", samples)
     place = tmp_path / "fuse"
     place.mkdir()
     if not os.path.exists("/dev/fuse"):
@@ -193,27 +207,67 @@ def test_a_file_whose_reads_never_return(place: Path) -> None:
         until(lambda: not held(daemon, place), "nothing is held")
 
 
+WAIT_AND_READ = """
+import ffserve, sys
+reader = ffserve.open(sys.argv[1], server=sys.argv[2])
+reader[0]
+print("ready", flush=True)
+input()
+reader.read(range(len(reader)))
+"""
+"""A job that opens a file, and reads most of it when it is told to."""
+
+
 def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
     begin = place / "begin"
-    patch = "import ffserve.server.io; ffserve.server.io.SLOW_S = 0.2"
+    patch = (
+        "import ffserve.server.io, ffserve.server.server\n"
+        "ffserve.server.io.SLOW_S, ffserve.server.server.ALIVE_INTERVAL_S = 1.0, 0.05"
+    )
     line = rf"slow disk: a read from {place}/fuse \(device 0:\d+\) takes \d+\.\d s.*"
-    read = "import ffserve, sys\nffserve.open(sys.argv[1], server=sys.argv[2]).read(range(10))"
+    large = [sample(index, [70_000]) for index in range(100)]  # more than is read ahead
     with serving(patch=patch, expect=[line]) as daemon:
-        with fuse(place, READ, begin=begin) as path:
-            with daemon.open(path) as reader:
-                assert bytes(reader[3]) == TRUTH[3]
+        with (
+            fuse(place, READ, begin=begin, samples=large) as path,
+            client(WAIT_AND_READ, path, daemon.socket) as job,
+        ):
             assert "slow" not in daemon.text()
             begin.touch()
-            command = [sys.executable, "-c", read, path, daemon.socket]
-            job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-            try:
-                until(lambda: "slow disk" in daemon.text(), "the daemon says so")
-                others_are_served(daemon, place)
-            finally:
-                job.kill()
-                job.wait()
+            assert job.stdin is not None
+            job.stdin.write("\n")
+            job.stdin.flush()
+            until(lambda: "slow disk" in daemon.text(), "the daemon says so")
+            others_are_served(daemon, place)
         daemon.end()
         assert len(re.findall("slow disk", daemon.text())) == 1, "no read is counted twice"
+
+
+def test_a_daemon_that_was_stopped_does_not_blame_the_disk(place: Path) -> None:
+    patch = (
+        "import ffserve.server.io, ffserve.server.server\n"
+        "ffserve.server.io.SLOW_S, ffserve.server.server.ALIVE_INTERVAL_S = 2.0, 0.05"
+    )
+    source = write(place / "source.ffr", [sample(index, [70_000]) for index in range(100)])
+    mounted = place / "fuse"
+    mounted.mkdir()
+    try:
+        with (
+            serving(patch=patch) as daemon,
+            client(FUSE, source, mounted, "0", "/") as system,
+            client(WAIT_AND_READ, mounted / "a.ffr", daemon.socket) as job,
+        ):
+            assert job.stdin is not None
+            with stopped(system.pid):
+                job.stdin.write("\n")
+                job.stdin.flush()
+                until(lambda: daemon.status()["engine"]["inflight"], "a read waits for the disk")
+                os.kill(daemon.pid, signal.SIGSTOP)
+                time.sleep(2.3)
+            time.sleep(0.2)  # the read ends
+            os.kill(daemon.pid, signal.SIGCONT)
+            assert job.wait(DEADLINE_S) == 0
+    finally:
+        subprocess.run(["umount", "-l", mounted], capture_output=True)
 
 
 def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place: Path) -> None:
