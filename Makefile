@@ -8,6 +8,7 @@
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
 #              the packages of the benchmark (installs gigabytes; says why a test is skipped)
+# make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
 # make systemd boot a systemd in a container: install the service, use it, damage it, remove it
 #              (4 min; needs root)
@@ -25,7 +26,7 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
-.PHONY: demo test lint check interop spark bench figures docs soak fuzz guided asan tsan setup clean distclean
+.PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
 .PHONY: systemd install uninstall
 .DEFAULT_GOAL := demo
 
@@ -57,6 +58,10 @@ test: lint
 interop:
 	@bash .ci/setup --bench
 	@$(pytest) -q -rs -m interop --timeout 0
+
+ray:
+	@bash .ci/setup --ray
+	@$(pytest) -q -m ray tests/ray --timeout 300
 
 spark:
 	@bash .ci/setup --spark

@@ -258,7 +258,7 @@ def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
     Cost:    a call of C per column; features that are not wanted are skipped.
     """
     try:
-        from ffserve import columns
+        from ffserve.arrow import columns
     except ImportError as error:
         raise UsageError(
             f"pyarrow is not installed: {error}", hint="pip install 'ffserve[arrow]'"

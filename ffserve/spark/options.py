@@ -6,13 +6,11 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
+from ffserve.arrow.options import RecordType, check_compression, check_sampling, record_type_of
 from ffserve.errors import UsageError
 
-RecordType = Literal["Example", "SequenceExample", "ByteArray"]
-
-_RECORD_TYPES = ("Example", "SequenceExample", "ByteArray")
 _HADOOP = "org.apache.hadoop.io.compress."
 _CODECS = {
     "": "none",
@@ -26,11 +24,6 @@ _CODECS = {
     f"{_HADOOP}deflatecodec": "zlib",
     "snappy": "snappy",
     f"{_HADOOP}snappycodec": "snappy",
-}
-COMPRESSIONS = {
-    "tfrecord": ("none", "gzip", "zlib"),
-    "recordio": ("none", "gzip", "snappy"),
-    "ffrecord": ("none",),
 }
 _READ_OPTIONS = (
     *("path", "paths", "recordType", "codec", "samplingRatio", "mergeSchema"),
@@ -94,9 +87,7 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
         paths = (options["path"], *paths)
     if not paths:
         raise UsageError("no path", hint="load(path)")
-    ratio = _number(options, "samplingRatio", 1.0)
-    if not 0 < ratio <= 1:
-        raise UsageError(f"samplingRatio must be above 0 and at most 1, not {ratio}")
+    ratio = check_sampling(_number(options, "samplingRatio", 1.0), "samplingRatio")
     on_error = options.get("on_error", "raise").lower()
     if on_error not in ("raise", "skip"):
         raise UsageError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
@@ -146,22 +137,15 @@ def _refuse_unknown(format: str, options: Mapping[str, str], known: tuple[str, .
 
 def _record_type(format: str, options: Mapping[str, str]) -> RecordType:
     given = options.get("recordType") or ("Example" if format == "tfrecord" else "ByteArray")
-    for name in _RECORD_TYPES:
-        if name.lower() == given.lower():
-            return cast(RecordType, name)
-    raise UsageError(f"invalid recordType {given!r}", hint=f"use {', '.join(_RECORD_TYPES)}")
+    return record_type_of(given, "recordType")
 
 
 def _compression(format: str, options: Mapping[str, str]) -> str:
     if "codec" not in options:
         return ""
     found = _CODECS.get(options["codec"].lower())
-    if found not in COMPRESSIONS[format]:
-        raise UsageError(
-            f"{format} does not support the codec {options['codec']!r}",
-            hint=f"use {', '.join(COMPRESSIONS[format])}",
-        )
-    return found
+    check_compression(format, found, options["codec"], "codec")
+    return found or ""
 
 
 def _number(options: Mapping[str, str], name: str, default: float) -> float:

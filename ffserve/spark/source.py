@@ -64,7 +64,7 @@ class RecordSource(DataSource):
         from ffserve.spark.writing import RecordWriter
 
         options = options_of.write_options(self.format, self.options)
-        return RecordWriter(self.format, schema, overwrite, options, self.settings)
+        return RecordWriter(self.format, schema, overwrite, options)
 
 
 def source_class(name: str, settings: Settings) -> type[DataSource]:

@@ -17,7 +17,7 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrameWriter
 
-from ffserve import hive, staging
+from ffserve.arrow import hive, staging
 from ffserve.spark.options import JOB, PARTITION_BY, SAVE_MODE
 from ffserve.spark.source import NAMES
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve import columns, example
-from ffserve.columns import Inference, Place, records_of
+from ffserve import example
+from ffserve.arrow import columns
+from ffserve.arrow.columns import Inference, Place, records_of
 from ffserve.engine.example import Records
 from ffserve.errors import FormatError, UsageError
 
@@ -213,6 +214,13 @@ def test_promotion_decimals_and_nulls() -> None:
     assert decoding({"a": 2.675}, pa.field("a", pa.decimal128(10, 2))) == Decimal("2.68")
     with pytest.raises(FormatError, match=r"row 100, column 'a'.*NOT NULL"):
         decoding({"a": 1}, pa.field("a", pa.int64(), nullable=False))
+
+
+def test_values_outside_of_a_slice_do_not_count() -> None:
+    lists = pa.array([[1e300], [1.5, 2.5], None, [None]], pa.list_(pa.float64()))
+    batch = pa.record_batch({"v": lists}).slice(1, 2)
+    payload, edges = columns.encode(batch)
+    assert columns.decode(columns.records_at(payload, edges), batch.schema).equals(batch)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve import hive
+from ffserve.arrow import hive
 from ffserve.errors import FormatError, MissingFile, UsageError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)

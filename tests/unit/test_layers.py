@@ -26,10 +26,6 @@ LAYERS = {
     "index_file": "engine formats files",
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
-    # tables
-    "columns": "engine",
-    "hive": "files",
-    "staging": "output",
     # the daemon
     "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
@@ -39,17 +35,20 @@ LAYERS = {
     "memfd index_file shardfile",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
+    # tables
+    "arrow": "socket_path engine formats files output shardfile writer client reader",
     # what programs use
     "compat": "parallel formats dataset files output writer client reader",
-    "example": "formats columns dataset reader",
+    "example": "formats arrow dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order mixture packing engine client compat",
-    "spark": "engine formats files columns hive staging writer reader shardfile",
+    "spark": "arrow",
+    "ray": "formats arrow reader",
     "testing": "engine formats dataset",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
     # the command line
-    "examples": "torch ffserve",
+    "examples": "torch example spark ray ffserve",
     "bench": "order engine formats output client ffserve",
     "cli": "socket_path config formats dataset files shardfile cache server client reader "
     "compat convert bench ffserve",

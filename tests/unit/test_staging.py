@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ffserve.arrow.staging import Mode, OutputJob, StagedFile
 from ffserve.errors import ReadError, UsageError
-from ffserve.staging import Mode, OutputJob, StagedFile
 
 
 def begin(target: Path, mode: Mode = "append") -> OutputJob:
@@ -100,7 +100,7 @@ def test_a_commit_that_fails_changes_nothing(tmp_path: Path, mode: Mode) -> None
 
 KILLED = """
 import os, signal, sys
-from ffserve import staging
+from ffserve.arrow import staging
 sys.path[:0] = [sys.argv[3]]
 from test_staging import begin, stage
 from pathlib import Path

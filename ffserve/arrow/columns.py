@@ -159,7 +159,7 @@ def _explained(fault: Fault, schema: Any, record: str, place: Place) -> FormatEr
     texts = {
         engine.MALFORMED: (
             f"the record is not a tf.train.{record}",
-            "set recordType to what was written (Example, SequenceExample or ByteArray)",
+            "read it with the record type that was written: Example, SequenceExample or ByteArray",
         ),
         engine.KIND: (f"it holds {found}, which are not {wanted}", "give a schema that fits"),
         engine.SEVERAL: (
@@ -306,23 +306,28 @@ def _source(array: Any, one: Any, place: Place) -> Source:
     outer = inner = None
     items = array
     if leaf.depth:
-        outer = array.offsets.to_numpy().astype(np.int64)
-        items = array.values
+        outer, items = _elements(array)
         if leaf.depth == 2:
             _check_elements(items, one.name, valid, outer, None, place)
-            inner = items.offsets.to_numpy().astype(np.int64)
-            items = items.values
+            inner, items = _elements(items)
         _check_elements(items, one.name, valid, outer, inner, place)
     edges = None
     values: NDArray[Any]
     if leaf.kind == engine.BYTES:
-        values, edges = _strings(items)
+        values, edges = byte_strings(items)
     elif leaf.kind == engine.INT64:
         values = _numbers(items, np.int32 if pa.types.is_int32(leaf.type) else np.int64)
         values = values.astype(np.int64, copy=False)
     else:
         values = _floats(items, leaf, one.name, (outer, inner), place)
     return Source(one.name.encode(), leaf.kind, leaf.depth, valid, outer, inner, values, edges)
+
+
+def _elements(array: Any) -> tuple[NDArray[np.int64], Any]:
+    """Return the offsets of lists, and the values of these lists only: an array may be a slice."""
+    edges = array.offsets.to_numpy().astype(np.int64)
+    first = int(edges[0])
+    return edges - first, array.values.slice(first, int(edges[-1]) - first)
 
 
 def _check_elements(
@@ -345,7 +350,8 @@ def _numbers(items: Any, kind: Any) -> NDArray[Any]:
     return np.frombuffer(data, kind)[items.offset : items.offset + len(items)]
 
 
-def _strings(items: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def byte_strings(items: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return a buffer with the byte strings of an array, and int64[n + 1], their offsets in it."""
     wide = pa.types.is_large_string(items.type) or pa.types.is_large_binary(items.type)
     _, offsets, data = items.buffers()
     if offsets is None:

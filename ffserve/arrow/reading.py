@@ -1,0 +1,458 @@
+"""Reading record files as a table: the schema, the pieces, and the batches of a piece.
+
+Whoever plans lists the files (``hive.find_files``) and divides them into pieces: small files are
+one each, big ones are split by records. Splitting needs the number of records: FFRecord and
+RecordIO store it, plain TFRecord files get it from their index file or a scan; compressed TFRecord
+files are not split. Whoever reads a piece gets Arrow batches. Nothing here knows an engine for
+tables: ``ffserve.spark`` and ``ffserve.ray`` hand its pieces to their tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ffserve import formats
+from ffserve.arrow import hive
+from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
+from ffserve.arrow.hive import DataFile
+from ffserve.arrow.options import RecordType
+from ffserve.engine.codec import FRAME_HEADER_SIZE
+from ffserve.engine.example import Records
+from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.files import is_compressed, open_regular, wrap_os_error
+from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
+from ffserve.formats.tfstream import FrameStream, record_error
+from ffserve.formats.tfstream import Records as FrameRecords
+from ffserve.socket_path import find_socket
+
+log = logging.getLogger("ffserve")
+
+BATCH_COUNT, BATCH_SIZE = 8192, 8 << 20
+"""An Arrow batch has at most so many records, and about so many bytes of them."""
+BYTES_COLUMN = "byteArray"
+Numbered = tuple[Records, NDArray[np.int64]]
+"""Records, and their numbers in the file."""
+
+
+@dataclass(frozen=True)
+class RecordTable:
+    """How record files are read as a table.
+
+    format: of the files. record_type: of their records. skip: leave out damaged records, and log
+    how many. server: as for ``ffserve.open``. zone: the time zone of partition timestamps.
+    """
+
+    format: str
+    record_type: RecordType
+    skip: bool = False
+    server: str = "off"
+    zone: str = "UTC"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Records of one file: [start, stop), or all of them if stop is None.
+
+    size: about so many bytes of the file. begin, end: the bytes that hold the records, if the
+    file's frames are read in order; -1: its end.
+    """
+
+    path: str
+    size: int
+    values: tuple[tuple[str, str | None], ...] = ()
+    start: int = 0
+    stop: int | None = None
+    begin: int = 0
+    end: int = -1
+
+
+# ---- the schema ----------------------------------------------------------------------------------
+
+
+def infer_schema(
+    table: RecordTable,
+    files: Sequence[DataFile],
+    *,
+    ratio: float = 1.0,
+    merge: bool = True,
+    typed: bool = True,
+) -> Any:
+    """Return the columns of the files, sorted by name, and then the partition columns.
+
+    Args:
+        ratio: fraction of the records, besides the first of each file, that is examined.
+        merge: examine all files, not only the first that has columns.
+        typed: find the types of partition values; else they are strings.
+    Returns: pyarrow.Schema; empty if there is nothing to infer from.
+    Raises: FFServeError: a file cannot be read, or records differ.
+    """
+    columns = _file_columns(table, files, ratio, merge)
+    partitions = _partition_columns(files, typed)
+    for one in partitions:
+        if one.name in columns.names:
+            raise FormatError(
+                f"the column {one.name!r} is in the records and in the name of the directory",
+                path=files[0].path,
+                hint="give a schema: the value of the directory then counts",
+            )
+    return pa.schema([*columns, *partitions])
+
+
+def _file_columns(table: RecordTable, files: Sequence[DataFile], ratio: float, merge: bool) -> Any:
+    if table.record_type == "ByteArray":
+        return pa.schema([(BYTES_COLUMN, pa.binary())] if files else [])
+    inference = Inference(table.record_type)
+    if not merge:
+        for file in files:
+            inference.merge(_infer_file(table, file, ratio))
+            if len(inference.schema()):
+                break
+        return inference.schema()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for found in threads.map(lambda file: _infer_file(table, file, ratio), files):
+            inference.merge(found)
+    return inference.schema()
+
+
+def _infer_file(table: RecordTable, file: DataFile, ratio: float) -> Inference:
+    inference = Inference(table.record_type)
+    chance = np.random.default_rng(zlib.crc32(os.fsencode(file.path)))
+    for records, rows in _records(table, Piece(file.path, file.size)):
+        if ratio < 1:
+            chosen = (chance.random(len(rows)) < ratio) | (rows == 0)
+            records = Records(records.buffer, records.starts[chosen], records.lengths[chosen])
+            rows = rows[chosen]
+        if len(rows):
+            inference.add(records, Place(file.path, rows=rows))
+    return inference
+
+
+def _partition_columns(files: Sequence[DataFile], typed: bool) -> list[Any]:
+    columns = []
+    for k, (name, _) in enumerate(files[0].values if files else ()):
+        values = (file.values[k][1] for file in files)
+        columns.append(pa.field(name, hive.infer_type(values) if typed else pa.string()))
+    return columns
+
+
+def check_read(table: RecordTable, schema: Any, files: Sequence[DataFile]) -> None:
+    """Check that the records can have the columns of a schema.
+
+    Raises: UsageError.
+    """
+    partitions = {name for name, _ in files[0].values} if files else set()
+    data = pa.schema([one for one in schema if one.name not in partitions])
+    if table.record_type != "ByteArray":
+        check_schema(data, table.record_type)
+    elif len(data) > 1 or any(not pa.types.is_binary(one.type) for one in data):
+        raise UsageError(
+            f"with the record type ByteArray the schema has one column of type binary, not "
+            f"{', '.join(f'{one.name} {one.type}' for one in data)}"
+        )
+
+
+def format_of(files: Sequence[DataFile]) -> str:
+    """Return the format of files: that of the first one that is not empty, by content and suffix.
+
+    Raises: FormatError: neither determines it. UsageError: there is no file.
+    """
+    if not files:
+        raise UsageError("there are no files", hint="check the path, or give a schema and a format")
+    first = min(files, key=lambda one: one.size == 0)
+    head, size = _head_of(first.path)
+    return formats.detect(head, first.path, size).name
+
+
+def _head_of(path: str) -> tuple[bytes, int]:
+    """Return the first bytes of a file, by which its format is recognized, and its size."""
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        return wrap_os_error(lambda _: os.pread(fd, HEAD_SIZE, 0), path), size
+    finally:
+        os.close(fd)
+
+
+# ---- the pieces ----------------------------------------------------------------------------------
+
+
+def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[Piece]:
+    """Divide a file into pieces of about `limit` bytes.
+
+    Raises: FFServeError: the file is damaged, or of another format.
+    Cost:   for a file above the limit that of opening it, which for TFRecord without an index file
+            is a scan.
+    """
+    parts = -(-file.size // max(1, limit))
+    if parts < 2 or is_compressed(file.path):
+        yield Piece(file.path, file.size, file.values)
+        return
+    _check_format(table.format, file.path)
+    edges = _cuts(table, file.path, parts)
+    for (start, begin), (stop, end) in pairwise(edges):
+        yield Piece(file.path, -(-file.size // parts), file.values, start, stop, begin, end)
+
+
+def _cuts(table: RecordTable, path: str, parts: int) -> list[tuple[int, int]]:
+    """Return records that divide a file into parts of about equal size, and where they begin."""
+    from ffserve.shardfile import open_shard
+
+    fd = open_regular(path)
+    try:
+        shard = open_shard(fd, path, table.format, tolerant=table.skip)
+        offsets = np.empty(shard.count, np.uint64)
+        shard.load(offsets, np.empty_like(offsets), np.empty(shard.count, np.uint32))
+    finally:
+        os.close(fd)
+    places = np.linspace(0, shard.size, parts + 1)[1:-1]
+    found = np.searchsorted(offsets, places.astype(np.uint64)).tolist()
+    inner = sorted(row for row in set(found) if 0 < row < shard.count)
+    begins = [int(offsets[row]) - FRAME_HEADER_SIZE for row in inner]
+    return list(zip([0, *inner, shard.count], [0, *begins, -1], strict=True))
+
+
+# ---- the batches ---------------------------------------------------------------------------------
+
+
+def batches(
+    table: RecordTable, piece: Piece, schema: Any, skipped: Callable[[int], None] | None = None
+) -> Iterator[Any]:
+    """Yield the pyarrow.RecordBatches of a piece.
+
+    Args:
+        schema: the wanted columns, also of the partition; others are not decoded. Of a schema with
+            partition columns only, or without columns, records are counted and not read.
+        skipped: gets the number of damaged records that were left out.
+    Raises:  FFServeError: damaged or unfitting records, with file, row and column.
+    """
+    values = dict(piece.values)
+    data = pa.schema([one for one in schema if one.name not in values])
+    constants = _constants(table, piece, schema)
+    if not len(data) and not table.skip:
+        yield from _repeated(constants, schema, count(table, piece))
+        return
+    for records, rows in _records(table, piece, skipped):
+        batch = _decoded(table, records, rows, data, piece.path)
+        columns = [
+            pa.repeat(constants[one.name], len(rows))
+            if one.name in constants
+            else batch.column(data.get_field_index(one.name))
+            for one in schema
+        ]
+        yield _batch(columns, schema, len(rows))
+
+
+def _constants(table: RecordTable, piece: Piece, schema: Any) -> dict[str, Any]:
+    """Return the values of the partition columns in a schema."""
+    values, found = dict(piece.values), {}
+    for one in schema:
+        if one.name not in values:
+            continue
+        text = values[one.name]
+        found[one.name] = hive.convert_value(one.name, text, one.type, table.zone, piece.path)
+        if not one.nullable and text is None:
+            raise FormatError(
+                f"row {piece.start}, column {one.name!r}: the partition value is null, and the "
+                "column is NOT NULL",
+                path=piece.path,
+            )
+    return found
+
+
+def _batch(columns: list[Any], schema: Any, count: int) -> Any:
+    if columns:
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+    # A batch without columns still has a number of rows.
+    return pa.RecordBatch.from_struct_array(
+        pa.StructArray.from_buffers(pa.struct([]), count, [None])
+    )
+
+
+def _decoded(
+    table: RecordTable, records: Records, rows: NDArray[np.int64], data: Any, path: str
+) -> Any:
+    place = Place(path, rows=rows)
+    if table.record_type == "ByteArray":
+        arrays = [_as_binary(records, place)] if len(data) else []
+        return pa.RecordBatch.from_arrays(arrays, schema=data)
+    return decode(records, data, record=table.record_type, place=place)
+
+
+def _repeated(constants: dict[str, Any], schema: Any, count: int) -> Iterator[Any]:
+    """Yield batches of partition values only."""
+    for first in range(0, count, BATCH_COUNT):
+        n = min(BATCH_COUNT, count - first)
+        yield _batch([pa.repeat(constants[name], n) for name in schema.names], schema, n)
+
+
+def count(table: RecordTable, piece: Piece) -> int:
+    """Return the number of records of a piece; their bytes are not read, except by a scan.
+
+    Raises: FFServeError.
+    """
+    if piece.stop is not None:
+        return piece.stop - piece.start
+    from ffserve.reader import open as open_files
+
+    _check_format(table.format, piece.path)
+    with open_files(piece.path, format=table.format, server=table.server) as reader:
+        return len(reader)
+
+
+def _as_binary(records: Records, place: Place) -> Any:
+    buffer, starts, lengths = records
+    if len(buffer) >= 1 << 31:
+        raise place.error(0, None, "the record has 2 GiB or more, which a batch cannot hold")
+    # The bytes between records, such as frames, become rows that are left out.
+    edges = np.stack((starts, starts + lengths), axis=1).ravel().astype(np.int32)
+    gaps = pa.Array.from_buffers(
+        pa.binary(), len(edges) - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)]
+    )
+    return gaps.take(pa.array(np.arange(0, len(edges), 2)))
+
+
+# ---- the records ---------------------------------------------------------------------------------
+
+
+def _check_format(format: str, path: str) -> None:
+    """Refuse a file that is of another format by its content."""
+    head, size = _head_of(path)
+    if size and formats.by_name(format).sniff(head, size) is False:
+        for other in formats.NAMES:
+            if other != format and formats.by_name(other).sniff(head, size):
+                raise FormatError(
+                    f"the file is {other}, not {format}",
+                    path=path,
+                    hint=f"read it with the format {other!r}, apart from the others",
+                )
+
+
+def _records(
+    table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None = None
+) -> Iterator[Numbered]:
+    """Yield the records of a piece. Raises: FFServeError."""
+    _check_format(table.format, piece.path)
+    if table.format != "tfrecord" or _from_daemon(table, piece):
+        yield from _by_index(table, piece, skipped)
+    elif is_compressed(piece.path):
+        yield from _streamed(piece, table.skip, skipped)
+    elif table.skip and os.path.getsize(piece.path):
+        yield from _by_index(table, piece, skipped)
+    else:
+        yield from _framed(table, piece)
+
+
+def _from_daemon(table: RecordTable, piece: Piece) -> bool:
+    """Whether a TFRecord file is to be read through a daemon; without one its frames are read in
+    order, which needs no index."""
+    if table.server in ("auto", "start"):
+        from ffserve.client.autostart import start_wanted
+
+        starts = table.server == "start" or start_wanted()
+        there = starts or os.path.exists(find_socket())
+        return there and not is_compressed(piece.path)
+    return table.server != "off"
+
+
+def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
+    """Read the frames of a TFRecord file in order: without an index, and without another copy.
+
+    The bytes from the first damage on are read by index, which finds the file's error.
+    """
+    fd = open_regular(piece.path)
+    row = piece.start
+    damage: FormatError | None = None
+    try:
+        size = os.fstat(fd).st_size
+        end = size if piece.end < 0 else piece.end
+        for records in _blocks(fd, piece, end, FrameStream(piece.path, limit=size)):
+            count = len(records.offsets)
+            intact = int(np.argmax(records.damaged)) if records.damaged.any() else count
+            starts, lengths = records.offsets[:intact], records.lengths[:intact]
+            if intact:
+                buffer = np.frombuffer(records.block, np.uint8)
+                some = Records(buffer, starts.astype(np.uint64), lengths.astype(np.uint64))
+                yield some, np.arange(row, row + intact)
+            row += intact
+            if intact < count:
+                raise record_error(piece.path, row)
+    except FormatError as error:
+        damage = error
+    finally:
+        os.close(fd)
+    if damage is not None:
+        yield from _by_index(replace(table, server="off"), replace(piece, start=row), None)
+        raise damage
+
+
+def _blocks(fd: int, piece: Piece, end: int, stream: FrameStream) -> Iterator[FrameRecords]:
+    at = piece.begin
+    while at < end:
+        data = wrap_os_error(partial(_pread, fd, at, min(PIECE_SIZE, end - at)), piece.path)
+        if not data:
+            break
+        at += len(data)
+        while (records := stream.feed(data)) is not None:
+            data = b""
+            yield records
+    stream.close()
+
+
+def _pread(fd: int, at: int, size: int, path: str) -> bytes:
+    return os.pread(fd, size, at)
+
+
+def _by_index(
+    table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None
+) -> Iterator[Numbered]:
+    from ffserve.reader import Reader
+
+    damaged: list[FFServeError] = []
+    with Reader((piece.path,), table.format, table.server, True, table.skip) as reader:
+        chosen = np.arange(piece.start, len(reader) if piece.stop is None else piece.stop)
+        for first, batch, failed in reader.scan(chosen, count=BATCH_COUNT, size=BATCH_SIZE):
+            if failed and not table.skip:
+                raise failed[min(failed)]
+            damaged += failed.values()
+            kept = np.ones(len(batch), np.bool_)
+            kept[list(failed)] = False
+            rows = chosen[first : first + len(batch)][kept]
+            buffer, starts, lengths = records_at(batch.buffer, batch.offsets)
+            if len(rows):
+                yield Records(buffer, starts[kept], lengths[kept]), rows
+    _report(piece.path, damaged, skipped)
+
+
+def _streamed(
+    piece: Piece, skip: bool, skipped: Callable[[int], None] | None
+) -> Iterator[Numbered]:
+    from ffserve.reader import StreamReader
+
+    with StreamReader((piece.path,), tolerant=skip) as reader:
+        first = 0
+        for batch in reader.batches(count=BATCH_COUNT, size=BATCH_SIZE):
+            records = records_at(batch.buffer, batch.offsets)
+            yield records, np.arange(first, first + len(batch))
+            first += len(batch)
+        _report(piece.path, reader.damaged, skipped)
+
+
+def _report(
+    path: str, damaged: Sequence[FFServeError], skipped: Callable[[int], None] | None
+) -> None:
+    if damaged:
+        if skipped is not None:
+            skipped(len(damaged))
+        log.warning("%s: skipped %d damaged records, the first: %s", path, len(damaged), damaged[0])

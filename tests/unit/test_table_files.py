@@ -1,0 +1,113 @@
+"""Record files as a table, without an engine for tables: pieces, batches, files of a task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from daemon import serving
+
+import ffserve
+from ffserve import example
+from ffserve.arrow import hive, reading
+from ffserve.arrow.reading import Piece, RecordTable
+from ffserve.arrow.staging import OutputJob
+from ffserve.arrow.writing import TableOutput, write_task
+from ffserve.errors import FormatError, UsageError
+
+FORMATS = ("tfrecord", "ffrecord", "recordio")
+SCHEMA = pa.schema([("id", pa.int64())])
+
+
+def write(path: Path, count: int, format: str) -> Path:
+    options = {"max_chunk_size": 5_000} if format == "recordio" else {}
+    with ffserve.create(path, format=format, **options) as writer:
+        for k in range(count):
+            writer.write(example.encode({"id": k, "noise": os.urandom(50 + k % 9)}))
+    return path
+
+
+def ids(table: RecordTable, piece: Piece, schema: Any = SCHEMA) -> list[int]:
+    return [k for batch in reading.batches(table, piece, schema) for k in batch["id"].to_pylist()]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pieces_hold_each_record_once(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path / f"a.{format}", 500, format)
+    [file] = hive.find_files([str(path)])
+    table = RecordTable(format, "Example")
+    assert reading.format_of([file]) == format
+    for limit in (10**9, file.size // 4, 1000, 1):
+        pieces = list(reading.pieces_of(table, file, limit))
+        assert (len(pieces) == 1) == (limit >= file.size)
+        assert sum(reading.count(table, piece) for piece in pieces) == 500
+        if limit > 1:
+            assert [k for piece in pieces for k in ids(table, piece)] == list(range(500))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pieces_are_read_through_a_daemon(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path / f"a.{format}", 100, format)
+    [file] = hive.find_files([str(path)])
+    with serving() as daemon:
+        table = RecordTable(format, "Example", server=daemon.socket)
+        pieces = list(reading.pieces_of(table, file, file.size // 2))
+        assert [k for piece in pieces for k in ids(table, piece)] == list(range(100))
+        with ffserve.open(path, server=daemon.socket) as reader:
+            reader.read(range(100))
+            assert reader.stats()["misses"] == 0
+
+
+def test_batches_of_partition_columns_and_of_none(tmp_path: Path) -> None:
+    folder = tmp_path / "k=1"
+    folder.mkdir()
+    write(folder / "a.tfrecord", 10_000, "tfrecord")
+    [file] = hive.find_files([str(tmp_path)])
+    [piece] = reading.pieces_of(RecordTable("tfrecord", "Example"), file, file.size)
+    for skip in (False, True):
+        table = RecordTable("tfrecord", "Example", skip=skip)
+        for schema in (pa.schema([("k", pa.int32())]), pa.schema([])):
+            found = list(reading.batches(table, piece, schema))
+            assert sum(batch.num_rows for batch in found) == 10_000
+            assert {batch.num_columns for batch in found} == {len(schema)}
+
+
+def test_the_files_of_a_task_come_back(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    job = OutputJob.begin(out, "error", pid=os.getpid())
+    batch = pa.record_batch({"id": np.arange(100), "k": np.arange(100) % 3})
+    output = TableOutput("tfrecord", "Example", "", ("k",), 20)
+    files = write_task(output, job, 7, [batch.slice(0, 60), batch.slice(60)])
+    assert {(file.directory, file.count) for file in files} == {
+        ("k=0", 20), ("k=0", 14), ("k=1", 20), ("k=1", 13), ("k=2", 20), ("k=2", 13),
+    }  # fmt: skip
+    job.commit(files)
+    table = RecordTable("tfrecord", "Example")
+    found = hive.find_files([out])
+    schema = reading.infer_schema(table, found)
+    assert schema == pa.schema([("id", pa.int64()), ("k", pa.int32())])
+    pieces = [piece for file in found for piece in reading.pieces_of(table, file, file.size)]
+    rows = [row for p in pieces for b in reading.batches(table, p, schema) for row in b.to_pylist()]
+    assert sorted(rows, key=lambda row: row["id"]) == batch.to_pylist()
+
+
+def test_a_task_that_fails_removes_its_files(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    job = OutputJob.begin(out, "error", pid=os.getpid())
+    good = pa.record_batch({"id": [1], "k": [1]})
+    lists = pa.record_batch({"id": pa.array([[None]], pa.list_(pa.int64())), "k": [1]})
+    without = pa.record_batch({"id": [1]})
+    output = TableOutput("tfrecord", "Example", partition_by=("k",))
+    for bad, error, text in (
+        (lists, FormatError, "row 1, column 'id'.*null"),
+        (without, UsageError, "partition column 'k' is not a column"),
+    ):
+        with pytest.raises(error, match=text):
+            write_task(output, job, 0, [good, bad])
+        assert os.listdir(job.root) == ["owner.json"]
+    job.discard()
+    assert not os.path.exists(out)
