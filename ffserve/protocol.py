@@ -462,6 +462,20 @@ def _shallow(message: Message) -> tuple[Any, ...]:
     return values
 
 
+def _no_extension(code: int, content: bytes) -> Any:
+    raise ValueError(f"extension of type {code}")
+
+
+_HOW: dict[str, Any] = {
+    "raw": False,
+    "unicode_errors": _FILE_NAMES,
+    "strict_map_key": True,
+    "use_list": True,
+    "ext_hook": _no_extension,
+}
+"""How bodies are decoded."""
+
+
 class Decoder:
     """Turns a byte stream into messages.
 
@@ -599,7 +613,15 @@ class Decoder:
                 self._containers = 0
                 self._most_containers = FEW_VALUES if few else MAX_CONTAINERS
                 most = FEW_VALUES if few else -1
-                values = msgpack.unpackb(body, max_array_len=most, max_map_len=most, **self._how())
+                hook = self._counted
+                values = msgpack.unpackb(
+                    body,
+                    max_array_len=most,
+                    max_map_len=most,
+                    list_hook=hook,
+                    object_hook=hook,
+                    **_HOW,
+                )
                 body.release()
         except (
             ValueError,
@@ -613,20 +635,16 @@ class Decoder:
             raise ProtocolError("invalid frame: not an array with a message type")
         return values
 
-    def _how(self) -> dict[str, Any]:
-        return {
-            "raw": False,
-            "unicode_errors": _FILE_NAMES,
-            "strict_map_key": True,
-            "use_list": True,
-            "list_hook": self._counted,
-            "object_hook": self._counted,
-            "ext_hook": _no_extension,
-        }
-
     def _stepwise(self, body: memoryview) -> Generator[None, None, list[Any]]:
         """Decode a body of values and of maps of values and lists, some at a time."""
-        unpacker = _Values(body, max_array_len=FEW_VALUES, max_map_len=FEW_VALUES, **self._how())
+        unpacker = _Values(
+            body,
+            max_array_len=FEW_VALUES,
+            max_map_len=FEW_VALUES,
+            list_hook=self._counted,
+            object_hook=self._counted,
+            **_HOW,
+        )
         values: list[Any] = []
         for _ in range(unpacker.header(unpacker.read_array_header, FEW_VALUES)):
             if not _is_map(unpacker.head()):
@@ -710,10 +728,6 @@ def _is_list(head: int) -> bool:
 
 def _is_map(head: int) -> bool:
     return 0x80 <= head <= 0x8F or head in (0xDE, 0xDF)
-
-
-def _no_extension(code: int, content: bytes) -> Any:
-    raise ValueError(f"extension of type {code}")
 
 
 def pack_indices(indices: NDArray[np.int64]) -> bytes:

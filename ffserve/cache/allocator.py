@@ -292,7 +292,7 @@ class Allocator:
         Groups whose samples are of other sizes, or of other users, meet in no size class: without
         this, who came first would keep all memory.
         """
-        if self._policy.now < self._giving_after:
+        if self._policy.is_alone(group) or self._policy.now < self._giving_after:
             return found
         run = self._arena.run_length(size_class)
         while len(found) < wanted:

@@ -167,7 +167,8 @@ class Arena:
         """Slabs of a run behind its first."""
         self._offset = np.zeros(slabs * self.slots_per_slab, np.int64)
         self._size = np.zeros(slabs * self.slots_per_slab, np.int64)
-        self.slab_count = self.open_count = 0
+        self.slab_count = self.open_count = self.size = 0
+        """Slabs that have slots; slabs in use; bytes of these."""
         self._free_slabs: list[list[int]] = []
         """By domain."""
         self._free_slots: list[FreeSlots] = []
@@ -176,11 +177,6 @@ class Arena:
         """Bytes of the slots in use."""
         self.add_domain()
         self.resize(size // self.slab_size)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the slabs in use."""
-        return self.open_count * self.slab_size
 
     def slabs_of(self, slots: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the slabs, each once, that these slots lie in."""
@@ -229,7 +225,7 @@ class Arena:
             for domain in np.unique(self.slab_domain[again]).tolist():
                 fresh = again[self.slab_domain[again] == domain]
                 self._free_slabs[domain][:0] = fresh[::-1].tolist()
-        self.open_count = count
+        self.open_count, self.size = count, count * self.slab_size
 
     def add_domain(self) -> int:
         """Add size classes for another domain; return its number. The first one, 0, is there from

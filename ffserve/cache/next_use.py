@@ -187,6 +187,11 @@ class NextUse:
     # ---- announced orders -----------------------------------------------------------------
 
     @property
+    def has_orders(self) -> bool:
+        """Whether there may be a job with an order."""
+        return bool(self._announced)
+
+    @property
     def announced_jobs(self) -> list[JobProgress]:
         """Return the progress of every job with an order."""
         if not all(progress.orders for progress in self._announced):

@@ -246,6 +246,10 @@ class Policy:
         # A group without slots of this class has to take from another.
         return first + own if own or first else above or [(n, FAR) for n in there]
 
+    def is_alone(self, group: int) -> bool:
+        """Whether no other group has slots."""
+        return len(self.used) == (group in self.used)
+
     def givers(self, size_class: int, taker: int, coming: int) -> list[int]:
         """Return the groups whose slabs of other size classes a group may take: those that would
         have to give it slots, but have none of its size class, and keep their floor without a run
@@ -255,8 +259,6 @@ class Policy:
         """
         if self._next_use.merged:
             self._merge()
-        if len(self.used) - (taker in self.used) == 0:
-            return []
         bucket_sets = self.buckets.of_class[size_class]
         floors, lost = self.floors(), self._arena.longest_run * self._arena.slab_size
         above = [

@@ -78,7 +78,7 @@ typedef struct {
     uint8_t frame[24];
 } ffs_reply;
 
-/* Wait for this batch too; to be called before it is submitted. NULL: never send the reply. */
+/* Wait for this batch too; to be called before it is submitted. NULL: for one more ffs_reply_arm. */
 void ffs_reply_wait_for(ffs_reply *reply, ffs_batch *b);
 /* Wait for no further batch. */
 uint32_t ffs_reply_arm(ffs_reply *reply);

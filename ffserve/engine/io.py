@@ -510,12 +510,13 @@ class DirectReply:
         batch.keep = self
         lib.ffs_reply_wait_for(self._c, batch._c)
 
-    def cancel(self) -> None:
-        """Never send the reply."""
+    def hold(self) -> None:
+        """Do not send the reply before another call of `arm`."""
         lib.ffs_reply_wait_for(self._c, NULL)
 
     def arm(self) -> None:
-        """Wait for no further batch; the reply is not sent before this call."""
+        """Wait for no batch after those that it waits for when the last of these ends. The reply is
+        sent with one of them: not without this call, and not by it."""
         lib.ffs_reply_arm(self._c)
 
     @property

@@ -192,13 +192,13 @@ class Engines:
     def submit(self, load: Load, reply: DirectReply | None = None) -> None:
         """Read the blocks of a load.
 
-        Args: reply: waits for the load; it is cancelled if a part of the load is decoded here.
+        Args: reply: waits for the load; it is never sent if a part of the load is decoded here.
         """
         if self._table.has_chunks:
             chunked = self._table.chunked[load.blocks.shards]
             if chunked.any():
                 if reply is not None:
-                    reply.cancel()
+                    reply.hold()
                 rows, plain = np.flatnonzero(chunked), np.flatnonzero(~chunked)
                 load.reads = len(rows)
                 if len(plain):
@@ -220,10 +220,14 @@ class Engines:
         if len(numbers) == 1:
             return self._read(numbers[0], load, rows, MERGED_MOST, reply)
         reads = 0
+        if reply is not None:
+            reply.hold()
         for number in numbers:
             part = np.flatnonzero(engines == number)
             part = part if rows is None else rows[part]
             reads += self._read(number, load, part, MERGED_MOST, reply)
+        if reply is not None:
+            reply.arm()
         return reads
 
     def _read(
@@ -245,10 +249,14 @@ class Engines:
             return self._read_from(number, load, rows, merged_most, reply, cached=False)
         rows = np.arange(len(found)) if rows is None else rows
         reads = 0
+        if reply is not None:
+            reply.hold()
         # The disk is busy with its part while the other is copied.
         for part, cached in ((rows[~found], False), (rows[found], True)):
             if len(part):
                 reads += self._read_from(number, load, part, merged_most, reply, cached=cached)
+        if reply is not None:
+            reply.arm()
         return reads
 
     def _read_from(

@@ -86,7 +86,8 @@ class Reply(Protocol):
     """
 
     def arm(self) -> None:
-        """Wait for no further load; the reply is not sent before this call."""
+        """Wait for no further load than those submitted, or, if none of these is under way, than
+        the next one; the reply is not sent without this call."""
         ...
 
     @property
@@ -227,10 +228,6 @@ class _Turns:
         """Whether nothing of it is under way."""
         return not (self.jobs or self.blocked or self.pins or self.reads or self.leased_count)
 
-    def active(self, now: float) -> bool:
-        """Whether it has made a request lately, or waits."""
-        return now - self.seen < ACTIVE_S or bool(self.jobs or self.blocked)
-
 
 class Scheduler:
     """Gives requests turns at the cache.
@@ -263,6 +260,8 @@ class Scheduler:
         self._waking = False
         self.request_count = 0
         """Requests of all sessions that are not finished."""
+        self.blocked_count = 0
+        """Those that wait for memory."""
         self.leased_size = 0
         """Bytes of the slots that leases hold."""
         self._leases_in_slab = np.zeros(len(cache.arena.slab_class), np.int64)
@@ -293,11 +292,6 @@ class Scheduler:
         """Whether no request and no read is under way."""
         return self.request_count == 0 and self._reads == 0
 
-    @property
-    def blocked_count(self) -> int:
-        """Requests that wait for memory."""
-        return sum(len(turns.blocked) for turns in self._users.values())
-
     def add(self, request: SampleRequest, now: float) -> None:
         """Accept a request and give turns."""
         if request.lease and (
@@ -314,7 +308,8 @@ class Scheduler:
         owner.waiting[request.tag] = request
         owner.runnable.append(request)
         self._queue(owner)
-        self.go_on(now)
+        if not self._waking:
+            self.pump(now)
 
     def go_on(self, now: float) -> None:
         """Give turns, unless `pump` will be called anyway."""
@@ -389,7 +384,9 @@ class Scheduler:
                 request.pins = []
         owner.waiting.clear()
         owner.runnable.clear()
+        self.blocked_count -= len(turns.blocked)
         turns.blocked = deque(r for r in turns.blocked if r.owner is not owner)
+        self.blocked_count += len(turns.blocked)
         return self._leaving(owner, now)
 
     def _leaving(self, owner: Owner, now: float) -> Iterator[None]:
@@ -401,9 +398,9 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Return when `pump` must be called again if nothing else happens; None: never."""
-        blocked = [turns.blocked[0] for turns in self._users.values() if turns.blocked]
-        if not blocked:
+        if not self.blocked_count:
             return None
+        blocked = [turns.blocked[0] for turns in self._users.values() if turns.blocked]
         since = min(map(self._since, blocked))
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]
         if self._active > 1:
@@ -431,16 +428,17 @@ class Scheduler:
         self._waking = False
         if self._stopped:
             return
-        self._active = sum(turns.active(now) for turns in self._users.values())
-        blocked = [turns for turns in self._users.values() if turns.blocked]
-        if blocked:
+        favoured = None
+        if blocked := self._look_at_users(now):
             self._unblock(blocked, now)
-            blocked = [turns for turns in blocked if turns.blocked]
-        favoured = self._favoured(blocked, now)
+            favoured = self._favoured([turns for turns in blocked if turns.blocked], now)
         if favoured is not None and self._active == 1:
             return
         left = MOST_TURNS if self._active == 1 else 1
-        while self._reads < self._most_reads and (user := self._next_user(favoured)) is not None:
+        while self._runnable and self._reads < self._most_reads:
+            user = self._next_user(favoured)
+            if user is None:
+                break
             if not left and self.wake is not None:
                 self._waking = True
                 self.wake()
@@ -456,13 +454,26 @@ class Scheduler:
                 owner.runnable.popleft()
             self._queue(owner)
 
-        if self._runnable or any(turns.blocked for turns in self._users.values()):
-            return
+        if self._cache.next_use.has_orders and not (self._runnable or self.blocked_count):
+            self._prefetch(now)
+
+    def _prefetch(self, now: float) -> None:
+        """Read for announced jobs."""
         while self._reads < self._most_reads // 2:
             load = self.prefetcher.next_load(now)
             if load is None:
                 break
             self._start(*load)
+
+    def _look_at_users(self, now: float) -> list[_Turns]:
+        """Count the active users; return those with blocked requests."""
+        self._active, blocked = 0, []
+        for turns in self._users.values():
+            if turns.blocked:
+                blocked.append(turns)
+            if turns.blocked or turns.jobs or now - turns.seen < ACTIVE_S:
+                self._active += 1
+        return blocked
 
     def _start(self, load: Load, job: str, reply: Reply | None = None) -> None:
         if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED_JOBS:
@@ -473,13 +484,14 @@ class Scheduler:
 
     def _next_user(self, favoured: SampleRequest | None) -> User | None:
         """Return the user whose turn it is; None: none has one now."""
-        users = self._runnable
-        if self._active > 1:
-            users = {
-                user: turns
-                for user, turns in users.items()
-                if self._may_read(turns) and self._may_pass(turns, favoured)
-            }
+        if self._active == 1:
+            (user,) = self._runnable
+            return user
+        users = {
+            user: turns
+            for user, turns in self._runnable.items()
+            if self._may_read(turns) and self._may_pass(turns, favoured)
+        }
         return self._share.choose(users) if users else None
 
     def _may_read(self, turns: _Turns) -> bool:
@@ -498,7 +510,7 @@ class Scheduler:
 
     def _is_futile(self, turns: _Turns, now: float) -> bool:
         """Whether one of several users found no memory lately, and would find none now."""
-        if self._active == 1 or now >= turns.failed_at + RETRY_S:
+        if now >= turns.failed_at + RETRY_S:
             return False
         return turns.failed_after == self._cache.release_count or not self._has_little(turns)
 
@@ -541,37 +553,36 @@ class Scheduler:
 
     def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
-        before, waiting = request.cursor, request.waiting
-        if not request.turned:
-            request.turned = True
-            self.queued.note(now - request.asked)
+        before, waiting, share_size = request.cursor, request.waiting, self._share_size
+        self._note_turn(request, now)
         turns = self._users[request.owner.user]
         load, cost = None, 0.0
-        if not self._is_futile(turns, now):
-            load = self._advance(request, turns)
-            if request.cursor == before and self._active > 1 and self._others_give(turns):
-                load = self._advance(request, turns)
+        if self._active == 1 or not self._is_futile(turns, now):
+            load = self._advance(request, turns, share_size)
             if request.cursor == before:
-                turns.failed_at, turns.failed_after = now, self._cache.release_count
+                load = self._advance_again(request, turns, share_size, now)
             cost = (TURN_COUNT + request.cursor - before) / (TURN_COUNT + QUANTUM)
+        if request.waiting > waiting + (load is not None):
+            request.reply = None  # it also waits for a load of another request
+        whole = request.cursor == len(request.numbers)
+        reply = request.reply if whole and not request.failures else None
+        if reply is not None and not waiting:
+            reply.arm()  # reads from memory may end within `_start`
         if load is not None:
-            waiting += 1
             cost = max(cost, load.size / QUANTUM_SIZE)
             self._start(load, request.owner.job, request.reply)
             turns.reads += load.reads
             turns.read_size += load.size
             self._reading[load.number] = turns, load.reads
-        self._share.charge(turns.user, cost)
-        if request.waiting > waiting:
-            request.reply = None  # it also waits for a load of another request
+        if reply is not None and waiting:
+            reply.arm()  # not before: without the loads of earlier turns it would wait for nothing
+        if self._active > 1:
+            self._share.charge(turns.user, cost)
         # Remembered, since the arena may grow before the loads have ended.
-        request.enough = request.pinned_size >= self._share_size
-        whole = request.cursor == len(request.numbers)
+        request.enough = request.pinned_size >= share_size
         if whole or request.enough:
             if request.waiting == 0:
                 self._finish(request, now)
-            elif request.reply is not None and whole and not request.failures:
-                request.reply.arm()
             return True
         if request.cursor > before:
             return False
@@ -580,14 +591,31 @@ class Scheduler:
         else:
             request.blocked_since = now
             turns.blocked.append(request)
+            self.blocked_count += 1
         return True
 
-    def _advance(self, request: SampleRequest, turns: _Turns) -> Load | None:
-        size = min(QUANTUM_SIZE, max(self._share_size - request.pinned_size, 1))
+    def _note_turn(self, request: SampleRequest, now: float) -> None:
+        if not request.turned:
+            request.turned = True
+            self.queued.note(now - request.asked)
+
+    def _advance(self, request: SampleRequest, turns: _Turns, share_size: int) -> Load | None:
+        size = min(QUANTUM_SIZE, max(share_size - request.pinned_size, 1))
         turns.pinning_size -= request.pinned_size
         count = QUANTUM if self._active == 1 else SEVERAL_QUANTUM
         load = self._cache.advance(request, count, size)
         turns.pinning_size += request.pinned_size
+        return load
+
+    def _advance_again(
+        self, request: SampleRequest, turns: _Turns, share_size: int, now: float
+    ) -> Load | None:
+        """There was no memory: advance with pins that others had too many of."""
+        load, before = None, request.cursor
+        if self._active > 1 and self._others_give(turns):
+            load = self._advance(request, turns, share_size)
+        if request.cursor == before:
+            turns.failed_at, turns.failed_after = now, self._cache.release_count
         return load
 
     def _finish(self, request: SampleRequest, now: float) -> None:
@@ -599,6 +627,7 @@ class Scheduler:
         if request.blocked_since is not None:
             self.blocked.note(now - request.blocked_since)
             turns.blocked.remove(request)
+            self.blocked_count -= 1
             request.blocked_since = None
         if not request.lease:
             answered = Answered(request.pins, request.pinned_size, len(request.numbers))
@@ -683,7 +712,7 @@ class Scheduler:
         self.make_room(now)
         favoured = self._favoured(blocked, now)
         for turns in sorted(blocked, key=lambda each: self._share.used(each.user)):
-            if self._is_futile(turns, now):
+            if self._active > 1 and self._is_futile(turns, now):
                 continue
             waiting = turns.blocked
             count = len(waiting)
@@ -700,6 +729,7 @@ class Scheduler:
             return  # It was finished in the meantime.
         since, place = request.blocked_since, turns.blocked.index(request)
         del turns.blocked[place]
+        self.blocked_count -= 1
         request.blocked_since = None
         if not self._turn(request, now):
             request.owner.runnable.appendleft(request)

@@ -57,7 +57,7 @@ OPENINGS, LANE_TIMEOUT_S = 4, 60.0
 """OPENs of one user that are carried out at once; how long another waits for its turn."""
 FEWEST_SESSIONS = 32
 """Sessions for which there are always descriptors."""
-_ACCEPTED = 16
+_ACCEPTED = 8
 """Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
 """Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
@@ -120,11 +120,12 @@ class ClientConnection:
             # It stays readable until its turn has come.
             self._watch(False)
         else:
-            self._add()
+            # A message in many parts can wait for those that come whole.
+            self._add(at_once=not self._received)
 
-    def _add(self) -> None:
+    def _add(self, *, at_once: bool = False) -> None:
         self._queued = True
-        self._server.turns.add(self, first=not self.session.joined)
+        self._server.turns.add(self, first=not self.session.joined, at_once=at_once)
 
     def _later(self, steps: Steps | None) -> None:
         """Have a turn, with these steps."""
@@ -167,7 +168,9 @@ class ClientConnection:
             left = False
         if not self._closed:
             self._count_received()
-            self._watch(not (left or self.held or self._queued))
+            # Where it waits, `_readable` ends the watch if something comes: seldom.
+            if not (self._reading or left or self.held or self._queued):
+                self._watch(True)
         else:
             left = bool(self._steps)
             if not (left or self._queued):
@@ -178,56 +181,68 @@ class ClientConnection:
         return left
 
     def _work(self, until: float) -> bool:
-        fresh = True
-        while True:
+        # It receives until nothing is left: a client that has ended without reading its replies is
+        # an error of the socket, after which uvloop watches it no longer. Where an answer is owed,
+        # sending it will tell; in the middle of a message, `Server._show_life` will.
+        received = False
+        while self._closed or self._may_go_on():
             if self._steps:
-                if not self._step():
-                    return False
-                if self.session.phase == OVER:
-                    self.close()
-            elif self._closed or not self._may_go_on():
-                return False
+                self._step()
+            elif self._closed:
+                break
             else:
                 message = self._decoder.next()
+                if message is None and not self._decoder.unfinished:
+                    if received and (self.session.has_requests or self.in_message):
+                        break
+                    if not self._receive():
+                        break
+                    received = True
+                    if not self._steps:
+                        message = self._decoder.next()
                 if message is not None:
                     self._handle(message)
-                elif not self._decoder.unfinished:
-                    if not fresh or not self._receive():
-                        return bool(self._steps)
-                    fresh = False
             if time.monotonic() >= until:
                 return True
+        return False
 
-    def _step(self) -> bool:
-        """Take a step of what was begun; return whether to go on."""
-        if not self._closed and not self._may_go_on():
-            return False
+    @property
+    def in_message(self) -> bool:
+        """Whether a part of a message has come."""
+        return self._decoder.pending_size > 0
+
+    def _step(self) -> None:
+        """Take a step of what was begun."""
         try:
             bound = next(self._steps[0])
         except StopIteration:
             self._steps.popleft()
-            return True
-        if bound is not None and not self._closed:
-            self._hold(bound)
-            return False
-        return True
+        else:
+            if bound is not None and not self._closed:
+                self._hold(bound)
+        if self.session.phase == OVER:
+            self.close()
 
     def _may_go_on(self) -> bool:
-        """Whether the replies are read; otherwise wait until they are."""
+        """Whether it waits for nothing, and the replies are read; otherwise it waits for that."""
+        if self.held:
+            return False
+        user = self.user
         if self._outbox.unsent_size > MOST_UNREAD:
             self._hold(None)
-        elif self.user.unsent.full:
-            self._hold(self.user.unsent)
-        elif self.user.closing.full:
-            self._hold(self.user.closing)
+        elif user.unsent.full:
+            self._hold(user.unsent)
+        elif user.closing.full:
+            self._hold(user.closing)
         return not self.held
 
     def _handle(self, message: Message) -> None:
         steps = self.session.receive(message, time.monotonic())
-        if self.session.phase == OVER:
-            self.close()
-        elif steps is not None:
+        if steps is not None:
             self._steps.append(steps)
+            self._step()
+        elif self.session.phase == OVER:
+            self.close()
 
     def _receive(self) -> bool:
         """Receive bytes; return whether there were any."""
@@ -242,19 +257,19 @@ class ClientConnection:
             received.exempt = self
         try:
             most = _SMALL_CHUNK if full else _CHUNK
-            chunk = self._receive_bytes(most)
+            chunk, fds, lost = self._receiver.receive(most)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            chunk = b""
+            chunk, fds, lost = b"", [], False
+        if fds or lost:
+            self._take_descriptors(fds, lost)
         if not chunk:
             self.close()
             return False
         if self.session.awaits_direct_reply:
             # The client may have the reply already, and this may acknowledge it.
             self._server.state.engines.reap()
-        if len(self.session.received) > protocol.MOST_FILES:
-            raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
         self._decoder.push(chunk)
         return True
 
@@ -263,14 +278,14 @@ class ClientConnection:
             self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
 
     def _count_received(self) -> None:
-        size = self._decoder.pending_size
+        received, size = self.user.received, self._decoder.pending_size
         more, self._received = size - self._received, size
-        if size < _SMALL_CHUNK and self.user.received.exempt is self:
-            self.user.received.exempt = None
+        if size < _SMALL_CHUNK and received.exempt is self:
+            received.exempt = None
         if more > 0:
-            self.user.received.take(more)
+            received.take(more)
         elif more < 0:
-            self.user.received.give(-more)
+            received.give(-more)
 
     def show_life(self) -> None:
         """Tell a client that waits that the daemon works, unless more is on its way to it."""
@@ -281,15 +296,18 @@ class ClientConnection:
 
     # ---- opening ----------------------------------------------------------------------------
 
-    def _receive_bytes(self, most: int) -> bytes:
-        """Receive bytes and the descriptors that come with them. Raises: OSError."""
-        chunk, fds, lost = self._receiver.receive(most)
-        if self.session.needs_files:
-            self.session.received += fds
-            self.session.received_too_many |= lost
-        else:
+    def _take_descriptors(self, fds: list[int], lost: bool) -> None:
+        """Take descriptors that came with bytes.
+
+        Args: lost: more came, but the daemon may have no more.
+        """
+        if not self.session.needs_files:
             closer_of(self.user).close_fds(fds)
-        return chunk
+            return
+        self.session.received += fds
+        self.session.received_too_many |= lost
+        if len(self.session.received) > protocol.MOST_FILES:
+            raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
 
     def _open_dataset(self, tag: int, request: Request) -> None:
         """Open a data set beside the loop and tell the session."""
@@ -586,15 +604,16 @@ class Server:
     def _show_life(self) -> None:
         """Send signs of life; find clients that ended while their connection was not watched, and
         disks that are slow; write lines that repeat."""
-        held: dict[int, ClientConnection] = {}
+        waiting: dict[int, ClientConnection] = {}
         poll = select.poll()
         for connection in list(self._connections):
             connection.show_life()
-            if connection.held:
-                held[connection.fd] = connection
+            if connection.held or connection.in_message:
+                waiting[connection.fd] = connection
                 poll.register(connection.fd, 0)
-        for fd, _ in poll.poll(0):
-            held[fd].close()
+        for fd, event in poll.poll(0):
+            if waiting[fd].held or event & select.POLLERR:
+                waiting[fd].close()
         now = time.monotonic()
         self.state.engines.find_slow(now)
         self.state.repeated.flush(now)
@@ -651,8 +670,10 @@ class Server:
         self.arm()
 
     def _reaped(self, now: float) -> None:
-        self.state.scheduler.go_on(now)
-        self.arm()
+        scheduler = self.state.scheduler
+        scheduler.go_on(now)
+        if scheduler.blocked_count:
+            self.arm()
 
     def _pump_soon(self) -> None:
         if not self._pumping:

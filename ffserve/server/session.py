@@ -315,7 +315,11 @@ class Session:
         assert self.job is not None
         self.job.last_seen = self._state.next_use.now = now
         match message:
-            case protocol.Get() | protocol.Lease():
+            case protocol.Get():
+                return self._ask(message, now)
+            case protocol.Lease():
+                if self.inline:
+                    raise ProtocolError("LEASE in a session with inline payload")
                 return self._ask(message, now)
             case protocol.Tell():
                 return self._tell(message, now)
@@ -641,23 +645,24 @@ class Session:
         self._state.statistics.hits += hits
         self._state.statistics.hit_size += hit_size
 
-    def _acknowledge(self, packed: bytes) -> Steps:
-        """Unpin the samples of acknowledged GETs."""
-        for tags in _tags(packed):
-            if self._sending:
-                # Samples on their way through the socket stay pinned.
-                tags = [tag for tag in tags if tag not in self._sending]
-            self._state.scheduler.acknowledge(self._owner, tags)
-            yield None
+    def _acknowledge(self, packed: bytes, first: int) -> None:
+        """Unpin the samples of the next few acknowledged GETs, from a byte on."""
+        tags = _tags(packed, first)
+        if self._sending:
+            # Samples on their way through the socket stay pinned.
+            tags = [tag for tag in tags if tag not in self._sending]
+        self._state.scheduler.acknowledge(self._owner, tags)
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size)
-        yield from self._acknowledge(message.acknowledged)
+        for first in range(0, len(message.acknowledged), 4 * FEW):
+            self._acknowledge(message.acknowledged, first)
+            yield None
         self._state.scheduler.pump(now)
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
-        for tags in _tags(message.tags):
-            self._state.scheduler.release(self._owner, tags)
+        for first in range(0, len(message.tags), 4 * FEW):
+            self._state.scheduler.release(self._owner, _tags(message.tags, first))
             yield None
         self._state.scheduler.pump(now)
 
@@ -666,9 +671,10 @@ class Session:
         tag, lease = message.tag, isinstance(message, protocol.Lease)
         if isinstance(message, protocol.Get):
             self._count(message.hits, message.hit_size)
-            yield from self._acknowledge(message.acknowledged)
-        elif self.inline:
-            raise ProtocolError("LEASE in a session with inline payload")
+            for first in range(0, len(message.acknowledged), 4 * FEW):
+                if first:
+                    yield None
+                self._acknowledge(message.acknowledged, first)
         user, scheduler = self.user, self._state.scheduler
         while user.requests.full or user.asked.full:
             scheduler.limit_pins(user)
@@ -680,8 +686,12 @@ class Session:
         numbers = yield from self._numbers(tag, dataset, indices)
         if numbers is None:
             return
-        for part in _parts(numbers):
-            self._count_samples(part, lease=lease)
+        hits = 0
+        if lease or self.inline:
+            hits = yield from self._count_hits(numbers)
+        assert self.job is not None
+        self.job.missed += len(numbers) - hits
+        self._state.statistics.missed += len(numbers) - hits
         request = SampleRequest(
             self._owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
         )
@@ -695,10 +705,12 @@ class Session:
             return
         scheduler.add(request, now)
         # While the disk works.
-        for part in _parts(numbers):
+        for first in range(0, len(numbers), STEP_COUNT):
+            if first:
+                yield None
+            part = numbers[first : first + STEP_COUNT]
             self._state.cache.used(part)
             self._state.cache.invalidate(dataset.progress.asked(part, now))
-            yield None
 
     def _check_tag(self, tag: int) -> None:
         owner = self._owner
@@ -737,17 +749,18 @@ class Session:
             yield None
         return np.concatenate(numbers)
 
-    def _count_samples(self, numbers: Int64s, *, lease: bool) -> None:
-        """Count hits and misses. A client that copies counts its hits itself, and asks for misses
-        only; for inline payload and leases it asks for everything."""
-        assert self.job is not None
-        hits = 0
-        if lease or self.inline:
-            hit = numbers[self._state.directory.entries["seq"][numbers] & 1 == 1]
-            hits = len(hit)
-            self._count(hits, int(self._state.directory.lengths(hit).sum()))
-        self.job.missed += len(numbers) - hits
-        self._state.statistics.missed += len(numbers) - hits
+    def _count_hits(self, numbers: Int64s) -> Generator[None, None, int]:
+        """Count hits; return how many there are. A client that copies counts its hits itself, and
+        asks for misses only; for inline payload and leases it asks for everything."""
+        count = 0
+        for first in range(0, len(numbers), STEP_COUNT):
+            if first:
+                yield None
+            part = numbers[first : first + STEP_COUNT]
+            hit = part[self._state.directory.entries["seq"][part] & 1 == 1]
+            self._count(len(hit), int(self._state.directory.lengths(hit).sum()))
+            count += len(hit)
+        return count
 
     def _look_up(self, message: protocol.Lookup) -> Steps:
         dataset = self._dataset(message.dataset, "LOOKUP")
@@ -791,6 +804,11 @@ class Session:
     def owes_answer(self) -> bool:
         """Whether the client waits for something."""
         return bool(self._owner.waiting or self._opening or self._orders.receiving)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a GET or LEASE is not answered yet."""
+        return bool(self._owner.waiting)
 
     @property
     def awaits_direct_reply(self) -> bool:
@@ -956,8 +974,8 @@ def _parts(numbers: Int64s) -> Iterator[Int64s]:
         yield numbers[first : first + STEP_COUNT]
 
 
-def _tags(packed: bytes) -> Iterator[list[int]]:
+def _tags(packed: bytes, first: int) -> list[int]:
+    """Return the next few tags, from a byte on."""
     if len(packed) % 4:
         raise ProtocolError(f"invalid tags: {len(packed)} bytes")
-    for first in range(0, len(packed), 4 * FEW):
-        yield protocol.unpack_tags(packed[first : first + 4 * FEW])
+    return protocol.unpack_tags(packed[first : first + 4 * FEW])

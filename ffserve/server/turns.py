@@ -18,7 +18,10 @@ from typing import Protocol
 from ffserve.server.users import FairShare, User
 
 SLICE_S = 0.0005
-TURN_S = 0.002
+TURN_S = 0.001
+CALM_S = 0.0001
+"""After so long without a turn the next one begins at once, with the first message that the loop
+reports. Messages that have arrived together are reported within less, and are chosen from."""
 
 
 class Worker(Protocol):
@@ -45,11 +48,15 @@ class Turns:
         self._waiting: dict[User, tuple[deque[Worker], deque[Worker]]] = {}
         """Of each user: connections that go first, the others."""
         self._running = False
+        self._ended = 0.0
+        """When the last turn ended."""
 
-    def add(self, worker: Worker, *, first: bool = False) -> None:
+    def add(self, worker: Worker, *, first: bool = False, at_once: bool = False) -> None:
         """A connection that has no turn coming has something to do.
 
-        Args: first: before the other connections of its user.
+        Args:
+            first: before the other connections of its user.
+            at_once: this may be done within the call, for SLICE_S.
         """
         waiting = self._waiting.get(worker.user)
         if waiting is None:
@@ -58,16 +65,22 @@ class Turns:
         waiting[not first].append(worker)
         if not self._running:
             self._running = True
-            self._loop.call_soon(self._run)
+            if at_once and (now := time.monotonic()) >= self._ended + CALM_S:
+                self._turn(now, now + SLICE_S)
+            else:
+                self._loop.call_soon(self._run)
 
     def _run(self) -> None:
         now = time.monotonic()
-        end = now + TURN_S
+        self._turn(now, now + TURN_S)
+
+    def _turn(self, now: float, end: float) -> None:
         while self._waiting and now < end:
             user = self._share.choose(self._waiting)
             self._work(user, min(now + SLICE_S, end))
             begun, now = now, time.monotonic()
             self._share.charge(user, now - begun)
+        self._ended = now
         self._running = bool(self._waiting)
         if self._running:
             self._loop.call_soon(self._run)

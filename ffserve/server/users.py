@@ -20,7 +20,7 @@ No socket and no clock: `now` is monotonic time in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,30 +58,31 @@ class Bound:
 
     most: int
     held: int = 0
+    full: bool = False
+    """Whether nothing more may be taken."""
     waiting: deque[Callable[[], bool]] = field(default_factory=deque)
     """Called to go on; False: it does not wait any more."""
     exempt: object = None
     """The holder that may go on though it is full, so that one does."""
 
-    @property
-    def full(self) -> bool:
-        """Whether nothing more may be taken."""
-        return self.held >= self.most
-
     def take(self, amount: int) -> None:
         """Hold more. The last one to take may exceed the limit."""
         self.held += amount
-        self._wake()
+        self.full = self.held >= self.most
+        if self.waiting:
+            self._wake()
 
     def give(self, amount: int) -> None:
         """Hold less."""
         self.held -= amount
         assert self.held >= 0, "what is given back was taken"
-        self._wake()
+        self.full = self.held >= self.most
+        if self.waiting:
+            self._wake()
 
     def _wake(self) -> None:
         # One at a time: each wakes the next when it has taken something.
-        while self.waiting and self.held < self.most and not self.waiting.popleft()():
+        while self.waiting and not self.full and not self.waiting.popleft()():
             pass
 
 
@@ -138,12 +139,18 @@ class FairShare:
 
     def begin(self, user: User) -> None:
         """A user wants a turn, and did not before."""
-        self._used[user] = max(self._used.get(user, 0.0), self._present)
+        if self._used.get(user, -1.0) < self._present:
+            self._used[user] = self._present
 
-    def choose(self, users: Iterable[User]) -> User:
+    def choose(self, users: Collection[User]) -> User:
         """Return the one of these users whose turn it is; all of them have begun."""
-        chosen = min(users, key=self._used.__getitem__)
-        self._present = max(self._present, self._used[chosen])
+        if len(users) == 1:
+            (chosen,) = users
+        else:
+            chosen = min(users, key=self._used.__getitem__)
+        used = self._used[chosen]
+        if used > self._present:
+            self._present = used
         return chosen
 
     def used(self, user: User) -> float:
@@ -152,8 +159,9 @@ class FairShare:
 
     def charge(self, user: User, cost: float) -> None:
         """A user has had a turn that cost so much; nothing for one that was forgotten in it."""
-        if user in self._used:
-            self._used[user] = max(self._used[user], self._present) + cost
+        used = self._used.get(user)
+        if used is not None:
+            self._used[user] = (self._present if used < self._present else used) + cost
 
     def forget(self, user: User) -> None:
         """A user has no session any more."""

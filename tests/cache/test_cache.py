@@ -38,6 +38,7 @@ from ffserve.server.scheduler import (
     GIVE_UP_S,
     MOST_UNACKNOWLEDGED,
     PIN_GRACE_S,
+    QUANTUM,
     QUANTUM_SIZE,
     RETRY_S,
     Owner,
@@ -764,6 +765,34 @@ def test_a_turn_is_bounded_in_samples_and_bytes(size: int, counts: list[int]) ->
             break
     assert [len(load.slots) for load in loads[: len(counts)]] == counts
     assert all(load.size <= QUANTUM_SIZE for load in loads)
+    node.directory.close()
+
+
+class ArmedReply:
+    """Says when it was armed among the loads that it waits for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def arm(self) -> None:
+        self.calls.append("arm")
+
+    @property
+    def sent(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("count", "calls"), [(QUANTUM, ["arm", "load"]), (2 * QUANTUM, ["load", "load", "arm"])]
+)
+def test_the_only_load_ended_before_its_reply_was_armed(count: int, calls: list[str]) -> None:
+    """Of several loads the first may end before the last is submitted: nothing is sent then."""
+    node = Node([[100] * 600])
+    reply = ArmedReply()
+    scheduler = Scheduler(node.cache, lambda *_: reply.calls.append("load"), most_reads=64)
+    request = SampleRequest(Owner(lambda _: None), 1, np.arange(count), reply=reply)
+    scheduler.add(request, 0.0)
+    assert reply.calls == calls
     node.directory.close()
 
 

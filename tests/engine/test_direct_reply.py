@@ -112,16 +112,16 @@ def test_no_reply_is_sent_after_a_failure(
     assert not replying.reply.sent and not sent(theirs)
 
 
-def test_a_cancelled_reply_and_a_blocked_socket_send_nothing(
+def test_a_held_reply_and_a_blocked_socket_send_nothing(
     engine: Engine, file: int, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     ours, theirs = pair
     reply_socket = ReplySocket(ours.fileno())
-    cancelled = Replying(engine, reply_socket, reading(engine, file, 0))
-    cancelled.reply.cancel()
-    cancelled.reply.arm()
+    held = Replying(engine, reply_socket, reading(engine, file, 0))
+    held.reply.hold()
+    held.reply.arm()
     await_all(engine, 1)
-    assert not cancelled.reply.sent and not sent(theirs)
+    assert not held.reply.sent and not sent(theirs)
 
     reply_socket.block(True)
     blocked = Replying(engine, reply_socket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import stat
@@ -630,6 +631,55 @@ threading.Event().wait()
         until(lambda: daemon.fd_count() <= before, "the descriptors are given back")
         until(lambda: not open_sessions(daemon), "the sessions have ended")
         everything_is_given_back(daemon)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        protocol.encode(protocol.Tell(0, 0, 0, b"")),
+        protocol.encode(protocol.Tell(0, 0, 0, b""))[:-1],
+        protocol.encode(protocol.Status(3)),
+    ],
+    ids=["a message", "a part of one", "a request"],
+)
+def test_clients_that_ended_with_unread_replies_were_kept_for_ever(last: bytes) -> None:
+    """Their end is an error of the socket, after which uvloop reports nothing more of it: what came
+    before the end was received, the end was not."""
+    with serving(patch="import ffserve.server.server as s; s.ALIVE_INTERVAL_S = 0.2") as daemon:
+        daemon.status()
+        before = daemon.fd_count()
+        clients = [Raw(daemon.socket) for _ in range(3)]
+        for raw in clients:
+            raw.send(protocol.Status(2))
+            select.select([raw.socket], [], [], DEADLINE_S)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            for raw in clients:
+                raw.socket.sendall(last)
+                raw.socket.close()
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        until(lambda: daemon.fd_count() <= before, "the descriptors are given back")
+
+
+def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) -> None:
+    """Each took its connection out of the loop and put it back. Here every step is longer than a
+    slice."""
+    counted = tmp_path / "counted"
+    patch = (
+        "import atexit, pathlib, ffserve.server.server as s, ffserve.server.turns as t\n"
+        "t.SLICE_S, changes, real = 0.0, [], s.ClientConnection._watch\n"
+        "def watch(self, reading):\n"
+        "    changes.extend([reading] * (reading != self._reading))\n"
+        "    real(self, reading)\n"
+        "s.ClientConnection._watch = watch\n"
+        f"atexit.register(lambda: pathlib.Path({str(counted)!r}).write_text(str(len(changes))))"
+    )
+    path = write(tmp_path / "a.ffr", [sample(i) for i in range(200)])
+    with serving(patch=patch) as daemon, daemon.open(path) as reader:
+        for i in range(200):
+            assert reader.read([i])[0].tobytes() == sample(i)
+    assert int(counted.read_text()) < 100
 
 
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:

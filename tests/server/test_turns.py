@@ -1,0 +1,65 @@
+"""Turns: which connection the loop works for, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from ffserve.server import turns
+from ffserve.server.turns import Turns
+from ffserve.server.users import User
+
+
+@dataclass
+class Waiting:
+    """A connection with some work left, which it does one piece at a time."""
+
+    user: User
+    name: str
+    done: list[str]
+    pieces: int = 1
+
+    def work(self, until: float) -> bool:
+        self.done.append(self.name)
+        self.pieces -= 1
+        return self.pieces > 0
+
+
+def test_a_message_that_comes_alone_waited_for_another_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes with it waits: an attacker's messages may be the first that are reported."""
+    monkeypatch.setattr(turns, "CALM_S", 0.5)
+    done: list[str] = []
+
+    async def go() -> None:
+        many = Turns(asyncio.get_running_loop(), lambda: None)
+        many.add(Waiting(User(1), "alone", done), at_once=True)
+        assert done == ["alone"]
+        hostile, honest = User(1), User(2)
+        for name in "ab":
+            many.add(Waiting(hostile, name, done, pieces=2), at_once=True)
+        many.add(Waiting(honest, "honest", done), at_once=True)
+        assert done == ["alone"]
+        while len(done) < 6:
+            await asyncio.sleep(0)
+        assert done[1] == "a" and "honest" in done[2:4]
+        assert sorted(done[1:]) == ["a", "a", "b", "b", "honest"]
+
+    asyncio.run(go())
+
+
+def test_work_that_was_not_asked_for_by_a_message_begins_in_the_next_turn() -> None:
+    """It is added in the middle of something else."""
+    done: list[str] = []
+
+    async def go() -> None:
+        many = Turns(asyncio.get_running_loop(), lambda: None)
+        many.add(Waiting(User(1), "later", done))
+        assert not done
+        await asyncio.sleep(0)
+        assert done == ["later"]
+
+    asyncio.run(go())
