@@ -63,6 +63,9 @@ def take_over(heir: World, world: World, tables: SlabTables) -> None:
     assert len(left) == adopted.samples
     slots = heir.directory.slot_of[left].astype(np.int64) - 1
     assert (slots >= 0).all() and (heir.cache.state[slots] == RESIDENT).all()
+    blocks = heir.table.blocks(np.array(left, np.int64))
+    assert (heir.cache.slots.firsts[slots] == blocks.firsts).all(), "not a block"
+    assert (heir.cache.slots.counts[slots] == blocks.counts).all(), "a part of a block"
     begins, sizes = heir.arena.offsets(slots), heir.arena.sizes(slots)
     ends = places(entries[left]) + entries["length_low"][left]
     assert (places(entries[left]) >= begins).all() and (ends <= begins + sizes).all()
