@@ -227,12 +227,14 @@ class Prefetcher:
             cursor.resident = end
 
     def _room(self, progress: JobProgress, cursor: _Cursor, distance: int, now: float) -> int:
-        """Return how many positions to read now: a piece, or 0 while that is too early."""
+        """Return how many positions to read now: a piece, or 0 while that is too early. What the
+        job is to use next is never too early."""
         window = self.window(progress, now)
         most = cursor.window_piece if cursor.window_end else cursor.most
         piece = min(max(window // PIECES, SMALLEST_PIECE), most)
-        room = int(progress.lead) + window - distance
-        return min(piece, room) if room > piece // 2 else 0
+        lead = int(progress.lead)
+        room = lead + window - distance
+        return min(piece, room) if room > piece // 2 or distance < lead + progress.usual_step else 0
 
     def _catch_up(self, progress: JobProgress, cursor: _Cursor) -> None:
         """Skip what the job has asked for already: positions, or whole windows."""
