@@ -241,3 +241,18 @@ def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory(
     assert node.cache.allocator.evict(node.base, node.base + COUNT)
     assert node.prefetcher.next_of_window("job", 1.0) is not None, "what is gone is read again"
     node.directory.close()
+
+
+def test_the_last_samples_of_a_batch_were_left_to_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The window of a slow job in a small arena is one sample longer than its batch."""
+    node = Node(16 << 10, np.random.default_rng(0).permutation(COUNT))
+    monkeypatch.setattr(Prefetcher, "window", lambda *_: 21)
+    for position in range(0, 2000, 20):
+        node.use(position)
+        node.prefetched()
+        if position >= 100:  # the usual step is known
+            ahead = node.order[position : position + 20]
+            assert all(node.cache.holds(number, number + 1) for number in ahead.tolist()), position
+    node.directory.close()
