@@ -77,12 +77,15 @@ def reads_of(path: str, order: Order, *, announce: bool) -> int:
         return int(process_engine().counters()["reads"]) - before
 
 
-def test_small_records_of_a_windowed_order_were_read_one_by_one(path: str) -> None:
+def test_small_records_of_a_windowed_order_were_read_one_by_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = order_of()
     merged = reads_of(path, order, announce=True)
     assert merged <= COUNT // (WINDOW // 32) + COUNT // WINDOW, "a read per block"
-    # The block that comes around a record has its neighbours, so this is no read per record.
-    assert COUNT / 20 > reads_of(path, order_of(1), announce=False) > 1.3 * merged
+    # Through the page cache, the block around a record comes with it.
+    monkeypatch.setattr("ffserve.client.local.fitting_share", lambda size: 0.0)
+    assert reads_of(path, order_of(1), announce=False) > 3 * merged
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
