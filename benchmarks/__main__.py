@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from benchmarks import cgroup, picture, readme, rows
+from benchmarks import picture, readme, rows
 from ffserve import cli
-from ffserve.bench import contestants, processes, report
+from ffserve.bench import cgroup, contestants, processes, report
 from ffserve.bench.harness import Bench, Group, chosen, measure, measure_both
 from ffserve.bench.processes import Installation
 from ffserve.bench.rows import installed_peers
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk-limit", type=_disk_limit, metavar="MB,READS",
         help="let the disk deliver at most MB megabytes and READS reads a second to contestants "
         "and fio alike (cgroup, needs root)")  # fmt: skip
+    add("--warm-disk", action="store_true",
+        help="before each contestant, read what it reads from disk once past the page cache: for "
+        "virtual disks, whose hosts have in memory what was read before")  # fmt: skip
     add("--list", action="store_true", help="print the names of the rows, measure nothing")
     add("--make", action="store_true", help="write the data, measure nothing")
     add("--against", type=Path, metavar="DIR",
@@ -130,6 +133,8 @@ def _machine(options: argparse.Namespace) -> dict[str, Any]:
     if options.disk_limit:
         megabytes, reads = options.disk_limit
         facts["disk_limit"] = f"{megabytes} MB/s, {reads:,} reads a second"
+    if options.warm_disk:
+        facts["disk"] += ", read once before"
     print(report.describe_machine(facts), flush=True)
     return facts
 
@@ -145,7 +150,9 @@ def _compare_installations(options: argparse.Namespace) -> int:
     measured: list[dict[str, Any]] = []
     notes: list[str] = []
     place = str(options.folder), options.seconds, options.engine
-    with Bench(*place) as here, Bench(*place, Installation(str(options.against))) as there:
+    other_place = *place, Installation(str(options.against))
+    warm = options.warm_disk
+    with Bench(*place, warm_disk=warm) as here, Bench(*other_place, warm_disk=warm) as there:
         facts = _machine(options)
         both = [
             chosen(rows.groups(each, [], options.scale), options.only, LIST_COMMAND)
@@ -170,7 +177,8 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         notes.append(f"{contestants.FIO_MISSING}: rows about the disk are not judged")
     measured: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    with Bench(str(options.folder), options.seconds, options.engine) as bench:
+    place = str(options.folder), options.seconds, options.engine
+    with Bench(*place, warm_disk=options.warm_disk) as bench:
         groups = rows.groups(bench, peers, options.scale, notes.append)
         groups = chosen(groups, options.only, LIST_COMMAND)
         if options.resume and options.record and options.record.exists():

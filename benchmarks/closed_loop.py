@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from benchmarks import cgroup
-from ffserve.bench import harness, processes
+from ffserve.bench import cgroup, harness, processes
 from ffserve.bench.contestants import Case, Delivered
 from ffserve.errors import FFServeError
 

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from benchmarks import cgroup
-from ffserve.bench import harness
+from ffserve.bench import cgroup, harness
 from ffserve.bench.contestants import Case, Delivered, delivering
 
 KIB = 1024
@@ -270,17 +269,19 @@ class Local:
         against: dict[str, float],
         join: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[harness.Group]:
-        seconds = self._bench.seconds if count == 1 else 1e9
-
         def run(package: str) -> harness.Result:
-            harness.evict(data.paths)
+            self._bench.from_disk(data.paths)
             with join() as group:
                 return self._run(
-                    epochs, package, data, epochs=count, seconds=seconds, warm=1,
+                    epochs, package, data, epochs=count, seconds=1e9, warm=1,
                     before_exec=group.join if group is not None else None,
                 )  # fmt: skip
 
-        title = {"cold": "from disk", "fit": "two epochs", "half": "two epochs, half fits"}[name]
+        title = {
+            "cold": "an epoch from disk",
+            "fit": "two epochs",
+            "half": "two epochs, half fits",
+        }[name]
         return [
             self._group(name, title, run, against=other, limit=limit, data=data)
             for other, limit in against.items()

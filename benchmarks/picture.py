@@ -86,7 +86,7 @@ def draw(rows: Rows, path: Path) -> None:
             hint="python -m benchmarks --only hot-peers --only cold-peers --record FILE",
         )
     plt.rcParams.update({"font.size": 8.5, "svg.fonttype": "none"})
-    figure, axes = plt.subplots(1, 3, figsize=(10.4, 4.1), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(10.4, 4.6), sharey=True)
     handles: dict[str, Any] = {}
     for axis, (found, title, by, base) in zip(axes, panels, strict=True):
         speeds = found.pop(YARDSTICK)
@@ -117,9 +117,9 @@ def draw(rows: Rows, path: Path) -> None:
         handles, key=lambda name: (not name.startswith(FFSERVE), not name.startswith("1.0"))
     )
     figure.legend(
-        [handles[name] for name in order], order, loc="lower center", ncols=6, frameon=False,
+        [handles[name] for name in order], order, loc="lower center", ncols=5, frameon=False,
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.tight_layout(rect=(0, 0.19, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.announcing import announcing
-from benchmarks.cgroup import Cgroup, NoCgroup, limited
 from benchmarks.closed_loop import watch, write_data
 from ffserve import cli
+from ffserve.bench.cgroup import Cgroup, NoCgroup, limited
 from ffserve.bench.harness import evict
 from ffserve.bench.processes import interruptible
 from ffserve.cache.simulation import Job, Simulation, belady, shuffled

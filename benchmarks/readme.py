@@ -125,6 +125,8 @@ def _machine(recorded: dict[str, Any]) -> str:
     kernel = ".".join(facts["kernel"].split(".")[:2])
     text = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
     text += f"Linux {kernel}, {facts['file_system']} on {facts.get('disk', 'a disk')}"
+    if (read_ahead := facts.get("read_ahead_kib")) is not None:
+        text += f" with {read_ahead} KiB of read-ahead"
     if limit := facts.get("disk_limit"):
         text += (
             f", which delivers at most {limit} to fio and to everybody else "

@@ -27,7 +27,6 @@ from ffserve.bench.harness import (
     Result,
     Row,
     Yardstick,
-    evict,
     generated,
     held_in_memory,
     ratio,
@@ -378,7 +377,7 @@ def _crowd(bench: Bench, data: BenchmarkData) -> list[Group]:
     name = f"crowd/{data.name}"
 
     def run(clients: int) -> Result:
-        evict(data.paths)
+        bench.from_disk(data.paths)
         with bench.cold_daemon(data) as daemon:
             bench.run(f"{CONTESTANTS}:fill", data, daemon=daemon, count=data.count // HOT_SHARE)
             return bench.run(

@@ -19,8 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.order import epoch_order
-from ffserve.torch.audit import design_effect, displacement, together
+from ffserve.order import design_effect, displacement, epoch_order, together
 
 Order = NDArray[np.int64]
 

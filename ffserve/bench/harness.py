@@ -175,6 +175,17 @@ def evict(paths: Sequence[str]) -> None:
             os.close(fd)
 
 
+def _read_directly(path: str) -> None:
+    """Read a file past the page cache."""
+    buffer = mmap.mmap(-1, PIECE_SIZE)
+    fd, _ = open_direct(path)
+    try:
+        for place in range(0, os.path.getsize(path), PIECE_SIZE):
+            os.preadv(fd, [buffer], place)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def held_in_memory(paths: Sequence[str]) -> Iterator[None]:
     """Keep files in the page cache.
@@ -585,6 +596,11 @@ def _failure(function: str, errors: Any) -> ContestantFailed:
     return ContestantFailed(lines[-1] if lines else f"{function} ended without figures")
 
 
+def cold_memory(data: BenchmarkData) -> int:
+    """Return the bytes of data that a contestant may have in memory when it reads from disk."""
+    return max(64 * MIB, min(COLD_ARENA_SIZE, data.size // 2))
+
+
 class Bench:
     """A place to run benchmarks: its directory, its daemons, its contestants.
 
@@ -593,15 +609,23 @@ class Bench:
         seconds: of each run.
         engine: of the daemons, see `ffserve serve`.
         installation: the ffserve that daemons and contestants run.
+        warm_disk: what `from_disk` is to read from the disk's own cache.
     """
 
     def __init__(
-        self, folder: str, seconds: float, engine: str = "auto", installation: Installation = THIS
+        self,
+        folder: str,
+        seconds: float,
+        engine: str = "auto",
+        installation: Installation = THIS,
+        *,
+        warm_disk: bool = False,
     ) -> None:
         self.folder = os.path.realpath(folder)
         self.seconds = seconds
         self.engine = engine
         self.installation = installation
+        self.warm_disk = warm_disk
         self.hung: dict[str, str] = {}
         """Peers that did not end, and what was said: they do not run again."""
         self._hot: tuple[BenchmarkData, bool, Daemon] | None = None
@@ -628,9 +652,20 @@ class Bench:
             daemon.await_arena()
             yield daemon
 
+    def from_disk(self, paths: Sequence[str]) -> None:
+        """Remove files from the page cache, so that they are read from the disk.
+
+        With `warm_disk` they are read once past the page cache, too. Then the host of a virtual
+        disk has them in its memory for every contestant, not only for those that run later.
+        """
+        if self.warm_disk:
+            for path in paths:
+                _read_directly(path)
+        evict(paths)
+
     def cold_daemon(self, data: BenchmarkData) -> contextlib.AbstractContextManager[Daemon]:
-        """Run a new daemon whose arena holds at most half of the data."""
-        return self.daemon(data, max(64 * MIB, min(COLD_ARENA_SIZE, data.size // 2)))
+        """Run a new daemon whose arena is `cold_memory`."""
+        return self.daemon(data, cold_memory(data))
 
     def hot_daemon(self, data: BenchmarkData, *, inline: bool = False) -> Daemon:
         """Return a daemon that has all of the data in its arena; kept until another is wanted.

@@ -50,6 +50,7 @@ def machine(folder: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "file_system": _file_system(folder),
         "disk": _disk(folder),
+        "read_ahead_kib": _read_ahead(folder),
         "engine": describe(),
         "fio": has_fio(),
         "python": platform.python_version(),
@@ -60,8 +61,7 @@ def machine(folder: str) -> dict[str, Any]:
 
 def _disk(folder: str) -> str:
     """Return the kind of block device that holds a directory, such as "nvme" or "vda"."""
-    device = os.stat(folder).st_dev
-    path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    path = _device(folder)
     if not path.exists():
         return "none"  # tmpfs, a network
     backing = path / "loop" / "backing_file"
@@ -69,6 +69,20 @@ def _disk(folder: str) -> str:
         return re.sub(r"\d.*", "", path.resolve().name)
     memory = _file_system(os.path.dirname(backing.read_text().strip())) == "tmpfs"
     return "loop device in memory" if memory else "loop device"
+
+
+def _device(folder: str) -> Path:
+    device = os.stat(folder).st_dev
+    return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+
+
+def _read_ahead(folder: str) -> int | None:
+    """Return how many KiB the kernel reads at once for who maps a file; None without a device."""
+    device = _device(folder).resolve()
+    for queue in (device / "queue", device.parent / "queue"):  # a partition has none
+        if queue.exists():
+            return int((queue / "read_ahead_kb").read_text())
+    return None
 
 
 def _file_system(folder: str) -> str:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ffserve.bench import contestants
+from ffserve.bench import cgroup, contestants
 from ffserve.bench.contestants import Pattern
 from ffserve.bench.harness import (
     Bench,
@@ -23,7 +23,7 @@ from ffserve.bench.harness import (
     Result,
     Row,
     Yardstick,
-    evict,
+    cold_memory,
     files_below,
     held_in_memory,
     ratio,
@@ -51,13 +51,16 @@ def memcpy(bench: Bench, data: BenchmarkData, batch: int = 64, clients: int = 1)
 
 def disk(bench: Bench, data: BenchmarkData, depth: int, pattern: Pattern) -> Yardstick:
     """Return the yardstick of the disk."""
+
+    def run() -> Result:
+        bench.from_disk(data.paths)
+        return bench.fio(data, depth, pattern)
+
     name = "fio in order" if pattern == "stream" else f"fio at depth {depth}"
     name += _PATTERN_NAMES[pattern]
     if not contestants.has_fio():
         name = f"{contestants.RAW_THREADS} Python threads of preadv (no fio)"
-    return Yardstick(
-        name, lambda: bench.fio(data, depth, pattern), substitute=not contestants.has_fio()
-    )
+    return Yardstick(name, run, substitute=not contestants.has_fio())
 
 
 def hot(
@@ -125,7 +128,7 @@ class ColdRead:
 
     def run(self, bench: Bench, data: BenchmarkData) -> Result:
         """Run it with nothing in memory."""
-        evict(data.paths)
+        bench.from_disk(data.paths)
         function = f"ffserve.bench.contestants:{self.function}"
         case = {"batch": self.batch, "clients": self.clients, "once": True, **self.case}
         if not self.daemon:
@@ -215,7 +218,10 @@ def peer_contestant(
     *,
     cold: bool,
 ) -> Contestant:
-    """Return a peer that reads the same samples in the same batches."""
+    """Return a peer that reads the same samples in the same batches.
+
+    Args: cold: from disk, with as much page cache as a daemon's arena, where a cgroup can be made.
+    """
 
     def run() -> Result:
         if peer.name in bench.hung:
@@ -235,13 +241,25 @@ def peer_contestant(
             )  # fmt: skip
         files = files_below(files_path)
         if cold:
-            evict(files)
-        with contextlib.nullcontext() if cold else held_in_memory(files):
-            return bench.run(
-                "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
-                installation=peer.installation, imports=[peer.module] if peer.forks else [],
-                batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
+            bench.from_disk(files)
+        with contextlib.ExitStack() as stack:
+            group = None
+            if not cold:
+                stack.enter_context(held_in_memory(files))
+            elif cgroup.missing() is None:
+                group = stack.enter_context(cgroup.limited(memory_size=cgroup.UNLIMITED))
+            running = stack.enter_context(
+                bench.start(
+                    "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
+                    installation=peer.installation, imports=[peer.module] if peer.forks else [],
+                    batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
+                    before_exec=group.join if group is not None else None,
+                )
             )  # fmt: skip
+            if group is not None:
+                stack.enter_context(group.keeping_cached(cold_memory(data)))
+            running.begin()
+            return running.finish()
 
     description = f"{peer.name}, in order" if peer.in_order else peer.name
     row = Row(f"{name}/{peer.name}", description, ratio)
@@ -251,10 +269,10 @@ def peer_contestant(
 def installed_peers() -> tuple[list[Peer], list[str]]:
     """Return the peers that can take part, and a line about each that cannot."""
     reasons = {peer: peer.missing for peer in PEERS}
-    return (
-        [peer for peer, reason in reasons.items() if reason is None],
-        [f"{peer.name}: {reason}" for peer, reason in reasons.items() if reason is not None],
-    )
+    notes = [f"{peer.name}: {reason}" for peer, reason in reasons.items() if reason is not None]
+    if (reason := cgroup.missing()) is not None:
+        notes.append(f"packages that read from disk may keep all of the data in memory: {reason}")
+    return [peer for peer, reason in reasons.items() if reason is None], notes
 
 
 def inline_limits(data: BenchmarkData) -> dict[int, float | None]:

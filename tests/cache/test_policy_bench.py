@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cgroup, policy
+from benchmarks import policy
 from benchmarks.closed_loop import write_data
 from benchmarks.policy import Cell
+from ffserve.bench import cgroup
 
 
 def test_a_cell_agrees_with_the_simulation_and_the_kernel(

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import mmap
 import os
 import re
 import resource
@@ -19,10 +20,11 @@ import numpy as np
 import pytest
 
 import ffserve
-from benchmarks import cgroup, engine, picture, readme
+from benchmarks import engine, picture, readme
 from benchmarks import rows as all_rows
-from ffserve.bench import contestants, harness, peers, report, rows
+from ffserve.bench import cgroup, contestants, harness, peers, report, rows
 from ffserve.bench.harness import (
+    MIB,
     Bench,
     BenchmarkData,
     Contestant,
@@ -35,7 +37,7 @@ from ffserve.bench.harness import (
     measure,
     ratio,
 )
-from ffserve.bench.processes import THIS
+from ffserve.bench.processes import THIS, running
 from ffserve.engine import io
 from ffserve.engine.cached import cached_pages
 from ffserve.errors import UsageError
@@ -583,6 +585,64 @@ def test_the_disk_is_slower_for_all_within_a_limit(tmp_path: Path) -> None:
     assert all(Path("/proc", group.name.split("-")[2]).exists() for group in left)
 
 
+def test_a_package_has_no_more_page_cache_than_a_daemon_has_arena(tmp_path: Path) -> None:
+    """Its 160 MiB are in the page cache when it is ready; 16 MiB and what it may allocate stay."""
+    if (reason := cgroup.missing()) is not None:
+        pytest.skip(reason)
+    path = tmp_path / "data"
+    path.write_bytes(bytes(160 * MIB))
+    harness.evict([str(path)])
+    program = """
+import os, sys
+input()
+fd = os.open(sys.argv[1], os.O_RDONLY)
+while os.read(fd, 1 << 20):
+    pass
+print("ready", flush=True)
+input()
+"""
+    with (
+        cgroup.limited(memory_size=cgroup.UNLIMITED) as group,
+        running(
+            [sys.executable, "-c", program, str(path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        group.join(process.pid)
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"ready\n"
+        before = resident(path)
+        with group.keeping_cached(16 * MIB):
+            after = resident(path)
+        assert process.poll() is None
+    assert before > 100 * MIB and after <= 16 * MIB + cgroup.ALLOCATED_AT_ONCE
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_virtual_disk_is_warmed_and_the_page_cache_is_not(tmp_path: Path, warm: bool) -> None:
+    path, size = tmp_path / "data", 33 * MIB + 5  # the last read is short
+    path.write_bytes(bytes(size))
+    try:
+        cgroup.disk_of(str(path))
+    except cgroup.NoCgroup as reason:
+        pytest.skip(str(reason))
+    harness.evict([str(path)])
+    before = cgroup.process_read(os.getpid())
+    with Bench(str(tmp_path), 0.1, warm_disk=warm) as bench:
+        bench.from_disk([str(path)])
+    read = cgroup.process_read(os.getpid()) - before
+    assert (read >= size) == warm
+    assert resident(path) == 0
+
+
+def resident(path: Path) -> int:
+    """Return how many bytes of a file are in the page cache."""
+    with open(path, "rb") as file:
+        return cached_pages(file.fileno(), 0, path.stat().st_size) * mmap.PAGESIZE
+
+
 def no_disk_limit(folder: Path) -> bool:
     try:
         with cgroup.limited(read_rate=1_000_000, path=str(folder)):
@@ -591,6 +651,7 @@ def no_disk_limit(folder: Path) -> bool:
         return True
 
 
+@pytest.mark.soak  # 17 s
 def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     """The other one is a copy of this tree's package, changed where it would be seen."""
     other = tmp_path / "other"
@@ -614,6 +675,7 @@ def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     assert "read_batch is left out" in said and "ffserve.cli.serve" in said
 
 
+@pytest.mark.soak  # 10 s
 def test_the_engine_alone_is_measured(bench: Bench, tmp_path: Path) -> None:
     data = harness.generated(tmp_path, 4 * KIB, 1023 * 4 * KIB, "at-blocks")
     group = engine.group(bench, data)

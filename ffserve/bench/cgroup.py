@@ -7,12 +7,21 @@ and version 1 (memory, blkio). `NoCgroup` says why no cgroup can be made.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 62
+"""Bytes of memory that no machine has."""
+ALLOCATED_AT_ONCE = 32 << 20
+"""Bytes that processes may allocate until a limit follows (`Cgroup.keeping_cached`)."""
+FOLLOWED_S = 0.02
+MOST_ATTEMPTS = 100
 _numbers = itertools.count()
 
 
@@ -36,23 +45,70 @@ class Cgroup:
         for directory in self._directories:
             (directory.parent / "cgroup.procs").write_text(str(os.getpid()))
 
+    @contextlib.contextmanager
+    def keeping_cached(self, size: int) -> Iterator[None]:
+        """Let the group have ``size`` bytes of page cache besides what its processes allocate.
+
+        The limit follows what they have allocated, so that none is killed for lack of memory.
+
+        Raises: NoCgroup.
+        """
+        for wait_s in (*[FOLLOWED_S] * MOST_ATTEMPTS, None):
+            try:
+                self._keep_cached(size)
+                break
+            except NoCgroup:  # version 1 gives up before it has freed all that can be freed
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(FOLLOWED_S):
+                with contextlib.suppress(NoCgroup):  # the kernel could not take that much at once
+                    self._keep_cached(size)
+
+        thread = threading.Thread(target=follow, name="cgroup")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _keep_cached(self, size: int) -> None:
+        counts = self._counts("memory.stat")
+        used = self._read("memory.current") or self._read("memory.usage_in_bytes")
+        for name in ("inactive_file", "active_file"):
+            used -= counts.get(f"total_{name}", counts.get(name, 0))
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            for file in self._files(name):
+                try:
+                    file.write_text(str(used + size + ALLOCATED_AT_ONCE))
+                except OSError as error:
+                    raise NoCgroup(f"cannot limit the memory of a cgroup: {error}") from error
+
     def peak(self) -> int:
         """Return the peak memory of its processes in bytes; 0 where the kernel has no figure."""
         return self._read("memory.peak") or self._read("memory.max_usage_in_bytes")
 
     def _read(self, name: str) -> int:
-        files = [directory / name for directory in self._directories if (directory / name).exists()]
+        files = self._files(name)
         return int(files[0].read_text()) if files else 0
+
+    def _files(self, name: str) -> list[Path]:
+        return [directory / name for directory in self._directories if (directory / name).exists()]
+
+    def _counts(self, name: str) -> dict[str, int]:
+        lines = [
+            line.split() for file in self._files(name) for line in file.read_text().splitlines()
+        ]
+        return {words[0]: int(words[1]) for words in lines}
 
     def killed(self) -> int:
         """Return how many processes the kernel killed for lack of memory."""
-        for directory in self._directories:
-            for name in ("memory.events", "memory.oom_control"):
-                file = directory / name
-                if file.exists():
-                    counts = dict(line.split() for line in file.read_text().splitlines())
-                    return int(counts.get("oom_kill", 0))
-        return 0
+        counts = self._counts("memory.events") or self._counts("memory.oom_control")
+        return counts.get("oom_kill", 0)
 
 
 def _settings(
@@ -119,6 +175,17 @@ def limited(
         for directory in directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+
+
+@functools.cache
+def missing() -> str | None:
+    """Return why no cgroup with a limit on memory can be made here; None if it can."""
+    try:
+        with limited(memory_size=UNLIMITED) as group, group.keeping_cached(UNLIMITED):
+            pass
+    except NoCgroup as error:
+        return str(error)
+    return None
 
 
 def disk_of(path: str) -> str:
