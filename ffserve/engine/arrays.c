@@ -13,6 +13,7 @@
 #include <Python.h>
 
 #include <numpy/arrayobject.h>
+#include <sys/mman.h>
 
 #include "cached.h"
 
@@ -21,6 +22,9 @@
 /* Bytes of a call from which on other Python threads run meanwhile. Less is read sooner than a
  * thread that gave the interpreter away gets it back. */
 #define LARGE (32 << 10)
+/* Bytes of a call from which on its arrays get huge pages. */
+#define HUGE_FROM (4 << 20)
+#define HUGE_PAGE (2 << 20)
 
 /* Integers from 0 to `count` - 1 out of a list or tuple of n. Returns whether it has only such. */
 static int take_integers(PyObject *from, int is_list, npy_intp n, uint64_t count, int64_t *to)
@@ -59,6 +63,26 @@ static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_
     return found;
 }
 
+/* Ask for huge pages where large arrays lie. numpy does so for an array of 4 MiB and more; of as many
+ * bytes in smaller ones, every 4 KiB would have an entry of its own in the TLB. What lies between
+ * them belongs to malloc, too. */
+static void use_huge_pages(const uint64_t *offsets, npy_intp n, const uint64_t *addresses)
+{
+    uint64_t low = UINT64_MAX, high = 0, total = offsets[n] - offsets[0];
+    if (total < HUGE_FROM)
+        return;
+    for (npy_intp k = 0; k < n; k++) {
+        uint64_t end = addresses[k] + (offsets[k + 1] - offsets[k]);
+        low = addresses[k] < low ? addresses[k] : low;
+        high = end > high ? end : high;
+    }
+    low = (low + HUGE_PAGE - 1) & ~(uint64_t)(HUGE_PAGE - 1);
+    high &= ~(uint64_t)(HUGE_PAGE - 1);
+    /* Farther apart, they are in parts of the heap between which anything may be mapped. */
+    if (low < high && high - low <= 2 * total)
+        madvise((void *)(uintptr_t)low, high - low, MADV_HUGEPAGE); /* without, it works as well */
+}
+
 /* A list of n arrays of offsets[k + 1] - offsets[k] bytes; addresses[n] gets where their bytes are. */
 static PyObject *list_of(const uint64_t *offsets, npy_intp n, uint64_t *addresses)
 {
@@ -73,6 +97,8 @@ static PyObject *list_of(const uint64_t *offsets, npy_intp n, uint64_t *addresse
         addresses[k] = (uintptr_t)PyArray_DATA((PyArrayObject *)array);
         PyList_SetItem(list, k, array); /* takes the reference */
     }
+    if (list)
+        use_huge_pages(offsets, n, addresses);
     return list;
 }
 

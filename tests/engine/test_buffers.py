@@ -120,3 +120,30 @@ def test_the_memory_of_a_list_of_96_mib_was_cleared_anew_for_each_batch(tmp_path
         [sys.executable, "-c", LARGE_LISTS, path], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 2000, "pages of 4 KiB that the kernel cleared; 24,576 for all"
+
+
+ARRAYS = """
+from pathlib import Path
+import numpy as np
+from ffserve.engine import arrays, shm
+shm.keep_freed_memory()
+made, places = arrays.separate(np.arange(65) * 102_400)
+middle, flags = int(places[32]), {}
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if "-" in line.split(" ")[0]:
+        begin, end = (int(text, 16) for text in line.split(" ")[0].split("-"))
+    elif line.startswith("VmFlags:"):
+        flags[begin, end] = line.split()
+print(*next(of for (begin, end), of in flags.items() if begin <= middle < end))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this kernel"
+)
+def test_many_small_arrays_lie_in_huge_pages() -> None:
+    """As one array of as many bytes does, by numpy."""
+    done = subprocess.run(
+        [sys.executable, "-c", ARRAYS], capture_output=True, text=True, timeout=60
+    )
+    assert "hg" in done.stdout.split(), done
