@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,20 +28,23 @@ from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.options import RecordType
-from ffserve.engine.codec import FRAME_HEADER_SIZE
+from ffserve.engine import codec
+from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import Records
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.files import is_compressed, open_regular, wrap_os_error
-from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
-from ffserve.formats.tfstream import FrameStream, record_error
-from ffserve.formats.tfstream import Records as FrameRecords
+from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE
 from ffserve.socket_path import find_socket
 
 log = logging.getLogger("ffserve")
 
 BATCH_COUNT, BATCH_SIZE = 8192, 8 << 20
 """An Arrow batch has at most so many records, and about so many bytes of them."""
+FRAMES_SIZE = 1 << 20
+"""So many bytes of frames are read and decoded at a time: they stay in the core's cache."""
+_NEVER = 1 << 64
 BYTES_COLUMN = "byteArray"
+Bytes = NDArray[np.uint8]
 Numbered = tuple[Records, NDArray[np.int64]]
 """Records, and their numbers in the file."""
 
@@ -369,49 +372,66 @@ def _from_daemon(table: RecordTable, piece: Piece) -> bool:
 def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
     """Read the frames of a TFRecord file in order: without an index, and without another copy.
 
-    The bytes from the first damage on are read by index, which finds the file's error.
+    All records are in one memory, which the next ones overwrite. The bytes from the first damage on
+    are read by index, which finds the file's error.
     """
     fd = open_regular(piece.path)
-    row = piece.start
-    damage: FormatError | None = None
+    row, at = piece.start, piece.begin
     try:
-        size = os.fstat(fd).st_size
-        end = size if piece.end < 0 else piece.end
-        for records in _blocks(fd, piece, end, FrameStream(piece.path, limit=size)):
-            count = len(records.offsets)
-            intact = int(np.argmax(records.damaged)) if records.damaged.any() else count
-            starts, lengths = records.offsets[:intact], records.lengths[:intact]
-            if intact:
-                buffer = np.frombuffer(records.block, np.uint8)
-                some = Records(buffer, starts.astype(np.uint64), lengths.astype(np.uint64))
-                yield some, np.arange(row, row + intact)
-            row += intact
-            if intact < count:
-                raise record_error(piece.path, row)
-    except FormatError as error:
-        damage = error
+        end = os.fstat(fd).st_size if piece.end < 0 else piece.end
+        buffer = np.empty(FRAMES_SIZE, np.uint8)
+        while at < end:
+            records, taken, wanted = _frames(fd, at, buffer[: end - at], piece.path)
+            if taken:
+                yield records, np.arange(row, row + len(records.starts))
+                row += len(records.starts)
+                at += taken
+            if not wanted:
+                continue
+            if wanted > end - at:
+                break
+            roomy = max(wanted, min(4 * wanted, BATCH_SIZE))
+            if roomy > len(buffer):
+                buffer = np.empty(roomy, np.uint8)
     finally:
         os.close(fd)
-    if damage is not None:
+    if at < end:
         yield from _by_index(replace(table, server="off"), replace(piece, start=row), None)
-        raise damage
+        raise FormatError(
+            "the file was changed while it was read", path=piece.path, hint="read it again"
+        )
 
 
-def _blocks(fd: int, piece: Piece, end: int, stream: FrameStream) -> Iterator[FrameRecords]:
-    at = piece.begin
-    while at < end:
-        data = wrap_os_error(partial(_pread, fd, at, min(PIECE_SIZE, end - at)), piece.path)
-        if not data:
-            break
-        at += len(data)
-        while (records := stream.feed(data)) is not None:
-            data = b""
-            yield records
-    stream.close()
+def _frames(fd: int, at: int, buffer: Bytes, path: str) -> tuple[Records, int, int]:
+    """Read frames into a buffer.
+
+    Returns: the records before the first damage and the end of the buffer; the bytes of their
+        frames; 0, or the bytes that the next frame needs: of a damaged one more than any file has.
+    """
+    block = buffer[: wrap_os_error(lambda _: _read_into(fd, at, buffer), path)]
+    scanner = codec.FrameScanner(len(block))
+    stop = scanner.feed(block.data, 0)
+    offsets, lengths, expected = scanner.tables()
+    wrong = checksums(CHECKSUM_CRC32C, block, offsets, lengths) != expected
+    intact = int(np.argmax(wrong)) if wrong.any() else len(wrong)
+    records = Records(block, offsets[:intact], lengths[:intact])
+    if intact < len(wrong):
+        return records, int(offsets[intact]) - FRAME_HEADER_SIZE, _NEVER
+    taken, wanted = scanner.at, 0
+    if stop == codec.FrameScanner.CUT_RECORD:
+        [length] = struct.unpack_from("<Q", block.data, taken)
+        wanted = length + FRAME_SIZE
+    elif not taken:
+        wanted = _NEVER
+    return records, taken, wanted
 
 
-def _pread(fd: int, at: int, size: int, path: str) -> bytes:
-    return os.pread(fd, size, at)
+def _read_into(fd: int, at: int, buffer: Bytes) -> int:
+    """Fill a buffer from a file; return the number of bytes, fewer than wanted at its end."""
+    size = 0
+    while size < len(buffer) and (got := os.preadv(fd, [buffer[size:].data], at + size)):
+        size += got
+    return size
 
 
 def _by_index(

@@ -75,7 +75,7 @@ class WriteOptions:
     """Per file; 0 for any number."""
     dynamic: bool
     mode: str
-    job: str | None
+    job: str
 
 
 def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
@@ -86,7 +86,9 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
     if "path" in options:
         paths = (options["path"], *paths)
     if not paths:
-        raise UsageError("no path", hint="load(path)")
+        raise UsageError(
+            "no path", hint="load(path), or CREATE TABLE … LOCATION without a list of columns"
+        )
     ratio = check_sampling(_number(options, "samplingRatio", 1.0), "samplingRatio")
     on_error = options.get("on_error", "raise").lower()
     if on_error not in ("raise", "skip"):
@@ -105,9 +107,16 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
 
 def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
     """Check the options of ``df.write``. Raises: UsageError."""
-    _refuse_unknown(format, options, (*_WRITE_OPTIONS, JOB, SAVE_MODE, PARTITION_BY))
+    if JOB not in options:
+        # It would write into the files of a table whose partitions and mode nobody has told.
+        raise UsageError(
+            f"only DataFrameWriter.save of Python writes {format} files: not saveAsTable, "
+            "insertInto, writeTo, INSERT INTO or CREATE TABLE … AS",
+            hint=f'df.write.mode("append").format("{format}").save(path)',
+        )
     if not options.get("path"):
         raise UsageError("no path", hint="save(path)")
+    _refuse_unknown(format, options, (*_WRITE_OPTIONS, JOB, SAVE_MODE, PARTITION_BY))
     overwriting = options.get("partitionOverwriteMode", "static").lower()
     if overwriting not in ("static", "dynamic"):
         raise UsageError(f"partitionOverwriteMode must be static or dynamic, not {overwriting!r}")
@@ -118,8 +127,8 @@ def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
         tuple(json.loads(options.get(PARTITION_BY, "[]"))),
         _count(options, "maxRecordsPerFile"),
         overwriting == "dynamic",
-        options.get(SAVE_MODE, ""),
-        options.get(JOB),
+        options[SAVE_MODE],
+        options[JOB],
     )
 
 

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from ffserve.arrow import hive, reading
 from ffserve.arrow.reading import Piece, RecordTable
-from ffserve.errors import UsageError
+from ffserve.errors import FFServeError, UsageError
 from ffserve.spark.options import ReadOptions, Settings
 
 
@@ -55,10 +55,13 @@ class RecordReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         """Return the tasks. Raises: FFServeError: a path is missing, or a file is of another
         format; UsageError: a column has a type that records cannot hold."""
-        files = hive.find_files(self._options.paths, self._options.base_path)
-        reading.check_read(self._table, to_arrow_schema(self._schema, timezone="UTC"), files)
         limit = self._options.max_partition_bytes or self._settings.max_partition_bytes
-        pieces = (piece for file in files for piece in reading.pieces_of(self._table, file, limit))
+        try:
+            files = hive.find_files(self._options.paths, self._options.base_path)
+            reading.check_read(self._table, to_arrow_schema(self._schema, timezone="UTC"), files)
+            pieces = [one for file in files for one in reading.pieces_of(self._table, file, limit)]
+        except FFServeError as error:
+            raise error.with_traceback(None) from None  # Spark would show all frames
         return [InputPartition(tuple(group)) for group in self._packed(pieces, limit)]
 
     def _packed(self, pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
@@ -81,5 +84,8 @@ class RecordReader(DataSourceReader):
         arrow = to_arrow_schema(self._schema, timezone="UTC")
         counter = self._settings.skipped
         skipped = None if counter is None else counter.add
-        for piece in partition.value or ():
-            yield from reading.batches(self._table, piece, arrow, skipped)
+        try:
+            for piece in partition.value or ():
+                yield from reading.batches(self._table, piece, arrow, skipped)
+        except FFServeError as error:
+            raise error.with_traceback(None) from None

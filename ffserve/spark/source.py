@@ -5,8 +5,10 @@ Spark starts a process for each question about a data source, so each imports on
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from pyspark.sql.datasource import (
     CaseInsensitiveDict,
@@ -16,6 +18,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from ffserve.errors import FFServeError
 from ffserve.spark import options as options_of
 from ffserve.spark.options import Settings
 
@@ -25,6 +28,19 @@ NAMES["recordio"] = "recordio"
 _OPTIONS = "ffserve.options"
 """Metadata of the first column. Of a table (CREATE TABLE … LOCATION, which makes the path a URL)
 Spark keeps the schema, but hands no options to the reader."""
+
+
+def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise the errors of a method without the frames below it, which Spark would show."""
+
+    @functools.wraps(call)
+    def plainly(*arguments: Any, **named: Any) -> Any:
+        try:
+            return call(*arguments, **named)
+        except FFServeError as error:
+            raise error.with_traceback(None) from None
+
+    return plainly
 
 
 class RecordSource(DataSource):
@@ -39,6 +55,7 @@ class RecordSource(DataSource):
         """Return the name for ``format(…)``."""
         return cls.source_name
 
+    @_plainly
     def schema(self) -> StructType:
         """Infer the schema. Raises: FFServeError."""
         from ffserve.spark.reading import infer_schema
@@ -49,6 +66,7 @@ class RecordSource(DataSource):
             schema[0].metadata = {_OPTIONS: json.dumps(dict(self.options))}
         return schema
 
+    @_plainly
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of these columns. Raises: UsageError."""
         from ffserve.spark.reading import RecordReader
@@ -59,6 +77,7 @@ class RecordSource(DataSource):
         options = options_of.read_options(self.format, given)
         return RecordReader(self.format, schema, options, self.settings)
 
+    @_plainly
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Begin a job that writes these columns. Raises: FFServeError."""
         from ffserve.spark.writing import RecordWriter

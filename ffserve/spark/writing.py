@@ -15,6 +15,7 @@ from pyspark.sql.types import StructType
 from ffserve.arrow import hive
 from ffserve.arrow.staging import Mode, OutputJob, StagedFile
 from ffserve.arrow.writing import TableOutput, check_write, write_task
+from ffserve.errors import FFServeError
 from ffserve.spark.options import WriteOptions
 
 
@@ -52,12 +53,18 @@ class RecordWriter(DataSourceArrowWriter):
         """Write the rows of a task. Raises: FFServeError, with row and column."""
         context = TaskContext.get()
         task = context.partitionId() if context is not None else 0
-        return Written(write_task(self._output, self._job, task, iterator, self._not_null))
+        try:
+            return Written(write_task(self._output, self._job, task, iterator, self._not_null))
+        except FFServeError as error:
+            raise error.with_traceback(None) from None  # Spark would show all frames
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Make the files of all tasks visible."""
         files = [file for message in messages for file in getattr(message, "files", ())]
-        self._job.commit(files)
+        try:
+            self._job.commit(files)
+        except FFServeError as error:
+            raise error.with_traceback(None) from None
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Remove what was staged."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("pyspark", reason="needs pyspark (make spark)")
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, PySparkException
 
 import ffserve
 import ffserve.spark
 from ffserve import example
+from ffserve.errors import UsageError
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -40,6 +41,51 @@ def test_sql(spark: Any, table: Path) -> None:
     assert rows(spark.sql("SELECT v, k FROM two")) == [(10, 1), (20, 2)]
     spark.sql("DROP TABLE two")
     assert (table / "k=1" / "a.tfrecord").exists()
+
+
+def test_writes_that_pass_save_by_are_refused_and_change_nothing(spark: Any, table: Path) -> None:
+    spark.sql(f"CREATE TEMPORARY VIEW three USING tfrecord OPTIONS (path '{table}')")
+    spark.sql(f"CREATE TABLE four USING tfrecord LOCATION '{table}'")
+    df = spark.createDataFrame([(1, "x", 1)], "v long, w string, k int")
+    other = str(table.parent / "other")
+    ways = {
+        "INSERT INTO a view": lambda: spark.sql("INSERT INTO three VALUES (1, 'x', 1)"),
+        "INSERT INTO": lambda: spark.sql("INSERT INTO four VALUES (1, 'x', 1)"),
+        "INSERT OVERWRITE": lambda: spark.sql("INSERT OVERWRITE four VALUES (1, 'x', 1)"),
+        "insertInto": lambda: df.write.insertInto("four"),
+        "saveAsTable": lambda: df.write.format("tfrecord").saveAsTable("five"),
+        "saveAsTable with a path": lambda: (
+            df.write.format("tfrecord").option("path", other).saveAsTable("five")
+        ),
+        "CREATE TABLE AS": lambda: spark.sql("CREATE TABLE five USING tfrecord AS SELECT 1 AS v"),
+        "writeTo": lambda: df.writeTo("five").using("tfrecord").create(),
+    }
+    before = sorted(table.rglob("*"))
+    for name, write in ways.items():
+        with pytest.raises(
+            AnalysisException, match=r"only DataFrameWriter\.save of Python"
+        ) as found:
+            write()
+        assert 'format("tfrecord").save(path)' in str(found.value), name
+    assert sorted(table.rglob("*")) == before and not Path(other).exists()
+    spark.sql("DROP TABLE four")
+
+
+def test_unsupported_statements_say_so(spark: Any, table: Path) -> None:
+    spark.sql(f"CREATE TABLE six (v long) USING tfrecord LOCATION '{table}'")
+    with pytest.raises(AnalysisException, match=r"no path.*LOCATION without a list of columns"):
+        spark.sql("SELECT * FROM six").collect()
+    spark.sql("DROP TABLE six")
+    with pytest.raises(AnalysisException, match="UNSUPPORTED_DATASOURCE_FOR_DIRECT_QUERY"):
+        spark.sql(f"SELECT * FROM tfrecord.`{table}`")
+    with pytest.raises(PySparkException, match=r"NOT_IMPLEMENTED|not implemented"):
+        stream = spark.readStream.format("tfrecord").load(str(table)).writeStream
+        stream.format("noop").start().processAllAvailable()
+    df = spark.createDataFrame([(1, "x")], "v long, w string")
+    with pytest.raises(UsageError, match="the file system 's3a' is not supported"):
+        df.write.format("tfrecord").save("s3a://bucket/table")
+    with pytest.raises(UsageError, match="Spark Connect session"):
+        ffserve.spark.register(object())
 
 
 def test_ways_to_name_files(spark: Any, table: Path) -> None:

@@ -597,12 +597,42 @@ def test_a_full_disk(spark: Any, tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-def test_errors_fit_on_one_screen(spark: Any, tmp_path: Path) -> None:
-    (tmp_path / "k=1").mkdir()
-    path = write(tmp_path / "k=1" / "a.tfrecord", {"id": 1}, {"id": "text"})
-    frame = spark.read.schema("id long, k int").format("tfrecord").load(str(tmp_path))
-    with pytest.raises(PySparkException) as caught:
-        frame.collect()
-    text = str(caught.value)
-    assert f"{path}: row 1, column 'id': it holds byte strings, which are not int64" in text
-    assert len(text.splitlines()) <= 50
+def test_errors_fit_on_one_screen(spark: Any, tmp_path: Path, out: str) -> None:
+    for name in ("kinds", "cut", "garbage"):
+        (tmp_path / name / "k=1").mkdir(parents=True)
+    kinds, cut, garbage = (tmp_path / n / "k=1" / "a.tfrecord" for n in ("kinds", "cut", "garbage"))
+    write(kinds, {"id": 1}, {"id": "text"})
+    write(cut, {"id": 1}, {"id": 2})
+    cut.write_bytes(cut.read_bytes()[:-3])
+    garbage.write_bytes(b"no record has such a header")
+    typed = spark.read.schema("id long, k int").format("tfrecord")
+    lists = spark.createDataFrame([([1, None],)], "v array<long>")
+    for act, text in (
+        (lambda: typed.load(str(kinds)), f"{kinds}: row 1, column 'id': it holds byte strings"),
+        (lambda: typed.load(str(cut)), f"{cut}, byte "),
+        (lambda: typed.load(str(garbage)), f"{garbage}, byte 0"),
+        (lambda: read(spark, str(kinds)), "feature 'id' holds byte strings in row 1"),
+        (lambda: read(spark, str(cut)), f"{cut}, byte "),
+        (lambda: read(spark, str(garbage)), f"{garbage}, byte 0"),
+        (lambda: lists.write.format("tfrecord").save(out), "row 0, column 'v'"),
+    ):
+        with pytest.raises(PySparkException) as caught:
+            found = act()
+            found.collect()
+        assert text in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 25, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("true", "date'2024-01-31'", "timestamp'2024-01-31 00:00:00'", "map('a', 1)"),
+        *("struct(1)", "cast(1 as smallint)", "null", "array(true)", "interval 1 day"),
+        "array(array(array(1)))",
+    ],
+)
+def test_types_that_records_cannot_hold(spark: Any, out: str, value: str) -> None:
+    df = spark.sql(f"SELECT 1 AS a, {value} AS b")
+    with pytest.raises(AnalysisException, match=r"column 'b' has the type.*cast it to int, bigint"):
+        df.write.format("tfrecord").option("recordType", "SequenceExample").save(out)
+    assert not os.path.exists(out)
