@@ -3,6 +3,8 @@
     data = ffserve.hf.dataset("/data/*.tfrecord", decode=ffserve.example.decode)
     ffserve.hf.write(data, "/data/train.ffr", encode=lambda row: row["text"].encode())
 
+    data = ffserve.hf.dataset("/data/*.tfrecord", schema=pyarrow.schema([("label", "int64")]))
+
 ``dataset`` returns a ``datasets.IterableDataset`` with one shard per file, so it can be split over
 workers and machines. Nothing is copied into a cache of Arrow files.
 """
@@ -33,8 +35,28 @@ def _rows(
                     yield dict(decode(sample))
 
 
+def _tables(
+    paths: list[str], schema: Any, record: str, options: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield keys, which differ, and tables."""
+    import pyarrow as pa
+
+    for path in paths:
+        first = 0
+        with readers.open(path, **options) as reader:
+            for batch in reader.batches():
+                found = example.to_arrow(batch, schema, record=record, path=path, first=first)
+                yield (path, first), pa.Table.from_batches([found])
+                first += len(batch)
+
+
 def dataset(
-    paths: Any, *, decode: Callable[[Any], Mapping[str, Any]] = _as_bytes, **options: Any
+    paths: Any,
+    *,
+    decode: Callable[[Any], Mapping[str, Any]] = _as_bytes,
+    schema: Any = None,
+    record: str = "Example",
+    **options: Any,
 ) -> Any:
     """Return samples as a ``datasets.IterableDataset``.
 
@@ -42,10 +64,14 @@ def dataset(
         paths: as for ``ffserve.open``.
         decode: converts a sample (uint8 array, valid during the call) to the columns of a row. The
             default returns one column ``sample`` of bytes.
+        schema: pyarrow.Schema, instead of ``decode``: the records are Examples, of which these
+            columns are decoded, a batch at a time in C (``ffserve.example.to_arrow``). With
+            ``with_format("arrow")`` they remain Arrow tables.
+        record: "Example" or "SequenceExample", for ``schema``.
         options: as for ``ffserve.open``.
     Returns: an iterable dataset with one shard per file.
-    Raises:  UsageError: the package datasets is not installed. Iteration raises as
-             ``ffserve.open`` and ``Reader.read``.
+    Raises:  UsageError: the package datasets is not installed, or both ``decode`` and ``schema``
+             are given. Iteration raises as ``ffserve.open``, ``Reader.read`` and ``to_arrow``.
     """
     try:
         import datasets
@@ -54,6 +80,16 @@ def dataset(
             f"datasets is not installed: {error}", hint="pip install 'ffserve[hf]'"
         ) from error
     files = list(expand_paths(paths, suffixes=formats.suffixes()))
+    if schema is not None:
+        if decode is not _as_bytes:
+            raise UsageError("both decode and schema are given", hint="give one of them")
+        from datasets.iterable_dataset import ArrowExamplesIterable
+
+        tables = ArrowExamplesIterable(
+            _tables, {"paths": files, "schema": schema, "record": record, "options": options}
+        )
+        features = datasets.Features.from_arrow_schema(schema)
+        return datasets.IterableDataset(tables, info=datasets.DatasetInfo(features=features))
     # Of gen_kwargs, only lists are split over shards.
     arguments = {"paths": files, "decode": decode, "options": options}
     return datasets.IterableDataset.from_generator(_rows, gen_kwargs=arguments)

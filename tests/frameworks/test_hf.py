@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import ffserve
 import ffserve.hf
 from ffserve import example
+from ffserve.errors import FormatError, UsageError
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed (make interop)")
 
@@ -40,3 +42,30 @@ def test_bytes_as_they_are(tmp_path: Path) -> None:
     ffserve.hf.write(data, tmp_path / "a.ffr", encode=lambda row: row["text"].encode())
     found = list(ffserve.hf.dataset(tmp_path / "a.ffr", server="off"))
     assert found == [{"sample": row["text"].encode()} for row in ROWS]
+
+
+def test_columns_of_examples_are_decoded_as_arrow(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    paths = [tmp_path / "a.ffr", tmp_path / "b.tfrecord", tmp_path / "c.tfrecord.gz"]
+    for k, path in enumerate(paths):
+        ffserve.hf.write(data.shard(3, k, contiguous=True), path)
+    schema = pa.schema(
+        [("text", pa.string()), ("scores", pa.list_(pa.float32())), ("id", pa.int64())]
+    )
+    back = ffserve.hf.dataset(paths, schema=schema, server="off")
+    assert back.num_shards == 3 and list(back.features) == ["text", "scores", "id"]
+    for _ in range(2):
+        assert list(back) == ROWS
+    assert [row["id"] for row in back.shard(3, 1)] == list(range(10, 20))
+    tables = list(back.with_format("arrow").iter(8))
+    assert all(isinstance(table, pa.Table) and table.schema == schema for table in tables)
+    assert sum(map(len, tables)) == 30
+    words = ffserve.hf.dataset(paths, schema=pa.schema([("text", pa.string())]), server="off")
+    assert [row["text"] for row in words.shuffle(seed=1, buffer_size=5)] != [
+        row["text"] for row in words
+    ]
+    with pytest.raises(UsageError, match="both decode and schema"):
+        ffserve.hf.dataset(paths, decode=example.decode, schema=schema)
+    wrong = ffserve.hf.dataset(paths[1], schema=pa.schema([("text", pa.int64())]), server="off")
+    with pytest.raises(FormatError, match=r"b\.tfrecord: row 0, column 'text'"):
+        list(wrong)

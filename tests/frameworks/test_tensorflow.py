@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import ffserve
 from ffserve import example
+from ffserve.errors import UsageError
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed (make interop)")
 
@@ -159,3 +161,50 @@ def test_chunks_of_a_recordio_file(tmp_path: Path) -> None:
     assert [record.numpy() for record in ffserve.tensorflow.chunks(path)] == SAMPLES
     with pytest.raises(IndexError):
         ffserve.tensorflow.chunks(path, 0, 10_000)
+
+
+def test_columns_of_examples(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": k, "x": k / 2, "name": b"n\0%d\0" % k, "list": list(range(k % 4)), "more": 1}
+        for k in range(20)
+    ]
+    path = tmp_path / "a.tfrecord"
+    with ffserve.create(path) as writer:
+        for row in rows:
+            writer.write(example.encode(row))
+    schema = pa.schema(
+        [
+            *(("id", pa.int64()), ("x", pa.float64()), ("name", pa.binary())),
+            *(("list", pa.list_(pa.int32())), ("absent", pa.list_(pa.string()))),
+        ]
+    )
+    data = ffserve.tensorflow.examples(path, schema, batch=8)
+    for _ in range(2):
+        batches = list(data.prefetch(1))
+        assert [len(batch["id"]) for batch in batches] == [8, 8, 4]
+        for name in ("id", "x", "name"):
+            found = [value for batch in batches for value in batch[name].numpy().tolist()]
+            assert found == [row[name] for row in rows]
+        lists = [value for batch in batches for value in batch["list"].to_list()]
+        assert lists == [row["list"] for row in rows]
+        assert all(batch["absent"].to_list() == [[]] * len(batch["id"]) for batch in batches)
+    total = sum(int(tf.reduce_sum(batch["list"])) for batch in data.map(lambda batch: batch))
+    assert total == sum(sum(row["list"]) for row in rows)
+    some = ffserve.tensorflow.examples(path, pa.schema([("id", pa.int64())]), indices=[7, 3])
+    assert [batch["id"].numpy().tolist() for batch in some] == [[7, 3]]
+    absent = ffserve.tensorflow.examples(path, pa.schema([("nope", pa.int64())]))
+    with pytest.raises(tf.errors.OpError, match=r"row 0, column 'nope': it is missing"):
+        list(absent)
+    with pytest.raises(UsageError, match=r"'d' has the type decimal128"):
+        ffserve.tensorflow.examples(path, pa.schema([("d", pa.decimal128(5, 2))]))
+
+
+def test_columns_of_sequence_examples(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    steps = [[[1, 2], []], [], [[3]]]
+    with ffserve.create(path) as writer:
+        for k, lists in enumerate(steps):
+            writer.write(example.encode_sequence({"id": k}, {"steps": lists}))
+    schema = pa.schema([("steps", pa.list_(pa.list_(pa.int64()))), ("id", pa.int64())])
+    [batch] = ffserve.tensorflow.examples(path, schema, record="SequenceExample")
+    assert batch["steps"].to_list() == steps and batch["id"].numpy().tolist() == [0, 1, 2]
