@@ -242,6 +242,10 @@ def seeds(target: str) -> Iterator[bytes]:
         protocol.Times(5000, bytes(100)),
         protocol.Status(6),
         protocol.Resize(7, 2 << 20),
+        protocol.Prepare(8, 1, bytes(protocol.KEY_SIZE), {"name": "n"}),
+        protocol.Claim(9, 2, protocol.pack_indices(np.arange(4)), 0),
+        protocol.Put(10, 2, protocol.pack_indices(np.arange(4)), bytes(32), bytes(32), 5),
+        protocol.Distrust(2, 1),
         protocol.Close(1),
     ]
     encoded = [protocol.encode(message) for message in messages]
