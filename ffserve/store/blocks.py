@@ -1,0 +1,365 @@
+"""One remote object on the local disk: a sparse file, and the state of each of its blocks.
+
+``data`` has the object's bytes at their own offsets, so an engine reads it as any other file.
+``state`` is mapped by all processes that use the object:
+
+    0     8 bytes   "ffstore\\n"
+    8     u32       version, 1
+    12    u32       bytes of a block
+    16    u64       bytes of the object
+    24    u32       CRC-32C of bytes 0 to 24, of the identity's length and of the identity
+    28    u32       bytes of the identity
+    32    36 bytes  boot ID under which the words below were written
+    68    identity  text of `Identity.key`, URL without secrets; up to 4096
+    4096  u32[n]    words: ABSENT, RESERVED, PRESENT or UNCHECKED
+          u32[n]    CRC-32C of each block that is there
+          u32[n]    when a job will use it next, in seconds since 1970; 0: unknown
+
+A block is written, its checksum is noted, and only then its word becomes PRESENT: a process that is
+killed leaves a block ABSENT or RESERVED, never wrong. What the disk has after a power failure is
+unknown, as nothing is synced. Words of another boot therefore become UNCHECKED, and such a block
+is compared with its checksum before its first use.
+
+The kernel's locks on bytes of ``state`` (of open file descriptions, so they end with the process)
+say what processes do: CLAIMS + block: is fetching it; PINS + block: is reading it, nobody may evict
+it; OPEN: has the object open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.codec import crc32c
+from ffserve.errors import ServerUnavailable
+from ffserve.memfd import punch
+
+ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
+"""RESERVED: counted in the store's size, but not there, or not there yet."""
+
+CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
+"""First byte of each kind of locks."""
+PAGE = 4096
+HEAD_SIZE = 4096
+_HEAD = struct.Struct("<8sIIQII36s")
+_MAGIC, _VERSION = b"ffstore\n", 1
+_FLOCK = struct.Struct("hhqqi4x")
+
+Blocks = NDArray[np.int64]
+
+
+def boot_id() -> bytes:
+    """Return what is another one after each start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
+
+
+def lock(fd: int, kind: int, first: int, count: int = 1, *, wait: bool = False) -> bool:
+    """Take or give back (`fcntl.F_UNLCK`) a lock on bytes; return False if others hold it."""
+    asked = _FLOCK.pack(kind, os.SEEK_SET, first, count, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, asked)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def is_locked(fd: int, first: int, count: int = 1) -> bool:
+    """Return whether a byte is locked through another opening of the file."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+    answer: bytes = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def runs(blocks: Blocks) -> list[tuple[int, int]]:
+    """Return first and count of each run of consecutive numbers; `blocks` rise."""
+    if not len(blocks):
+        return []
+    edges = np.flatnonzero(np.diff(blocks) != 1) + 1
+    return [(int(part[0]), len(part)) for part in np.split(blocks, edges)]
+
+
+def whole_pages(size: int) -> int:
+    """Return the bytes that a file of this size takes on disk."""
+    return -(-size // PAGE) * PAGE
+
+
+def block_count(size: int, block_size: int) -> int:
+    """Return the number of blocks of an object."""
+    return -(-size // block_size)
+
+
+def state_size(size: int, block_size: int) -> int:
+    """Return the bytes of an object's state file."""
+    return HEAD_SIZE + 12 * block_count(size, block_size)
+
+
+def create(directory: str, text: str, size: int, block_size: int) -> None:
+    """Make the files of an object without blocks. Raises: OSError."""
+    os.mkdir(directory, 0o700)
+    identity = text.encode("utf-8", "surrogateescape")[: HEAD_SIZE - _HEAD.size]
+    packed = _head(identity, size, block_size)
+    for name, content, length in (
+        ("data", b"", size),
+        ("state", packed + identity, state_size(size, block_size)),
+    ):
+        fd = os.open(
+            os.path.join(directory, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        try:
+            os.pwrite(fd, content, 0)
+            if name == "state":  # it is written by its mapping, where a full disk is a SIGBUS
+                os.posix_fallocate(fd, 0, length)
+            else:
+                os.ftruncate(fd, length)
+        finally:
+            os.close(fd)
+
+
+def _head(identity: bytes, size: int, block_size: int) -> bytes:
+    begin = struct.pack("<8sIIQ", _MAGIC, _VERSION, block_size, size)
+    crc = crc32c(begin + struct.pack("<I", len(identity)) + identity)
+    return begin + struct.pack("<II36s", crc, len(identity), boot_id())
+
+
+class BlockState:
+    """The mapped state of an object: what is there, and what locks say.
+
+    Args: directory: of the object.
+    Raises: OSError; ValueError if the files are not what `create` made.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._path = os.path.join(directory, "state")
+        self.fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOATIME)
+        """For claims, and to evict."""
+        try:
+            self._map()
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def _map(self) -> None:
+        head = os.pread(self.fd, HEAD_SIZE, 0)
+        if len(head) < HEAD_SIZE:
+            raise ValueError("the state file is too short")
+        magic, version, block_size, size, crc, length, boot = _HEAD.unpack_from(head)
+        identity = head[_HEAD.size : _HEAD.size + length]
+        found = crc32c(head[:24] + struct.pack("<I", length) + identity)
+        if (magic, version) != (_MAGIC, _VERSION) or crc != found or block_size % PAGE:
+            raise ValueError("the state file is damaged, or of another version")
+        if not block_size or os.fstat(self.fd).st_size != state_size(size, block_size):
+            raise ValueError("the state file has another length than it says")
+        self.identity = identity.decode("utf-8", "surrogateescape")
+        self.size, self.block_size, self.boot = size, block_size, boot
+        self.count = block_count(size, block_size)
+        self._mapping = mmap.mmap(self.fd, state_size(size, block_size))
+        tables = np.frombuffer(self._mapping, np.uint32)[HEAD_SIZE // 4 :]
+        self.words, self.checksums, self.uses = tables.reshape(3, self.count)
+
+    def doubt(self) -> None:
+        """Trust nothing that was written before this start of the machine. Nobody else has the
+        object open."""
+        self.words[self.words == PRESENT] = UNCHECKED
+        self._mapping[32:68] = self.boot = boot_id()
+
+    def held(self, block: int) -> int:
+        """Return the bytes that a block takes on disk."""
+        return whole_pages(self.end(block) - block * self.block_size)
+
+    def end(self, block: int) -> int:
+        """Return the offset behind a block."""
+        return int(min((block + 1) * self.block_size, self.size))
+
+    @property
+    def held_size(self) -> int:
+        """Bytes of all blocks that are there or reserved."""
+        kept = np.flatnonzero(self.words != ABSENT)
+        total = len(kept) * whole_pages(self.block_size)
+        if len(kept) and kept[-1] == self.count - 1:
+            total += self.held(self.count - 1) - whole_pages(self.block_size)
+        return int(total)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any process has the object open."""
+        return is_locked(self.fd, OPEN)
+
+    @property
+    def used_at(self) -> float:
+        """When the object was opened last."""
+        return os.fstat(self.fd).st_atime
+
+    def evict(self, block: int, moved: NDArray[np.uint64]) -> bool:
+        """Give a block's bytes back to the file system, unless somebody reads or fetches it.
+
+        Args: moved: counter that rises after the word and before the bytes change, so that who
+            reads without a pin can tell.
+        Raises: OSError.
+        """
+        if not lock(self.fd, fcntl.F_WRLCK, PINS + block):
+            return False
+        try:
+            if self.words[block] == RESERVED and self._is_claimed(block):
+                return False
+            self.words[block] = ABSENT
+            moved += np.uint64(1)
+            with open(os.path.join(self.directory, "data"), "rb+", buffering=0) as data:
+                punch(data.fileno(), block * self.block_size, self.held(block))
+        finally:
+            lock(self.fd, fcntl.F_UNLCK, PINS + block)
+        return True
+
+    def _is_claimed(self, block: int) -> bool:
+        # An opening does not see its own locks.
+        with open(self._path, "rb+", buffering=0) as other:
+            return is_locked(other.fileno(), CLAIMS + block)
+
+    def close(self) -> None:
+        """Close the file; the mapping stays as long as an array over it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class StoredObject:
+    """An object that this process has open. Threads may call it; made by `Store.open`.
+
+    Args: state: closed with the object.
+    """
+
+    def __init__(self, state: BlockState) -> None:
+        self.state = state
+        self.count, self.block_size, self.size = state.count, state.block_size, state.size
+        self.users = 0
+        self._lock = threading.Lock()
+        self._pins = np.zeros(state.count, np.int32)
+        path = os.path.join(state.directory, "state")
+        self._pin_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._data_fd = -1
+        try:
+            self._data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(self._data_fd).st_size != state.size:
+                raise ValueError("the data file has another length than the object")
+            lock(self._pin_fd, fcntl.F_RDLCK, OPEN)
+            now = time.time()
+            os.utime(path, (now, now))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Of the sparse file."""
+        return os.path.join(self.state.directory, "data")
+
+    def open_data(self) -> int:
+        """Return a descriptor of the sparse file for reading; the caller's."""
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def missing(self, blocks: Blocks) -> Blocks:
+        """Return which of these blocks are not there."""
+        missing: Blocks = blocks[self.state.words[blocks] != PRESENT]
+        return missing
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks are there."""
+        return bool((self.state.words == PRESENT).all())
+
+    # ---- pins and claims ------------------------------------------------------------------
+
+    def pin(self, blocks: Blocks) -> None:
+        """Keep blocks, those that are there and those that come; `blocks` rise."""
+        with self._lock:
+            self._check_open()
+            new = blocks[self._pins[blocks] == 0]
+            self._pins[blocks] += 1
+            for first, count in runs(new):
+                lock(self._pin_fd, fcntl.F_RDLCK, PINS + first, count, wait=True)
+
+    def unpin(self, blocks: Blocks) -> None:
+        """Take back one `pin`."""
+        with self._lock:
+            if self._pin_fd < 0:
+                return
+            self._pins[blocks] -= 1
+            for first, count in runs(blocks[self._pins[blocks] == 0]):
+                lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
+
+    def claim(self, block: int) -> bool:
+        """Be the one process that fetches a block; False if another one is."""
+        self._check_open()
+        return lock(self.state.fd, fcntl.F_WRLCK, CLAIMS + block)
+
+    def unclaim(self, block: int) -> None:
+        """Let others fetch the block."""
+        if self.state.fd >= 0:
+            lock(self.state.fd, fcntl.F_UNLCK, CLAIMS + block)
+
+    def _check_open(self) -> None:
+        if self._pin_fd < 0:
+            raise ServerUnavailable("this source of samples was closed")
+
+    # ---- bytes ----------------------------------------------------------------------------
+
+    def publish(self, block: int, content: bytes) -> None:
+        """Write a claimed and reserved block. Raises: OSError."""
+        at, view = block * self.block_size, memoryview(content)
+        while view:
+            done = os.pwrite(self._data_fd, view, at)
+            at, view = at + done, view[done:]
+        self.state.checksums[block] = crc32c(content)
+        self.state.words[block] = PRESENT
+
+    def agrees(self, block: int) -> bool:
+        """Read a block; return whether it has the checksum with which it was written."""
+        try:
+            content = self.read(block * self.block_size, self.state.end(block))
+        except OSError:
+            return False
+        whole = len(content) == self.state.end(block) - block * self.block_size
+        return whole and crc32c(content) == int(self.state.checksums[block])
+
+    def trust(self, block: int) -> None:
+        """A claimed block of an earlier start of the machine agrees with its checksum."""
+        self.state.words[block] = PRESENT
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return bytes of blocks that are there, and pinned. Raises: OSError."""
+        parts = []
+        while start < end:
+            part = os.pread(self._data_fd, end - start, start)
+            if not part:
+                break
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def read_index(self, name: str) -> bytes:
+        """Return what `Store.keep_index` kept; b"" if there is nothing."""
+        try:
+            return Path(self.state.directory, name).read_bytes()
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        """Give up pins, claims and files. Of a child process: only its copies."""
+        with contextlib.suppress(OSError):
+            for fd in (self._pin_fd, self._data_fd):
+                if fd >= 0:
+                    os.close(fd)
+        self._pin_fd = self._data_fd = -1
+        self.state.close()

@@ -1,0 +1,498 @@
+"""A store: a directory of objects that all processes of a user share, and the limit of its size.
+
+There is no owner process. Whoever needs room takes the store's lock (``flock`` on its ``state``
+file, which ends with the process), counts what it takes, and evicts if the limit demands it:
+
+1. blocks of objects that no process has open, those opened longest ago first;
+2. blocks of open objects that a job will use later than the new block, farthest first; a use that
+   nobody has announced is the farthest.
+
+So nothing gives way to what is needed later, and blocks of an epoch in an order that nobody has
+announced stay (which is the best that can be done for it, POLICY.md). A block for which there is no
+room is not an error and waits for nobody: its reader reads what it needs of it past the store.
+
+``state``: 8 bytes "ffstore\\n", u32 version, u32 size of a block, 36 bytes boot ID; at 64 u64 bytes
+in use, at 72 u64 evictions so far, both mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import math
+import mmap
+import os
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
+from ffserve.memfd import punch
+from ffserve.store import urls
+from ffserve.store.blocks import (
+    ABSENT,
+    OPEN,
+    PAGE,
+    PRESENT,
+    RESERVED,
+    UNCHECKED,
+    BlockState,
+    StoredObject,
+    boot_id,
+    create,
+    is_locked,
+    lock,
+    state_size,
+    whole_pages,
+)
+from ffserve.store.origin import Identity
+
+log = logging.getLogger("ffserve")
+
+BLOCK_SIZE = 4 << 20
+DEFAULT_SHARE = 0.8
+"""Of the disk's free space, and of what the store has: its default limit."""
+MIN_BLOCKS = 8
+"""A store with room for fewer blocks is refused."""
+CANDIDATES_S = 1.0
+"""How long a sorted list of blocks to evict is used."""
+AGAIN_S = 0.1
+"""How old such a list must be to be made anew because it has nothing for a block."""
+DIRECTORY_SIZE = 2 * PAGE
+_HEAD = struct.Struct("<8sII36s")
+_MAGIC, _VERSION = b"ffstore\n", 1
+_STATE_SIZE = PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    rank: float
+    """When the block is needed again; what has the greatest goes first."""
+    state: BlockState
+    block: int
+
+
+def default_directory() -> str:
+    """Return the store of a process without a daemon: ``$FFSERVE_STORE``, else in the user's cache.
+
+    Raises: UsageError if there is no such place.
+    """
+    named = os.environ.get("FFSERVE_STORE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = named or os.path.join(base, "ffserve", "store")
+    if not os.path.isabs(directory):
+        raise UsageError(
+            f"the directory of the store is not an absolute path: {directory!r}",
+            hint="set FFSERVE_STORE to a directory on a local disk",
+        )
+    return directory
+
+
+def _problem(error: OSError, directory: str) -> FFServeError:
+    text = error.strerror or str(error)
+    hint = "set FFSERVE_STORE to a writable directory on a local disk"
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return AccessDenied(f"cannot write to the store: {text}", path=directory, hint=hint)
+    return ReadError(f"cannot use the store: {text}", path=directory, hint=hint)
+
+
+class Store:
+    """The store in a directory. Threads may call it.
+
+    Args:
+        directory: made if it is missing; of this user only.
+        limit: bytes on disk; None: no limit. block_size: of objects that are new here.
+    Raises: UsageError, AccessDenied, ReadError.
+    """
+
+    def __init__(
+        self, directory: str, limit: int | None = None, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self.directory = directory
+        self.block_size = block_size
+        self._lock = threading.RLock()
+        self._open: dict[str, StoredObject] = {}
+        self._others: dict[str, BlockState] = {}
+        self._candidates: list[_Candidate] = []
+        self._sorted_at = -math.inf
+        self._fd = -1
+        try:
+            self._set_up()
+        except OSError as error:
+            self.abandon()
+            raise _problem(error, directory) from error
+        except BaseException:
+            self.abandon()
+            raise
+        self.limit = math.inf if limit is None else limit
+        if self.limit < MIN_BLOCKS * self.block_size:
+            self.abandon()
+            raise UsageError(
+                f"the store needs at least {MIN_BLOCKS * self.block_size} bytes, not {limit}",
+                path=directory,
+            )
+        with self._alone():
+            if self.used > self.limit:
+                self._evict(0, 0.0)
+
+    def _set_up(self) -> None:
+        os.makedirs(self.directory, 0o700, exist_ok=True)
+        status = os.stat(self.directory)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise UsageError(
+                "the store's directory belongs to another user, or others may write to it",
+                path=self.directory,
+                hint="set FFSERVE_STORE to a directory of your own with mode 0700",
+            )
+        os.makedirs(self._objects, 0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(os.path.join(self.directory, "state"), flags, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            self._check_state()
+            self._mapping = mmap.mmap(self._fd, _STATE_SIZE)
+            self._numbers = np.frombuffer(self._mapping, np.uint64, 2, 64)
+            if not is_locked(self._fd, OPEN):
+                self._recount()
+            lock(self._fd, fcntl.F_RDLCK, OPEN)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _check_state(self) -> None:
+        head = os.pread(self._fd, _HEAD.size, 0)
+        if not head.strip(b"\0"):  # new, or its maker was killed before it wrote the head
+            os.ftruncate(self._fd, _STATE_SIZE + self.block_size)
+            try:
+                punch(self._fd, PAGE, PAGE)
+            except OSError as error:
+                raise UsageError(
+                    f"the file system of the store cannot make holes in files: {error.strerror}",
+                    path=self.directory,
+                    hint="set FFSERVE_STORE to a directory on a local disk (ext4, xfs, btrfs)",
+                ) from None
+            os.ftruncate(self._fd, _STATE_SIZE)
+            os.pwrite(self._fd, _HEAD.pack(_MAGIC, _VERSION, self.block_size, boot_id()), 0)
+            return
+        size = os.fstat(self._fd).st_size
+        magic, version, block_size, _ = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
+        if magic != _MAGIC or size != _STATE_SIZE or block_size % PAGE or not block_size:
+            raise UsageError(
+                "this directory is no store, or its state file is damaged",
+                path=os.path.join(self.directory, "state"),
+                hint="remove the directory: it has copies only",
+            )
+        if version != _VERSION:
+            raise UsageError(
+                f"the store is of version {version}, this program has {_VERSION}",
+                path=self.directory,
+                hint="set FFSERVE_STORE to another directory, or remove this one",
+            )
+        self.block_size = block_size
+
+    # ---- numbers --------------------------------------------------------------------------
+
+    @property
+    def _objects(self) -> str:
+        return os.path.join(self.directory, "objects")
+
+    @property
+    def used(self) -> int:
+        """Bytes on disk, reserved ones included."""
+        return int(self._numbers[0])
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that were evicted so far, by all processes."""
+        return int(self._numbers[1])
+
+    def _add(self, size: int) -> None:
+        self._numbers[0] = max(self.used + size, 0)
+
+    def _recount(self) -> None:
+        """Nobody else has the store open: count what is there, remove what is no object."""
+        total = _STATE_SIZE + 3 * PAGE
+        for name in os.listdir(self._objects):
+            directory = os.path.join(self._objects, name)
+            try:
+                state = BlockState(directory)
+            except (OSError, ValueError):
+                self._remove(directory)
+                continue
+            if state.boot != boot_id():
+                state.doubt()
+            total += self._overhead(state.size, state.block_size) + self._index_size(directory)
+            total += state.held_size
+            state.close()
+        self._numbers[0] = total
+
+    @staticmethod
+    def _overhead(size: int, block_size: int) -> int:
+        return DIRECTORY_SIZE + whole_pages(state_size(size, block_size))
+
+    @staticmethod
+    def _index_size(directory: str) -> int:
+        with os.scandir(directory) as entries:
+            names = [e for e in entries if e.name not in ("data", "state")]
+            return sum(whole_pages(e.stat().st_size) for e in names)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock of the store, in this process and among all."""
+        with self._lock:
+            if self._fd < 0:
+                raise UsageError("this store is closed", path=self.directory)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    # ---- objects --------------------------------------------------------------------------
+
+    def open(self, identity: Identity) -> StoredObject:
+        """Return the object of this version; `close` it as often as it was opened.
+
+        Raises: AccessDenied, ReadError, UsageError.
+        """
+        key = hashlib.blake2b(identity.key.encode("utf-8", "surrogateescape"), digest_size=16)
+        name = key.hexdigest()
+        try:
+            with self._alone():
+                found = self._open.get(name)
+                if found is None:
+                    found = self._open[name] = self._opened(name, identity)
+                found.users += 1
+                return found
+        except OSError as error:
+            if isinstance(error, FFServeError):
+                raise
+            raise _problem(error, self.directory) from error
+
+    def _opened(self, name: str, identity: Identity) -> StoredObject:
+        directory = os.path.join(self._objects, name)
+        text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
+        if (old := self._others.pop(name, None)) is not None:
+            old.close()
+        counted = 0
+        for last in (False, True):
+            try:
+                state = BlockState(directory)
+                counted = self._overhead(state.size, state.block_size) + state.held_size
+                try:
+                    if not text.startswith(state.identity) or state.size != identity.size:
+                        raise ValueError("of another object")
+                    if state.boot != boot_id():
+                        state.doubt()
+                    return StoredObject(state)
+                except BaseException:
+                    state.close()
+                    raise
+            except (FileNotFoundError, ValueError) as error:
+                if last:
+                    raise ReadError(f"cannot make the object: {error}", path=directory) from error
+                if not isinstance(error, FileNotFoundError) or os.path.isdir(directory):
+                    log.warning("store: an object was damaged and is fetched again: %s", error)
+                self._remove(directory)
+                size = self._overhead(identity.size, self.block_size) - counted
+                if self.used + size > self.limit:
+                    self._evict(size, None)
+                self._add(size)
+                try:
+                    create(directory, text, identity.size, self.block_size)
+                except OSError:
+                    self._remove(directory)
+                    self._add(-self._overhead(identity.size, self.block_size))
+                    raise
+        raise AssertionError("the second attempt returns or raises")
+
+    def share(self, stored: StoredObject) -> None:
+        """Keep an open object open; `close` it once more."""
+        with self._lock:
+            stored.users += 1
+
+    def close(self, stored: StoredObject) -> None:
+        """Give an object back."""
+        with self._lock:
+            stored.users -= 1
+            if not stored.users:
+                name = os.path.basename(stored.state.directory)
+                if self._open.get(name) is stored:
+                    del self._open[name]
+                self._sorted_at = -math.inf
+                stored.close()
+
+    def remove(self, stored: StoredObject) -> None:
+        """Remove an object whose data file was moved away; it stays open where it is."""
+        state = stored.state
+        with self._alone():
+            size = self._overhead(state.size, state.block_size) + state.held_size
+            self._remove(state.directory)
+            self._open.pop(os.path.basename(state.directory), None)
+            self._add(-size)
+
+    @staticmethod
+    def _remove(directory: str) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+    # ---- room -----------------------------------------------------------------------------
+
+    def reserve(self, stored: StoredObject, block: int, use: float | None) -> bool:
+        """Have room for a block that this thread has claimed; False if there is none for it.
+
+        Args: use: when the block will be used next, in seconds since 1970; None: nobody knows.
+        """
+        state = stored.state
+        with self._alone():
+            if state.words[block] in (RESERVED, UNCHECKED):
+                state.words[block] = RESERVED
+                return True
+            size = state.held(block)
+            if self.used + size > self.limit and not self._evict(size, use):
+                return False
+            self._add(size)
+            state.words[block] = RESERVED
+            return True
+
+    def give_back(self, stored: StoredObject, block: int) -> None:
+        """The block that was reserved does not come, or is no good."""
+        state = stored.state
+        with self._alone():
+            if state.words[block] != ABSENT:
+                state.words[block] = ABSENT
+                self._numbers[1] += np.uint64(1)
+                with contextlib.suppress(OSError), open(stored.path, "rb+", buffering=0) as data:
+                    punch(data.fileno(), block * state.block_size, state.held(block))
+                self._add(-state.held(block))
+
+    def drop(self, stored: StoredObject, block: int) -> None:
+        """A block is damaged: have it fetched again, into the same place. Who reads it meanwhile
+        sees bytes of before or after."""
+        with self._alone():
+            if stored.state.words[block] == PRESENT:
+                stored.state.words[block] = RESERVED
+                self._numbers[1] += np.uint64(1)
+
+    def keep_index(self, stored: StoredObject, name: str, content: bytes) -> None:
+        """Keep the index of a scanned object beside it, if there is room."""
+        place = os.path.join(stored.state.directory, name)
+        size = whole_pages(len(content))
+        with contextlib.suppress(OSError), self._alone():
+            if self.used + size > self.limit and not self._evict(size, None):
+                return
+            new = not os.path.exists(place)
+            temporary = f"{place}.{os.getpid()}"
+            with open(temporary, "wb") as file:
+                file.write(content)
+            os.replace(temporary, place)
+            self._add(size if new else 0)
+
+    def _evict(self, size: int, use: float | None) -> bool:
+        """Evict until `size` more bytes fit; return whether they do."""
+        age = time.monotonic() - self._sorted_at
+        if age > CANDIDATES_S:
+            self._sort()
+        if self._evict_some(size, use):
+            return True
+        if not AGAIN_S < age <= CANDIDATES_S:
+            return False
+        self._sort()
+        return self._evict_some(size, use)
+
+    def _evict_some(self, size: int, use: float | None) -> bool:
+        waiting: list[_Candidate] = []
+        try:
+            while self.used + size > self.limit:
+                if not self._candidates:
+                    return False
+                candidate = self._candidates[-1]
+                if candidate.rank <= (_UNKNOWN if use is None else use):
+                    return False
+                self._candidates.pop()
+                state, block = candidate.state, candidate.block
+                if state.fd < 0 or state.words[block] == ABSENT:
+                    continue
+                try:
+                    evicted = state.evict(block, self._numbers[1:])
+                except OSError as error:
+                    log.warning("store: cannot evict from %s: %s", state.directory, error)
+                    continue
+                if evicted:
+                    self._add(-state.held(block))
+                    self._remove_if_empty(state)
+                else:
+                    waiting.append(candidate)
+            return True
+        finally:
+            self._candidates.extend(reversed(waiting))
+
+    def _remove_if_empty(self, state: BlockState) -> None:
+        """Remove an object that nobody has open and of which nothing is left."""
+        name = os.path.basename(state.directory)
+        if name in self._others and not (state.words != ABSENT).any() and not state.is_open:
+            size = self._overhead(state.size, state.block_size)
+            size += self._index_size(state.directory)
+            self._others.pop(name).close()
+            self._remove(state.directory)
+            self._add(-size)
+
+    def _sort(self) -> None:
+        """Look at all objects, and sort the blocks that may be evicted: the first to go last."""
+        now = time.time()
+        found: list[_Candidate] = []
+        names = set(os.listdir(self._objects))
+        for gone in set(self._others) - names:
+            self._others.pop(gone).close()
+        for name in names:
+            state = self._state_of(name)
+            if state is None:
+                continue
+            blocks = np.flatnonzero(state.words != ABSENT)
+            if state.is_open:
+                uses = state.uses[blocks].astype(np.float64)
+                ranks = np.where(uses > now, uses, _UNKNOWN)
+            else:
+                # The longer ago it was opened, the sooner it goes; after all blocks in use.
+                ranks = np.full(len(blocks), 2 * _UNKNOWN - state.used_at)
+            found.extend(
+                _Candidate(rank, state, block)
+                for rank, block in zip(ranks.tolist(), blocks.tolist(), strict=True)
+            )
+        self._candidates = sorted(found, key=lambda each: each.rank)
+        self._sorted_at = time.monotonic()
+
+    def _state_of(self, name: str) -> BlockState | None:
+        if name in self._open:
+            return self._open[name].state
+        if name not in self._others:
+            try:
+                self._others[name] = BlockState(os.path.join(self._objects, name))
+            except (OSError, ValueError):
+                return None
+        return self._others[name]
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Close all files. In a child process: its copies of the parent's."""
+        for state in self._others.values():
+            state.close()
+        for stored in self._open.values():
+            stored.close()
+        self._others.clear()
+        self._open.clear()
+        self._candidates.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_UNKNOWN = float(1 << 40)
+"""A time beyond all announced uses."""

@@ -1,0 +1,513 @@
+"""Fetching: blocks of remote objects into the store, each once, soonest needed first.
+
+A block that several threads ask for is one task. Among processes, who locks the block's claim
+fetches it, and the others wait for the result. Each origin has threads of its own, so an origin
+that hangs holds up nobody else. What failed and may be tried again is tried again after pauses that
+double and vary. An origin that failed several times in a row is asked by one thread at a time
+(circuit breaker); the others wait for what it finds out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.formats.base import ReadAt
+from ffserve.store import origin, urls
+from ffserve.store.blocks import PRESENT, UNCHECKED, Blocks, StoredObject
+from ffserve.store.directory import DEFAULT_SHARE, Store, default_directory
+from ffserve.store.origin import Identity, OriginError, RemoteFile
+
+log = logging.getLogger("ffserve")
+T = TypeVar("T")
+
+THREADS = 16
+"""Per origin: requests that are on their way at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+GIVE_UP_S = 120.0
+"""How long a failing origin is asked again before its error is raised."""
+CONTACT_S = 15.0
+"""The same for an origin that has never answered: its name may be wrong."""
+FAILURES = 5
+"""In a row, after which an origin is asked by one thread at a time."""
+POLL_S = 0.005
+"""How often a block that another process fetches is looked at."""
+AHEAD_BLOCKS = 32
+"""Blocks that are asked for ahead of a reader in order."""
+LISTED_S = 30.0
+"""How long a listing counts as the present state of an object that is then opened."""
+NOW = 0.0
+"""Priority of what somebody waits for; others: when it will be needed, in seconds since 1970."""
+
+Outcome: TypeAlias = "bool | bytes"
+"""Of a block. True: it is in the store. False: the store has no room for it; read what is needed of
+it past the store. bytes: it was fetched, but could not be written."""
+
+
+class Breaker:
+    """What is known of one origin: whether it answers. Threads share it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._failures = 0
+        self._probing = False
+        self._next = self._since = 0.0
+        self._pause = FIRST_PAUSE_S
+        self._last: FFServeError | None = None
+        self._known = False
+        """Whether it has ever answered."""
+
+    def call(self, attempt: Callable[[], T]) -> T:
+        """Return the result of a call of the origin, made again while that may help.
+
+        Raises: FFServeError: what the origin said last.
+        """
+        begun = time.monotonic()
+        pause = FIRST_PAUSE_S
+        while True:
+            deadline = begun + self._patience_s
+            probe = self._admit(deadline)
+            try:
+                result = attempt()
+            except OriginError as error:
+                self._known |= error.answered
+                self._answered(probe, None if not error.again else error.error)
+                wait = random.uniform(0.5, 1.0) * pause
+                if not error.again or time.monotonic() + wait > deadline:
+                    raise error.error from error.__cause__
+                time.sleep(wait)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            except BaseException:
+                self._answered(probe, None)
+                raise
+            else:
+                self._known = True
+                self._answered(probe, None)
+                return result
+
+    @property
+    def _patience_s(self) -> float:
+        return GIVE_UP_S if self._known else CONTACT_S
+
+    def _admit(self, deadline: float) -> bool:
+        """Wait until the origin may be asked; return whether this thread probes for the others.
+
+        Raises: the last error, when the origin has failed for so long that all have given up.
+        """
+        with self._changed:
+            while self._failures >= FAILURES:
+                now = time.monotonic()
+                if now >= self._next and not self._probing:
+                    self._probing = True
+                    return True
+                deadline = min(deadline, self._since + self._patience_s)
+                if now >= deadline:
+                    assert self._last is not None
+                    raise self._last.located()
+                until = deadline if self._probing else min(self._next, deadline)
+                self._changed.wait(max(until - now, 0.001))
+            return False
+
+    def _answered(self, probe: bool, error: FFServeError | None) -> None:
+        with self._changed:
+            if error is None:
+                self._failures, self._pause = 0, FIRST_PAUSE_S
+            else:
+                if not self._failures:
+                    self._since = time.monotonic()
+                self._failures += 1
+                self._last = error
+                if probe or self._failures == FAILURES:
+                    self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+                    self._next = time.monotonic() + random.uniform(0.5, 1.0) * self._pause
+                if self._failures == FAILURES:
+                    log.warning("store: the origin does not answer, it is asked less: %s", error)
+            if probe:
+                self._probing = False
+            self._changed.notify_all()
+
+
+@dataclass(order=True)
+class _Task:
+    due: float
+    number: int
+    run: Callable[[], Outcome] = field(compare=False)
+    future: Future[Outcome] = field(compare=False)
+
+
+class _Threads:
+    """The threads of one origin; started when there is work, they end after a while without."""
+
+    IDLE_S = 10.0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: list[_Task] = []
+        self._numbers = itertools.count()
+        self._count = self._idle = 0
+
+    def put(self, due: float, run: Callable[[], Outcome], future: Future[Outcome]) -> None:
+        """Run something when those that are due before it have begun. A future that runs already is
+        left out: a task may be put again with a sooner time."""
+        with self._changed:
+            heapq.heappush(self._waiting, _Task(due, next(self._numbers), run, future))
+            if self._idle < len(self._waiting) and self._count < THREADS:
+                self._count += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            else:
+                self._changed.notify()
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                result = task.run()
+            except BaseException as error:
+                task.future.set_exception(error)
+            else:
+                task.future.set_result(result)
+            del task
+
+    def _next(self) -> _Task | None:
+        with self._changed:
+            while True:
+                while self._waiting:
+                    task = heapq.heappop(self._waiting)
+                    future = task.future
+                    if future.running() or future.done():
+                        continue
+                    if future.set_running_or_notify_cancel():
+                        return task
+                self._idle += 1
+                woken = self._changed.wait(self.IDLE_S)
+                self._idle -= 1
+                if not woken and not self._waiting:
+                    self._count -= 1
+                    return None
+
+
+class OpenObject:
+    """An object of the store together with its origin. Made by `Fetcher.open`."""
+
+    def __init__(self, stored: StoredObject, identity: Identity) -> None:
+        self.stored, self.identity = stored, identity
+        self.remote = RemoteFile(identity)
+        self.shown = urls.shown(identity.url)
+
+    def blocks(self, start: int, end: int) -> Blocks:
+        """Return the blocks of an extent."""
+        size = self.stored.block_size
+        return np.arange(start // size, -(-min(end, self.stored.size) // size))
+
+
+class Fetcher:
+    """Brings blocks into one store. Threads may call it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._tasks: dict[tuple[StoredObject, int], Future[Outcome]] = {}
+        self._threads: dict[str, _Threads] = {}
+        self._full = False
+        self.fetched = 0
+        """Bytes that came from origins."""
+
+    def open(self, identity: Identity) -> OpenObject:
+        """Open an object, without asking its origin. Raises: as `Store.open`."""
+        return OpenObject(self.store.open(identity), identity)
+
+    def close(self, opened: OpenObject) -> None:
+        """Give an object back."""
+        self.store.close(opened.stored)
+
+    def _of(self, opened: OpenObject) -> _Threads:
+        name = urls.origin_of(opened.identity.url)
+        with self._lock:
+            if name not in self._threads:
+                self._threads[name] = _Threads("ffserve-fetch")
+            return self._threads[name]
+
+    def ask(
+        self, opened: OpenObject, blocks: Iterable[int], due: float, use: float | None
+    ) -> dict[int, Future[Outcome]]:
+        """Ask for blocks; return at once.
+
+        Args:
+            due: NOW, or when they will be needed: the soonest is fetched first.
+            use: as of `Store.reserve`.
+        Returns: a future of each; its exception is an FFServeError.
+        """
+        threads, stored = self._of(opened), opened.stored
+        found = {}
+        for block in blocks:
+            key = stored, int(block)
+            with self._lock:
+                future = self._tasks.get(key)
+                if new := future is None or future.done():
+                    future = self._tasks[key] = Future()
+            assert future is not None
+            found[key[1]] = future
+            if new:
+                self.store.share(stored)
+                future.add_done_callback(partial(self._ended, key))
+            if new or (due == NOW and not future.running()):
+                threads.put(due, self._fetching(opened, key[1], use), future)
+        return found
+
+    def _ended(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
+        with self._lock:
+            if self._tasks.get(key) is future:
+                del self._tasks[key]
+        self.store.close(key[0])
+
+    def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
+        """Return what became of a block that was asked for and is pinned. Raises: FFServeError."""
+        while True:
+            outcome = future.result()
+            if outcome is not True or opened.stored.state.words[block] == PRESENT:
+                return outcome
+            # It came before it was pinned, and was evicted.
+            future = self.ask(opened, [block], NOW, None)[block]
+
+    def ask_bytes(self, opened: OpenObject, start: int, end: int) -> Future[Outcome]:
+        """Ask for bytes past the store; return at once."""
+        future: Future[Outcome] = Future()
+        self._of(opened).put(NOW, lambda: self._download(opened, start, end), future)
+        return future
+
+    def _download(self, opened: OpenObject, start: int, end: int) -> bytes:
+        content = breaker_of(opened.identity.url).call(lambda: opened.remote.read(start, end))
+        self.fetched += len(content)
+        return content
+
+    def _fetching(self, opened: OpenObject, block: int, use: float | None) -> Callable[[], Outcome]:
+        return lambda: self._fetch(opened, block, use)
+
+    def _fetch(self, opened: OpenObject, block: int, use: float | None) -> Outcome:
+        try:
+            return self._fetch_claimed(opened, block, use)
+        except OSError as error:
+            if isinstance(error, FFServeError):
+                raise
+            raise ReadError(f"the store failed: {error}", path=opened.shown) from error
+
+    def _fetch_claimed(self, opened: OpenObject, block: int, use: float | None) -> Outcome:
+        stored = opened.stored
+        while not stored.claim(block):  # another process fetches it
+            if stored.state.words[block] == PRESENT:
+                return True
+            time.sleep(random.uniform(0.5, 1.0) * POLL_S)
+        try:
+            word = stored.state.words[block]
+            if word == PRESENT:
+                return True
+            if word == UNCHECKED and stored.agrees(block):
+                stored.trust(block)
+                return True
+            if not self.store.reserve(stored, block, use):
+                return False
+            return self._bring(opened, block)
+        finally:
+            stored.unclaim(block)
+
+    def _bring(self, opened: OpenObject, block: int) -> Outcome:
+        stored = opened.stored
+        content = b""
+        try:
+            start = block * stored.block_size
+            content = self._download(opened, start, stored.state.end(block))
+            stored.publish(block, content)
+        except FFServeError:
+            self.store.give_back(stored, block)
+            raise
+        except OSError as error:
+            self.store.give_back(stored, block)
+            if not self._full:
+                log.warning("store: cannot write, reading past it: %s", error)
+            self._full = True
+            return content
+        except BaseException:
+            self.store.give_back(stored, block)
+            raise
+        self._full = False
+        return True
+
+    # ---- in order -------------------------------------------------------------------------
+
+    def read_at(self, opened: OpenObject) -> ReadAt:
+        """Return a `ReadAt` over an object, which fetches what is missing, ahead of it as well if
+        it is read in order. Raises: FFServeError."""
+        last, run = -1, 0
+
+        def read(offset: int, into: memoryview, /) -> int:
+            nonlocal last, run
+            size = int(max(min(len(into), opened.stored.size - offset), 0))
+            if size:
+                blocks = opened.blocks(offset, offset + size)
+                if last in (blocks[0], blocks[0] - 1):
+                    run += int(blocks[-1]) - last
+                else:
+                    run = 0
+                if run and blocks[-1] > last:
+                    self.ask_ahead(opened, int(blocks[-1]) + 1, 2 * run)
+                last = int(blocks[-1])
+                into[:size] = self.content(opened, offset, offset + size)
+            return size
+
+        return read
+
+    def ask_ahead(self, opened: OpenObject, first: int, most: int = AHEAD_BLOCKS) -> None:
+        """Ask for `most` blocks from this one on, which a reader in order needs soon."""
+        most = min(most, AHEAD_BLOCKS)
+        if self.store.limit != math.inf:
+            most = min(most, int(self.store.limit) // opened.stored.block_size // 4)
+        blocks = np.arange(first, min(first + most, opened.stored.count))
+        missing = opened.stored.missing(blocks)
+        if len(missing):
+            self.ask(opened, missing.tolist(), time.time(), None)
+
+    def content(self, opened: OpenObject, start: int, end: int) -> bytes:
+        """Return bytes of an object, fetched if they are missing. Raises: FFServeError."""
+        stored, blocks = opened.stored, opened.blocks(start, end)
+        stored.pin(blocks)
+        try:
+            waiting = self.ask(opened, stored.missing(blocks).tolist(), NOW, None)
+            parts = []
+            for block in blocks.tolist():
+                begin = max(start, block * stored.block_size)
+                stop = min(end, stored.state.end(block))
+                parts.append(self._part(opened, block, begin, stop, waiting.get(block)))
+        finally:
+            stored.unpin(blocks)
+        return b"".join(parts)
+
+    def _part(
+        self, opened: OpenObject, block: int, start: int, end: int, future: Future[Outcome] | None
+    ) -> bytes:
+        outcome = True if future is None else self.wait(opened, block, future)
+        if isinstance(outcome, bytes):
+            first = block * opened.stored.block_size
+            return outcome[start - first : end - first]
+        if not outcome:
+            passed = self.ask_bytes(opened, start, end).result()
+            assert isinstance(passed, bytes)
+            return passed
+        try:
+            content = opened.stored.read(start, end)
+        except OSError as error:
+            raise ReadError(f"cannot read the store: {error}", path=opened.shown) from error
+        if len(content) != end - start:
+            raise ReadError("the store's file was cut", path=opened.stored.path)
+        return content
+
+    def repair(self, opened: OpenObject, blocks: Blocks) -> bool:
+        """Drop blocks whose bytes on disk are not what was written; return whether any of them is
+        to be fetched again."""
+        stored = opened.stored
+        for block in blocks.tolist():
+            if stored.state.words[block] == PRESENT and not stored.agrees(block):
+                log.warning("store: block %d of %s was damaged on disk", block, opened.shown)
+                self.store.drop(stored, block)
+        return len(stored.missing(blocks)) > 0
+
+
+# ---- of this process -----------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_fetchers: dict[str, Fetcher] = {}
+_breakers: dict[str, Breaker] = {}
+_listed: dict[str, tuple[float, Identity]] = {}
+
+
+def breaker_of(url: str) -> Breaker:
+    """Return what this process knows of the origin of a URL."""
+    with _lock:
+        return _breakers.setdefault(urls.origin_of(url), Breaker())
+
+
+def process_fetcher() -> Fetcher:
+    """Return the fetcher of this user's store, which all readers of this process share.
+
+    Its directory is ``$FFSERVE_STORE``, else in the user's cache; its limit is
+    ``$FFSERVE_STORE_SIZE``, else a share of the free disk.
+    Raises: UsageError, AccessDenied, ReadError.
+    """
+    directory = default_directory()
+    with _lock:
+        if directory not in _fetchers:
+            _fetchers[directory] = Fetcher(Store(directory, _limit(directory)))
+        return _fetchers[directory]
+
+
+def _limit(directory: str) -> int:
+    from ffserve.config import parse_size
+
+    named = os.environ.get("FFSERVE_STORE_SIZE")
+    if named:
+        try:
+            return parse_size(named)
+        except UsageError as error:
+            raise UsageError(f"FFSERVE_STORE_SIZE: {error.message}", hint=error.hint) from None
+    there = directory
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    free = shutil.disk_usage(there).free
+    used = 0
+    with contextlib.suppress(OSError), open(os.path.join(directory, "state"), "rb") as state:
+        state.seek(64)
+        used = int.from_bytes(state.read(8), "little")
+    return int(DEFAULT_SHARE * (free + used))
+
+
+def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
+    """Return the objects that a URL denotes, as `origin.expand`; asked again where that may help.
+
+    Raises: FFServeError.
+    """
+    found = breaker_of(url).call(lambda: origin.expand(url, suffixes, below=below))
+    now = time.monotonic()
+    with _lock:
+        _listed.update((each.url, (now, each)) for each in found)
+    return found
+
+
+def identity_of(url: str) -> Identity:
+    """Return the present version of an object; that of a listing made just before.
+
+    Raises: FFServeError.
+    """
+    with _lock:
+        at, found = _listed.pop(url, (-math.inf, None))
+    if found is not None and time.monotonic() - at < LISTED_S:
+        return found
+    return breaker_of(url).call(lambda: origin.identify(url))
+
+
+def _forget() -> None:
+    """This process is a child: files, threads and locks are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    for fetcher in _fetchers.values():
+        fetcher.store.abandon()
+    _fetchers.clear()
+    _breakers.clear()
+    _listed.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,438 @@
+"""Origins: remote files by fsspec. List them, identify them, read ranges, name what failed.
+
+Everything here blocks and is called in threads of the store. fsspec's file systems are used by
+their public calls (`info`, `glob`, `ls`, `open`, `seek`, `read`): a file that is opened with
+``cache_type="none"`` sends one request for each read, which S3 makes conditional on the ETag.
+
+An object is identified by URL, size, ETag (or the version that its origin has instead) and
+modification time. Whether bytes belong to the object that was identified is checked after they were
+read, unless the origin checks it itself. So no two versions of an object are ever mixed.
+
+Nothing is written to an origin, and nothing is deleted there. Credentials are those that fsspec's
+packages find (environment, their own files); they stay in this process and in no message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import importlib
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
+from ffserve.store import urls
+
+CONNECT_S, SILENT_S = 10.0, 30.0
+"""An origin that does not accept a connection, or sends nothing, for so long has failed."""
+_TAGS = (
+    "ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
+    "fileId", "checksum",
+)  # fmt: skip
+_TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modificationTime", "mtime")
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
+    "az": "adlfs", "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
+    "hdfs": "pyarrow", "hf": "huggingface_hub", "webhdfs": "requests",
+}  # fmt: skip
+_CREDENTIALS = (
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
+    "TokenRetrievalError", "ProfileNotFound", "AuthenticationException", "DefaultCredentialsError",
+    "RefreshError", "ClientAuthenticationError", "SSOTokenLoadError", "UnauthorizedSSOTokenError",
+)  # fmt: skip
+"""Exception classes of the packages below fsspec, which are not imported here."""
+_DENIED_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied")
+_BUSY_CODES = ("SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling", "InternalError")
+_URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_BUSY = {408, 425, 429, 500, 502, 503, 504}
+
+
+class OriginError(Exception):
+    """A failed call of an origin.
+
+    Args: error: for the caller. again: whether to try again. answered: whether it came from there.
+    """
+
+    def __init__(self, error: FFServeError, *, again: bool, answered: bool = True) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.again = again
+        self.answered = answered
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One version of a remote object.
+
+    Args:
+        url: as it was given, or listed.
+        size: bytes.
+        tag: ETag, or the version that the origin has instead; "" if it has none.
+        modified: seconds since 1970; 0 if unknown.
+    """
+
+    url: str
+    size: int
+    tag: str
+    modified: int
+
+    @property
+    def key(self) -> str:
+        """Text that is another one for each object and version."""
+        return "\n".join((self.url, str(self.size), self.tag, str(self.modified)))
+
+
+# ---- file systems --------------------------------------------------------------------------------
+
+
+def _fsspec() -> Any:
+    try:
+        return importlib.import_module("fsspec")
+    except ImportError:
+        raise UsageError(
+            "remote files need the package fsspec", hint="pip install 'ffserve[remote]'"
+        ) from None
+
+
+def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a file system that its user has not set: limits of waiting, and no retries
+    below those of the store."""
+    options: dict[str, Any] = {}
+    if protocol in ("s3", "s3a") and "config_kwargs" not in conf:
+        options["config_kwargs"] = {
+            "connect_timeout": CONNECT_S,
+            "read_timeout": SILENT_S,
+            "retries": {"max_attempts": 1},
+            "max_pool_connections": 64,
+        }
+    if protocol in ("http", "https") and "client_kwargs" not in conf:
+        aiohttp = importlib.import_module("aiohttp")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
+        options["client_kwargs"] = {"timeout": timeout}
+    if protocol in ("sftp", "ssh") and "timeout" not in conf:
+        options["timeout"] = CONNECT_S
+    return {name: value for name, value in options.items() if name not in conf}
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    Raises: UsageError for an unknown protocol or a package that is missing; OriginError.
+    """
+    fsspec = _fsspec()
+    protocol = url.partition("://")[0].lower()
+    conf = fsspec.config.conf.get(protocol, {})
+    try:
+        found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else None
+        raise UsageError(
+            f"the protocol {protocol}:// needs a package that is missing: {error}",
+            path=urls.shown(url),
+            hint=hint,
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"invalid URL: {error}", path=urls.shown(url)) from None
+    except Exception as error:
+        raise failure(error, url) from error
+    if protocol in ("s3", "s3a"):
+        found.retries = 1  # s3fs's own: the store waits and tries again by itself
+    return found, str(path)
+
+
+# ---- what failed ---------------------------------------------------------------------------------
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of an exception of aiohttp, botocore, gcsfs, requests or azure."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        response = getattr(response, "status_code", None)
+    for value in (response, getattr(error, "status", None), getattr(error, "status_code", None)):
+        if isinstance(value, int):
+            return value
+    code = getattr(error, "code", None)
+    return code if isinstance(code, int) and 100 <= code < 600 else 0
+
+
+def _code(error: BaseException) -> str:
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def failure(error: BaseException, url: str) -> OriginError:
+    """Return what an exception of fsspec, or of a package below it, means."""
+    if isinstance(error, OriginError):
+        return error
+    chain = list(_chain(error))
+    names = {base.__name__ for each in chain for base in type(each).__mro__}
+    status = next((s for s in map(_status, chain) if s), 0)
+    code = next((c for c in map(_code, chain) if c), "")
+    where, text = urls.shown(url), _text(chain)
+    if names & {*_CREDENTIALS}:
+        message = f"the origin accepts no credentials of this process: {text}"
+        hint = "check the credentials in the environment, or those of the origin's own tools"
+        return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
+    if status in (401, 403) or code in _DENIED_CODES or "PermissionError" in names:
+        message = f"the origin denies access: {text}"
+        hint = "check the credentials, and the rights that they have"
+        return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
+    if status in _BUSY or code in _BUSY_CODES:
+        kind = "is throttled or overloaded" if status in (429, 503) else "failed"
+        return _later(f"the origin {kind} (status {status or code}): {text}", where)
+    if status in (404, 410) or "NoSuchBucket" in code:
+        what = "no such bucket" if "NoSuchBucket" in code else "no such file at the origin"
+        return OriginError(MissingFile(what, path=where, hint="check the URL"), again=False)
+    if status == 412 or "FileExpired" in names or "pre-conditions" in text.lower():
+        return OriginError(changed(url), again=False)
+    if names & {"TimeoutError", "FSTimeoutError", "ReadTimeoutError", "ConnectTimeoutError"}:
+        return _later(f"the origin did not answer in time: {text}", where, answered=False)
+    if _is_connection(chain, names):
+        return _later(f"the connection to the origin failed: {text}", where, answered=False)
+    if "FileNotFoundError" in names:
+        message = "no such file at the origin"
+        return OriginError(MissingFile(message, path=where, hint="check the URL"), again=False)
+    return OriginError(ReadError(f"the origin failed: {text}", path=where), again=False)
+
+
+def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
+    if names & {"ConnectionError", "EndpointConnectionError", "ClientConnectionError", "EOFError",
+                "ClientPayloadError", "IncompleteReadError", "ResponseStreamingError",
+                "ConnectionClosedError", "SSHException", "gaierror"}:  # fmt: skip
+        return True
+    broken = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO}
+    return any(isinstance(each, OSError) and each.errno in broken for each in chain)
+
+
+def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
+    hint = "check the network and the origin; it was tried again for a while"
+    return OriginError(ReadError(message, path=where, hint=hint), again=True, answered=answered)
+
+
+def _text(chain: list[BaseException]) -> str:
+    """Return the texts of a chain of exceptions, without what a URL must not show."""
+    root = chain[-1]
+    words = " ".join(str(root).split()) or type(root).__name__
+    return _URL_INSIDE.sub(lambda found: urls.shown(found[0]), words)[:300]
+
+
+def changed(url: str) -> ReadError:
+    """Return the error for an object that is not the one that was opened."""
+    return ReadError(
+        "the object changed at the origin since it was opened",
+        path=urls.shown(url),
+        hint="open it again; to replace an object in use, write a new one under another name",
+    )
+
+
+@contextlib.contextmanager
+def _failures(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (OriginError, FFServeError):
+        raise
+    except Exception as error:
+        raise failure(error, url) from error
+
+
+# ---- listing -------------------------------------------------------------------------------------
+
+
+def _seconds(value: Any) -> int:
+    """Return a modification time in whole seconds: listings are more precise than headers."""
+    if isinstance(value, datetime.datetime):
+        return int(value.timestamp())
+    if isinstance(value, (int, float)):
+        return int(value / 1000 if value > 1 << 36 else value)  # WebHDFS counts milliseconds
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, TypeError):
+            return int(datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp())
+        from email.utils import parsedate_to_datetime
+
+        with contextlib.suppress(ValueError, TypeError):
+            return int(parsedate_to_datetime(value).timestamp())
+    return 0
+
+
+def _identity(url: str, facts: dict[str, Any]) -> Identity:
+    """Raises: OriginError for a directory, or an object of unknown size."""
+    where = urls.shown(url)
+    if facts.get("type") == "directory":
+        raise OriginError(
+            MissingFile("a directory, not a file", path=where, hint="give its files, or a pattern"),
+            again=False,
+        )
+    size = facts.get("size")
+    if not isinstance(size, int) or size < 0:
+        message = "the origin does not say how large the file is"
+        hint = "copy it to a local disk, or to an origin that says so"
+        raise OriginError(ReadError(message, path=where, hint=hint), again=False)
+    tag = next((str(facts[name]) for name in _TAGS if facts.get(name)), "").strip('"')
+    modified = next((_seconds(facts[name]) for name in _TIMES if facts.get(name)), 0)
+    return Identity(url, size, tag, modified)
+
+
+def identify(url: str) -> Identity:
+    """Return the present version of an object. Raises: UsageError, OriginError."""
+    system, path = _file_system(url)
+    with _failures(url):
+        system.invalidate_cache()
+        return _identity(url, system.info(path))
+
+
+def expand(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
+    """Return the objects that a URL denotes, sorted by name.
+
+    Args:
+        url: a file, a pattern, or a directory: its files with one of `suffixes` that are not
+            hidden. below: also the files in directories below it.
+    Raises: UsageError, OriginError; MissingFile if there is none.
+    """
+    system, path = _file_system(url)
+    with _failures(url):
+        system.invalidate_cache()
+        if urls.has_magic(url):
+            found = system.glob(path, detail=True)
+            facts = [f for f in found.values() if f.get("type") != "directory"]
+            nothing = "no file at the origin matches this pattern"
+            return _listed(system, url, path, facts, nothing)
+        single = None if url.endswith("/") else _info(system, path)
+        if single is not None and single.get("type") != "directory":
+            return [_identity(url, single)]
+        if below:
+            facts = list(system.find(path, detail=True).values())
+        else:
+            facts = system.ls(path, detail=True)
+        ends = tuple(suffixes) or ""
+        chosen = []
+        for each in facts:
+            parts = str(each["name"]).removeprefix(path).strip("/").split("/")
+            hidden = any(part.startswith(".") or not part for part in parts)
+            if each.get("type") != "directory" and not hidden and parts[-1].endswith(ends):
+                chosen.append(each)
+        wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
+        return _listed(system, url, path, chosen, f"the directory contains no {wanted}")
+
+
+def _info(system: Any, path: str) -> dict[str, Any] | None:
+    try:
+        facts: dict[str, Any] = system.info(path)
+    except IsADirectoryError:
+        return None
+    return facts
+
+
+def _listed(
+    system: Any, url: str, path: str, facts: list[dict[str, Any]], nothing: str
+) -> list[Identity]:
+    # `unstrip_protocol` of fsspec drops user, host and port of SFTP.
+    begin = url[: len(url) - len(path)] if url.rstrip("/").endswith(path.rstrip("/")) else ""
+    if url.endswith("/") and not path.endswith("/"):
+        begin = url[: len(url) - len(path) - 1]
+    if not begin and not urls.is_url(path):
+        begin = url.partition("://")[0] + "://"
+    listed = []
+    for each in facts:
+        name = each["name"] if urls.is_url(each["name"]) else begin + each["name"]
+        # Listings over HTTP have names only.
+        known = each if each.get("size") is not None else system.info(each["name"])
+        listed.append(_identity(name, known))
+    if not listed:
+        raise MissingFile(nothing, path=urls.shown(url), hint="check the URL")
+    return sorted(listed, key=lambda each: each.url)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class RemoteFile:
+    """Reads ranges of one version of a remote object. Threads may call it."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self._free: list[tuple[int, Any]] = []
+        """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
+        connection of SFTP hangs when two threads use it."""
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end) of the object.
+
+        Raises: UsageError; OriginError, for bytes of another version as well.
+        """
+        identity = self.identity
+        with _failures(identity.url):
+            file, conditional = self._take()
+            file.seek(start)
+            content: bytes = file.read(end - start)
+        if len(content) != end - start:
+            message = (
+                f"the origin sent {len(content)} bytes for a range of {end - start} at {start}"
+            )
+            hint = "the origin ignores ranges, or the object was cut: open it again"
+            error = ReadError(message, path=urls.shown(identity.url), hint=hint)
+            raise OriginError(error, again=len(content) < end - start)
+        if not conditional and not self._same(identify(identity.url)):
+            raise OriginError(changed(identity.url), again=False)
+        shared = getattr(getattr(file, "fs", None), "async_impl", False)
+        with self._lock:
+            self._free.append((0 if shared else threading.get_ident(), file))
+        return content
+
+    def _same(self, found: Identity) -> bool:
+        mine = self.identity
+        if (found.size, found.tag) != (mine.size, mine.tag):
+            return False
+        return found.modified == mine.modified or not found.modified or not mine.modified
+
+    def _take(self) -> tuple[Any, bool]:
+        """Return an open file that no other thread uses, and whether its reads are conditional."""
+        with self._lock:
+            if self._pid != os.getpid():  # fsspec's file systems are not to be used after a fork
+                self._free, self._pid = [], os.getpid()
+            mine = (0, threading.get_ident())
+            place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)
+            file = None if place is None else self._free.pop(place)[1]
+        if file is None:
+            file = self._open()
+        return file, bool(getattr(file, "req_kw", {}).get("IfMatch"))
+
+    def _open(self) -> Any:
+        identity = self.identity
+        system, path = _file_system(identity.url)
+        protocol = identity.url.partition("://")[0].lower()
+        options: dict[str, Any] = {}
+        if protocol in ("http", "https"):
+            # Offsets are those of the file, not of its compressed form.
+            options = {"size": identity.size, "headers": {"Accept-Encoding": "identity"}}
+            if identity.tag and not identity.tag.startswith("W/"):
+                options["headers"]["If-Match"] = f'"{identity.tag}"'
+        try:
+            file = system.open(path, "rb", cache_type="none", **options)
+        except TypeError:  # of a file system whose files have no cache
+            file = system.open(path, "rb")
+        facts = getattr(file, "details", None)
+        if protocol in ("s3", "s3a") and facts:
+            # What was opened just now is what every read is conditional on.
+            found = _identity(identity.url, facts)
+            if not self._same(found):
+                raise OriginError(changed(identity.url), again=False)
+        return file

@@ -1,0 +1,279 @@
+"""Staging: remote files to a local directory, as files of their own.
+
+Blocks are fetched into a store below the directory (``.ffserve-stage``), so an interrupted run goes
+on where it ended, and concurrent runs fetch each block once. A file gets its name when it is
+complete and synced. Beside it a note of its version is kept: a file that is there already is not
+fetched again, and one whose object has changed is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.files import os_error
+from ffserve.store import urls
+from ffserve.store.blocks import lock
+from ffserve.store.directory import Store
+from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome, listing
+from ffserve.store.origin import Identity
+
+HIDDEN = ".ffserve-stage"
+FILES_AT_ONCE = 4
+NAME_MAX = 255
+_FINISH = 1 << 42
+"""Lock of an object's state file: who holds it gives the file its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file to stage. name: its path in the directory."""
+
+    identity: Identity
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A file that was staged, or failed. fetched: False if it was there already."""
+
+    url: str
+    path: str
+    size: int
+    fetched: bool
+    error: FFServeError | None = None
+
+
+def plan(given: Sequence[str]) -> list[Item]:
+    """Return the files that URLs denote, and their names: those in the last part of the URL; below
+    a directory their paths there.
+
+    Raises: UsageError for a name that no file can have, or that two URLs have; else as `listing`.
+    """
+    items: dict[str, Item] = {}
+    for url in given:
+        if not urls.is_url(url):
+            raise UsageError("not the URL of a remote file", path=url, hint="such as s3://bucket/x")
+        found = listing(url, below=True)
+        single = len(found) == 1 and found[0].url == url
+        for identity in found:
+            below = not single and not urls.has_magic(url)
+            name = urls.name_of(identity.url)
+            if below:
+                name = identity.url.removeprefix(url.rstrip("/")).strip("/")
+            item = Item(identity, _checked(name, identity.url))
+            other = items.setdefault(item.name, item)
+            if other.identity.url != identity.url:
+                raise UsageError(
+                    f"two files have the name {item.name!r}: {urls.shown(other.identity.url)} and "
+                    f"{urls.shown(identity.url)}",
+                    hint="stage them to different directories",
+                )
+    for name in items:
+        above = os.path.dirname(name)
+        while above:
+            if above in items:
+                shown = urls.shown(items[above].identity.url)
+                raise UsageError(f"{shown} is a file and the directory of another one")
+            above = os.path.dirname(above)
+    return list(items.values())
+
+
+def _checked(name: str, url: str) -> str:
+    parts = name.split("/")
+    wrong = next((p for p in parts if p in ("", ".", "..", HIDDEN) or "\0" in p), None)
+    if wrong is None:
+        wrong = next((p for p in parts if len(os.fsencode(p)) > NAME_MAX), None)
+    if wrong is not None:
+        raise UsageError(
+            f"no local file can have the name {wrong[:80]!r}",
+            path=urls.shown(url),
+            hint="rename the object, or leave it out",
+        )
+    return name
+
+
+class Staging:
+    """A run that stages files to a directory.
+
+    Args:
+        directory: made if it is missing. items: see `plan`.
+        advance: gets numbers of bytes as they come, in any thread.
+    Raises: UsageError, AccessDenied, ReadError: the directory cannot be used, or has no room.
+    """
+
+    def __init__(
+        self, directory: str, items: Sequence[Item], advance: Callable[[int], None]
+    ) -> None:
+        self.directory = os.path.abspath(directory)
+        self._items, self._advance = items, advance
+        hidden = os.path.join(self.directory, HIDDEN)
+        try:
+            os.makedirs(os.path.join(hidden, "done"), 0o700, exist_ok=True)
+        except OSError as error:
+            raise os_error(error, self.directory) from error
+        self._fetcher = Fetcher(Store(hidden))
+        self._check_room()
+
+    def _check_room(self) -> None:
+        needed = 0
+        for item in self._items:
+            if not self._is_there(item):
+                opened = self._fetcher.open(item.identity)
+                needed += item.identity.size - opened.stored.state.held_size
+                self._fetcher.close(opened)
+        free = shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise ReadError(
+                f"the files need {needed} more bytes, and the disk has {free}",
+                path=self.directory,
+                hint="free space, or stage fewer files",
+            )
+
+    def run(self) -> list[Staged]:
+        """Stage all files, also after one that fails; return what became of each."""
+        with ThreadPoolExecutor(FILES_AT_ONCE, "ffserve-stage") as pool:
+            return list(pool.map(self._stage, self._items))
+
+    def _stage(self, item: Item) -> Staged:
+        url, path = urls.shown(item.identity.url), os.path.join(self.directory, item.name)
+        size = item.identity.size
+        try:
+            fetched = self._stage_one(item, path)
+        except FFServeError as error:
+            return Staged(url, path, size, False, error)
+        except OSError as error:
+            return Staged(url, path, size, False, os_error(error, path))
+        return Staged(url, path, size, fetched)
+
+    def _stage_one(self, item: Item, path: str) -> bool:
+        if self._is_there(item):
+            self._advance(item.identity.size)
+            return False
+        self._check_foreign(item, path)
+        opened = self._fetcher.open(item.identity)
+        try:
+            if self._is_there(item):  # another run has just finished it
+                self._advance(item.identity.size)
+                return False
+            self._fetch(opened)
+            lock(opened.stored.state.fd, fcntl.F_WRLCK, _FINISH, wait=True)
+            if not self._is_there(item):
+                self._name(item, opened, path)
+            return True
+        finally:
+            self._fetcher.close(opened)
+
+    def _fetch(self, opened: OpenObject) -> None:
+        """Have all blocks; raise the first error, after the others have ended."""
+        stored = opened.stored
+        missing = stored.missing(np.arange(stored.count))
+        self._advance(stored.size - int(sum(_size(opened, b) for b in missing.tolist())))
+
+        def came(block: int, future: Future[Outcome]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._advance(_size(opened, block))
+
+        asked = self._fetcher.ask(opened, missing.tolist(), NOW, None)
+        for block, future in asked.items():
+            future.add_done_callback(partial(came, block))
+        failed = [error for future in asked.values() if (error := future.exception()) is not None]
+        if failed:
+            raise failed[0]
+        if not stored.complete:
+            raise ReadError("the disk has no room for the file", path=stored.path)
+
+    def _name(self, item: Item, opened: OpenObject, path: str) -> None:
+        """Give a complete file its name. Raises: OSError."""
+        stored = opened.stored
+        fd = stored.open_data()
+        try:
+            os.fchmod(fd, 0o666 & ~_umask())
+            if item.identity.modified:
+                os.utime(fd, (item.identity.modified, item.identity.modified))
+            os.fsync(fd)
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        note = {"name": item.name, "version": _version(item), "size": status.st_size,
+                "inode": status.st_ino, "mtime_ns": status.st_mtime_ns}  # fmt: skip
+        place = self._note_of(item)
+        temporary = f"{place}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump(note, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, place)
+        os.replace(stored.path, path)
+        directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        self._fetcher.store.remove(stored)
+
+    # ---- what is there --------------------------------------------------------------------
+
+    def _note_of(self, item: Item) -> str:
+        name = hashlib.blake2b(os.fsencode(item.name), digest_size=16).hexdigest()
+        return os.path.join(self.directory, HIDDEN, "done", name)
+
+    def _note(self, item: Item) -> dict[str, object]:
+        with contextlib.suppress(OSError, ValueError), open(self._note_of(item)) as file:
+            note = json.load(file)
+            if isinstance(note, dict):
+                return note
+        return {}
+
+    def _is_there(self, item: Item) -> bool:
+        """Whether the file is there as it was staged, of the present version."""
+        note = self._note(item)
+        return note.get("version") == _version(item) and self._is_noted(item, note)
+
+    def _is_noted(self, item: Item, note: dict[str, object]) -> bool:
+        try:
+            found = os.lstat(os.path.join(self.directory, item.name))
+        except OSError:
+            return False
+        facts = found.st_size, found.st_ino, found.st_mtime_ns
+        noted = note.get("size"), note.get("inode"), note.get("mtime_ns")
+        return stat.S_ISREG(found.st_mode) and facts == noted
+
+    def _check_foreign(self, item: Item, path: str) -> None:
+        """Raise UsageError if the name is taken by a file that was not staged, or changed since."""
+        if os.path.lexists(path) and not self._is_noted(item, self._note(item)):
+            raise UsageError(
+                "a file of this name is there, and was not staged or was changed since",
+                path=path,
+                hint="remove it, or stage to another directory",
+            )
+
+
+def _version(item: Item) -> str:
+    key = item.identity.key.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(key, digest_size=16).hexdigest()
+
+
+def _size(opened: OpenObject, block: int) -> int:
+    return int(opened.stored.state.end(block) - block * opened.stored.block_size)
+
+
+def _umask() -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022

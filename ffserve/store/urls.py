@@ -1,0 +1,54 @@
+"""URLs of remote files: what is one, how it is shown, and what its parts are."""
+
+from __future__ import annotations
+
+import glob
+import re
+from urllib.parse import urlsplit, urlunsplit
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_WEB = ("http", "https")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is the URL of a remote file (`s3://…`), not the name of a local one."""
+    return _URL.match(path) is not None and not path.lower().startswith("file://")
+
+
+def shown(url: str) -> str:
+    """Return a URL without its secrets, for messages: no password, no query (signatures)."""
+    if not is_url(url):
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as an invalid IPv6 address
+        return url.split("?")[0]
+    host = parts.netloc
+    if "@" in host:
+        user, _, place = host.rpartition("@")
+        host = f"{user.partition(':')[0]}@{place}"
+    web = parts.scheme in _WEB
+    query = "…" if parts.query and web else parts.query
+    return urlunsplit((parts.scheme, host, parts.path, query, "" if web else parts.fragment))
+
+
+def origin_of(url: str) -> str:
+    """Return what fails together: protocol and host, or protocol and bucket."""
+    scheme, _, rest = shown(url).partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def has_magic(url: str) -> bool:
+    """Whether a URL is a pattern. In web addresses a question mark begins the query."""
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() in _WEB:
+        path = rest.partition("?")[0].partition("/")[2]
+        return "*" in path or "[" in path
+    return glob.has_magic(rest)
+
+
+def name_of(url: str) -> str:
+    """Return the last part of a URL: the name of the file."""
+    if url.partition("://")[0].lower() in _WEB:
+        url = url.partition("?")[0].partition("#")[0]
+    return url.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,204 @@
+"""Servers of S3 (moto) and SFTP (OpenSSH)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ffserve
+from ffserve.errors import AccessDenied, MissingFile, ReadError
+from ffserve.store import fetching
+from ffserve.store.directory import Store
+from ffserve.store.fetching import Fetcher
+
+pytestmark = pytest.mark.stores
+BLOCK = 64 << 10
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        port: int = some.getsockname()[1]
+        return port
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("the server does not listen")
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = str(tmp_path / "store")
+    monkeypatch.setenv("FFSERVE_STORE", directory)
+    for name in ("_breakers", "_listed"):
+        monkeypatch.setattr(fetching, name, {})
+    monkeypatch.setattr(
+        fetching, "_fetchers", {directory: Fetcher(Store(directory, 1 << 30, BLOCK))}
+    )
+    monkeypatch.setattr(fetching, "CONTACT_S", 2.0)
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 2.0)
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port, server)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture
+def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A new bucket: the file system to fill it, and its name."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    system = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+    name = f"bucket-{random.randrange(1 << 40):x}"
+    system.mkdir(name)
+    return system, name
+
+
+def written(tmp_path: Path, name: str, seed: int, count: int = 300) -> tuple[Path, list[bytes]]:
+    rng = random.Random(seed)
+    samples = [rng.randbytes(rng.randrange(3000)) for _ in range(count)]
+    path = tmp_path / name
+    with ffserve.create(path) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return path, samples
+
+
+def test_s3(bucket: Any, tmp_path: Path) -> None:
+    system, name = bucket
+    whole = []
+    for k in range(3):
+        path, samples = written(tmp_path, f"train-{k}.ffr", k)
+        system.put_file(str(path), f"{name}/data/train-{k}.ffr")
+        whole += samples
+    system.pipe_file(f"{name}/data/other.txt", b"text")
+    order = random.Random(9).sample(range(900), 900)
+    for url in (f"s3://{name}/data/train-*.ffr", f"s3://{name}/data", f"s3://{name}/data/"):
+        with ffserve.open(url) as reader:
+            assert [bytes(s) for s in reader.read(order)] == [whole[k] for k in order]
+            assert reader.shards[0].path == f"s3://{name}/data/train-0.ffr"
+
+
+def test_a_changed_object_of_s3_is_never_mixed(bucket: Any, tmp_path: Path) -> None:
+    system, name = bucket
+    url = f"s3://{name}/a.ffr"
+    (old_path, old), (new_path, new) = (written(tmp_path, f"{k}.ffr", k) for k in range(2))
+    system.put_file(str(old_path), url)
+    with ffserve.open(url) as reader:
+        reader.read([0])
+        time.sleep(0.3)
+        system.put_file(str(new_path), url)
+        got = reader.read(range(300), errors="return")
+        for k, sample in enumerate(got):
+            if isinstance(sample, ReadError):
+                assert "changed at the origin" in str(sample)
+            else:
+                assert bytes(sample) == old[k]
+    with ffserve.open(url) as reader:
+        assert [bytes(s) for s in reader] == new
+
+
+def test_errors_of_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, name = bucket
+    with pytest.raises(MissingFile, match="no such file at the origin"):
+        ffserve.open(f"s3://{name}/none.ffr")
+    with pytest.raises(MissingFile):
+        ffserve.open("s3://no-such-bucket-here/none.ffr")
+    with pytest.raises(MissingFile, match="matches this pattern"):
+        ffserve.open(f"s3://{name}/none-*.ffr")
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(AccessDenied, match="credentials"):
+        ffserve.open(f"s3://{name}/none.ffr")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ReadError, match="connection to the origin failed") as failed:
+        ffserve.open(f"s3://{name}/none.ffr")
+    assert "geheim" not in str(failed.value)
+
+
+@pytest.fixture
+def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An OpenSSH server for this user; the beginning of its URLs."""
+    pytest.importorskip("paramiko")
+    if not os.path.exists("/usr/sbin/sshd") or os.geteuid() != 0:
+        pytest.skip("needs OpenSSH's server, and root")
+    home = tmp_path / "home"
+    (home / ".ssh").mkdir(parents=True, mode=0o700)
+    for key in (home / ".ssh" / "id_ed25519", tmp_path / "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    keys = tmp_path / "authorized"
+    shutil.copy(home / ".ssh" / "id_ed25519.pub", keys)
+    os.makedirs("/run/sshd", exist_ok=True)
+    port = free_port()
+    config = tmp_path / "sshd_config"
+    config.write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nStrictModes no\n"
+        f"AuthorizedKeysFile {keys}\nPermitRootLogin yes\nUsePAM no\nPidFile none\n"
+        "Subsystem sftp internal-sftp\n"
+    )
+    monkeypatch.setenv("HOME", str(home))
+    server = subprocess.Popen(
+        ["/usr/sbin/sshd", "-D", "-e", "-f", config], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(port, server)
+        yield f"sftp://root@127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_sftp(sftp: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    whole = []
+    for k in range(2):
+        whole += written(data, f"train-{k}.ffr", k)[1]
+    with ffserve.open(f"{sftp}{data}/train-*.ffr") as reader:
+        assert [bytes(s) for s in reader] == whole
+        assert reader.shards[1].path == f"{sftp}{data}/train-1.ffr"
+    with pytest.raises(MissingFile):
+        ffserve.open(f"{sftp}{data}/none.ffr")

@@ -1,0 +1,211 @@
+"""`ffserve stage` and `ffserve warm`: resumed, shared, atomic, checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from origins import HttpOrigin, http_origin
+
+from ffserve.cli import run
+from ffserve.errors import ReadError, UsageError
+from ffserve.store import fetching, staging
+from ffserve.store.origin import Identity
+from ffserve.store.staging import Staging, plan
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+SIZE = 9 << 20
+
+
+@pytest.fixture
+def server() -> Iterator[HttpOrigin]:
+    with http_origin() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_fetchers", "_breakers", "_listed"):
+        monkeypatch.setattr(fetching, name, {})
+    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
+
+
+def noise(seed: int, size: int = SIZE) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and staging.HIDDEN not in path.parts
+    }
+
+
+def stage(*arguments: str) -> int:
+    return run(["stage", *arguments])
+
+
+def test_files_are_staged_once_and_again_when_they_changed(
+    server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.bin", "b.bin", "empty"):
+        server.put(name, noise(1, 0 if name == "empty" else SIZE))
+    out = tmp_path / "out"
+    urls = [f"{server.url}/{name}" for name in ("a.bin", "b.bin", "empty")]
+    assert stage(*urls, "-o", str(out)) == 0
+    assert files_in(out) == server.files
+    assert server.total == 2 * SIZE
+    assert os.stat(out / "a.bin").st_mtime == server.times["a.bin"]
+    capsys.readouterr()
+    assert stage(*urls, "-o", str(out)) == 0
+    assert "3 files already there" in capsys.readouterr().out
+    assert server.total == 2 * SIZE
+    server.put("b.bin", noise(2))
+    assert stage("--json", *urls, "-o", str(out)) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [fact["fetched"] for fact in facts] == [False, True, False]
+    assert files_in(out) == server.files
+    assert server.total == 3 * SIZE
+
+
+@pytest.mark.stores
+def test_runs_at_the_same_time_share_the_work(server: HttpOrigin, tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin"):
+        server.put(name, noise(1))
+    server.rate = 60e6
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "ffserve",
+        "stage",
+        f"{server.url}/a.bin",
+        f"{server.url}/b.bin",
+    ]
+    runs = [
+        subprocess.Popen(
+            [*command, "-o", str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for _ in range(3)
+    ]
+    for one in runs:
+        said = one.communicate()[0]
+        assert one.returncode == 0, said
+    assert files_in(out) == server.files
+    assert server.total == 2 * SIZE
+
+
+@pytest.mark.stores
+def test_an_interrupted_run_goes_on_where_it_ended(server: HttpOrigin, tmp_path: Path) -> None:
+    url = server.put("a.bin", noise(1, 6 * SIZE))
+    server.rate = 20e6
+    out = tmp_path / "out"
+    first = subprocess.Popen(
+        [sys.executable, "-m", "ffserve", "stage", url, "-o", str(out)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while len(server.spans) < 4:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not files_in(out), "a file that is not complete has no name"
+    server.rate = 0
+    time.sleep(0.1)
+    kept = sum(end - begin for _, begin, end in server.spans)
+    before = server.total
+    assert stage(url, "-o", str(out)) == 0
+    assert files_in(out) == server.files
+    assert server.total - before <= 6 * SIZE - kept + (4 << 20) * 4
+    assert server.total - before < 6 * SIZE
+
+
+def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[Identity] = []
+    monkeypatch.setattr(staging, "listing", lambda url, below: listed)
+
+    def named(*names: str) -> list[str]:
+        listed[:] = [Identity(f"s3://b/d/{name}", 1, "", 0) for name in names]
+        return [item.name for item in plan(["s3://b/d/"])]
+
+    assert named("x", "e/x", "line\nbreak", "z" * 255) == ["x", "e/x", "line\nbreak", "z" * 255]
+    for wrong in ("../x", "e/../x", "e//x", "z" * 256, ".ffserve-stage/x", "a\0b"):
+        with pytest.raises(UsageError, match="no local file can have the name"):
+            named(wrong)
+    with pytest.raises(UsageError, match="is a file and the directory of another one"):
+        named("e", "e/x")
+    listed[:] = [Identity("s3://b/one/x", 1, "", 0), Identity("s3://b/two/x", 1, "", 0)]
+    with pytest.raises(UsageError, match="s3://b/one/x and s3://b/two/x"):
+        plan(["s3://b/*/x"])
+    with pytest.raises(UsageError, match="not the URL of a remote file"):
+        plan(["/data/x"])
+
+
+def test_a_foreign_file_and_a_full_disk(
+    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    url, other = server.put("a.bin", noise(1)), server.put("b.bin", b"b")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a.bin").write_text("mine")
+    assert stage(url, other, "-o", str(out)) == 2
+    assert "was not staged or was changed since" in capsys.readouterr().err
+    assert files_in(out) == {"a.bin": b"mine", "b.bin": b"b"}, "the other file was staged"
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: _Full())
+    with pytest.raises(ReadError, match="the disk has 5"):
+        Staging(str(tmp_path / "new"), plan([url]), lambda _: None)
+
+
+class _Full:
+    free = 5
+
+
+def test_one_failing_file_does_not_stop_the_others(
+    server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [server.put(f"{k}.bin", noise(k, 1000)) for k in range(3)]
+    items = plan(urls)
+    del server.files["1.bin"]
+    done = Staging(str(tmp_path / "out"), items, lambda _: None).run()
+    assert [each.error is None for each in done] == [True, False, True]
+    assert "1.bin: no such file at the origin" in str(done[1].error)
+    assert files_in(tmp_path / "out") == server.files
+
+
+def test_warm(server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = server.put("a.bin", noise(1))
+    assert run(["warm", url]) == 0
+    assert "9.00 MiB fetched" in capsys.readouterr().out
+    assert server.total == SIZE
+    assert run(["warm", "--json", url]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["fetched_bytes"] == 0
+    assert run(["warm", f"{server.url}/none"]) == 2
+    assert run(["warm", str(tmp_path)]) == 2
+    capsys.readouterr()
+
+
+def test_warm_evicts_no_file_for_a_later_one(
+    server: HttpOrigin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FFSERVE_STORE_SIZE", "40MiB")
+    paths = [server.put(f"{number}.bin", noise(number)) for number in range(8)]
+    assert run(["warm", "--json", *paths]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    fetched = sum(fact["fetched_bytes"] for fact in facts)
+    assert fetched == server.total <= 40 << 20
+    assert fetched + sum(fact["left_out_bytes"] for fact in facts) == 8 * SIZE
+    whole = [fact["url"] for fact in facts if not fact["left_out_bytes"]]
+    assert run(["warm", *whole]) == 0
+    assert server.total == fetched

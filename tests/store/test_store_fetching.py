@@ -1,0 +1,310 @@
+"""Fetching from an HTTP origin: each byte once, retries, errors, versions, other processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from origins import HttpOrigin, http_origin
+
+from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
+from ffserve.store import fetching, origin, urls
+from ffserve.store.directory import Store
+from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+BLOCK = 64 << 10
+
+
+@pytest.fixture
+def server() -> Iterator[HttpOrigin]:
+    with http_origin() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own_breakers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_breakers", {})
+    monkeypatch.setattr(fetching, "_listed", {})
+    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def fetcher(tmp_path: Path) -> Iterator[Fetcher]:
+    store = Store(str(tmp_path / "store"), 100 * BLOCK, BLOCK)
+    yield Fetcher(store)
+    store.abandon()
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def opened(fetcher: Fetcher, url: str) -> OpenObject:
+    return fetcher.open(identity_of(url))
+
+
+def test_each_byte_comes_once_however_many_ask(server: HttpOrigin, fetcher: Fetcher) -> None:
+    content = noise(20 * BLOCK + 17)
+    file = opened(fetcher, server.put("a.bin", content))
+    rng = random.Random(1)
+    wrong: list[object] = []
+
+    def read() -> None:
+        for _ in range(20):
+            start = rng.randrange(len(content))
+            end = min(start + rng.randrange(3 * BLOCK), len(content))
+            if fetcher.content(file, start, end) != content[start:end]:
+                wrong.append((start, end))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fetcher.content(file, 0, len(content)) == content
+    assert not wrong
+    assert server.sent["a.bin"] == len(content)
+
+
+def _read_all(url: str, directory: str, barrier: object, results: object) -> None:
+    fetcher = Fetcher(Store(directory, 100 * BLOCK, BLOCK))
+    file = opened(fetcher, url)
+    barrier.wait()  # type: ignore[attr-defined]
+    got = fetcher.content(file, 0, file.stored.size)
+    results.put((len(got), got[:100], got[-100:]))  # type: ignore[attr-defined]
+
+
+def test_processes_that_start_together_fetch_each_byte_once(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    content = noise(60 * BLOCK)
+    server.rate = 20e6
+    url = server.put("a.bin", content)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [
+        context.Process(target=_read_all, args=(url, str(tmp_path / "store"), barrier, results))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert found == [(len(content), content[:100], content[-100:])] * 4
+    assert server.sent["a.bin"] == len(content)
+
+
+def test_soonest_needed_first(server: HttpOrigin, fetcher: Fetcher) -> None:
+    file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
+    server.stalled.set()
+    late = fetcher.ask(file, range(20, 60), 2000.0, None)
+    soon = fetcher.ask(file, range(20), 1000.0, None)
+    now = fetcher.ask(file, [59], NOW, None)
+    server.stalled.clear()
+    for future in (*late.values(), *soon.values(), *now.values()):
+        assert future.result(30) is True
+    order = [begin // BLOCK for _, begin, _ in server.spans]
+    # The first were on their way when the others came.
+    assert order.index(59) < 2 * fetching.THREADS
+    assert max(order.index(block) for block in range(20)) < 20 + 2 * fetching.THREADS
+    assert min(order.index(block) for block in range(50, 59)) >= 20
+
+
+def test_failures_that_pass_are_survived(server: HttpOrigin, fetcher: Fetcher) -> None:
+    content = noise(20 * BLOCK)
+    file = opened(fetcher, server.put("a.bin", content))
+    server.cut_after, server.cuts = 1, 5
+    assert fetcher.content(file, 0, 8 * BLOCK) == content[: 8 * BLOCK]
+    server.fail_until = time.monotonic() + 0.7
+    assert fetcher.content(file, 8 * BLOCK, len(content)) == content[8 * BLOCK :]
+
+
+def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
+    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
+    fetcher.content(file, 0, 1)
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 2.0)
+    server.status = 503
+    before = server.requests["GET"]
+    futures = fetcher.ask(file, range(1, 60), NOW, None)
+    for future in futures.values():
+        with pytest.raises(ReadError, match=r"throttled or overloaded \(status 503\)") as failed:
+            future.result(30)
+        assert failed.value.path == f"{server.url}/a.bin"
+    assert server.requests["GET"] - before < 60
+    assert "the origin does not answer, it is asked less" in caplog.text
+    caplog.clear()
+    server.status = 0
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            found = fetcher.content(file, 5 * BLOCK, 6 * BLOCK)
+            break
+        except ReadError:  # until somebody tries whether it is back
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert found == server.files["a.bin"][5 * BLOCK : 6 * BLOCK]
+
+
+def test_an_origin_that_hangs_holds_up_no_other(server: HttpOrigin, fetcher: Fetcher) -> None:
+    with http_origin() as other:
+        stuck = opened(fetcher, server.put("a.bin", noise(40 * BLOCK)))
+        free = opened(fetcher, other.put("b.bin", noise(5 * BLOCK)))
+        server.stalled.set()
+        waiting = fetcher.ask(stuck, range(40), NOW, None)
+        assert fetcher.content(free, 0, 5 * BLOCK) == other.files["b.bin"]
+        assert not any(future.done() for future in waiting.values())
+        server.stalled.clear()
+        assert all(future.result(30) is True for future in waiting.values())
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_a_changed_object_is_never_mixed(
+    server: HttpOrigin, fetcher: Fetcher, conditional: bool
+) -> None:
+    old, new = noise(4 * BLOCK, 1), noise(4 * BLOCK, 2)
+    server.conditional = conditional
+    url = server.put("a.bin", old)
+    file = opened(fetcher, url)
+    assert fetcher.content(file, 0, BLOCK) == old[:BLOCK]
+    server.put("a.bin", new)
+    with pytest.raises(ReadError, match="changed at the origin since it was opened"):
+        fetcher.content(file, 0, 2 * BLOCK)
+    assert fetcher.content(file, 0, BLOCK) == old[:BLOCK], "what was fetched is still there"
+    again = opened(fetcher, url)
+    assert fetcher.content(again, 0, len(new)) == new
+
+
+def test_an_origin_that_lies(
+    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+    content = noise(4 * BLOCK)
+    file = opened(fetcher, server.put("a.bin", content))
+    server.short = 10
+    with pytest.raises(ReadError, match=f"sent {BLOCK - 10} bytes for a range of {BLOCK}"):
+        fetcher.content(file, 0, BLOCK)
+    server.short, server.ranges = 0, False
+    fetching._breakers.clear()
+    with pytest.raises(ReadError, match="support range requests"):
+        fetcher.content(file, 2 * BLOCK, 3 * BLOCK)
+    assert not file.stored.state.words.any()
+    assert server.sent["a.bin"] < 3 * len(content)
+    server.ranges = True
+    assert fetcher.content(file, 0, len(content)) == content
+
+
+def test_errors_name_the_url_and_the_cause(
+    server: HttpOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "CONTACT_S", 0.2)
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.2)
+    url = server.put("a.bin", b"x" * 100)
+    with pytest.raises(MissingFile, match="no such file at the origin") as missing:
+        identity_of(f"{server.url}/other")
+    assert missing.value.path == f"{server.url}/other"
+    server.password = "geheim"
+    with pytest.raises(AccessDenied, match="denies access") as denied:
+        identity_of(f"{url}?token=falsch")
+    assert "falsch" not in str(denied.value) and url in str(denied.value)
+    assert identity_of(f"{url}?token=geheim").size == 100
+    server.password = ""
+    server.status = 503
+    with pytest.raises(ReadError, match="503"):
+        identity_of(url)
+    with pytest.raises(ReadError, match="connection to the origin failed") as refused:
+        identity_of("http://127.0.0.1:9/a.bin")
+    assert "127.0.0.1:9/a.bin" in str(refused.value)
+    with pytest.raises(UsageError, match="Protocol not known: nosuch"):
+        identity_of("nosuch://a/b")
+
+
+def test_an_origin_that_says_nothing_has_failed(
+    server: HttpOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CONTACT_S", 0.2), ("GIVE_UP_S", 0.2)):
+        monkeypatch.setattr(fetching, name, value)
+    monkeypatch.setattr(origin, "SILENT_S", 0.3)
+    url = server.put("a.bin", b"x")
+    server.stalled.set()
+    with pytest.raises(ReadError, match="did not answer in time"):
+        identity_of(url)
+
+
+def test_patterns_and_directories(server: HttpOrigin) -> None:
+    for name in ("d/b.ffr", "d/a.ffr", "d/c.txt", "d/.hidden.ffr"):
+        server.put(name, name.encode())
+    found = [each.url for each in listing(f"{server.url}/d/*.ffr")]
+    assert found[-2:] == [f"{server.url}/d/a.ffr", f"{server.url}/d/b.ffr"]
+    assert [each.url for each in listing(f"{server.url}/d/", (".ffr",))] == found[-2:]
+    with pytest.raises(MissingFile, match="no file at the origin matches this pattern"):
+        listing(f"{server.url}/d/*.rec")
+    with pytest.raises(MissingFile, match=r"contains no \*.rec"):
+        listing(f"{server.url}/d/", (".rec",))
+
+
+def test_a_full_disk_is_read_past(
+    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    content = noise(6 * BLOCK)
+    file = opened(fetcher, server.put("a.bin", content))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file.stored, "publish", full)
+    assert fetcher.content(file, 10, len(content)) == content[10:]
+    assert server.sent["a.bin"] == len(content)
+    assert caplog.text.count("cannot write, reading past it") == 1
+    caplog.clear()
+    assert not file.stored.state.words.any()
+
+
+def test_secrets_are_not_shown() -> None:
+    assert urls.shown("sftp://joe:geheim@host:22/x") == "sftp://joe@host:22/x"
+    assert urls.shown("https://h/a?X-Amz-Signature=1") == "https://h/a?…"
+    assert urls.shown("s3://bucket/a?b") == "s3://bucket/a?b"
+    assert urls.origin_of("s3://bucket/a/b") == "s3://bucket"
+
+
+def test_what_is_a_url() -> None:
+    for url in ("s3://b/x", "hdfs://h:1/x", "hf://datasets/a", "https://h", "simplecache::s3://b"):
+        assert urls.is_url(url) == ("::" not in url)
+    for path in ("/a/b", "a:b", "C:\\x", "file:///a", "://", "s3:/b"):
+        assert not urls.is_url(path)
+
+
+def test_damage_on_disk_is_fetched_again(
+    server: HttpOrigin, fetcher: Fetcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = noise(3 * BLOCK)
+    file = opened(fetcher, server.put("a.bin", content))
+    fetcher.content(file, 0, len(content))
+    with open(file.stored.path, "rb+") as data:
+        data.seek(BLOCK + 5)
+        data.write(b"damage")
+    assert fetcher.repair(file, np.arange(3))
+    assert "block 1 of" in caplog.text
+    caplog.clear()
+    assert fetcher.content(file, 0, len(content)) == content
+    assert server.sent["a.bin"] == 4 * BLOCK
+
+
+def test_a_closed_object_is_refused(server: HttpOrigin, fetcher: Fetcher) -> None:
+    file = opened(fetcher, server.put("a.bin", noise(3 * BLOCK)))
+    fetcher.close(file)
+    with pytest.raises(FFServeError, match="closed"):
+        fetcher.content(file, 0, 1)

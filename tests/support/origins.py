@@ -1,0 +1,177 @@
+"""An origin of remote files: an HTTP server with ranges, which counts, throttles, cuts and lies."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+
+@dataclass
+class HttpOrigin:
+    """Files by name. The other fields change how it answers; threads read them at each request."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    conditional: bool = True
+    """Whether If-Match is looked at."""
+    ranges: bool = True
+    etags: bool = True
+    status: int = 0
+    """Of all answers, if it is not 0."""
+    fail_until: float = 0.0
+    """Until then (monotonic) answers have status 503."""
+    cut_after: int = 0
+    """Bytes of a body after which the connection ends, if it is not 0; `cuts` times."""
+    cuts: int = 1 << 30
+    short: int = 0
+    """Bytes that are missing at the end of a range, without an error."""
+    rate: float = 0.0
+    """Bytes a second, of all answers together; 0: as fast as it can."""
+    stalled: threading.Event = field(default_factory=threading.Event)
+    """While it is set, no answer begins."""
+    password: str = ""
+    """The token that a request must have, if it is not empty."""
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes of bodies, by name."""
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """Ranges that were sent as a whole."""
+    requests: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+    _lock: Any = field(default_factory=threading.Lock)
+    _due: float = 0.0
+
+    def put(self, name: str, content: bytes) -> str:
+        """Have a file; return its URL."""
+        self.files[name] = content
+        self.times[name] = self.times.get(name, 1_700_000_000.0) + 10
+        return f"{self.url}/{name}"
+
+    def etag(self, name: str) -> str:
+        return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
+
+    def throttle(self, size: int) -> None:
+        if self.rate:
+            with self._lock:
+                self._due = max(self._due, time.monotonic()) + size / self.rate
+                due = self._due
+            time.sleep(max(due - time.monotonic(), 0))
+
+    @property
+    def total(self) -> int:
+        return sum(self.sent.values())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    origin: HttpOrigin
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _refuse(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _answer(self, *, body: bool) -> None:
+        origin, name = self.origin, unquote(self.path.partition("?")[0]).lstrip("/")
+        origin.requests[self.command] += 1
+        while origin.stalled.is_set():
+            time.sleep(0.01)
+        if origin.status or time.monotonic() < origin.fail_until:
+            return self._refuse(origin.status or 503)
+        if origin.password and f"token={origin.password}" not in self.path:
+            return self._refuse(403)
+        if name.endswith("/") or name == "":
+            return self._list(name, body=body)
+        if name not in origin.files:
+            return self._refuse(404)
+        content, tag = origin.files[name], origin.etag(name)
+        wanted = self.headers.get("If-Match")
+        if origin.conditional and wanted and wanted != tag:
+            return self._refuse(412)
+        begin, end, status = 0, len(content), 200
+        asked = self.headers.get("Range")
+        if asked and origin.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end, status = int(first), min(int(last) + 1, len(content)), 206
+        end -= origin.short if body else 0
+        self.send_response(status)
+        if origin.etags:
+            self.send_header("ETag", tag)
+            self.send_header("Last-Modified", formatdate(origin.times[name], usegmt=True))
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        self.send_header("Content-Length", str(max(end - begin, 0)))
+        self.end_headers()
+        if body:
+            self._send(name, content, begin, end)
+
+    def _send(self, name: str, content: bytes, begin: int, end: int) -> None:
+        origin, at = self.origin, begin
+        while at < end:
+            piece = content[at : min(at + 65536, end)]
+            if origin.cut_after and origin.cuts > 0 and at - begin >= origin.cut_after:
+                origin.cuts -= 1
+                self.close_connection = True
+                self.connection.close()
+                return
+            origin.throttle(len(piece))
+            try:
+                self.wfile.write(piece)
+            except OSError:
+                return
+            with origin._lock:
+                origin.sent[name] += len(piece)
+            at += len(piece)
+        origin.spans.append((name, begin, end))
+
+    def _list(self, name: str, *, body: bool) -> None:
+        names = sorted(n for n in self.origin.files if n.startswith(name))
+        text = "".join(f'<a href="/{n}">{n}</a>\n' for n in names).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if body:
+            self.wfile.write(text)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, *_: object) -> None:
+        pass  # clients go away
+
+
+@contextmanager
+def http_origin() -> Iterator[HttpOrigin]:
+    """Run an origin in threads of this process."""
+    origin = HttpOrigin()
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"origin": origin}))
+    origin.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield origin
+    finally:
+        origin.stalled.clear()
+        server.shutdown()
+        thread.join()
+        server.server_close()
