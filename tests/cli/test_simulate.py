@@ -47,6 +47,15 @@ def test_a_slow_disk_slows_the_jobs() -> None:
     assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
 
 
+def test_prepared_samples() -> None:
+    options = "--jobs", "2", "--cache", "0.5", "--prepare-ms", "2", "--sample-size", "16KiB"
+    (row,) = json.loads(run(*options, "--json"))["rows"]
+    assert 0.5 < row["shared_rate"] <= row["belady"] + 0.001
+    assert "found prepared" in run(*options, "--prepared-size", "32KiB").splitlines()[0]
+    done = CliRunner().invoke(cli, ["simulate", "--prepared-size", "32KiB"])
+    assert done.exit_code == 2 and "--prepare-ms" in done.output
+
+
 def test_invalid_numbers_are_refused() -> None:
     for option, value in (
         ("--speeds", "fast"), ("--speeds", "0"), ("--speeds", "1,,2"), ("--speeds", "1,2,3"),

@@ -1,0 +1,449 @@
+"""All checks of `ffserve doctor`, and those of settings, socket and daemon."""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from ffserve import __version__
+from ffserve.client.connection import Connection
+from ffserve.doctor import resources, storage
+from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
+from ffserve.doctor.probe import closed_part
+from ffserve.doctor.resources import Found
+from ffserve.errors import FFServeError, ProtocolError, UsageError
+from ffserve.memfd import can_map
+from ffserve.server.daemon import common_fault, group_of, http_module
+
+SYSTEMCTL_TIMEOUT_S = 5
+ALONE = "Jobs read by themselves, and share nothing."
+
+
+def greet(case: Case) -> None:
+    """Ask the daemon for its status, if there is one that listens."""
+    if case.socket.state != "open" or case.process.stopped:
+        return
+    try:
+        connection = Connection(case.socket.path, "doctor")
+        try:
+            case.inline = connection.handshake.inline
+            case.facts = connection.status()
+        finally:
+            connection.close()
+    except FFServeError as error:
+        case.failure = error
+        return
+    if not case.process.pid:  # systemd listens for it
+        process = Process.of(int(case.facts["pid"]))
+        if process is not None and process.is_daemon:
+            case.process = process
+
+
+# ---- settings ---------------------------------------------------------------------------------
+
+
+def settings(case: Case) -> Found:
+    """A daemon can start with the settings, and the one that runs has them."""
+    if case.config_path in case.places and case.places[case.config_path] is None:
+        yield storage.silent(case, case.config_path)
+        return
+    yield case.config_path if os.path.exists(case.config_path) else "defaults"
+    if (error := case.config_error) is not None:
+        yield from _invalid(case, error)
+        return
+    yield from _unusable(case)
+    yield from _roots(case)
+    config, facts = case.settings, case.facts
+    if facts is None or not (case.process.pid or case.given_config):
+        return
+    if list(config.roots) != list(facts["roots"]):
+        unit, pid = case.process.unit, case.process.pid or facts["pid"]
+        reload = f"systemctl reload {unit}" if unit else f"kill -HUP {pid}"
+        yield Finding(
+            "settings-old",
+            "warning",
+            f"the daemon has the roots {' '.join(facts['roots'])}, {case.config_path} has "
+            f"{' '.join(config.roots)}",
+            "What was changed holds after a reload.",
+            (case.host.as_root(reload),),
+        )
+
+
+def _unusable(case: Case) -> Iterator[Finding]:
+    """Find out whether a daemon can start with valid settings, and whom it would serve."""
+    config, runs, effect = case.settings, bool(case.process.pid), "No daemon starts."
+    try:
+        group_of(config)
+    except UsageError as error:
+        add = case.host.as_root(f"groupadd -r {shlex.quote(str(config.socket_group))}")
+        yield Finding("settings-unusable", "error", error.message, effect, (add,))
+    try:
+        if config.http and not runs:
+            http_module()
+    except UsageError as error:
+        install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[metrics]"])
+        yield Finding("settings-unusable", "error", error.message, effect, (install,))
+    # The user of the service is another one.
+    fault = None if runs or has_unit() else common_fault(config)
+    if fault is not None:
+        commands = case.setting("common", '"world"', "--common", "world")
+        yield Finding("settings-unusable", "error", fault.message, effect, commands)
+    if config.common == "user" and config.socket_mode & 0o006:
+        yield Finding(
+            "settings-open",
+            "warning",
+            f"common = 'user', and everybody may connect (socket_mode {config.socket_mode:04o})",
+            "All users of the machine can see samples of files that they may not read.",
+            case.setting("socket_mode", "0o660", "--socket-mode", "0660"),
+        )
+
+
+def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
+    """Find out why the settings cannot be read."""
+    path = case.config_path
+    exists = os.path.exists(path)
+    if exists and not os.access(path, os.R_OK, effective_ids=True):
+        # The daemon of the service is an ordinary user. Others may have settings of their own.
+        if has_unit() or case.given_config:
+            commands = (case.host.as_root(f"chmod a+r {shlex.quote(path)}"),)
+            text = f"{path}: not readable for all users"
+            yield Finding("settings-closed", "error", text, "No daemon starts.", commands)
+        return
+    line = re.search(r"line (\d+)", error.message)
+    edit = f'"${{EDITOR:-vi}}" {f"+{line[1]} " if line else ""}{shlex.quote(path)}'
+    if exists and not os.access(path, os.W_OK, effective_ids=True):
+        edit = case.host.as_root(f"{edit}")
+    text = str(error)
+    check = f"ffserve serve --config {shlex.quote(path)} --check"
+    effect = "No daemon starts; one that runs goes on with the settings that it has."
+    yield Finding("settings-invalid", "error", text, effect, (edit, check) if exists else (check,))
+
+
+def _roots(case: Case) -> Iterator[Finding]:
+    for root in case.settings.roots:
+        answer = case.places.get(root, {})
+        if answer is None:
+            yield storage.silent(case, root)
+        elif "error" in answer:
+            yield Finding(
+                "root-missing",
+                "warning",
+                f"the root {root}: {answer['error']}",
+                "Nothing below it is served until it is there.",
+                (case.host.as_root(f"mount {shlex.quote(root)}"),),
+            )
+
+
+# ---- the socket -------------------------------------------------------------------------------
+
+
+def socket(case: Case) -> Found:
+    """Jobs of this user reach a daemon, and the right one."""
+    state = case.socket.state
+    yield f"{case.socket.path}: {state}"
+    if state == "open":
+        yield from _listener(case)
+    elif state == "missing":
+        yield from _missing(case)
+    else:
+        yield _obstacle(case)
+
+
+def _obstacle(case: Case) -> Finding:
+    """Return what is wrong with the place of the socket."""
+    found, host = case.socket, case.host
+    path, quoted = found.path, shlex.quote(found.path)
+    commands: tuple[str, ...]
+    match found.state:
+        case "denied":
+            return _denied(case)
+        case "silent":
+            return storage.silent(case, path)
+        case "unsafe":
+            return Finding(
+                "socket-unsafe", "error", f"{path}: {found.error}",
+                f"Another user could take the place of your daemon, so none is used. {ALONE}",
+                (host.as_root(f"rm -rf {quoted}"),),
+            )  # fmt: skip
+        case "long":
+            text = f"{path}: a socket's path has at most 107 bytes"
+            commands = ("export FFSERVE_SOCKET=$XDG_RUNTIME_DIR/ffserve.sock",)
+            return Finding("socket-path", "error", text, ALONE, commands)
+        case "other":
+            return Finding(
+                "socket-no-socket", "error", f"{path} exists and is no socket",
+                f"No daemon can listen there. {ALONE}", (_removing(case), case.restart()),
+            )  # fmt: skip
+        case "closed":
+            part = closed_part(path)["path"]
+            commands = (host.as_root(f"chmod a+rx {shlex.quote(part)}"),)
+            text = f"{path}: the directory {part} is closed to this user"
+            return Finding("socket-closed", "error", text, ALONE, commands)
+        case "stale":
+            text = f"{path}: no process listens on this socket"
+            return Finding("socket-stale", "error", text, ALONE, (case.restart(),))
+        case _:
+            text = f"{path}: no connection: {found.error or 'too many wait for the daemon'}"
+            commands = (f"ss -xlp src {quoted}", case.restart())
+            return Finding("daemon-silent", "error", text, ALONE, commands)
+
+
+def _removing(case: Case) -> str:
+    """Return the command that removes what is in the place of the socket."""
+    found, quoted = case.socket.found, shlex.quote(case.socket.path)
+    recursive = found is not None and stat.S_ISDIR(found.st_mode)
+    command = f"rm {'-r ' if recursive else ''}{quoted}"
+    own = found is not None and found.st_uid == os.geteuid()
+    return command if own else case.host.as_root(command)
+
+
+def _missing(case: Case) -> Iterator[str | Finding]:
+    found = case.socket
+    configured = case.settings.socket
+    if not found.given and configured != found.path and os.path.exists(configured):
+        yield Finding(
+            "socket-elsewhere",
+            "warning",
+            f"{case.config_path} puts the socket at {configured}, and jobs look at {found.path}",
+            ALONE,
+            (f"export FFSERVE_SOCKET={shlex.quote(configured)}",),
+        )
+    elif found.given:
+        text = f"{found.path}: there is no such socket"
+        yield Finding("socket-missing", "error", text, ALONE, (case.restart(),))
+
+
+def _denied(case: Case) -> Finding:
+    """Return why this user may not connect."""
+    found, host = case.socket, case.host
+    assert found.found is not None
+    commands: tuple[str, ...]
+    mode, gid = stat.S_IMODE(found.found.st_mode), found.found.st_gid
+    user, group = storage.user_name(os.geteuid()), storage.group_name(gid)
+    text = f"{found.path} (mode {mode:04o}, group {group}): user {user} may not connect"
+    if gid in (os.getegid(), *os.getgroups()) or mode & 0o020 == 0:
+        commands = (host.as_root(f"chmod 0660 {shlex.quote(found.path)}"),)
+        effect = f"{ALONE} Set socket_mode (of the service: SocketMode=), so that it stays."
+        return Finding("socket-mode", "error", text, effect, commands)
+    if gid == 0:
+        # Membership in root's group gives more than samples.
+        commands = case.setting("socket_group", '"ffserve"', "--socket-group", "ffserve")
+        commands = (host.as_root("groupadd -rf ffserve"), *commands)
+        text += f"; of {group} nobody should become a member"
+        return Finding("socket-group", "error", text, ALONE, commands)
+    if _is_member(user, gid):
+        text += f", a member of {group} since after the login"
+        return Finding("group-login", "error", text, ALONE, (f"newgrp {group}",))
+    add = f"usermod -aG {group} {user}" if shutil.which("usermod") else f"addgroup {user} {group}"
+    commands = (host.as_root(add), f"newgrp {group}")
+    return Finding("group-member", "error", f"{text}: no member of {group}", ALONE, commands)
+
+
+def _is_member(user: str, gid: int) -> bool:
+    try:
+        return user in grp.getgrgid(gid).gr_mem
+    except KeyError:
+        return False
+
+
+def _listener(case: Case) -> Iterator[Finding]:
+    """Judge the process that listens."""
+    found, process = case.socket, case.process
+    # Below /run only an administrator gives anybody a directory.
+    trusted = found.uid in (0, os.geteuid()) or found.path.startswith("/run/ffserve/")
+    if not trusted and (not found.given or "FFSERVE_SOCKET" in os.environ):
+        name = storage.user_name(found.uid)
+        yield Finding(
+            "socket-of-another",
+            "warning",
+            f"{found.path}: user {name} listens there",
+            f"Your jobs pass their files to a program of {name}, and believe what it sends.",
+            ("unset FFSERVE_SOCKET", "ffserve serve"),
+        )
+    if process.stopped:
+        command = f"kill -CONT {process.pid}"
+        yield Finding(
+            "daemon-stopped",
+            "error",
+            f"{process.name} is stopped (a signal, or a debugger)",
+            "Jobs wait for 10 s, then read by themselves.",
+            (command if process.uid == os.geteuid() else case.host.as_root(command),),
+        )
+    mode = stat.S_IMODE(found.found.st_mode) if found.found is not None else 0
+    if process.pid and not process.unit and case.config and mode != case.config.socket_mode:
+        yield Finding(
+            "socket-mode",
+            "warning",
+            f"{found.path} has mode {mode:04o}, and the settings say {case.config.socket_mode:04o}",
+            "Other users may connect than the settings say.",
+            (case.host.as_root(f"chmod {case.config.socket_mode:04o} {shlex.quote(found.path)}"),),
+        )
+
+
+# ---- the service ------------------------------------------------------------------------------
+
+
+def service(case: Case) -> Found:
+    """The service is started, and keeps its memory."""
+    if not (case.host.systemd and has_unit()):
+        return
+    shown = _show("ffserve.socket", "ActiveState", "Result")
+    daemon = _show("ffserve.service", "ActiveState", "Result", "FileDescriptorStoreMax")
+    state = f"{shown.get('ActiveState')}, {daemon.get('ActiveState')}"
+    yield f"ffserve.socket and ffserve.service: {state}"
+    as_root = case.host.as_root
+    if "failed" in (shown.get("ActiveState"), daemon.get("ActiveState")):
+        yield Finding(
+            "service-failed",
+            "error",
+            f"the service has failed ({daemon.get('Result') or shown.get('Result')})",
+            f"systemd does not start it again. {ALONE}",
+            (
+                "journalctl -u ffserve.service -n 20 --no-pager",
+                as_root("systemctl reset-failed 'ffserve.*'"),
+                as_root("systemctl start ffserve.socket"),
+            ),
+        )
+    elif shown.get("ActiveState") == "inactive" and case.facts is None:
+        commands = (as_root("systemctl enable --now ffserve.socket"),)
+        text = "the service is installed, and its socket is not started"
+        yield Finding("service-inactive", "error", text, ALONE, commands)
+    if daemon.get("FileDescriptorStoreMax") == "0":
+        path = "/etc/systemd/system/ffserve.service.d/store.conf"
+        yield Finding(
+            "service-store",
+            "warning",
+            "the unit keeps no descriptors (FileDescriptorStoreMax=0)",
+            "A daemon that is restarted or killed comes back with empty memory.",
+            (
+                as_root(f"mkdir -p {os.path.dirname(path)}"),
+                case.host.write(path, "[Service]", "FileDescriptorStoreMax=800"),
+                as_root("systemctl daemon-reload"),
+                as_root("systemctl restart ffserve.service"),
+            ),
+        )
+    hidden = [f"{UNITS[0]}/{name}" for name in ("ffserve.service", "ffserve.socket")]
+    for path in hidden:
+        if os.path.exists(path) and os.path.exists(path.replace(UNITS[0], UNITS[1])):
+            yield Finding(
+                "service-hidden",
+                "warning",
+                f"{path} hides the unit that `ffserve install-service` wrote",
+                "The service is not what this release installed.",
+                (as_root(f"rm {path}"), as_root("systemctl daemon-reload")),
+            )
+
+
+def _show(unit: str, *properties: str) -> dict[str, str]:
+    """Return properties of a unit; none if systemd does not answer."""
+    command = ["systemctl", "show", unit, f"--property={','.join(properties)}"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=SYSTEMCTL_TIMEOUT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+# ---- the daemon -------------------------------------------------------------------------------
+
+
+def daemon(case: Case) -> Found:
+    """The daemon answers, is of this release, and serves samples in shared memory."""
+    if (error := case.failure) is not None:
+        yield _refused(case, error)
+    facts = case.facts
+    if facts is None:
+        yield "none answers"
+        return
+    version = str(facts["version"])
+    yield f"{version}, pid {facts['pid']}; this is {__version__}"
+    if version != __version__:
+        yield Finding(
+            "version-differs",
+            "warning",
+            f"the daemon is ffserve {version}, and this is {__version__}",
+            "Jobs of this installation do without what only one of them has.",
+            (shlex.join([sys.executable, "-m", "pip", "install", f"ffserve=={version}"]),),
+        )
+    if case.inline and case.settings.payload == "inline":
+        yield Finding(
+            "payload-inline",
+            "warning",
+            "the settings send all samples through the socket (payload = 'inline')",
+            "Large samples arrive at about a quarter of the speed.",
+            case.setting("payload", '"shared"', "--payload", "shared"),
+        )
+    elif case.inline and can_map(int(facts["arena"]["limit"])):
+        yield Finding(
+            "memory-unmapped",
+            "warning",
+            "the daemon's memory does not reach this process",
+            "Samples come through the socket, at about a quarter of the speed.",
+            ("ulimit -n; ls /proc/self/fd | wc -l", case.restart()),
+        )
+    damaged = int(facts["cache"]["checksum_failures"])
+    if damaged:
+        files = shlex.join([path for path, _ in case.data]) or "FILES"
+        text = f"{damaged:,} samples did not match their checksum since the daemon started"
+        commands = (f"ffserve verify {files}",)
+        yield Finding("data-damaged", "error", text, "Jobs get errors for them.", commands)
+    if any((domain["namespace"] or 0) < 0 for domain in facts.get("domains", ())):
+        yield Finding(
+            "containers-unseen",
+            "warning",
+            "the daemon does not see in which containers its clients are",
+            "Samples that not everybody may read are kept once for each process of a job.",
+            ("podman run --pid=host IMAGE",)
+            if case.host.container != "kubernetes"
+            else ("kubectl -n ffserve edit daemonset ffserve  # hostPID: true",),
+        )
+
+
+def _refused(case: Case, error: FFServeError) -> Finding:
+    """Return why a daemon that listens does not serve."""
+    text = str(error)
+    if isinstance(error, ProtocolError):
+        upgrade = shlex.join([sys.executable, "-m", "pip", "install", "--upgrade", "ffserve"])
+        effect = f"Daemon and jobs must be of one release. {ALONE}"
+        return Finding("version-protocol", "error", text, effect, (upgrade, case.restart()))
+    log = ("journalctl -u ffserve -n 20 --no-pager",) if case.host.systemd else ()
+    return Finding("daemon-silent", "error", text, ALONE, (*log, case.restart()))
+
+
+CHECKS: dict[str, Callable[[Case], Found]] = {
+    "kernel": resources.kernel,
+    "engine": resources.io_uring,
+    "memory": resources.memory,
+    "shared memory": resources.shared_memory,
+    "/dev/shm": resources.shm,
+    "open files": resources.open_files,
+    "locked memory": resources.locked_memory,
+    "address space": resources.address_space,
+    "processors": resources.cpu,
+    "settings": settings,
+    "socket": socket,
+    "service": service,
+    "daemon": daemon,
+    "data": storage.data,
+    "clock": resources.clock,
+}
+"""All checks, by the name that the list of facts has for them."""
+
+
+def chosen(case: Case) -> dict[str, Callable[[Case], Found]]:
+    """Return the checks that apply: the limits of this process are none of a daemon that this user
+    may not reach."""
+    if case.socket.state not in ("denied", "closed"):
+        return CHECKS
+    limits = ("memory", "open files", "locked memory", "processors")
+    return {name: check for name, check in CHECKS.items() if name not in limits}
