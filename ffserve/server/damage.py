@@ -1,0 +1,117 @@
+"""Damage: samples whose checksum was wrong are read a second time, in a thread.
+
+A sample that is right then is published where it belongs. Records in chunks are read again by the
+thread that decodes them (`chunks.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ffserve.cache.cache import Failure, Load
+from ffserve.cache.tables import Directory
+from ffserve.engine.shm import publish_run
+from ffserve.errors import STATUS_CHECKSUM
+from ffserve.memfd import SharedMemory
+from ffserve.second_read import right_status
+
+_ONE = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSample:
+    """A sample whose checksum was wrong.
+
+    fd: of its file. offset, length: in the file. place: offset in the arena. kind, expected, found:
+    its checksum.
+    """
+
+    number: int
+    fd: int
+    offset: int
+    length: int
+    place: int
+    kind: int
+    expected: int
+    found: int
+
+
+Outcome: TypeAlias = tuple[list[int], dict[int, Failure]]
+"""Numbers of the samples that are right now, and the failures of the others."""
+
+
+class SecondReader:
+    """See the module's text.
+
+    Args: ended: called in the loop's thread when one of the `batches` of a load, samples that are
+        read again, has ended.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        directory: Directory,
+        ended: Callable[[Load], None],
+    ) -> None:
+        self._memory = memory
+        self._directory = directory
+        self._ended = ended
+        self._pool: ThreadPoolExecutor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.in_flight = 0
+        """Loads with samples that are being read again."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report to this loop."""
+        self._loop = loop
+
+    def submit(self, load: Load, samples: list[WrongSample]) -> None:
+        """Read samples of a load again. Their files stay open until `ended` is called."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ffserve-second-read")
+        load.batches += 1
+        self.in_flight += 1
+        future = self._pool.submit(self._read, samples)
+        future.add_done_callback(lambda done: self._report(load, done))
+
+    def _read(self, samples: list[WrongSample]) -> Outcome:
+        right: list[int] = []
+        failures: dict[int, Failure] = {}
+        entries = self._directory.entries_memory.address
+        for sample in samples:
+            place = self._memory.array[sample.place : sample.place + sample.length].data
+            extent = sample.offset, sample.length, sample.expected
+            status, _ = right_status(sample.fd, sample.kind, *extent, into=place)
+            if status:
+                failures[sample.number] = Failure(STATUS_CHECKSUM, sample.found, sample.expected)
+                continue
+            lengths = np.array([sample.length], np.int64)
+            publish_run(entries, sample.number, sample.place, _ONE, lengths)
+            right.append(sample.number)
+        return right, failures
+
+    def _report(self, load: Load, done: Future[Outcome]) -> None:
+        if done.cancelled():  # the daemon ends
+            return
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._end, load, done)
+
+    def _end(self, load: Load, done: Future[Outcome]) -> None:
+        self.in_flight -= 1
+        right, failures = done.result()
+        load.right += right
+        load.failures.update(failures)
+        self._ended(load)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
