@@ -17,7 +17,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler
 
 from ffserve.errors import UsageError
-from ffserve.order import Int64s
+from ffserve.order import design_effect, displacement, together
 from ffserve.torch.samplers import EpochSampler
 
 _OPTIONS = ("pin_memory", "timeout", "worker_init_fn", "generator", "num_workers", "in_order")
@@ -149,28 +149,6 @@ def _compared(delivered: list[list[int]], wanted: list[int], n: int) -> LoaderAu
         together=together_,
         design_effect=design_effect_,
     )
-
-
-def displacement(order: Int64s) -> float:
-    """Return the mean displacement / that of a uniform shuffle, which is (n² - 1) / 3n."""
-    n = len(order)
-    return float(np.abs(order - np.arange(n)).mean() / ((n * n - 1) / (3 * n)))
-
-
-def together(order: Int64s, batch: int) -> float:
-    """Return the probability that neighbours share a batch."""
-    n = len(order)
-    batch_of = np.empty(n, np.int64)
-    batch_of[order] = np.arange(n) // batch
-    return float((batch_of[1:] == batch_of[:-1]).mean())
-
-
-def design_effect(order: Int64s, batch: int) -> float:
-    """Return the variance of the batches' means / that of samples drawn without replacement."""
-    n = len(order) - len(order) % batch
-    means = order[:n].reshape(-1, batch).mean(axis=1)
-    uniform = (len(order) + 1) * (len(order) - batch) / (12 * batch)
-    return float(((means - (len(order) - 1) / 2) ** 2).mean() / uniform)
 
 
 class _Recorded:

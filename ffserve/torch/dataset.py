@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ffserve.compat.ffrecord import FileReader, RecordReader, reader_of
 from ffserve.errors import SampleIndexError, UsageError
+from ffserve.torch.prepared import Preparer
 
 Int64s = NDArray[np.int64]
 
@@ -75,6 +76,8 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
 
     fnames: Any
     reader: FileReader
+    prepare_version: Hashable = None
+    """What the results of ``prepare`` depend on, besides its source."""
 
     def __init__(self, fnames: Any, check_data: bool = True) -> None:
         self.fnames = fnames
@@ -93,9 +96,21 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         Cost:    one request for the whole list.
         """
         if isinstance(indices, (list, tuple)):
-            return self.process(indices, self.reader.read(indices))
+            return self.process(indices, self._data(indices))
         index = as_index(indices)
-        return self.process([index], self.reader.read([index]))[0]
+        return self.process([index], self._data([index]))[0]
+
+    def _data(self, indices: Sequence[int]) -> list[Any]:
+        """Return what `process` gets: samples as they are, or prepared."""
+        if type(self).prepare is Dataset.prepare:
+            return self.reader.read(indices)
+        return self._preparer().values(self, indices)
+
+    def _preparer(self) -> Preparer:
+        found: Preparer | None = vars(self).get("_prepares")
+        if found is None:
+            found = self._prepares = Preparer()
+        return found
 
     def __add__(self, other: Any) -> Any:
         """Return this dataset and another as one, in this order.
@@ -110,14 +125,32 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         """Answer torch's fetcher, which asks for a whole batch by this name."""
         return self[indices if isinstance(indices, list) else list(indices)]
 
-    def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
-        """Turn the bytes of a batch into samples. A subclass overrides it.
+    def prepare(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
+        """Do the deterministic part of the work, such as decoding. A subclass may override it.
+
+        Results are shared by all processes and jobs of the user that read through one daemon: each
+        sample is prepared once, and stays in memory as raw samples do. Jobs share results if the
+        class's name, the source of this method and ``prepare_version`` are equal. So put there
+        whatever else the result depends on: attributes, functions, versions of libraries.
+
+        Args: as for ``process``.
+        Returns: a list with a result for each sample: bytes, an array, a tensor, a number, or a
+            tuple or dict of these; always the same for the same sample. ``process`` gets this list.
+        """
+        raise NotImplementedError
+
+    def process(self, indices: Sequence[int], data: list[Any]) -> Any:
+        """Turn the bytes of a batch into samples. A subclass overrides it, unless what ``prepare``
+        returns are its samples.
 
         Args:
             indices: the indices asked for.
-            data: one 1-D writable uint8 array per sample, in the same order.
+            data: one 1-D writable uint8 array per sample, in the same order; with ``prepare``, what
+                it has returned.
         Returns: a list of samples, which the loader hands to ``collate_fn``.
         """
+        if type(self).prepare is not Dataset.prepare:
+            return data
         raise NotImplementedError(
             f"{type(self).__name__} overrides neither process(indices, data) nor __getitem__; "
             "ffserve.torch.RawDataset gives the bytes as they are"
@@ -143,11 +176,21 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             name, replacement: as for ``ffserve.Reader.announce``.
         Raises: what the readers' ``announce`` raises.
         """
+        if type(self).prepare is not Dataset.prepare:
+            preparer = self._preparer()
+            shared = preparer.announce(self, order, epoch, name, replacement)
+            if shared and not preparer.reads_ahead(epoch):
+                return
         for reader in self._announced_to():
             announce(reader, order, epoch, name=name, replacement=replacement)
 
     def reached(self, epoch: int, position: int) -> None:
         """Report to the readers that an announced order's first ``position`` samples are used."""
+        if type(self).prepare is not Dataset.prepare:
+            preparer = self._preparer()
+            shared = preparer.reached(self, epoch, position)
+            if shared and not preparer.reads_ahead(epoch):
+                return
         for reader in self._announced_to():
             reached(reader, epoch, position)
 
@@ -365,7 +408,7 @@ def is_raw(dataset: Any) -> bool:
         and type(vars(dataset).get("reader")) in (FileReader, RecordReader)
         and all(
             getattr(getattr(dataset, name), "__func__", None) is getattr(RawDataset, name)
-            for name in ("process", "__getitem__", "__getitems__")
+            for name in ("process", "prepare", "__getitem__", "__getitems__")
         )
     )
 

@@ -805,8 +805,9 @@ def train(dataset: Any, rank: int, reported: Any, go_on: Any, read_first: bool) 
     assert got == loader.sampler.order().tolist()
 
 
-@pytest.mark.parametrize("read_first", [False, True])
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("start_method", "read_first"), [("fork", False), ("fork", True), ("spawn", False)]
+)
 def test_ranks_of_one_parent_are_separate_jobs(
     file: str, daemon: Daemon, start_method: str, read_first: bool
 ) -> None:

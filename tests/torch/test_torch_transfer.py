@@ -110,9 +110,7 @@ def test_tensors_over_one_memory_share_it_again_and_a_part_crosses_alone() -> No
     assert part.untyped_storage().nbytes() == 400
 
 
-@pytest.mark.parametrize(
-    ("start_method", "bundle"), [("fork", 1), ("fork", 3), ("spawn", 3), ("forkserver", 3)]
-)
+@pytest.mark.parametrize(("start_method", "bundle"), [("fork", 1), ("fork", 3), ("forkserver", 3)])
 def test_raw_samples_are_writable_and_share_nothing(
     source: tuple[str, list[np.ndarray]], start_method: str, bundle: int
 ) -> None:
