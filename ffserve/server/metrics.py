@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
@@ -40,6 +41,8 @@ MOST_JOBS = 64
 """Jobs with series of their own: those with sessions first, then those that were seen last."""
 MOST_DOMAINS = 64
 """Domains with a series of their own, the largest."""
+MOST_FILES = 64
+"""Damaged files with a series of their own."""
 MOST_LABEL = 100
 """Characters of a label's value."""
 _STEP_COUNT, _STEP_JOBS = 64, 1024
@@ -92,6 +95,7 @@ def _families(server: Server, jobs: bool, now: float) -> Steps[None]:
     yield from _durations(state)
     if jobs:
         yield _domains(state)
+        yield from _damaged(state)
         yield from _jobs(state, _labelled(latest), now)
 
 
@@ -139,6 +143,16 @@ def _samples(state: ServerState) -> Iterator[Metric]:
     for code in BY_CODE:
         errors.add_metric((code,), statistics.errors[code])
     yield errors
+    yield _counter("prepared", "Samples that clients prepared and shared.", statistics.prepared)
+    yield _counter(
+        "prepared_found", "Prepared samples found in memory instead.", statistics.prepared_found
+    )
+    yield _counter("preparing_seconds", "Time that preparing took.", statistics.preparing_s)
+    yield _counter(
+        "preparing_saved_seconds",
+        "Time that preparing those found would have taken.",
+        statistics.preparing_saved_s,
+    )
 
 
 def _disk(state: ServerState) -> Iterator[Metric]:
@@ -147,6 +161,13 @@ def _disk(state: ServerState) -> Iterator[Metric]:
     yield _counter("read_blocks", "Blocks read from files.", state.cache.counters.blocks_read)
     yield _counter("device_reads", "Completed reads of devices.", engine["reads"])
     yield _counter("failed_blocks", "Blocks that could not be read.", state.cache.counters.failed)
+    yield _counter(
+        "corrected_samples",
+        "Samples whose checksum was right at the second read only.",
+        state.engines.right_count,
+    )
+    yield _counter("scrubbed_bytes", "Bytes read to find damage.", state.scrubber.size)
+    yield _counter("scrub_passes", "Passes through all open files.", state.scrubber.passes)
     yield _gauge("reads_in_flight", "Reads that devices carry out.", engine["inflight"])
     yield _gauge("reads_queued", "Reads that wait for a device.", engine["queued"])
 
@@ -165,7 +186,7 @@ def _memory(state: ServerState) -> Iterator[Metric]:
 def _clients(server: Server, running: int) -> Iterator[Metric]:
     state, statistics = server.state, server.state.statistics
     yield _gauge("sessions", "Connected clients.", server.connection_count)
-    yield _gauge("sessions_limit", "Largest number of clients.", server.most_sessions)
+    yield _gauge("sessions_limit", "Largest number of clients.", server.state.most_sessions)
     yield _gauge("jobs", "Jobs with a session.", running)
     yield _counter("clients_refused", "Clients refused: too many.", statistics.refused)
     yield _counter("clients_cut_off", "Clients that broke the protocol.", statistics.cut_off)
@@ -225,6 +246,23 @@ def _domains(state: ServerState) -> Metric:
     return family
 
 
+def _damaged(state: ServerState) -> Iterator[Metric | None]:
+    family = GaugeMetricFamily(
+        "ffserve_damaged_samples",
+        "Samples that were found damaged, of the files with the most.",
+        labels=("path",),
+    )
+    rows: Counter[str] = Counter()
+    for part in state.catalog.shards():
+        for shard in part:
+            if shard.damaged:
+                rows[_label(shard.path[-MOST_LABEL:])] += shard.damaged
+        yield None
+    for path in heapq.nlargest(MOST_FILES, rows, key=rows.__getitem__):
+        family.add_metric((path,), rows[path])
+    yield family
+
+
 def _jobs_of(state: ServerState) -> Steps[tuple[int, list[Job]]]:
     """Return the number of jobs with a session, and the jobs that are shown."""
     jobs, running = list(state.jobs.values()), 0
@@ -251,6 +289,7 @@ def _labelled(jobs: list[Job]) -> dict[tuple[str, str], Job]:
 def _jobs(
     state: ServerState, shown: dict[tuple[str, str], Job], now: float
 ) -> Iterator[Metric | None]:
+    reads = state.scheduler.reads_of
     columns: dict[str, tuple[str, Callable[[Job], float]]] = {
         "hits": ("Samples found in memory.", lambda job: job.hits),
         "hit_bytes": ("Bytes of these.", lambda job: job.hit_size),
@@ -258,7 +297,7 @@ def _jobs(
         "errors": ("Samples and requests that failed.", lambda job: job.errors),
         "read_bytes": (
             "Bytes read from files for the job.",
-            lambda job: state.scheduler.read_sizes.get(job.name, 0),
+            lambda job: reads[job.name].size if job.name in reads else 0,
         ),
         "waited_seconds": ("Time between requests and answers.", lambda job: job.waited_s),
     }
@@ -267,6 +306,24 @@ def _jobs(
         for labels, job in shown.items():
             counter.add_metric(labels, value(job))
         yield counter
+    times = CounterMetricFamily(
+        "ffserve_job_time_seconds",
+        "Time of its sessions: why they waited, or the trainer's own.",
+        labels=(*_LABELS, "cause"),
+    )
+    rivals = GaugeMetricFamily(
+        "ffserve_job_memory_taken",
+        "Share of its time, lately, that it waited since another job took memory.",
+        labels=(*_LABELS, "by"),
+    )
+    for labels, job in shown.items():
+        for cause, seconds in job.time.causes.items():
+            times.add_metric((*labels, cause), seconds)
+        if job.time.taken_by is not None:
+            share = job.time.recent(now)["taken"]
+            rivals.add_metric((*labels, _label(job.time.taken_by)), share)
+    yield times
+    yield rivals
     sessions = GaugeMetricFamily("ffserve_job_sessions", "Connected sessions.", labels=_LABELS)
     for labels, job in shown.items():
         sessions.add_metric(labels, job.sessions)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.server.access import Peer, Viewer, viewer_of
+from ffserve.server.log import NOBODY, latest
 from ffserve.server.shards import OpenShard
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
@@ -33,19 +31,26 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
     counters = state.cache.counters
     engine = state.engines.counters()
     shards: list[OpenShard] = []
+    slow: list[OpenShard] = []
     for part in state.catalog.shards():
-        shards += [shard for shard in part if viewer is None or viewer in shard.names]
+        mine = [shard for shard in part if viewer is None or viewer in shard.names]
+        shards += mine
+        if state.slow_reads:
+            slow += [shard for shard in mine if shard.count and shard.base in state.slow_reads]
         yield None
     jobs = [job for job in state.jobs.values() if viewer in (None, job.user)]
     own = {job.name for job in jobs}
     progress = [each for each in state.next_use.jobs if each.job in own]
-    alone_sizes = yield from _alone_sizes(state, shards)
+    yield from state.measure(now)
     rows = yield from _rows(
-        shards=(shard_facts(state, shard, viewer) for shard in shards),
+        shards=(shard_facts(state, s, viewer) for s in shards if state.catalog.has(s)),
         progress=(progress_facts(state, each, now) for each in progress),
         groups=iter(group_facts(state, now, None if viewer is None else own)),
-        jobs=(job_facts(state, job, now, alone_sizes.get(job.name, 0)) for job in jobs),
+        jobs=(job_facts(state, job, now, viewer) for job in jobs),
         domains=iter(domain_facts(state, viewer)),
+        preparations=iter(preparation_facts(state, viewer)),
+        slow_files=iter(slow_facts(state, slow, now, viewer)),
+        lines=iter(line_facts(viewer)),
     )
     return {
         "version": __version__,
@@ -56,6 +61,9 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
         "roots": list(state.config.roots),
         "engine": {"kind": state.engines.kind, **engine},
         "arena": arena_facts(state),
+        "clients": client_facts(state),
+        "samples": sample_facts(state),
+        "rates": rate_facts(state, now),
         "cache": {
             "asked": counters.asked,
             "resident": counters.resident,
@@ -65,9 +73,15 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
             "failed": counters.failed,
             "read_size": state.engines.read_size,
             "checksum_failures": state.engines.checksum_failures,
+            "corrected": state.engines.right_count,
             "blocked": state.scheduler.blocked_count,
             "prefetched": counters.prefetched,
             "wasted": counters.wasted,
+        },
+        "scrub": {
+            "rate": state.scrubber.rate,
+            "size": state.scrubber.size,
+            "passes": state.scrubber.passes,
         },
         **rows,
     }
@@ -97,6 +111,7 @@ def shard_facts(state: ServerState, shard: OpenShard, viewer: Viewer | None) -> 
         "sessions": shard.sessions,
         "open": shard.fd >= 0,
         "cached_size": used,
+        "damaged": shard.damaged,
     }
 
 
@@ -112,6 +127,79 @@ def domain_facts(state: ServerState, viewer: Viewer | None) -> list[dict[str, An
         for domain in state.domains.all[:MOST_ROWS]
         if viewer is None or domain.owner is None or viewer_of(domain.owner) == viewer
     ]
+
+
+def preparation_facts(state: ServerState, viewer: Viewer | None) -> list[dict[str, Any]]:
+    """Return what is known of each preparation of samples, and what sharing it has saved."""
+    return [
+        {
+            "name": each.name,
+            "user": each.owner[0],
+            "shared": each.trusted,
+            "prepared": each.count,
+            "found": min(each.shared_count, LARGEST_COUNT),
+            "cost_s": round(each.cost_s, 3),
+            "saved_s": round(each.saved_s, 3),
+        }
+        for each in state.catalog.preparations.all[:MOST_ROWS]
+        if viewer is None or viewer_of(each.owner) == viewer
+    ]
+
+
+def slow_facts(
+    state: ServerState, shards: list[OpenShard], now: float, viewer: Viewer | None
+) -> list[dict[str, Any]]:
+    """Return the files with slow reads, the latest first."""
+    found = [(state.slow_reads.get(shard.base), shard) for shard in shards]
+    rows = [
+        {
+            "path": shard.path if viewer is None else shard.names.get(viewer, ""),
+            "reads": slow.count,
+            "longest_s": round(slow.longest_s, 3),
+            "last_s": round(now - slow.last, 3),
+        }
+        for slow, shard in found
+        if slow is not None
+    ]
+    return sorted(rows, key=lambda row: row["last_s"])
+
+
+def line_facts(viewer: Viewer | None) -> list[dict[str, Any]]:
+    """Return the latest warnings and errors of the log: all, or those that a user caused."""
+    return [
+        {"time": round(line.time, 3), "level": line.level, "text": line.text}
+        for line in latest.lines()
+        if viewer is None or (line.user != NOBODY and line.user == viewer)
+    ]
+
+
+def client_facts(state: ServerState) -> dict[str, int]:
+    """Return the numbers of sessions and of requests."""
+    return {
+        "sessions": state.session_count,
+        "most_sessions": state.most_sessions,
+        "requests": state.scheduler.request_count,
+        "refused": state.statistics.refused,
+        "cut_off": state.statistics.cut_off,
+    }
+
+
+def sample_facts(state: ServerState) -> dict[str, int]:
+    """Return the counters of all jobs together."""
+    statistics = state.statistics
+    return {
+        "hits": min(statistics.hits, LARGEST_COUNT),
+        "hit_size": min(statistics.hit_size, LARGEST_COUNT),
+        "missed": statistics.missed,
+        "errors": statistics.errors.total(),
+    }
+
+
+def rate_facts(state: ServerState, now: float) -> dict[str, float]:
+    """Return what passes in a second, of all jobs together."""
+    names = ("hits", "missed", "hit_size", "read_size", "reads", "evicted", "errors")
+    rates = state.rates.per_second(now, state.counters())
+    return {name: round(rate, 3) for name, rate in zip(names, rates, strict=True)}
 
 
 def arena_facts(state: ServerState) -> dict[str, Any]:
@@ -185,12 +273,19 @@ def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[di
     return facts[:MOST_ROWS]
 
 
-def job_facts(state: ServerState, job: Job, now: float, alone_size: int) -> dict[str, Any]:
+def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -> dict[str, Any]:
     """Return the counters of one job."""
-    read_size = state.scheduler.read_sizes.get(job.name, 0)
+    reads, rival = state.scheduler.reads_of.get(job.name), state.jobs.get(job.time.taken_by or "")
+    hidden = job.time.taken_by is not None and not (
+        viewer is None or (rival is not None and viewer == rival.user)
+    )
+    rates = (round(rate, 3) for rate in job.rates.per_second(now, state.counters_of(job)))
     return {
         "name": job.name,
+        "title": job.title,
+        "user": job.user if isinstance(job.user, int) else job.user[0],
         "pid": job.pid or None,
+        "command": job.command,
         "paths": job.paths,
         "sessions": job.sessions,
         "age_s": round(now - job.first_seen, 3),
@@ -201,34 +296,10 @@ def job_facts(state: ServerState, job: Job, now: float, alone_size: int) -> dict
         "errors": job.errors,
         "hit_rate": job.hits / max(1, job.hits + job.missed),
         "waited_s": round(job.waited_s, 3),
-        "read_size": read_size,
-        "alone_size": alone_size,
+        "read_size": 0 if reads is None else reads.size,
+        "rates": dict(zip(("hits", "missed", "hit_size", "read_size"), rates, strict=True)),
+        "alone_size": min(job.time.alone_size, LARGEST_COUNT),
+        "time_s": {cause: round(part_s, 3) for cause, part_s in job.time.causes.items()},
+        "recent": {cause: round(share, 4) for cause, share in job.time.recent(now).items()},
+        "taken_by": "(another user)" if hidden else job.time.taken_by,
     }
-
-
-def _alone_sizes(
-    state: ServerState, shards: list[OpenShard]
-) -> Generator[None, None, dict[str, int]]:
-    """Return the bytes that each job would have read with the whole arena for itself: everything
-    in its first epoch, later what does not fit."""
-    bases = np.array([shard.base for shard in shards], np.int64)
-    payload_sizes = np.array([shard.payload_size for shard in shards], np.int64)
-    yield None
-    data_sets: defaultdict[str, list[JobProgress]] = defaultdict(list)
-    for progress in state.next_use.jobs:
-        data_sets[progress.job].append(progress)
-    sizes = {}
-    for name, every in data_sets.items():
-        job, count = state.jobs.get(name), sum(progress.sample_count for progress in every)
-        if job is None or not count:
-            continue
-        inside = np.zeros(len(bases), np.bool_)
-        for progress in every:
-            inside |= (bases >= progress.low) & (bases < progress.low + progress.span)
-            yield None
-        payload = int(payload_sizes[inside].sum())
-        used = (job.hits + job.missed) * payload // count
-        later = max(used - payload, 0)
-        alone = min(used, payload) + int(later * max(1 - state.arena.size / max(payload, 1), 0.0))
-        sizes[name] = min(alone, LARGEST_COUNT)
-    return sizes

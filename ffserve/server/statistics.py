@@ -1,4 +1,4 @@
-"""Statistics of the daemon since its start: durations, and what its clients read, for metrics.
+"""Statistics of the daemon since its start: durations, rates, and what its clients read.
 
 To note a duration takes 0.2 us. Buckets double from 1 us to 8 s, the same as those in which clients
 report (`View.take_times`).
@@ -6,7 +6,7 @@ report (`View.take_times`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from ffserve.errors import ProtocolError
 
 BOUNDS_S = tuple(2**k / 1e6 for k in range(DURATIONS - 1))
 """Upper ends of the buckets but the last, which has none."""
+
+RATE_S, MARK_S = 5.0, 1.0
+"""Rates are means of the last RATE_S: clients that only hit report once a second. What counters
+were is kept every MARK_S."""
 
 
 class Histogram:
@@ -33,17 +37,48 @@ class Histogram:
         self.sum_s += seconds
 
 
+class Rates:
+    """How fast counters rise: means of the last RATE_S.
+
+    Args: now: monotonic time, at which the counters are 0. count: of the counters.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, now: float, count: int) -> None:
+        self._marks = deque([(now, (0,) * count)])
+        """What the counters were; the oldest is as old as the means."""
+
+    def note(self, now: float, counters: tuple[int, ...]) -> None:
+        """Keep what the counters are; called every few seconds at least."""
+        marks = self._marks
+        if now - marks[-1][0] >= MARK_S:
+            marks.append((now, counters))
+        while len(marks) > 1 and marks[1][0] <= now - RATE_S:
+            marks.popleft()
+
+    def per_second(self, now: float, counters: tuple[int, ...]) -> list[float]:
+        """Return how much each counter has risen in a second."""
+        began, before = self._marks[0]
+        seconds = max(now - began, MARK_S)
+        return [(b - a) / seconds for a, b in zip(before, counters, strict=True)]
+
+
 class Statistics:
     """What clients cause and report.
 
     hits, hit_size, missed: samples and bytes found in memory, samples asked for. errors: failed
-    samples and requests, by the code of the error. refused, cut_off: clients.
+    samples and requests, by the code of the error. refused, cut_off: clients. prepared,
+    preparing_s: samples that clients prepared and handed over, and how long that took;
+    prepared_found, preparing_saved_s: those that were found in memory instead.
     """
 
     def __init__(self) -> None:
         self.hits = self.hit_size = self.missed = 0
         self.errors: Counter[str] = Counter()
         self.refused = self.cut_off = 0
+        self.prepared = self.prepared_found = 0
+        self.preparing_s = self.preparing_saved_s = 0.0
         self.hit_batches = Histogram()
         """Copying batches of cached samples, as clients report it."""
         self.requests = Histogram()
