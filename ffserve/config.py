@@ -49,7 +49,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 LIVE = (
     "roots", "file_systems", "arena", "max_chunk_size", "max_sessions", "drain_timeout",
-    "close_after", "idle_timeout", "log_level",
+    "close_after", "idle_timeout", "scrub_rate", "log_level",
 )  # fmt: skip
 """Keys that a running daemon takes over when it is told to reload its settings."""
 
@@ -136,6 +136,17 @@ def _documented(
         "parse": parse,
         "doc": doc,
     }
+
+
+def _choice(key: str, choices: tuple[str, ...], default: str, doc: str) -> dict[str, Any]:
+    """Return the metadata of a field that has one of some words."""
+
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise UsageError(f"expected one of {', '.join(choices)}, not {value!r}")
+        return cast(str, value)
+
+    return _documented(key, "--" + key.replace("_", "-"), "|".join(choices), default, parse, doc)
 
 
 def _parse_roots(value: Any) -> tuple[str, ...]:
@@ -251,15 +262,6 @@ def _parse_chunk_size(value: Any) -> int:
     return size
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in choices:
-            raise UsageError(f"expected one of {', '.join(choices)}, not {value!r}")
-        return cast(str, value)
-
-    return parse
-
-
 def _count(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         number = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -278,6 +280,13 @@ def _seconds(value: Any) -> float:
     if not 0 <= seconds <= 3600:
         raise UsageError(f"expected a number of seconds from 0 to 3600, not {value!r}")
     return seconds
+
+
+def _parse_rate(value: Any) -> int:
+    rate = parse_size(value)
+    if rate and not 1 << 10 <= rate <= 1 << 40:
+        raise UsageError(f"expected 0 or a size from 1KiB to 1TiB a second, not {value!r}")
+    return rate
 
 
 @dataclass(frozen=True)
@@ -314,12 +323,10 @@ class ServerConfig:
     )
     common: CommonName = field(
         default="world",
-        metadata=_documented(
+        metadata=_choice(
             "common",
-            "--common",
-            "RULE",
+            COMMON,
             "world",
-            _one_of(COMMON),
             "Files whose cached samples all clients share: 'world' (those that everybody may read) "
             "or 'user' (those that the daemon's own user may read, which its groups decide). "
             "Samples of other files are kept apart for each user.",
@@ -385,12 +392,10 @@ class ServerConfig:
     )
     engine: EngineName = field(
         default="auto",
-        metadata=_documented(
+        metadata=_choice(
             "engine",
-            "--engine",
-            "|".join(ENGINES),
+            ENGINES,
             "auto",
-            _one_of(ENGINES),
             "I/O engine. 'auto' takes the first that works: 'registered' (io_uring with registered "
             "buffers), 'uring' (io_uring), 'aio' (Linux AIO), 'threads'. 'ffserve status' shows "
             "which one is in use.",
@@ -422,12 +427,10 @@ class ServerConfig:
     )
     payload: PayloadName = field(
         default="shared",
-        metadata=_documented(
+        metadata=_choice(
             "payload",
-            "--payload",
-            "|".join(PAYLOADS),
+            PAYLOADS,
             "shared",
-            _one_of(PAYLOADS),
             "How samples reach clients. 'shared': in shared memory, or through the socket if a "
             "client cannot map it. 'inline': through the socket for all clients.",
         ),
@@ -468,6 +471,18 @@ class ServerConfig:
             "second.",
         ),
     )
+    scrub_rate_bytes: int = field(
+        default=0,
+        metadata=_documented(
+            "scrub_rate",
+            "--scrub-rate",
+            "SIZE",
+            "0",
+            _parse_rate,
+            "Bytes a second, such as 20MiB, that the daemon reads of files that jobs have open, to "
+            "find damage, while nothing is asked for; 0 means never.",
+        ),
+    )
     idle_timeout_s: float = field(
         default=0.0,
         metadata=_documented(
@@ -482,23 +497,19 @@ class ServerConfig:
     )
     log_level: LogLevel = field(
         default="info",
-        metadata=_documented(
+        metadata=_choice(
             "log_level",
-            "--log-level",
-            "|".join(LOG_LEVELS),
+            LOG_LEVELS,
             "info",
-            _one_of(LOG_LEVELS),
             "Lowest severity of the messages on standard error.",
         ),
     )
     log_format: LogFormat = field(
         default="text",
-        metadata=_documented(
+        metadata=_choice(
             "log_format",
-            "--log-format",
-            "|".join(LOG_FORMATS),
+            LOG_FORMATS,
             "text",
-            _one_of(LOG_FORMATS),
             "Form of these messages: 'text', with the severity for the journal if they go there, "
             "or 'json', one object per line.",
         ),
@@ -511,21 +522,20 @@ class ServerConfig:
             "ADDRESS",
             "none",
             _parse_http,
-            "Address, such as 127.0.0.1:9469, or path of a Unix socket for HTTP: /metrics "
-            "(OpenMetrics), /healthz and /readyz. Needs the extra 'metrics' of the package.",
+            "Address, such as 127.0.0.1:9469, or path of a Unix socket for HTTP: / (status page), "
+            "/metrics (OpenMetrics), /healthz and /readyz. Needs the extra 'metrics' of the "
+            "package.",
         ),
     )
     http_jobs: HttpJobs = field(
         default="administrators",
-        metadata=_documented(
+        metadata=_choice(
             "http_jobs",
-            "--http-jobs",
-            "|".join(HTTP_JOBS),
+            HTTP_JOBS,
             "administrators",
-            _one_of(HTTP_JOBS),
-            "Who gets metrics with the names of jobs and the numbers of users: 'administrators' "
-            "(root and the daemon's user, through a Unix socket) or 'all' who can connect. Others "
-            "get totals.",
+            "Who gets metrics with the names of jobs and the numbers of users, and a status page "
+            "with these, command lines, files and log: 'administrators' (root and the daemon's "
+            "user, through a Unix socket) or 'all' who can connect. Others get totals.",
         ),
     )
 

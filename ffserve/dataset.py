@@ -24,6 +24,7 @@ from ffserve.engine.opening import KIND_BITS, stat_paths
 from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
 from ffserve.files import wrap_os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.store.urls import is_url
 
 PathLike = str | os.PathLike[str]
 
@@ -54,11 +55,12 @@ def expand_paths(
     *,
     suffixes: Sequence[str] | Callable[[], Sequence[str]] = (),
 ) -> tuple[str, ...]:
-    """Return the absolute paths of the files that `paths` denotes, in order.
+    """Return the absolute paths of the files that `paths` denotes, in order; URLs of remote ones.
 
     Args:
         paths: a file, a directory (its files with one of `suffixes`, sorted by name, not
-            recursive), a glob pattern (matches sorted by name), or a sequence of these.
+            recursive), a glob pattern (matches sorted by name), the URL of one of these, or a
+            sequence of these.
         suffixes: suffixes of the files to take from a directory; () takes all that are not hidden.
             A function is called only if there is a directory.
 
@@ -89,7 +91,7 @@ def expand_paths(
 
 def _files(names: list[str]) -> list[str]:
     """Return the absolute paths if all of these exist, and none is a directory; else nothing."""
-    if not all(names):
+    if not all(names) or any(map(is_url, names)):
         return []
     absolute = [os.path.abspath(name) for name in names]
     with contextlib.suppress(ValueError):  # characters that no file name can have
@@ -104,6 +106,11 @@ def _expand_one(
 ) -> tuple[str, ...]:
     if not path:
         raise UsageError("empty path", hint="check for an unset shell variable")
+    if is_url(path):
+        from ffserve.store.fetching import listing
+
+        found = listing(path, suffixes() if callable(suffixes) else suffixes)
+        return tuple(identity.url for identity in found)
     absolute = os.path.abspath(path)
     mode = None
     with contextlib.suppress(OSError, ValueError):

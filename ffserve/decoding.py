@@ -25,6 +25,7 @@ from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ChunkedShard
+from ffserve.second_read import second_reads
 
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
@@ -152,14 +153,30 @@ class ChunkBatch(Generic[Run]):
             for chunk in range(run.low, run.high):
                 size, first = int(chunks.sizes[chunk]), at + int(chunks.begins[chunk]) - run.begin
                 extent = raw[first : first + int(chunks.ends[chunk] - chunks.begins[chunk])]
-                outcome = status or _decode(run, chunk, extent, memory, offset, size)
+                outcome = status or decode(run, chunk, extent, memory, offset, size)
                 yield run, chunk, offset, outcome
                 offset += size
             at += run.end - run.begin
         self._buffers.give(self._raw)
 
 
-def _decode(
+def read_again(
+    run: Run, chunk: int, fd: int, memory: Callable[[Run, int, int], Bytes], offset: int
+) -> DecodedChunk | None:
+    """Read and decode a chunk that was damaged once more; return None if it is damaged again.
+
+    Args: fd: of its file. memory, offset: as in `ChunkBatch.decode`.
+    """
+    chunks = run.shard.chunks
+    begin, size = int(chunks.begins[chunk]), int(chunks.sizes[chunk])
+    for extent in second_reads(fd, begin, int(chunks.ends[chunk]) - begin):
+        outcome = decode(run, chunk, extent, memory, offset, size)
+        if isinstance(outcome, DecodedChunk):
+            return outcome
+    return None
+
+
+def decode(
     run: Run,
     chunk: int,
     extent: memoryview,
@@ -167,6 +184,7 @@ def _decode(
     offset: int,
     size: int,
 ) -> Outcome:
+    """Verify and decode the bytes of a chunk; see `ChunkBatch.decode`."""
     try:
         into = memory(run, offset, size)
         return DecodedChunk(into, *run.shard.decode(chunk, extent, into))

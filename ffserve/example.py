@@ -243,7 +243,14 @@ def _wrong(name: str, reason: str, hint: str | None = None) -> UsageError:
 # ---- Arrow -------------------------------------------------------------------------------------
 
 
-def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
+def to_arrow(
+    batch: Any,
+    schema: Any = None,
+    *,
+    record: str = "Example",
+    path: str | None = None,
+    first: int = 0,
+) -> Any:
     """Decode samples to Arrow columns.
 
     Args:
@@ -252,6 +259,7 @@ def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
             string, binary, lists of these, and of a SequenceExample lists of lists. None infers
             it from these samples.
         record: "Example" or "SequenceExample".
+        path, first: for errors: the file, and the number of the first sample in it.
     Returns: pyarrow.RecordBatch with one row per sample, in new memory. A missing feature is null.
     Raises:  FormatError: a sample is not such a message, or does not fit the schema. UsageError:
              a type that messages cannot hold, or pyarrow is not installed.
@@ -269,9 +277,9 @@ def to_arrow(batch: Any, schema: Any = None, *, record: str = "Example") -> Any:
         records = columns.records_of(bytes(sample) for sample in batch)
     if schema is None:
         inference = columns.Inference(record)
-        inference.add(records)
+        inference.add(records, columns.Place(path, first))
         schema = inference.schema()
-    return columns.decode(records, schema, record=record)
+    return columns.decode(records, schema, record=record, place=columns.Place(path, first))
 
 
 # ---- schema ------------------------------------------------------------------------------------

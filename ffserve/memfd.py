@@ -146,9 +146,7 @@ class MemoryFile:
         Args: offset, size: multiples of the page size.
         Raises: OSError.
         """
-        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size):
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
+        punch(self.fd, offset, size)
 
     def close(self) -> None:
         """Close the descriptor. The memory stays while anybody maps it."""
@@ -286,6 +284,13 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
 
 
 # ---- locks on a byte of a file, which show who still uses it -------------------------------------
+
+
+def punch(fd: int, offset: int, size: int) -> None:
+    """Make a hole in a file: its bytes read as zeros and take no room. Raises: OSError."""
+    if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def lock_byte(fd: int, number: int, *, held: bool) -> None:

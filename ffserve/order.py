@@ -206,3 +206,28 @@ def checked_integer(name: str, value: int, end: int) -> int:
     if not 0 <= value < end:
         raise UsageError(f"{name} is {value}, but must be in 0 … {end - 1}")
     return value
+
+
+# ---- how far an order is from a uniform shuffle -------------------------------------------------
+
+
+def displacement(order: Int64s) -> float:
+    """Return the mean displacement / that of a uniform shuffle, which is (n² - 1) / 3n."""
+    n = len(order)
+    return float(np.abs(order - np.arange(n)).mean() / ((n * n - 1) / (3 * n)))
+
+
+def together(order: Int64s, batch: int) -> float:
+    """Return the probability that neighbours share a batch."""
+    n = len(order)
+    batch_of = np.empty(n, np.int64)
+    batch_of[order] = np.arange(n) // batch
+    return float((batch_of[1:] == batch_of[:-1]).mean())
+
+
+def design_effect(order: Int64s, batch: int) -> float:
+    """Return the variance of the batches' means / that of samples drawn without replacement."""
+    n = len(order) - len(order) % batch
+    means = order[:n].reshape(-1, batch).mean(axis=1)
+    uniform = (len(order) + 1) * (len(order) - batch) / (12 * batch)
+    return float(((means - (len(order) - 1) / 2) ** 2).mean() / uniform)

@@ -9,8 +9,9 @@ connection must be closed. `docs/PROTOCOL.md` is the normative text.
 
 from __future__ import annotations
 
+import reprlib
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 
 VERSION = 2
+VERSIONS = (VERSION,)
+"""What this release speaks, the newest first: its version, and the one before from 2 on. Version 1
+had no access by descriptor."""
 MAX_FRAME_SIZE = 16 * 1024 * 1024
 """Bytes of a body: enough for an OPEN of 100,000 paths, and a bound for a false size."""
 MAX_MESSAGE_SIZE = 1024 * 1024
@@ -36,6 +40,8 @@ MAX_CONTAINERS = 16_384
 """Lists and maps in a frame; decoded, each takes much more memory than its bytes."""
 MAX_GET_COUNT = 65_536
 """Indices in one GET or LEASE; a client splits what is larger."""
+MOST_TITLE, MOST_COMMAND = 64, 256
+"""Characters of the name and the command that HELLO tells people of a job."""
 MOST_REQUESTS = 64
 """GETs and LEASEs of one session without an answer; the client delays further ones."""
 MOST_FILES = 253
@@ -343,6 +349,69 @@ class Handed:
     left: int
 
 
+@dataclass(slots=True)
+class Prepare:
+    """Open the prepared samples of a data set; OPENED answers, after a NEED for a memory file.
+
+    `key`: 32 bytes, of the preparation. `what`: name, of it, for people.
+    """
+
+    TYPE: ClassVar[int] = 29
+    tag: int
+    dataset: int
+    key: bytes
+    what: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Claim:
+    """Ask who prepares samples. `indices`: packed i64 in the data set of prepared samples.
+
+    `wait`: 1: answer when no other session prepares any of them.
+    """
+
+    TYPE: ClassVar[int] = 30
+    tag: int
+    dataset: int
+    indices: bytes
+    wait: int
+
+
+@dataclass(slots=True)
+class Claimed:
+    """The answer to CLAIM. `states`: one byte per sample: READABLE, YOURS, ELSEWHERE, UNSHARED."""
+
+    TYPE: ClassVar[int] = 31
+    tag: int
+    states: bytes
+
+
+@dataclass(slots=True)
+class Put:
+    """Prepared samples that this session has claimed lie in its memory file; READY answers.
+
+    `indices`: packed i64. `places`, `lengths`: packed u64, in bytes; a length of 0 gives the claim
+    up. `cost_us`: the time of their preparation.
+    """
+
+    TYPE: ClassVar[int] = 32
+    tag: int
+    dataset: int
+    indices: bytes
+    places: bytes
+    lengths: bytes
+    cost_us: int
+
+
+@dataclass(slots=True)
+class Distrust:
+    """The preparation of a data set of prepared samples is not deterministic: share none of it."""
+
+    TYPE: ClassVar[int] = 33
+    dataset: int
+    index: int
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -372,6 +441,11 @@ Message: TypeAlias = (
     | Handover
     | Handed
     | Times
+    | Prepare
+    | Claim
+    | Claimed
+    | Put
+    | Distrust
 )
 
 FROM_CLIENT = (
@@ -392,8 +466,35 @@ FROM_CLIENT = (
     Resize,
     Handover,
     Times,
+    Prepare,
+    Claim,
+    Put,
+    Distrust,
 )
-FROM_SERVER = (Welcome, Opened, Ready, Report, Fail, Alive, Need, Sending, Payload, Found, Handed)
+FROM_SERVER = (
+    Welcome,
+    Opened,
+    Ready,
+    Report,
+    Fail,
+    Alive,
+    Need,
+    Sending,
+    Payload,
+    Found,
+    Handed,
+    Claimed,
+)
+
+READABLE, YOURS, ELSEWHERE, UNSHARED = range(4)
+"""The states of samples in CLAIMED: it is in memory; prepare it and PUT it; another session
+prepares it; prepare it for yourself."""
+KEY_SIZE = 32
+"""Bytes of the key in PREPARE."""
+MOST_CLAIMED = 1024
+"""Samples in one CLAIM or PUT: half a millisecond of the daemon's loop."""
+MOST_PREPARED_SIZE = (1 << 32) - 1
+"""Bytes of one prepared sample."""
 
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
@@ -803,6 +904,34 @@ def unpack_positions(packed: bytes, count: int) -> list[int]:
     if max(positions) >= count:
         raise ProtocolError(f"invalid NEED message: position {max(positions)} of {count} files")
     return positions
+
+
+def common_version(hello: dict[str, Any], server: str) -> int:
+    """Return the newest version that both sides speak.
+
+    Args: hello: what the client says. server: name and release of the daemon.
+    Raises: ProtocolError: there is none; it says which side is to be upgraded.
+    """
+    theirs, client = hello.get("versions"), hello.get("client")
+    numbers = type(theirs) is list and all(type(version) is int for version in theirs)
+    if not numbers or not theirs:
+        raise ProtocolError(f"invalid HELLO message: versions {reprlib.repr(theirs)}")
+    for version in VERSIONS:
+        if version in theirs:
+            return version
+    named = f" ({client})" if isinstance(client, str) and 0 < len(client) <= 100 else ""
+    old, new = f"this client{named}", f"the daemon ({server})"
+    speaks = f"speaks {_spoken(theirs)} of the protocol", f"speaks {_spoken(VERSIONS)}"
+    if min(theirs) > VERSIONS[0]:
+        raise ProtocolError(f"upgrade {new}, which {speaks[1]}: {old} {speaks[0]}")
+    raise ProtocolError(f"upgrade ffserve in {old}, which {speaks[0]}: {new} {speaks[1]}")
+
+
+def _spoken(versions: Sequence[int]) -> str:
+    """Return versions in words; a client may list any number of them."""
+    if len(versions) == 1:
+        return f"version {versions[0]}"
+    return f"versions {min(versions)} to {max(versions)}"
 
 
 def error_to_wire(error: FFServeError) -> list[Any]:

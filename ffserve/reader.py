@@ -37,6 +37,7 @@ from ffserve.errors import (
 )
 from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT
+from ffserve.store.urls import is_url, shown
 
 T = TypeVar("T")
 
@@ -69,8 +70,9 @@ def open(
     """Open record files as one sequence of samples.
 
     Args:
-        paths: one file, a directory, a glob pattern, or a sequence of these; samples are numbered
-            through them in order.
+        paths: one file, a directory, a glob pattern, the URL of one of these (`s3://…` and all
+            others of fsspec), or a sequence of these; samples are numbered through them in order.
+            Remote files are read in this process, through the local store (`docs/howto/remote.md`).
         format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "start", and "auto" with FFSERVE_START=1 in the
@@ -100,6 +102,7 @@ def open(
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
+    check_server(files, server)
     if format in (None, "tfrecord") and is_compressed(files[0]):
         stream = StreamReader(files, server, verify=verify, tolerant=tolerant)
         if server not in ("auto", "start", "off"):
@@ -113,6 +116,18 @@ def open(
             reader.close()
             raise
     return reader
+
+
+def check_server(files: tuple[str, ...], server: str) -> None:
+    """Raise UsageError if files are remote and a daemon is required."""
+    if server in ("auto", "start", "off"):
+        return
+    if (url := next(filter(is_url, files), None)) is not None:
+        raise UsageError(
+            f"the daemon does not read remote files, and server={server!r} requires it",
+            path=shown(url),
+            hint="server='auto' reads them in this process, through the local store",
+        )
 
 
 def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:
@@ -250,9 +265,9 @@ class Reader(BaseReader, Sequence[Bytes]):
         server: str,
         verify: bool,
         tolerant: bool = False,
-        use_index: bool = True,
+        seen: Callable[[int], object] | None = None,
     ) -> None:
-        super().__init__(OpenRequest(paths, format, server, verify, tolerant, use_index))
+        super().__init__(OpenRequest(paths, format, server, verify, tolerant, seen))
         self._selector.open()
 
     def _set_up(self) -> None:
@@ -261,6 +276,15 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _retrying(self, attempt: Callable[[Source], T]) -> T:
         return self._selector.retrying(attempt)
+
+    def current_source(self, *, lead: bool = False) -> Source:
+        """Return the present source; for what belongs to it, such as prepared samples.
+
+        Args: lead: begin a job of its own first, as `announce` does.
+        """
+        if lead:
+            self._selector.lead()
+        return self._selector.current()
 
     @property
     def source(self) -> str:

@@ -46,7 +46,7 @@ def open_shard(
     verify: bool = True,
     tolerant: bool = False,
     keep: index_file.Keep = "own",
-    use_index: bool = True,
+    seen: Callable[[int], object] | None = None,
     passed_index: int | None = None,
 ) -> formats.Shard:
     """Open the shard in an open file.
@@ -57,8 +57,9 @@ def open_shard(
         format_name: format; None detects it by content, then by suffix.
         verify, tolerant: see ``formats.base.Format.open``.
         keep: where an index file may be written.
-        use_index: False scans a file without tables even if it has an index file. An index file
-            that contradicts the scan is replaced.
+        seen: gets the byte up to which a scan has come, again and again. With it, a file without
+            tables is scanned even if it has an index file. An index file that contradicts the scan
+            is replaced.
         passed_index: descriptor of an index file of the client; see `index_file.find`.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
     Cost:    that of the format; an index file saves the scan of a format without tables.
@@ -68,12 +69,12 @@ def open_shard(
         return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
     identity = index_file.Identity.of(fd, path, chosen.name)
     indexed = index_file.find(fd, path, identity, keep, passed_index)
-    if use_index and indexed is not None:
+    if seen is None and indexed is not None:
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
             return shard
-    watched = _watched(read_at, _long_scan(path, size))
-    scanned = chosen.open(watched, size, path, verify=verify, tolerant=tolerant)
+    counted = watched(read_at, seen or _long_scan(path, size))
+    scanned = chosen.open(counted, size, path, verify=verify, tolerant=tolerant)
     if verify and not (indexed is not None and _same(indexed, scanned)):
         if scanned.sound:
             index_file.store(fd, path, identity, scanned, keep)
@@ -82,7 +83,7 @@ def open_shard(
     return scanned
 
 
-def _watched(read_at: ReadAt, seen: Callable[[int], None]) -> ReadAt:
+def watched(read_at: ReadAt, seen: Callable[[int], object]) -> ReadAt:
     """Return the same `ReadAt`, which reports before each read up to which byte it has come."""
     furthest = 0
 
@@ -150,7 +151,7 @@ def _discard_stale(
     """Whether the file has other records than its tables say; make its index file invalid then."""
     chosen = formats.by_name(scanned)
     assert needs_scan(chosen)
-    with buffered(fd) as plain:
+    with buffered(fd, 0) as plain:  # the daemon's loop must not wait
         read_at = read_at_of(plain, path)
         if isinstance(chunked, ScannedShard):
             agrees = chunked.agrees(read_at, _some(chunked.count))
@@ -268,7 +269,7 @@ def write_index_file(
             shard = _restored(fd, path, chosen, read_at, size, indexed)
             if shard is not None:
                 return shard, indexed.path
-        scanned = chosen.open(_watched(read_at, seen) if seen else read_at, size, path)
+        scanned = chosen.open(watched(read_at, seen) if seen else read_at, size, path)
         written = index_file.store(fd, path, identity, scanned, "beside")
     finally:
         os.close(fd)

@@ -67,11 +67,22 @@ class Fetch:
             later may be evicted for them. None: they are wanted now.
     """
 
-    __slots__ = ("cursor", "failures", "latest", "numbers", "pinned_size", "pins", "waiting")
+    __slots__ = (
+        "cursor",
+        "failures",
+        "file",
+        "latest",
+        "numbers",
+        "pinned_size",
+        "pins",
+        "waiting",
+    )
 
     def __init__(self, numbers: Int64s, latest: float | None = None) -> None:
         self.numbers = numbers
         self.latest = latest
+        self.file = -1
+        """The memory file that prepared samples are read from; -1: the files of their shards."""
         self.cursor = 0
         """The number of samples that were planned: they are resident, being read, or failed."""
         self.waiting = 0
@@ -93,7 +104,10 @@ class Load:
     number: unique while the load is in progress. parts: its slots by size class. size: bytes of the
     blocks in their files, widened. reads: of the device; the reader lowers it where neighbours are
     read together.
-    batches, failures: of the reader: engine batches that have not ended, failed samples by number.
+    file: see `Fetch`. batches, failures: of the reader: engine batches that have not ended, failed
+    samples by number.
+    read_s, decode_s: of the reader: the time of batches that are decoded, and of their decoding.
+    right: of the reader: samples whose checksum was right at the second read only.
     """
 
     number: int
@@ -104,9 +118,13 @@ class Load:
     parts: list[Part]
     size: int
     reads: int
+    file: int = -1
     fetches: list[Fetch] = field(default_factory=list)
     batches: int = 0
     failures: dict[int, Failure] = field(default_factory=dict)
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    right: list[int] = field(default_factory=list)
 
 
 class Cache:
@@ -301,7 +319,7 @@ class Cache:
         fetch.pins.append(slots)
         fetch.pinned_size += held
         self.counters.blocks_read += len(slots)
-        load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots))
+        load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots), fetch.file)
         self._loading[number] = load
         return load
 

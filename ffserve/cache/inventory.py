@@ -95,7 +95,8 @@ _SHARD = struct.Struct("<qqQQqqqqQqqqii16s16s376s")
 assert _SHARD.size == SHARD.itemsize == 512
 MOST_SHARDS = 1 << 18
 """Rows. Further shards are not kept over a restart."""
-VERIFIED, TOLERANT, CHUNKED = 1, 2, 4
+VERIFIED, TOLERANT, CHUNKED, PREPARED = 1, 2, 4, 8
+"""The flags of a shard. PREPARED: clients made its samples of those of the file."""
 _PATH_SIZE = SHARD["path"].itemsize
 
 Rows: TypeAlias = NDArray[Any]

@@ -88,6 +88,8 @@ class JobProgress:
         self.key = job, b""
         """Its key in `NextUse`."""
         self.sample_count = sample_count
+        self.payload_size = 0
+        """Bytes of its samples, or of the chunks that they are in."""
         self.low = low
         self.span = span
         self.sessions = 0
@@ -111,6 +113,11 @@ class JobProgress:
         """The dataset of a session that announced the orders: they are dropped with it."""
         self.user = 0
         """The user that announced them."""
+        self.on_demand = False
+        """Its samples are prepared by clients, so none is read ahead."""
+        self.feeds = 0
+        """Data sets of prepared samples that are made of its samples. It has no floor meanwhile:
+        most of its samples are wanted only where prepared ones were evicted."""
         self.departed = False
         """Its requests departed from its order; it counts as silent since."""
         self._reports = False
@@ -285,6 +292,18 @@ class JobProgress:
             first = int(np.minimum.reduce(parts[parts >= front]))
             return self._advance(min(self.front, order.edge(first)) - lag, now)
         return _NONE
+
+    def passed(self, numbers: Int64s) -> None:
+        """A worker has these samples, and the job will report a position behind them. Until then
+        they would count as wanted next, which in a small arena are more than it holds."""
+        order = self.order
+        if order is None or order.following is not None or not len(numbers):
+            return
+        end = self.front + int(max(self.lead, self.usual_step, len(numbers))) + NEARBY
+        # Reports of cached samples may be late: others are of the epoch before.
+        parts = order.parts(numbers)
+        here = (parts >= order.part(self.position)) & (parts <= order.part(min(end, order.count)))
+        order.pass_over(numbers[here])
 
     def _found(self, order: Order, part: int, number: int) -> None:
         """A sample in this part was requested: move the front behind it."""

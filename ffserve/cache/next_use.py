@@ -19,6 +19,8 @@ from ffserve.cache.orders import Arriving, Order, Steps, done
 from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
 
+USUAL_MISS_S = 1 / (500 << 20)
+"""Seconds in which a disk reads a byte, before that is known."""
 SMALLEST_LIMIT = 1 << 30
 """Bytes that all orders together may always take."""
 
@@ -37,6 +39,9 @@ class Group:
     def __init__(self, number: int) -> None:
         self.number = number
         self.jobs: list[JobProgress] = []
+        self.saved_s: Callable[[float], float] | None = None
+        """Seconds that each byte of its samples saves, of those that reading a byte takes; None:
+        just these, as of raw samples."""
         self._silent: SilentJobs | None = None
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
@@ -91,6 +96,8 @@ class NextUse:
 
     def __init__(self, most_size: int = SMALLEST_LIMIT) -> None:
         self.now = 0.0
+        self.miss_s = USUAL_MISS_S
+        """Seconds of reading that each byte in memory saves, as of late."""
         self.groups: dict[int, Group] = {}
         self.merged: list[tuple[int, int]] = []
         """(old, new): groups that became one, which the policy has not seen yet."""
@@ -135,6 +142,7 @@ class NextUse:
         group = self.groups.setdefault(number, Group(number))
         fresh = [base for base in bases if base not in groups]
         for old in found[1:]:
+            group.saved_s = group.saved_s or self.groups[old].saved_s
             for base in [base for base, other in groups.items() if other == old]:
                 groups[base] = number
                 fresh.append(base)
@@ -165,6 +173,13 @@ class NextUse:
             del self._jobs[progress.key]
             self._announced.pop(progress, None)
             self.groups[progress.group].jobs.remove(progress)
+
+    def saved_s(self, number: int) -> float:
+        """Return how many seconds each byte in memory of a group's samples saves per use."""
+        group = self.groups.get(number)
+        if group is None or group.saved_s is None:
+            return self.miss_s
+        return group.saved_s(self.miss_s)
 
     def drop(self, base: int) -> None:
         """A shard is closed."""

@@ -125,6 +125,12 @@ class Order:
         self._position = max(self._position, position)
         return numbers
 
+    def pass_over(self, numbers: Int64s) -> None:
+        """The job has used these samples, and has not reported a position behind them yet. Not for
+        an order with replacement."""
+        assert self.following is None
+        self.table[numbers - self.low] = 0
+
     def same(self, other: Order) -> Steps[bool]:
         """Return whether both visit the same samples in the same order, as far as both still hold
         them."""

@@ -14,8 +14,9 @@ Two rules, each the best known for its case:
 
 Datasets that share no shard compete as *groups*. A group below its floor of size / 2J for each of
 its jobs takes slots from groups above theirs; otherwise a sample of another group is evicted if it
-is wanted later by a quarter or more. Slots of another size class, or of another user's domain,
-change hands by whole slabs, by the same rule.
+is wanted later by a quarter or more. The times at which samples are wanted are weighed by what a
+byte of them saves, which is more for prepared samples than for raw ones. Slots of another size
+class, or of another user's domain, change hands by whole slabs, by the same rule.
 
 There is no clock and no lock. The cache knows which slots are usable: resident and not pinned.
 """
@@ -233,7 +234,7 @@ class Policy:
         floors = self.floors()
         size = int(self._arena.class_sizes[size_class % self._arena.class_count])
         spare = {n: (self.used.get(n, 0) - floors.get(n, 0)) // size for n in there}
-        worth = {number: self._spared_s(number, bucket_sets[number]) for number in there}
+        worth = {number: self._spare(number, bucket_sets[number]) for number in there}
         above = [
             (n, spare[n]) for n in there if n != taker and spare[n] > 0 and not self._returns(n)
         ]
@@ -282,22 +283,31 @@ class Policy:
         return group is not None and not group.jobs
 
     def _epoch_s(self, number: int) -> float:
-        """Return in how many seconds a group will have used all of its samples; inf: never."""
+        """Return in how many seconds a group will have used all of its samples (inf: never),
+        divided by what a byte of it saves."""
         group, now = self._next_use.groups.get(number), self._next_use.now
-        return group.epoch_s(now) if group is not None else np.inf
+        return group.epoch_s(now) / self._next_use.saved_s(number) if group is not None else np.inf
 
     def floors(self) -> dict[int, int]:
         """Return the bytes of each group that other groups may not take."""
         now = self._next_use.now
-        jobs = {number: len(group.active(now)) for number, group in self._next_use.groups.items()}
+        jobs = {
+            number: sum(not progress.feeds for progress in group.active(now))
+            for number, group in self._next_use.groups.items()
+        }
         total = sum(jobs.values())
         return {n: self._arena.size * k // (2 * total) for n, k in jobs.items() if k}
 
     def _worth_of_own(self, taker: int, worth: dict[int, float]) -> float:
         group, now = self._next_use.groups.get(taker), self._next_use.now
         if group is None or group.static(now):
-            return group.epoch_s(now) if group else np.inf
+            return self._epoch_s(taker)
         return worth.get(taker, 0.0)
+
+    def _spare(self, number: int, bucket_set: BucketSet) -> float:
+        """Return how well the first victim of a group can be spared: the time until it is wanted,
+        divided by what a byte of the group saves then. Only ratios matter."""
+        return self._spared_s(number, bucket_set) / self._next_use.saved_s(number)
 
     def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
         """Return in how many seconds the first victim of a group will be wanted."""

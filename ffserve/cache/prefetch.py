@@ -196,7 +196,7 @@ class Prefetcher:
             self._first = (self._first + MOST_LOOKED_AT) % len(jobs)
             jobs = (jobs[self._first :] + jobs[: self._first])[:MOST_LOOKED_AT]
         for progress in jobs:
-            if not progress.active(now):
+            if progress.on_demand or not progress.active(now):
                 continue
             cursor = self._cursors.get(progress)
             if cursor is None:

@@ -20,7 +20,7 @@ from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
 from ffserve.cache.prefetch import Piece, Prefetcher
-from ffserve.cache.tables import Directory, ShardTable
+from ffserve.cache.tables import SMALL_RECORD_SIZE, Directory, ShardTable
 from ffserve.engine.slots import RESIDENT
 
 REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
@@ -57,6 +57,8 @@ class Job:
     position: int = 0
     used: int = 0
     reads: int = 0
+    prepared: int = 0
+    """Samples that it has prepared itself."""
     waited_s: float = 0.0
     asked_s: float = 0.0
     reported_s: float = 0.0
@@ -96,6 +98,12 @@ class Result:
     trace: Int64s
     measured_from: int
     """Index in the trace."""
+    prepared: int = 0
+
+    @property
+    def shared_rate(self) -> float:
+        """Return the share of used samples that nobody had to prepare."""
+        return 1 - self.prepared / max(self.used, 1)
 
     @property
     def hit_rate(self) -> float:
@@ -110,6 +118,8 @@ class Simulation:
         samples: of the dataset. cache_share: memory / data, in bytes.
         sample_size: bytes. alignment: of reads; a slot of a large sample holds what is read.
         disk_rate: samples per second that the disk can read; None: no limit.
+        prepared_size, prepare_s: bytes of a prepared sample, and how long preparing it takes;
+            None: nothing is prepared. cache_share is memory / prepared samples then.
         check: called after every batch.
     """
 
@@ -122,6 +132,8 @@ class Simulation:
         sample_size: int = SAMPLE_SIZE,
         alignment: int = 1,
         disk_rate: float | None = None,
+        prepared_size: int | None = None,
+        prepare_s: float = 0.0,
         check: Callable[[Simulation], None] | None = None,
     ) -> None:
         self.samples = samples
@@ -131,47 +143,60 @@ class Simulation:
         self._disk_free = 0.0
         self._check = check
         self.next_use = NextUse()
-        size = int(samples * cache_share) * sample_size
+        self._prepared_size, self._prepare_s = prepared_size, prepare_s
+        kept_size = prepared_size or sample_size
+        size = int(samples * cache_share) * kept_size
         # Rounded to the nearest number of slabs: else 75 % of 60,000 samples would be 74.7.
         slab_size = Arena(size).slab_size
         self.arena = Arena(round(size / slab_size) * slab_size)
-        self.directory = Directory(1 << max(22, (samples - 1).bit_length()))
+        self.directory = Directory(1 << max(22, (2 * samples - 1).bit_length()))
         self.table = ShardTable(self.directory)
         self.cache = Cache(self.arena, self.directory, self.table, _no_readers, self.next_use)
         self.prefetcher = Prefetcher(self.cache)
-        self._base = self.directory.reserve(samples)
-        places = HEAD_SIZE + np.arange(samples, dtype=np.uint64) * np.uint64(sample_size)
-        self.directory.offsets[self._base : self._base + samples] = places
-        self.directory.set_lengths(self._base, np.full(samples, sample_size, np.uint64))
-        self.table.add(
-            self._base,
-            samples,
-            payload_size=samples * sample_size,
-            alignment=alignment,
-            checksum_kind=0,
-            file=0,
-            engine=0,
-        )
-        self.cache.fit([self._base])
+        self._base = self._add_shard(sample_size, alignment)
+        self._prepared_base = -1
+        if prepared_size is not None:
+            self._prepared_base = self._add_shard(max(prepared_size, SMALL_RECORD_SIZE), 1)
+            if disk_rate is not None:
+                self.next_use.miss_s = 1 / disk_rate / sample_size
         self.table.sessions[:] = len(jobs)
         self._progress: list[JobProgress] = []
+        self._raw_progress: list[JobProgress] = []
+        """With preparation; `_progress` is that of the prepared samples then."""
         self._trace: list[Int64s] = []
         self._events: list[tuple[float, int, Job | Load]] = []
         """When a job asks for its next batch, or a load ends; with a number that tells which comes
         first of two at the same time."""
         self._event_count = 0
 
+    def _add_shard(self, size: int, alignment: int) -> int:
+        """Add a shard of samples of one size; return its first number."""
+        base = self.directory.reserve(self.samples)
+        places = HEAD_SIZE + np.arange(self.samples, dtype=np.uint64) * np.uint64(size)
+        self.directory.offsets[base : base + self.samples] = places
+        self.directory.set_lengths(base, np.full(self.samples, size, np.uint64))
+        self.table.add(
+            base,
+            self.samples,
+            payload_size=self.samples * size,
+            alignment=alignment,
+            checksum_kind=0,
+            file=0,
+            engine=0,
+        )
+        self.cache.fit([base])
+        return base
+
     @property
     def slots(self) -> int:
         """Samples that the bytes of the memory are enough for."""
-        return self.arena.size // self._sample_size
+        return self.arena.size // (self._prepared_size or self._sample_size)
 
     def run(self, *, warm_s: float, seconds: float) -> Result:
         """Run the jobs until `warm_s`, reset the counts, and run for `seconds` more."""
-        bases, counts = np.array([self._base]), np.array([self.samples])
         for k, job in enumerate(self.jobs):
             job.name = job.name or f"job {k}"
-            self._progress.append(self.next_use.join(job.name, bases, counts))
+            self._join(job)
             self._at(job.start_s, job)
         measured_from = -1
         while self._events[0][0] < warm_s + seconds:
@@ -180,7 +205,7 @@ class Simulation:
             if now >= warm_s and measured_from < 0:
                 measured_from = sum(map(len, self._trace))
                 for job in self.jobs:
-                    job.used = job.reads = 0
+                    job.used = job.reads = job.prepared = 0
                     job.waited_s = 0.0
             if isinstance(what, Load):
                 self._ended(what)
@@ -196,7 +221,24 @@ class Simulation:
             self.jobs,
             np.concatenate(self._trace),
             measured_from,
+            sum(job.prepared for job in self.jobs),
         )
+
+    def _join(self, job: Job) -> None:
+        raw = self.next_use.join(job.name, np.array([self._base]), np.array([self.samples]))
+        if self._prepared_size is None:
+            self._progress.append(raw)
+            return
+        size, raw_size = self._prepared_size, self._sample_size
+        bases, counts = np.array([self._prepared_base]), np.array([self.samples])
+        progress = self.next_use.join(job.name, bases, counts)
+        progress.on_demand = True
+        raw.feeds += 1
+        self.next_use.groups[progress.group].saved_s = lambda miss_s: (
+            (self._prepare_s + raw_size * miss_s) / size
+        )
+        self._progress.append(progress)
+        self._raw_progress.append(raw)
 
     def _at(self, time_s: float, what: Job | Load) -> None:
         self._event_count += 1
@@ -212,12 +254,14 @@ class Simulation:
                 if job.epoch == 0:
                     self._announce(job, progress, 0, job.order)
                 self._announce(job, progress, job.epoch + 1, job.orders(job.epoch + 1))
-        numbers = job.order[job.position : job.position + job.batch] + self._base
+        numbers = job.order[job.position : job.position + job.batch] + self._first
         self._trace.append(numbers)
-        slots = self.directory.slot_of[numbers] - 1
-        absent = (slots < 0) | (self.cache.state[slots] != RESIDENT)
-        missing, there = numbers[absent], now
-        if len(missing):
+        absent = self._absent(numbers)
+        missing, there, worked_s = numbers[absent], now, 0.0
+        if len(missing) and self._prepared_size is not None:
+            worked_s = self._prepare(np.unique(missing), job, now)
+            self.cache.invalidate(progress.asked(missing, now))
+        elif len(missing):
             there = self._ask(np.unique(missing) if job.replacement else missing, job, now)
             self.cache.used(missing)
             self.cache.invalidate(progress.asked(missing, now))
@@ -235,12 +279,41 @@ class Simulation:
             self.prefetcher.advanced(progress)
         ready = now + len(numbers) / job.pace
         job.waited_s += max(there - ready, 0.0)
-        return max(ready, there)
+        return max(ready, there) + worked_s
+
+    @property
+    def _first(self) -> int:
+        """The number of the first of the samples that jobs use."""
+        return self._base if self._prepared_size is None else self._prepared_base
+
+    def _absent(self, numbers: Int64s) -> NDArray[np.bool_]:
+        slots = self.directory.slot_of[numbers] - 1
+        absent: NDArray[np.bool_] = (slots < 0) | (self.cache.state[slots] != RESIDENT)
+        return absent
+
+    def _prepare(self, missing: Int64s, job: Job, now: float) -> float:
+        """Let a job prepare samples, and keep them as far as there is room; return how long that
+        takes, with reading what of the raw samples is not in memory."""
+        raw = missing - self._prepared_base + self._base
+        wanted = raw[self._absent(raw)]
+        there = self._ask(wanted, job, now) if len(wanted) else now
+        self.cache.invalidate(self._raw_progress[self.jobs.index(job)].asked(raw, now))
+        job.prepared += len(missing)
+        fetch = Fetch(missing)
+        while fetch.cursor < len(missing):
+            before = fetch.cursor
+            load = self.cache.advance(fetch, len(missing), self.arena.size)
+            if load is not None:
+                self.cache.loaded(load, {})
+            elif fetch.cursor == before:
+                break
+        self._release(fetch)
+        return there - now + len(missing) * self._prepare_s
 
     def _announce(self, job: Job, progress: JobProgress, epoch: int, order: Int64s) -> None:
         arriving = self.next_use.arriving(progress, len(order), replacement=job.replacement)
         for start in range(0, len(order), PIECE):
-            arriving.add(order[start : start + PIECE] + self._base)
+            arriving.add(order[start : start + PIECE] + self._first)
         self.next_use.announced(progress, epoch, arriving.finish(), None, job)
 
     def _ask(self, missing: Int64s, job: Job, now: float) -> float:

@@ -284,6 +284,21 @@ class Directory:
             # `lengths` is never called for records in chunks.
             self._long |= bool(int(lengths[lengths != UNKNOWN_LENGTH].max(initial=0)) >> 32)
 
+    def set_new_lengths(
+        self, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Write the lengths, below 2^32, of unreadable entries whose length is not known.
+
+        Returns: which entries have this length now. A length that is known stays.
+        """
+        entries = self.entries[numbers]
+        known = entries["place"] >> np.uint64(48) == 0
+        fresh = numbers[~known]
+        self.entries["place"][fresh] = 0
+        self._length_low[fresh] = lengths[~known]
+        same: NDArray[np.bool_] = ~known | (entries["length_low"] == lengths)
+        return same
+
     def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return lengths in bytes, int64[n]."""
         if not self._long:

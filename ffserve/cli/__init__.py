@@ -43,6 +43,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Pack files, serve them and train on them, in less than a minute."),
     "serve": ("serve", "Run the daemon."),
     "status": ("status", "Show the daemon's memory, files and jobs."),
+    "doctor": ("doctor", "Find out what is wrong with machine, daemon and data."),
+    "top": ("top", "Show the daemon's jobs, live."),
     "stop": ("stop", "Stop the daemon."),
     "resize": ("resize", "Change the size of the daemon's arena."),
     "bench": ("bench", "Measure ffserve and other packages on this machine."),
@@ -53,9 +55,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect", "Show samples, sizes and checksums of record files."),
     "ls": ("ls", "List the samples of a record file, with sizes and names."),
     "verify": ("verify", "Read all samples and check their checksums."),
+    "scrub": ("scrub", "Find damage at a limited rate, while the daemon is idle."),
     "cat": ("cat", "Write samples to standard output."),
     "convert": ("convert", "Convert record files, tar files, arrays and directories."),
     "index": ("index", "Write index files for TFRecord files."),
+    "run": ("programs", "Run a program on its share of input files."),
+    "stage": ("stage", "Copy remote files to a local directory."),
+    "warm": ("stage", "Bring remote files into the local store."),
 }
 """Command → its module and its line in the list of commands."""
 

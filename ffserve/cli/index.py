@@ -37,6 +37,8 @@ def index(
     from ffserve.dataset import expand_paths
     from ffserve.formats import suffixes
     from ffserve.shardfile import write_index_file
+    from ffserve.store.urls import is_url
+    from ffserve.store.urls import shown as shown_url
 
     def scan(path: str) -> dict[str, Any]:
         done = 0
@@ -47,6 +49,12 @@ def index(
             done = end
 
         try:
+            if is_url(path):
+                raise UsageError(
+                    "index files are written for local files only",
+                    path=shown_url(path),
+                    hint="a remote file is indexed in the store when it is first opened",
+                )
             found = write_index_file(path, format_name, renew=renew, seen=seen)
         except FFServeError as error:
             if isinstance(error, UsageError) and error.path is None:  # about the options

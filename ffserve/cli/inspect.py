@@ -16,7 +16,8 @@ from ffserve.cli.record_files import files_of
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError, printable
-from ffserve.formats.base import ChunkedShard, ScannedShard
+from ffserve.formats.base import ChunkedShard, ReadAt, ScannedShard
+from ffserve.store.urls import is_url
 
 if TYPE_CHECKING:
     from ffserve.formats import Shard
@@ -36,34 +37,58 @@ class _Tables:
 
 def _load(path: str, format_name: str | None) -> _Tables:
     """Read and check the tables of a file."""
-    from ffserve.files import open_regular, os_error
+    from ffserve.files import open_regular, os_error, read_at_of
     from ffserve.shardfile import open_shard
 
+    if is_url(path):
+        return _load_remote(path, format_name)
     fd = open_regular(path)
     try:
-        shard = open_shard(fd, path, format_name)
-        offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
-        shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
-        names = None
-        if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
-            names = _count_names(fd, path, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
+        return _tables(open_shard(fd, path, format_name), read_at_of(fd, path), path)
     except OSError as error:
         if isinstance(error, FFServeError):
             raise
         raise os_error(error, path) from error
     finally:
         os.close(fd)
+
+
+def _load_remote(url: str, format_name: str | None) -> _Tables:
+    from ffserve.client.remote import parsed
+    from ffserve.store.fetching import identity_of, process_fetcher
+
+    fetcher = process_fetcher()
+    opened = fetcher.open(identity_of(url))
+    try:
+        shard = parsed(fetcher, opened, format_name)
+        return _tables(shard, fetcher.read_at(opened), opened.shown)
+    finally:
+        fetcher.close(opened)
+
+
+def _tables(shard: Shard, read_at: ReadAt, path: str) -> _Tables:
+    offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
+    shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
+    names = None
+    if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
+        names = _count_names(read_at, path, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
     return _Tables(shard, offsets, lengths, names)
 
 
-def _count_names(fd: int, path: str, offset: int, size: int, count: int) -> int | None:
+def _count_names(read_at: ReadAt, path: str, offset: int, size: int, count: int) -> int | None:
     """Return the number of names in the last sample; None if that sample is not an index."""
     from ffserve.compat import folder_index
+    from ffserve.formats.base import read_exactly
 
-    if size > folder_index.SIZE_MAX or not folder_index.is_index(os.pread(fd, 16, offset)):
+    if size > folder_index.SIZE_MAX:
         return None
-    sample = os.pread(fd, size, offset)
-    names, folders = 0, [folder_index.decode(sample, count, path=path, index=count)]
+    head = bytearray(min(size, 16))
+    read_exactly(read_at, offset, memoryview(head), path)
+    if not folder_index.is_index(bytes(head)):
+        return None
+    sample = bytearray(size)
+    read_exactly(read_at, offset, memoryview(sample), path)
+    names, folders = 0, [folder_index.decode(bytes(sample), count, path=path, index=count)]
     for folder in folders:
         for node in folder.values():
             if isinstance(node, int):

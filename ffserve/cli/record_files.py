@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
+from ffserve.store.urls import is_url
 
 if TYPE_CHECKING:
     import ffserve
@@ -35,7 +36,7 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
         except ReadError:
             if os.path.isdir(path):
                 raise
-            files.append(os.path.abspath(path))
+            files.append(path if is_url(path) else os.path.abspath(path))
     return files
 
 

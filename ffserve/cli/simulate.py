@@ -51,6 +51,15 @@ SMALLEST = 300
     help="Rate of the disk / rate of all jobs.  [default: unlimited]",
 )  # fmt: skip
 @click.option(
+    "--prepare-ms", type=FloatRange(0.001, 10_000.0), metavar="MS",
+    help="Jobs share prepared samples, each of which takes so long to prepare; --cache is the arena"
+    " / prepared samples then.",
+)  # fmt: skip
+@click.option(
+    "--prepared-size", metavar="SIZE",
+    help="Size of a prepared sample.  [default: 150KiB, of a picture of 224 x 224]",
+)  # fmt: skip
+@click.option(
     "--plot", metavar="FILE", help="Draw hit rates by cache size to FILE (needs matplotlib)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
@@ -63,6 +72,8 @@ def simulate(
     same_seed: bool,
     silent: bool,
     disk: float | None,
+    prepare_ms: float | None,
+    prepared_size: str | None,
     plot: str | None,
     as_json: bool,
 ) -> int:
@@ -76,15 +87,28 @@ def simulate(
       ffserve simulate --jobs 4 --cache 0.25
       ffserve simulate --jobs 2 --speeds 1,0.6 --plot hits.png
       ffserve simulate --jobs 4 --cache 0.1 --same-seed
+      ffserve simulate --jobs 4 --cache 0.5 --prepare-ms 2 --sample-size 30KiB
     """
     paces = _paces(speeds, job_count)
-    sample_size = _sample_size(size)
+    sample_size = _sample_size("--sample-size", size)
+    prepared = None
+    if prepare_ms is not None:
+        prepared = _sample_size("--prepared-size", prepared_size or "150KiB"), prepare_ms / 1000
+    elif prepared_size is not None:
+        raise UsageError("--prepared-size needs --prepare-ms")
     if plot is not None:
         _check_plot(plot)
     samples = max(samples, int(SMALLEST / min(shares or SHARES)) + 1)
     rows = [
         _row(
-            samples, sample_size, share, paces, same_seed=same_seed, announces=not silent, disk=disk
+            samples,
+            sample_size,
+            share,
+            paces,
+            same_seed=same_seed,
+            announces=not silent,
+            disk=disk,
+            prepared=prepared,
         )
         for share in shares or SHARES
     ]
@@ -99,7 +123,7 @@ def simulate(
         return 0
     header = ["cache", "hits", "best possible", "disk reads per epoch and job"]
     print_table(
-        header + (["speed"] if disk else []),
+        header + (["speed"] if disk else []) + (["found prepared"] if prepared else []),
         [
             [
                 f"{row['cache']:.0%}",
@@ -107,6 +131,7 @@ def simulate(
                 f"{row['belady']:.1%}",
                 f"{row['read_share']:.1%} of the data set",
                 *([f"{row['speed']:.0%}"] if disk else []),
+                *([f"{row['shared_rate']:.1%}"] if prepared else []),
             ]
             for row in rows
         ],
@@ -114,12 +139,12 @@ def simulate(
     return 0
 
 
-def _sample_size(text: str | None) -> int | None:
+def _sample_size(option: str, text: str | None) -> int | None:
     if text is None:
         return None
     size = parse_size(text)
     if not SIZES[0] <= size <= SIZES[1]:
-        raise UsageError(f"--sample-size {text}: a size must be between 2KiB and 1MiB")
+        raise UsageError(f"{option} {text}: a size must be between 2KiB and 1MiB")
     return size
 
 
@@ -151,6 +176,7 @@ def _row(
     same_seed: bool,
     announces: bool,
     disk: float | None,
+    prepared: tuple[int | None, float] | None,
 ) -> dict[str, Any]:
     from ffserve.cache.simulation import SAMPLE_SIZE, Job, Simulation, belady, shuffled
 
@@ -166,8 +192,11 @@ def _row(
         sample_size=sample_size or SAMPLE_SIZE,
         alignment=DISK_BLOCK if sample_size else 1,
         disk_rate=disk_rate,
+        prepared_size=None if prepared is None else prepared[0],
+        prepare_s=0.0 if prepared is None else prepared[1],
     )
     longest = samples / min(job.pace for job in jobs) / min(disk or 1.0, 1.0)
+    longest += samples * (0.0 if prepared is None else prepared[1])
     try:
         result = simulation.run(warm_s=WARM_EPOCHS * longest, seconds=EPOCHS * longest)
     finally:
@@ -177,6 +206,7 @@ def _row(
         "hit_rate": result.hit_rate,
         "belady": belady(result.trace, result.slots, result.measured_from),
         "read_share": 1 - result.hit_rate,
+        "shared_rate": result.shared_rate,
         "speed": result.used / (EPOCHS * longest * sum(job.pace for job in jobs)),
         "jobs": [{"hit_rate": 1 - job.reads / max(job.used, 1)} for job in result.jobs],
     }

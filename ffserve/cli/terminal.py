@@ -157,6 +157,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``0.3 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if 0 < seconds < 9.95 else f"{seconds:.0f} s"
+
+
 def percent(part: int | float, whole: int | float) -> str:
     """Return a share as text; a dash if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +19,13 @@ from ffserve.errors import FFServeError, ReadError, UsageError
 
 
 class _Findings:
-    """The results of all threads so far."""
+    """The results of all threads so far.
 
-    def __init__(self, shown: Progress, *, quiet: bool) -> None:
+    Args: pause: called with the bytes of each part that was read, before the next one is.
+    """
+
+    def __init__(self, shown: Progress, *, quiet: bool, pause: Callable[[int], object]) -> None:
+        self.pause = pause
         self.samples = 0
         self.size = 0
         self.damaged: list[dict[str, Any]] = []
@@ -35,6 +40,7 @@ class _Findings:
             self.samples += samples
             self.size += size
         self._shown.advance(size)
+        self.pause(size)
 
     def sample(self, path: str, index: int, error: FFServeError) -> None:
         entry = {"path": path, "index": index, "error": error.code, "message": error.message}
@@ -58,10 +64,17 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
     from ffserve.files import os_error
     from ffserve.reader import Reader
 
+    scanned = 0
+
+    def seen(end: int) -> None:
+        nonlocal scanned
+        findings.pause(end - scanned)
+        scanned = end
+
     try:
-        # Tolerant: a file with damage between its samples is read to its end. An index file would
-        # hide damage of the records' headers.
-        with Reader((path,), format_name, "off", True, tolerant=True, use_index=False) as reader:
+        # Tolerant: a file with damage between its samples is read to its end. With `seen` no index
+        # file is used, which would hide damage of the records' headers.
+        with Reader((path,), format_name, "off", True, tolerant=True, seen=seen) as reader:
             for first, batch, failed in reader.scan():
                 for position, error in failed.items():
                     findings.sample(path, first + position, error)
@@ -94,10 +107,24 @@ def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: 
       ffserve verify /data/shards && echo intact
       ffserve verify --json train.ffr | jq '.damaged[].index'
     """
-    paths = files_of(files, format_name)
+    return check_files(files_of(files, format_name), jobs, format_name, "verifying", as_json)
+
+
+def check_files(
+    paths: list[str],
+    jobs: int,
+    format_name: str | None,
+    label: str,
+    as_json: bool,
+    pause: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Read all samples of files and print what is damaged; return the exit code.
+
+    Args: label: the work, for the progress. pause: see `_Findings`.
+    """
     total = sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
-    with progress("verifying", total, as_bytes=True) as shown:
-        findings = _Findings(shown, quiet=as_json)
+    with progress(label, total, as_bytes=True) as shown:
+        findings = _Findings(shown, quiet=as_json, pause=pause)
         pool = ThreadPoolExecutor(jobs)
         tasks = [pool.submit(_verify_file, path, format_name, findings) for path in paths]
         try:

@@ -54,6 +54,9 @@ _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Order: (protocol.Ready,),
     protocol.Status: (protocol.Report,),
     protocol.Resize: (protocol.Report,),
+    protocol.Prepare: (protocol.Opened, protocol.Need),
+    protocol.Claim: (protocol.Claimed,),
+    protocol.Put: (protocol.Ready,),
 }
 """The answers to each request, besides FAIL."""
 
@@ -176,6 +179,8 @@ class Channel:
         self._times: NDArray[np.uint64] | None = None
         """How long hits took, not reported yet; see `View.take_times`."""
         self._times_reported = self._reported = time.monotonic()
+        self._prepared_hits: dict[int, tuple[int, int]] = {}
+        """Hits and their bytes, by data set of prepared samples."""
         self._datasets: set[int] = set()
         """Data sets that are open."""
         self._closed_datasets: list[int] = []
@@ -200,6 +205,35 @@ class Channel:
             tag = self._request(message)
             self._opening.add(tag)
             return tag
+
+    def prepare(self, dataset: int, key: bytes, name: str) -> int:
+        """Queue a PREPARE; return its tag. The answer is a NEED, as to an OPEN."""
+        with self.lock:
+            tag = self._request(
+                protocol.Prepare(self._tag(), dataset, key, {"name": name}), dataset
+            )
+            self._opening.add(tag)
+            return tag
+
+    def claim(self, dataset: int, indices: Int64s, *, wait: bool) -> int:
+        """Queue a CLAIM; return its tag."""
+        packed = protocol.pack_indices(indices)
+        return self._request(protocol.Claim(self._tag(), dataset, packed, int(wait)), dataset)
+
+    def put(
+        self, dataset: int, indices: Int64s, places: Int64s, lengths: Int64s, cost_us: int
+    ) -> int:
+        """Queue a PUT of samples in the memory file; return its tag."""
+        which, where, sizes = map(protocol.pack_indices, (indices, places, lengths))
+        message = protocol.Put(self._tag(), dataset, which, where, sizes, cost_us)
+        return self._request(message, dataset)
+
+    def distrust(self, dataset: int, index: int) -> None:
+        """Queue a DISTRUST."""
+        frame = protocol.encode(protocol.Distrust(dataset, index))
+        with self.lock:
+            self._check(dataset)
+            self._push(frame)
 
     def pass_files(self, tag: int, files: OpenFiles) -> None:
         """Queue a FILES, the answer to a NEED, unless the OPEN has failed in the meantime."""
@@ -310,7 +344,7 @@ class Channel:
         with self.lock:
             self._check(dataset)
             self._waiting[tag] = _Waiting(type(message), dataset, time.monotonic())
-            if isinstance(message, (protocol.Get, protocol.Lease)):
+            if isinstance(message, (protocol.Get, protocol.Lease, protocol.Put)):
                 if len(self.unanswered) >= protocol.MOST_REQUESTS:
                     self._kept_back.append((tag, frame))
                     return tag
@@ -337,11 +371,18 @@ class Channel:
         with self.lock:
             self._acknowledged.append(tag)
 
-    def count_hits(self, count: int, size: int) -> bool:
-        """Count cached samples that were copied; return whether a report is due."""
+    def count_hits(self, count: int, size: int, prepared: int | None = None) -> bool:
+        """Count cached samples that were copied; return whether a report is due.
+
+        Args: prepared: the data set, if they are prepared samples.
+        """
         with self.lock:
-            self._hits += count
-            self._hit_size += size
+            if prepared is None:
+                self._hits += count
+                self._hit_size += size
+            else:
+                before = self._prepared_hits.get(prepared, (0, 0))
+                self._prepared_hits[prepared] = before[0] + count, before[1] + size
         return time.monotonic() - self._reported > REPORT_INTERVAL_S
 
     def count_times(self, times: NDArray[np.uint64]) -> None:
@@ -388,6 +429,9 @@ class Channel:
                 counts = np.minimum(self._times[1:], (1 << 32) - 1).astype("<u4").tobytes()
                 self._queue.append(protocol.encode(protocol.Times(int(self._times[0]), counts)))
                 self._times, self._times_reported = None, self._reported
+            for dataset, (hits, hit_size) in self._prepared_hits.items():
+                self._queue.append(protocol.encode(protocol.Tell(dataset, hits, hit_size, b"")))
+            self._prepared_hits.clear()
             for dataset, (epoch, position) in self._positions.items():
                 self._queue.append(protocol.encode(protocol.Reached(dataset, epoch, position)))
             self._positions.clear()

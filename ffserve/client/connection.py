@@ -111,6 +111,21 @@ class Connection:
         opened: protocol.Opened = answer
         return opened
 
+    def prepare(self, dataset: int, key: bytes, name: str, memory: int) -> protocol.Opened:
+        """Open the prepared samples of a data set.
+
+        Args: memory: descriptor of the memory file that they will be put through.
+        Raises: as `open`.
+        """
+        tag = self.channel.prepare(dataset, key, name)
+        while isinstance(answer := self.wait(tag), protocol.Need):
+            files = OpenFiles()
+            files.fds.append(os.dup(memory))
+            files.kinds.append(protocol.RECORD_FILE)
+            self.channel.pass_files(tag, files)
+        opened: protocol.Opened = answer
+        return opened
+
     def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
     ) -> None:

@@ -29,6 +29,7 @@ from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
+from ffserve.client.remote import RemoteSource
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Source
 from ffserve.dataset import check_same_content
@@ -44,6 +45,8 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.socket_path import find_socket
+from ffserve.store.origin import Identity
+from ffserve.store.urls import is_url
 
 log = logging.getLogger("ffserve")
 
@@ -91,12 +94,13 @@ class OpenRequest:
     """The arguments of `ffserve.open`, and facts about the data set that outlive a source.
 
     paths: the files. format, server, verify: as for `ffserve.open`. tolerant: on_error is "skip".
-    use_index: see `shardfile.open_shard`; only for reading without a daemon. served_by: the socket
-    of the daemon that served last.
+    seen: see `shardfile.open_shard`; only for reading without a daemon. served_by: the socket of
+    the daemon that served last.
     count: samples in them. closed: the reader is. totals: counters of sources that were replaced.
     unserved: why a daemon that is running does not serve the files, or some samples. share: of the
     data that a local source reads through the page cache, the same in all processes that got the
-    reader; None: not chosen yet.
+    reader; None: not chosen yet. identities: the versions of remote files that were opened, the
+    same in all these processes as well.
     """
 
     paths: tuple[str, ...]
@@ -104,14 +108,20 @@ class OpenRequest:
     server: str
     verify: bool
     tolerant: bool
-    use_index: bool = True
+    seen: Callable[[int], object] | None = None
     served_by: str = ""
     count: int = 0
     closed: bool = False
     totals: dict[str, int] = field(default_factory=dict)
     unserved: str = ""
     share: float | None = None
+    identities: tuple[Identity, ...] = ()
     _expected: int | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether files are remote. The daemon does not read those."""
+        return any(map(is_url, self.paths))
 
     @property
     def socket(self) -> str:
@@ -283,7 +293,7 @@ class SourceSelection:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start = request.starts
-        while request.server != "off":
+        while request.server != "off" and not request.remote:
             try:
                 source: Source = yield OpenSource.REMOTE
                 request.unserved = ""
@@ -372,6 +382,21 @@ def closed_error() -> UsageError:
     return UsageError("this reader is closed")
 
 
+def open_remote(request: OpenRequest) -> RemoteSource:
+    """Open files of which some are remote."""
+    source = RemoteSource(
+        request.paths,
+        request.format,
+        request.verify,
+        request.tolerant,
+        request.seen,
+        share=request.share,
+        identities=request.identities,
+    )
+    request.identities = source.identities
+    return source
+
+
 def replaceable(source: Source) -> TypeGuard[DaemonSource]:
     """Return whether the reader may read without this source what the arena cannot hold."""
     return isinstance(source, DaemonSource) and source.replaceable
@@ -445,13 +470,17 @@ class SourceSelector:
             return self._open_remote()
         if step is OpenSource.LOCAL:
             request = self._request
-            local = LocalSource(
-                request.paths,
-                request.format,
-                request.verify,
-                request.tolerant,
-                use_index=request.use_index,
-                share=request.share,
+            local = (
+                open_remote(request)
+                if request.remote
+                else LocalSource(
+                    request.paths,
+                    request.format,
+                    request.verify,
+                    request.tolerant,
+                    seen=request.seen,
+                    share=request.share,
+                )
             )
             request.share = local.share
             return local
@@ -662,6 +691,10 @@ class LoopSelector:
 
     async def _open_local(self) -> Source:
         await in_thread(probe)
+        if self._request.remote:
+            remote = await in_thread(lambda: open_remote(self._request), LocalSource.close)
+            self._request.share = remote.share
+            return remote
         engine, request = self.state.engine().engine, self._request
         local = await in_thread(
             lambda: LocalSource(

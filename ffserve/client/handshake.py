@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import time
 import weakref
 from typing import Any, Protocol
@@ -57,6 +58,8 @@ class Handshake:
         takes_orders = about.get("orders") is True
         self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self.memories)
         self.channel.takes_times = about.get("times") is True
+        self.shares_prepared = about.get("prepared") is True
+        """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
 
     def _exchange(self, decoder: protocol.Decoder, job: str, payload: list[str]) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""
@@ -64,10 +67,11 @@ class Handshake:
 
         hello = protocol.Hello(
             {
-                "versions": [protocol.VERSION],
+                "versions": list(protocol.VERSIONS),
                 "client": f"ffserve {__version__}",
                 "job": job,
                 "pid": os.getpid(),
+                **_described(),
                 "payload": payload,
                 "locks": True,
             }
@@ -111,6 +115,12 @@ class Handshake:
         )
 
     def _take(self, about: dict[str, Any], payload: list[str]) -> None:
+        version = about.get("version")
+        if version not in protocol.VERSIONS:
+            raise ProtocolError(
+                f"invalid WELCOME: version {version!r}, which this client did not offer",
+                path=self.path,
+            )
         arena_size, capacity = about.get("arena_size"), about.get("capacity")
         if not isinstance(arena_size, int) or not isinstance(capacity, int):
             raise ProtocolError("invalid WELCOME: arena_size or capacity missing", path=self.path)
@@ -144,6 +154,21 @@ class Handshake:
         close_all(self._fds)
         if self.memories is not None:
             self.memories.close()
+
+
+def _described() -> dict[str, str]:
+    """Return what people are shown of this job: the name that it gave itself, and its command."""
+    command = " ".join(map(str, getattr(sys, "argv", [])))
+    title = os.environ.get("FFSERVE_JOB", "")
+    return {
+        "title": _cut(title, protocol.MOST_TITLE),
+        "command": _cut(command, protocol.MOST_COMMAND),
+    }
+
+
+def _cut(text: str, most: int) -> str:
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def connect(path: str, job: str) -> Handshake:

@@ -8,12 +8,13 @@ Records in chunks are decoded from them (`local_chunks`).
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,19 @@ from ffserve.client.source import (
     places,
 )
 from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths, combined_fingerprint
+from ffserve.decoding import ChunkRun, DecodedChunk, read_again
 from ffserve.engine import io
 from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, ServerUnavailable, raise_first, status_error
 from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH, is_chunked
+from ffserve.second_read import right_status
+
+log = logging.getLogger("ffserve")
+
+Instead: TypeAlias = Callable[[Int64s, Int64s, NDArray[np.int32]], NDArray[np.int32]]
+"""Gives the engine's numbers of files to read from, by shards, offsets, and the usual numbers."""
 
 SIZES_AT_ONCE = 65_536
 """Samples of unknown length that one request reads."""
@@ -125,7 +133,7 @@ class LocalSource:
         verify: bool,
         tolerant: bool = False,
         engine: Callable[[], Engine] = process_engine,
-        use_index: bool = True,
+        seen: Callable[[int], object] | None = None,
         *,
         share: float | None = None,
         most_at_once: int = 1 << 62,
@@ -142,7 +150,7 @@ class LocalSource:
         """Announced, by epoch."""
         self._ahead: ReadAhead | None = None
         try:
-            self._open(paths, format, verify, tolerant, use_index)
+            self._open(paths, format, verify, tolerant, seen)
             size = int(self._sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
             self._tables = self._files.tables(
@@ -160,13 +168,13 @@ class LocalSource:
         format: str | None,
         verify: bool,
         tolerant: bool,
-        use_index: bool,
+        seen: Callable[[int], object] | None,
     ) -> None:
         if len(paths) > 256:
             raise_file_limit()
         opened: list[OpenShard] = []
         for path in paths:
-            opened.append(open_shard(path, format, verify, tolerant, use_index))
+            opened.append(self._open_shard(path, format, verify, tolerant, seen))
             self._files.add(path, opened[-1].fd, opened[-1].shard.fingerprint)
         parsed = [one.shard for one in opened]
         self._states = [(one.state, one.scanned) for one in opened]
@@ -192,7 +200,27 @@ class LocalSource:
         self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated
-        self._chunk_cache = ChunkCache(self._chunked, self._learned)
+        self._warned: set[int] = set()
+        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._second_read)
+
+    def _second_read(self, shard: int, chunk: ChunkRun) -> DecodedChunk | None:
+        """Read and decode a damaged chunk a second time; None: it is damaged again. Any thread."""
+        size = int(chunk.shard.chunks.sizes[chunk.low])
+        fd = self._files.fd(shard)
+        found = read_again(chunk, chunk.low, fd, lambda *_: np.empty(size, np.uint8), 0)
+        if found is not None:
+            self._warn(shard)
+        return found
+
+    def _open_shard(
+        self,
+        path: str,
+        format: str | None,
+        verify: bool,
+        tolerant: bool,
+        seen: Callable[[int], object] | None,
+    ) -> OpenShard:
+        return open_shard(path, format, verify, tolerant, seen)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
@@ -349,8 +377,9 @@ class LocalSource:
         apart: bool,
         out: Bytes | None = None,
         found: PartlyRead | None = None,
+        instead: Instead | None = None,
     ) -> LocalRequest | ChunkedRequest | AheadRequest:
-        """Submit the reads."""
+        """Submit the reads. instead: other files to read from."""
         indices = np.ascontiguousarray(indices)
         engine = self._attach()
         try:
@@ -360,18 +389,23 @@ class LocalSource:
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
-                    return self._submit_chunks(engine, indices, inside, apart, out)
+                    return self._submit_chunks(engine, indices, inside, apart, out, instead)
             edges = self._edges(indices)
             # The caller's array may have been changed since it was looked up.
             if found is None or not np.array_equal(edges, found.target.offsets):
                 found = self._to_target(indices, edges, apart, out)
-            return self._submit(engine, self._numbers, indices, found)
+            return self._submit(engine, self._numbers, indices, found, instead)
         except BaseException:
             self._detach()
             raise
 
     def _submit(
-        self, engine: Engine, files: Numbers, indices: Int64s, found: PartlyRead
+        self,
+        engine: Engine,
+        files: Numbers,
+        indices: Int64s,
+        found: PartlyRead,
+        instead: Instead | None = None,
     ) -> LocalRequest:
         target, left = found.target, found.left
         request = LocalRequest(indices, target, left, None, engine)
@@ -380,6 +414,8 @@ class LocalSource:
         chosen = indices[left]
         shards, starts, through = self._located(chosen)
         numbers = files[through.view(np.int8), shards]
+        if instead is not None:
+            numbers = instead(shards, starts, numbers)
         batch = request.batch = _engine_batch(
             engine, starts, self._held[chosen].astype(np.int64), numbers, self._kinds[shards]
         )
@@ -401,6 +437,7 @@ class LocalSource:
         inside: NDArray[np.bool_],
         apart: bool,
         out: Bytes | None,
+        instead: Instead | None,
     ) -> ChunkedRequest:
         plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
         shards = self.layout.shards(indices[packed])
@@ -409,15 +446,20 @@ class LocalSource:
         numbers = self._decoding_numbers
 
         def number_of(shard: int, offset: int) -> int:
-            through = self._tables.through_cache(np.array([shard]), np.array([offset]))
-            return int(numbers[int(through[0]), shard])
+            which, at = np.array([shard]), np.array([offset])
+            number = numbers[self._tables.through_cache(which, at).view(np.int8), which]
+            return int((number if instead is None else instead(which, at, number))[0])
 
         chunks = ChunkReads(self._chunk_cache, self._decoding, number_of, wanted)
         chunks.begin()
         others = None
         if len(plain):
             found = self._to_target(indices[plain], self._edges(indices[plain]), False, None)
-            others = self._submit(self._decoding, self._decoding_numbers, indices[plain], found)
+            if instead is not None:  # what is in the page cache of the others is not meant
+                found.left = np.arange(len(plain))
+            others = self._submit(
+                self._decoding, self._decoding_numbers, indices[plain], found, instead
+            )
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
@@ -473,6 +515,8 @@ class LocalSource:
         batch = request.batch
         if batch is not None and batch.failed and len(batch.reads) < len(batch.records):
             self._read_singly(request.engine, batch)
+        if batch is not None and batch.failed:
+            self._read_again(request, batch)
         errors = self._errors(request)
         if batch is not None:
             batch.free()
@@ -533,6 +577,30 @@ class LocalSource:
         batch.records["status"][rows] = again.records["status"]
         batch.records["found"][rows] = again.records["found"]
         again.free()
+
+    def _read_again(self, request: LocalRequest, batch: io.EngineBatch) -> None:
+        """Read records whose checksum was wrong a second time."""
+        wrong = (batch.records["status"] == io.ECHECKSUM) & (batch.records["length"] > 0)
+        for row in np.flatnonzero(wrong).tolist():
+            record, index = batch.records[row], int(request.indices[request.positions[row]])
+            shard = int(self.layout.shards(np.array([index], np.int64))[0])
+            length = int(record["length"])
+            extent = int(record["offset"]), length, int(record["checksum"])
+            into = io.memory_at(int(record["dest"]), length)
+            status, _ = right_status(self._files.fd(shard), int(self._kinds[shard]), *extent, into)
+            if not status:
+                batch.records["status"][row] = 0
+                self._warn(shard)
+
+    def _warn(self, shard: int) -> None:
+        """Tell once that a file was read wrong. Any thread."""
+        if shard not in self._warned:
+            self._warned.add(shard)
+            log.warning(
+                "%s was read wrong once, and right the second time: check the disk, its cable and "
+                "the memory",
+                self.shards[shard].path,
+            )
 
     def _errors(self, request: LocalRequest) -> dict[int, FFServeError]:
         indices, batch = request.indices, request.batch
@@ -668,7 +736,7 @@ class LocalSource:
         self._tables.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
-        self._chunk_cache = ChunkCache(self._chunked, self._learned)
+        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._second_read)
 
     def close(self) -> None:
         """Close the files when no request needs them any more."""
@@ -743,7 +811,11 @@ class OpenShard:
 
 
 def open_shard(
-    path: str, format: str | None, verify: bool, tolerant: bool = False, use_index: bool = True
+    path: str,
+    format: str | None,
+    verify: bool,
+    tolerant: bool = False,
+    seen: Callable[[int], object] | None = None,
 ) -> OpenShard:
     """Open a file for reading, and parse its tables.
 
@@ -752,22 +824,25 @@ def open_shard(
     fd = open_regular(path)
     try:
         state = shardfile.FileState.of(fd)
-        shard = shardfile.open_shard(
-            fd, path, format, verify=verify, tolerant=tolerant, use_index=use_index
-        )
-        offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
-        lengths: NDArray[Any] = np.empty(shard.count, np.uint64)
-        truncated = False
-        if is_chunked(shard):
-            shard.limit(MAX_CHUNK_SIZE)
-            shard.load(offsets, lengths, checksums)
-        else:
-            shard.load(offsets, lengths, checksums)
-            truncated = bound_lengths(offsets, lengths, shard.size, path)
-            if shard.size < (1 << 32) - 1:
-                lengths = lengths.astype(np.uint32)
+        shard = shardfile.open_shard(fd, path, format, verify=verify, tolerant=tolerant, seen=seen)
+        return load_shard(shard, path, fd, state)
     except BaseException:
         os.close(fd)
         raise
+
+
+def load_shard(shard: formats.Shard, path: str, fd: int, state: shardfile.FileState) -> OpenShard:
+    """Load the tables of a shard. Raises: FormatError, ReadError."""
+    offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
+    lengths: NDArray[Any] = np.empty(shard.count, np.uint64)
+    truncated = False
+    if is_chunked(shard):
+        shard.limit(MAX_CHUNK_SIZE)
+        shard.load(offsets, lengths, checksums)
+    else:
+        shard.load(offsets, lengths, checksums)
+        truncated = bound_lengths(offsets, lengths, shard.size, path)
+        if shard.size < (1 << 32) - 1:
+            lengths = lengths.astype(np.uint32)
     scanned = shardfile.scanned_as(shard)
     return OpenShard(shard, offsets, lengths, checksums, fd, truncated, state, scanned)

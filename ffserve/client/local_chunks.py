@@ -28,7 +28,7 @@ from ffserve.decoding import (
 )
 from ffserve.engine.codec import scatter
 from ffserve.engine.io import Engine
-from ffserve.errors import FFServeError, status_error
+from ffserve.errors import FFServeError, FormatError, status_error
 from ffserve.formats.base import ChunkedShard
 
 KEPT_SIZE = 64 << 20
@@ -95,14 +95,19 @@ class ChunkCache:
     """The decoded chunks of one source.
 
     Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
-        chunk's records (shard, chunk, lengths), in any thread.
+        chunk's records (shard, chunk, lengths), in any thread. second_read: reads and decodes a
+        damaged chunk again; returns None if that fails.
     """
 
     def __init__(
-        self, shards: dict[int, ChunkedShard], learned: Callable[[int, int, Int64s], None]
+        self,
+        shards: dict[int, ChunkedShard],
+        learned: Callable[[int, int, Int64s], None],
+        second_read: Callable[[int, ChunkRun], DecodedChunk | None],
     ) -> None:
         self._shards = shards
         self._learned = learned
+        self._second_read = second_read
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._kept_size = 0
@@ -169,6 +174,8 @@ class ChunkCache:
             self._kept_size += size
 
     def _outcome(self, chunk: _Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
+        if isinstance(found, FormatError):
+            found = self._second_read(chunk.key[0], chunk) or found
         if isinstance(found, DecodedChunk):
             self._learned(*chunk.key, found.lengths)
             return found

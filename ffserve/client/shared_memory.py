@@ -93,6 +93,7 @@ class DaemonSource:
         self._means = table["size"].astype(np.int64) // np.maximum(self.layout.counts, 1)
         self._about = paths, opened.formats, table
         self._shards: list[ShardInfo] | None = None
+        self.paths = paths
         self.description = f"daemon {connection.path}"
         self.statistics = ClientStatistics(connection, opened.dataset)
         self.closed = False

@@ -74,6 +74,8 @@ class ClientStatistics:
     def __init__(self, connection: Driver, dataset: int) -> None:
         self._connection = connection
         self._dataset = dataset
+        self.prepared = False
+        """Whether these are prepared samples."""
         self._lock = threading.Lock()
         self._hits = self._misses = self._size = 0
         self._recent = RecentHits(protocol.MAX_GET_COUNT)
@@ -137,7 +139,8 @@ class ClientStatistics:
             self._size += size
 
     def _count_hits(self, hits: int, size: int) -> None:
-        if hits and self._connection.channel.count_hits(hits, size):
+        prepared = self._dataset if self.prepared else None
+        if hits and self._connection.channel.count_hits(hits, size, prepared):
             self._connection.report()
 
     def facts(self) -> dict[str, int | float | str]:

@@ -30,6 +30,7 @@ from ffserve.errors import MissingFile, SampleIndexError, UsageError
 from ffserve.files import read_at_of
 from ffserve.formats import by_name, suffixes
 from ffserve.output import staged_directory
+from ffserve.store.urls import is_url
 from ffserve.writer import create
 
 _CHECK_FS_ALIGN = 0x8004_6664
@@ -229,6 +230,10 @@ class FileReader:
         """Report how far an announced order was used; see ``Reader.reached``."""
         self._open().reached(epoch, position)
 
+    def source_of_samples(self, *, lead: bool = False) -> Any:
+        """Return where samples come from at present; see `Reader.current_source`."""
+        return self._open().current_source(lead=lead)
+
     def get_offsets(self, file_index: int) -> NDArray[np.int64]:
         """Return the offsets of the samples of one file, followed by the size of the file.
 
@@ -356,7 +361,9 @@ def reader_of(fnames: Any, check_data: bool) -> FileReader:
         names = fnames if isinstance(fnames, (list, tuple)) else [fnames]
         paths = [name for name in names if isinstance(name, (str, os.PathLike))]
         original = len(paths) < len(names) or all(
-            Path(os.fsdecode(name)).suffix == ".ffr" and not glob.has_magic(os.fsdecode(name))
+            Path(os.fsdecode(name)).suffix == ".ffr"
+            and not glob.has_magic(os.fsdecode(name))
+            and not is_url(os.fsdecode(name))
             for name in paths
         )
     return (FileReader if original else RecordReader)(fnames, check_data)

@@ -22,6 +22,7 @@ import mmap
 import multiprocessing
 import os
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -65,6 +66,11 @@ def refused(status: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return which records have a read that the kernel refused (-errno)."""
     found: NDArray[np.bool_] = (status < 0) & (status > ETRUNCATED) & (status > ECHECKSUM)
     return found
+
+
+def memory_at(address: int, size: int) -> memoryview:
+    """Return writable memory at an address, which must stay valid."""
+    return memoryview(ffi.buffer(ffi.cast("char *", address), size))
 
 
 READ_DTYPE = np.dtype(
@@ -671,6 +677,9 @@ def _reads_aligned(fd: int, alignment: int) -> bool:
 
 _proven: set[tuple[int, int]] = set()
 """Devices and alignments at which a read succeeded."""
+_switching = threading.Lock()
+"""Of O_DIRECT, in `buffered`."""
+SWITCHING_TIMEOUT_S = 1.0
 
 
 def direct_alignment(fd: int) -> int:
@@ -787,26 +796,37 @@ def set_direct(fd: int, direct: bool) -> None:
 
 
 @contextlib.contextmanager
-def buffered(fd: int) -> Iterator[int]:
+def buffered(fd: int, patience_s: float = SWITCHING_TIMEOUT_S) -> Iterator[int]:
     """Return a descriptor of an open file that reads through the page cache.
 
     The file is opened again. If this user may not open it, since another process passed the
     descriptor, the result is the given one, with O_DIRECT switched off meanwhile.
+
+    Args: patience_s: how long to wait for other threads that do so.
+    Raises: OSError; TimeoutError: other threads read such files for longer.
     """
     try:
         plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:
+        plain = -1
+    if plain >= 0:
+        try:
+            yield plain
+        finally:
+            os.close(plain)
+        return
+    # Each thread must find the flag as it was before all of them.
+    if not _switching.acquire(timeout=patience_s):
+        raise TimeoutError("another thread reads a file of this kind")
+    try:
         direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         set_direct(fd, False)
         try:
             yield fd
         finally:
             set_direct(fd, direct)
-        return
-    try:
-        yield plain
     finally:
-        os.close(plain)
+        _switching.release()
 
 
 # ---- which engines work on this machine --------------------------------------------------------
@@ -889,9 +909,12 @@ def _open_engine(kind: Kind | Literal["auto"], depth: int, threads: int) -> tupl
 
 def ring_refusal(kind: str) -> str | None:
     """Return why "auto" chose this kind and not io_uring; None: it is io_uring."""
-    if kind in ("registered", "uring"):
-        return None
-    return _refused.get("uring") or _trial("uring")
+    return None if kind in ("registered", "uring") else refusal("uring")
+
+
+def refusal(kind: Kind) -> str | None:
+    """Return why this kind of engine does not work on this machine; None: it does."""
+    return _refused.get(kind) or _trial(kind)
 
 
 def local_engine() -> Engine:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import logging
@@ -411,6 +412,24 @@ class Rules:
                 path=asked,
                 hint=f"its roots are {' '.join(self.roots)}; add one with --root",
             )
+
+
+def check_memory(fds: list[int]) -> None:
+    """Check that a client passed one descriptor, of a memory file: reads of any other could hang.
+
+    Raises: AccessDenied.
+    """
+    try:
+        (fd,) = fds
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        readable = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_PATH | os.O_WRONLY) == 0
+    except (OSError, ValueError):
+        readable = False
+    if not readable:
+        raise AccessDenied(
+            "prepared samples do not come through a memory file",
+            hint="a client passes one descriptor, of memfd_create(2)",
+        )
 
 
 @functools.cache

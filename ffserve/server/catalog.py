@@ -8,8 +8,7 @@ one go on reading the old one. Both times count: mtime can be set back by anybod
 A shard that no session has open is idle. Its file is closed after a while, at once if it was
 deleted, or when the descriptor is needed: the space of deleted files is given back, and their file
 systems can be unmounted. Its samples stay in memory until others need it, and are served again when
-the same file is opened again. An inode may have been given to another file by then, so its tables
-are compared.
+the same file is opened again, whose tables are compared: its inode may be another file's by then.
 
 The daemon reads a file through descriptors that clients opened (`access.py`). While a shard is
 open, its inode cannot belong to another file. So a client whose user has proven once that it may
@@ -39,11 +38,13 @@ from ffserve.cache.inventory import CHUNKED, Inventory, ShardRow
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
+from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.protocol import MOST_FILES
 from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.server.opening import IdentifiedFiles, Opener, close_passed
+from ffserve.server.prepared import Preparation, Preparations
 from ffserve.server.shards import (
     Alias,
     Key,
@@ -52,6 +53,8 @@ from ffserve.server.shards import (
     Passing,
     Request,
     closed_shard,
+    prepared_key,
+    prepared_shard,
     row_of,
 )
 
@@ -108,6 +111,9 @@ class Catalog:
         """Open, the one that has been idle for longest first."""
         self._closed: OrderedDict[Key, OpenShard] = OrderedDict()
         self._most_closed = MOST_CLOSED
+        self._prepared: dict[Key, OpenShard] = {}
+        """Prepared shards that a session has open; others are closed ones."""
+        self.preparations = Preparations()
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
         self._ended: set[int] = set()
@@ -449,8 +455,9 @@ class Catalog:
         domains = {domain.serial: domain for domain in self._domains.all}
         columns = []
         for row in rows:
-            shard = closed_shard(row, domains[row.domain])
+            shard = closed_shard(row, domains[row.domain], self.preparations)
             shard.domain.shards += 1
+            shard.domain.prepared_count += shard.count * (shard.preparation is not None)
             self._closed[shard.key] = shard
             about = row.base, row.count, row.payload_size, row.alignment, row.checksum_kind
             columns.append((*about, -1, 0, shard.domain.number))
@@ -521,6 +528,61 @@ class Catalog:
         shard.fd = shard.cached_fd = -1
         return fds
 
+    # ---- prepared samples ---------------------------------------------------------------------
+
+    def open_prepared(
+        self, sources: list[OpenShard], firsts: list[int], key: bytes, name: str, owner: Owner
+    ) -> list[OpenShard]:
+        """Open the prepared shards of shards that a session has open; `close` gives them back.
+
+        Args: firsts: indices of their first samples, on which results may depend.
+        Raises: ReadError: there is no room in the tables, or for another domain.
+        """
+        preparation = self.preparations.obtain(owner, key, name)
+        count = sum(source.count for source in sources)
+        preparation.raw_size = sum(source.payload_size for source in sources) / max(count, 1)
+        found: list[OpenShard] = []
+        fresh: list[OpenShard] = []
+        try:
+            for source, first in zip(sources, firsts, strict=True):
+                own = prepared_key(source.key, source.fingerprint, key, first, owner)
+                shard = self._prepared.get(own) or self._closed.pop(own, None)
+                if shard is None:
+                    shard = self._new_prepared(source, preparation, first)
+                    fresh.append(shard)
+                elif shard.adopted:
+                    shard.adopted = False
+                    like = prepared_shard(source, preparation, first, shard.base, shard.domain)
+                    shard.path, shard.names = like.path, like.names
+                self._prepared[own] = shard
+                found.append(shard)
+        finally:
+            # With those of an OPEN that fails: they are forgotten as closed ones are.
+            self._enter_prepared([shard for shard in fresh if shard.count])
+            self._hold(found, owner)
+            if len(found) < len(sources):
+                self.close(found, owner)
+        return found
+
+    def _enter_prepared(self, shards: list[OpenShard]) -> None:
+        if shards:
+            columns = [
+                (s.base, s.count, s.payload_size, 1, 0, -1, 0, s.domain.number) for s in shards
+            ]
+            self._table.add_all(np.array(columns, np.int64).T, [None] * len(shards))
+            for shard in shards:
+                if shard.key[5] < 0:  # its file is not stale
+                    self._inventory.add_shard(row_of(shard))
+
+    def _new_prepared(self, source: OpenShard, preparation: Preparation, first: int) -> OpenShard:
+        with self._opener.lock:
+            domain = self._domains.obtain_for(preparation.owner, source.count)
+            base = self._directory.reserve(source.count, domain.number) if source.count else 0
+            domain.shards += source.count > 0
+            domain.prepared_count += source.count
+        self._directory.set_lengths(base, np.full(source.count, UNKNOWN_LENGTH, np.uint64))
+        return prepared_shard(source, preparation, first, base, domain)
+
     # ---- holding and closing ------------------------------------------------------------------
 
     def _hold(self, shards: list[OpenShard], owner: Owner) -> None:
@@ -529,7 +591,7 @@ class Catalog:
             if shard.sessions == 0:
                 self._idle.pop(shard.key, None)
             holding = shard.holders.get(owner, 0)
-            fresh += not holding
+            fresh += not holding and shard.preparation is None
             shard.holders[owner] = holding + 1
             shard.sessions += 1
         if fresh:
@@ -545,7 +607,12 @@ class Catalog:
                 del shard.holders[owner]
                 self._forget_owner(shard, owner)
             shard.sessions -= 1
-            if shard.sessions == 0:
+            if shard.sessions == 0 and shard.preparation is not None:
+                del self._prepared[shard.key]
+                if shard.count:
+                    self._closed[shard.key] = shard
+                    self._cache.allocator.idle_changed = True
+            elif shard.sessions == 0:
                 shard.idle_since = now
                 self._idle[shard.key] = shard
                 self._cache.allocator.idle_changed = True
@@ -557,6 +624,8 @@ class Catalog:
         self._table.set_sessions([shard.base for shard in shards], counts)
 
     def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
+        if shard.preparation is not None:
+            return
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]
@@ -737,6 +806,7 @@ class Catalog:
                     self._inventory.remove_shard(shard.base)
                     self._directory.release(shard.base, shard.count, shard.domain.number)
                     shard.domain.shards -= 1
+                    shard.domain.prepared_count -= shard.count * (shard.preparation is not None)
         for domain in self._domains.all:
             if not domain.shards:
                 await self._dissolve(domain)
@@ -754,9 +824,15 @@ class Catalog:
         opened = list(self._open.values())
         for first in range(0, len(opened), HOLD_COUNT):
             yield opened[first : first + HOLD_COUNT]
-        closed = list(self._closed.values())
+        closed = [*self._prepared.values(), *self._closed.values()]
         for first in range(0, len(closed), HOLD_COUNT):
             yield closed[first : first + HOLD_COUNT]
+
+    def has(self, shard: OpenShard) -> bool:
+        """Whether a shard of `shards` is still in the tables."""
+        return any(
+            each.get(shard.key) is shard for each in (self._open, self._prepared, self._closed)
+        )
 
     def shutdown(self) -> None:
         """Close every descriptor."""

@@ -26,11 +26,12 @@ from ffserve.decoding import (
     DecodedChunk,
     ReusableBuffers,
     batches,
+    read_again,
     thread_pool,
 )
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
-from ffserve.errors import STATUS_FORMAT
+from ffserve.errors import STATUS_FORMAT, FormatError
 from ffserve.memfd import SharedMemory
 from ffserve.server.page_cache import Int32s
 from ffserve.server.statistics import Histogram
@@ -58,6 +59,7 @@ class ChunkLoader:
         submit: submits a batch to the engine of this number.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
         file_numbers: by which extents are read, of their engines, files, begins and ends.
+        fd_of: returns the descriptor of a file that is being read (engine, file), in any thread.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ChunkLoader:
         table: ShardTable,
         ended: Callable[[Load], None],
         file_numbers: Callable[[Int32s, Int32s, Int64s, Int64s], Int32s],
+        fd_of: Callable[[int, int], int],
     ) -> None:
         self._submit = submit
         self._memory = memory
@@ -75,9 +78,10 @@ class ChunkLoader:
         self._table = table
         self._ended = ended
         self._file_numbers = file_numbers
+        self._fd_of = fd_of
         self._waiting: deque[tuple[Load, int, list[_Block], int]] = deque()
         """Batches to be read: load, engine, blocks, size in bytes."""
-        self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
+        self._reading: dict[EngineBatch, tuple[Load, int, ChunkBatch[_Block]]] = {}
         self._raw_size = 0
         self._buffers = ReusableBuffers(REUSED_SIZE)
         self._pool: ThreadPoolExecutor | None = None
@@ -125,30 +129,45 @@ class ChunkLoader:
             self._raw_size += size
             self.in_flight += 1
             chunks = ChunkBatch(blocks, self._buffers)
-            self._reading[chunks.batch] = load, chunks
+            self._reading[chunks.batch] = load, engine, chunks
             self._submit(engine, chunks.batch)
+
+    def firsts_of(self, batch: EngineBatch) -> Int64s:
+        """Return the first sample of each block of a batch; none: it is not one of these."""
+        found = self._reading.get(batch)
+        runs = [] if found is None else found[-1].runs
+        return np.array([block.first for block in runs], np.int64)
 
     def take(self, batch: EngineBatch) -> bool:
         """Decode a batch that has ended; return False if it is not one of these."""
         found = self._reading.pop(batch, None)
         if found is None:
             return False
-        load, chunks = found
+        load, engine, chunks = found
         begun = time.monotonic()
+        load.read_s += begun - batch.begun
         if self._pool is None:
             self._pool = thread_pool()
-        future = self._pool.submit(self._decode, chunks)
+        future = self._pool.submit(self._decode, engine, chunks)
         future.add_done_callback(lambda done: self._report(load, chunks.size, begun, done))
         return True
 
     # ---- in a thread of the pool ----------------------------------------------------------
 
-    def _decode(self, chunks: ChunkBatch[_Block]) -> Failures:
+    def _decode(self, engine: int, chunks: ChunkBatch[_Block]) -> tuple[list[int], Failures]:
+        """Return samples that were right at the second read only, and failures."""
+        right: list[int] = []
         failures: Failures = {}
         entries = self._directory.entries_memory.address
         for block, chunk, offset, outcome in chunks.decode(self._slot):
             firsts = block.shard.chunks.firsts
             first = block.first + int(firsts[chunk] - firsts[block.low])
+            if isinstance(outcome, FormatError):
+                fd = self._fd_of(engine, block.file)
+                again = read_again(block, chunk, fd, self._slot, offset)
+                if again is not None:
+                    right.append(first)
+                    outcome = again
             if isinstance(outcome, DecodedChunk):
                 publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)
                 continue
@@ -158,24 +177,34 @@ class ChunkLoader:
                 failure = Failure(STATUS_FORMAT, error=outcome)
             count = int(firsts[chunk + 1] - firsts[chunk])
             failures.update(dict.fromkeys(range(first, first + count), failure))
-        return failures
+        return right, failures
 
     def _slot(self, block: _Block, offset: int, size: int) -> Bytes:
         start = block.offset + offset
         return self._memory.array[start : start + size]
 
-    def _report(self, load: Load, size: int, begun: float, done: Future[Failures]) -> None:
+    def _report(
+        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
+    ) -> None:
+        if done.cancelled():  # the daemon ends
+            return
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._decoded, load, size, begun, done)
 
     # ---- in the loop's thread -------------------------------------------------------------
 
-    def _decoded(self, load: Load, size: int, begun: float, done: Future[Failures]) -> None:
-        self.decoding.note(time.monotonic() - begun)
+    def _decoded(
+        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
+    ) -> None:
+        decode_s = time.monotonic() - begun
+        self.decoding.note(decode_s)
+        load.decode_s += decode_s
         self._raw_size -= size
         self.in_flight -= 1
-        load.failures.update(done.result())
+        right, failures = done.result()
+        load.right += right
+        load.failures.update(failures)
         self._ended(load)
         self._pump()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import grp
 import importlib
 import logging
@@ -30,7 +31,7 @@ from ffserve.cache.inventory import Inventory
 from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import os_error, raise_file_limit, wrap_os_error
+from ffserve.files import os_error, raise_file_limit
 from ffserve.machine import usable_memory
 from ffserve.memfd import is_locked_below
 from ffserve.server.access import may_read_everything
@@ -38,9 +39,9 @@ from ffserve.server.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.log import start_logging
 from ffserve.server.restart import QUARANTINE_S, RETURN_S, take
-from ffserve.server.server import Server
+from ffserve.server.server import Server, listen
 from ffserve.server.state import ServerState
-from ffserve.socket_path import prepare_socket_directory, remove_stale_socket
+from ffserve.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 
@@ -68,10 +69,20 @@ def check(config: ServerConfig) -> None:
     Raises: UsageError.
     """
     raise_file_limit()
-    _check_machine(config)
-    _group_of(config)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for fault in (
+        file_limit_fault(most_files),
+        common_fault(config),
+        memory_fault(config, usable_memory()),
+    ):
+        if fault is not None:
+            raise fault
+    for root in config.roots:
+        if not os.path.isdir(root):
+            log.warning("missing root %s: it is served as soon as the directory exists", root)
+    group_of(config)
     if config.http:
-        _http()
+        http_module()
 
 
 def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: bool = False) -> int:
@@ -88,8 +99,7 @@ def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: b
         AccessDenied, ReadError: the socket or the shared memory cannot be created.
     """
     start_logging(config.log_level, config.log_format)
-    raise_file_limit()
-    _check_machine(config)
+    check(config)  # all of it before another daemon hands over, which ends that one
     signals = _Signals()
     sockets, kept = passed()
     lock: int | None = None
@@ -111,31 +121,37 @@ def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: b
             _remove_socket(config.socket, lock)
 
 
-def _check_machine(config: ServerConfig) -> None:
-    """Check limits and memory; warn of missing roots. Raises: UsageError."""
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most_files < LEAST_FILES:
-        raise UsageError(
-            f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
-            "each file that it serves",
-            hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
-        )
-    if config.common == "user" and may_read_everything():
-        raise UsageError(
-            "common = 'user' shares what the daemon's own user may read, and this user may read "
-            "every file",
-            hint="run the daemon as an ordinary user, or set common = 'world'",
-        )
-    memory = usable_memory()
-    if config.arena_size > memory - OWN_SIZE:
-        raise UsageError(
-            f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the "
-            f"daemon itself exceed the {format_size(memory)} of memory that this process may use",
-            hint="choose a smaller --arena, and leave memory for the jobs",
-        )
-    for root in config.roots:
-        if not os.path.isdir(root):
-            log.warning("missing root %s: it is served as soon as the directory exists", root)
+def file_limit_fault(most_files: int) -> UsageError | None:
+    """Return why no daemon can start with this limit on open files; None: one can."""
+    if most_files >= LEAST_FILES:
+        return None
+    return UsageError(
+        f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
+        "each file that it serves",
+        hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
+    )
+
+
+def common_fault(config: ServerConfig) -> UsageError | None:
+    """Return why this user's daemon cannot have the setting `common`; None: it can."""
+    if config.common != "user" or not may_read_everything():
+        return None
+    return UsageError(
+        "common = 'user' shares what the daemon's own user may read, and this user may read every "
+        "file",
+        hint="run the daemon as an ordinary user, or set common = 'world'",
+    )
+
+
+def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
+    """Return why the arena has no room in so many bytes of memory; None: it has."""
+    if config.arena_size <= memory - OWN_SIZE:
+        return None
+    return UsageError(
+        f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the daemon "
+        f"itself exceed the {format_size(memory)} of memory that this process may use",
+        hint="choose a smaller --arena, and leave memory for the jobs",
+    )
 
 
 class _Signals:
@@ -193,10 +209,12 @@ async def _run(
     close_http: Action | None = None
     if http_listener is not None:
         show_jobs = config.http_jobs == "all"
-        close_http = _http().HttpServer(server, http_listener, show_jobs=show_jobs).close
+        close_http = http_module().HttpServer(server, http_listener, show_jobs=show_jobs).close
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
+    # What was made until now stays: without it a whole collection is over in a part of the time.
+    gc.freeze()
     if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
         log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
     notify(f"READY=1\nSTATUS={_status(server)}")
@@ -311,7 +329,7 @@ def _log_start(server: Server) -> None:
         state.engines.kind,
         __version__,
         format_size(state.arena.limit),
-        server.most_sessions,
+        server.state.most_sessions,
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
     )
@@ -411,30 +429,14 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int]:
     prepare_socket_directory(path)
     lock = _lock(path)
     try:
-        remove_stale_socket(path)
-        group = _group_of(config)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with contextlib.ExitStack() as undo:
-            undo.callback(listener.close)
-            # No client may connect before mode and group are set.
-            previous = os.umask(0o177)
-            try:
-                wrap_os_error(listener.bind, path)
-            finally:
-                os.umask(previous)
-            undo.callback(os.unlink, path)
-            if group is not None:
-                wrap_os_error(lambda p: os.chown(p, -1, group), path)
-            wrap_os_error(lambda p: os.chmod(p, config.socket_mode), path)
-            listener.listen(_BACKLOG)
-            undo.pop_all()
-        return listener, lock
+        group = group_of(config)
+        return listen(path, mode=config.socket_mode, group=group, backlog=_BACKLOG), lock
     except BaseException:
         _remove_lock(path, lock)
         raise
 
 
-def _http() -> ModuleType:
+def http_module() -> ModuleType:
     """Return the module for HTTP. Raises: UsageError: it needs packages that are not installed."""
     try:
         return importlib.import_module("ffserve.server.http")
@@ -453,7 +455,7 @@ def _http_listener(config: ServerConfig, passed: Sequence[socket.socket]) -> soc
             return each
     if not config.http:
         return None
-    listener: socket.socket = _http().listen(config, _group_of(config))
+    listener: socket.socket = http_module().listen(config, group_of(config))
     return listener
 
 
@@ -504,7 +506,7 @@ def _open_lock(path: str) -> int:
     )
 
 
-def _group_of(config: ServerConfig) -> int | None:
+def group_of(config: ServerConfig) -> int | None:
     """Return the group of sockets; None: the daemon's own."""
     group = config.socket_group
     if group is None:

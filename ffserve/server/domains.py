@@ -26,11 +26,17 @@ from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
 from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.access import Owner
+from ffserve.server.users import OTHERS_SHARE
 
 MOST_DOMAINS = 256
 """Each has three descriptors."""
 SLABS_AT_ONCE = 4
 """Slabs given back in one step, at 0.3 ms each."""
+PREPARED_SHARE, LEAST_TABLES = 4, 1 << 30
+"""Prepared samples need no file, but tables. These take at most 1 part in PREPARED_SHARE of the
+arena's size, or LEAST_TABLES, if each sample takes"""
+TABLES_SIZE = 32
+"""bytes."""
 MOST_OF_ONE_USER = 64
 """A user can have any number of namespaces."""
 
@@ -51,6 +57,8 @@ class Domain:
     directory: MemoryFile
     index: MemoryFile
     shards: int = 0
+    prepared_count: int = 0
+    """Samples of its prepared shards, whether they are in memory or not."""
 
     @property
     def files(self) -> tuple[MemoryFile, MemoryFile, MemoryFile]:
@@ -197,6 +205,23 @@ class Domains:
             self._enter(domain)
             if domain is not self._first:
                 self.made(domain)
+        return domain
+
+    def obtain_for(self, owner: Owner, count: int) -> Domain:
+        """Return the domain of an owner for another prepared shard, of so many samples.
+
+        Raises: ReadError: as of `obtain`; or the owner's prepared shards would have too many.
+        """
+        domain = self.obtain(owner)
+        most = max(self._arena.size // PREPARED_SHARE, LEAST_TABLES) // TABLES_SIZE
+        left = most - sum(each.prepared_count for each in self._by_owner.values())
+        held = domain.prepared_count
+        if count > left or held + count > OTHERS_SHARE * left:
+            raise ReadError(
+                f"user {owner[0]} has {held} prepared samples in the tables, in memory or not, "
+                f"and wants {count} more; {left} of {most} are left",
+                hint="close data sets of other preparations, or raise the daemon's --arena",
+            )
         return domain
 
     def _make(self, owner: Owner | None) -> Domain:

@@ -90,20 +90,20 @@ def _frames(path: str) -> Iterator[tuple[list[str], list[int]]]:
                 hint="run this as that user",
             )
         about = {
-            "versions": [protocol.VERSION],
+            "versions": list(protocol.VERSIONS),
             "job": "handover",
             "client": "ffserve serve --handover",
             "pid": os.getpid(),
             "payload": ["shared", "inline"],
             "handover": True,
         }
-        sock.sendall(protocol.encode(protocol.Hello(about)))
-        sock.sendall(protocol.encode(protocol.Handover(1)))
         try:
+            sock.sendall(protocol.encode(protocol.Hello(about)))
+            sock.sendall(protocol.encode(protocol.Handover(1)))
             yield from _handed(sock)
+        except FFServeError as error:
+            raise error.located(path=path) from None
         except (OSError, EOFError) as error:
-            if isinstance(error, FFServeError):
-                raise
             raise ServerUnavailable(
                 f"the daemon did not hand over: {error}", path=path, hint="start without --handover"
             ) from error
@@ -156,20 +156,19 @@ def _checked(path: str, fds: dict[str, int]) -> tuple[socket.socket, int, dict[s
     raise wrong
 
 
-def refusal(peer: Peer) -> FFServeError | None:
-    """Return why this daemon does not hand over to a client; None: it does."""
+def check(peer: Peer) -> None:
+    """Check whether this daemon hands over to a client. Raises: AccessDenied, UsageError: not."""
     if not peer.is_administrator:
-        return AccessDenied(
+        raise AccessDenied(
             f"user {peer.uid} may not take this daemon over",
             hint="run this as root or as the user of the daemon, and not in a container other "
             "than the daemon's",
         )
     if os.environ.get("NOTIFY_SOCKET"):
-        return UsageError(
+        raise UsageError(
             "this daemon was started by a service manager",
             hint="restart its service: that keeps the memory as well",
         )
-    return None
 
 
 def _close_all(fds: list[int]) -> None:

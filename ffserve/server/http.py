@@ -1,10 +1,12 @@
-"""HTTP: /metrics, /healthz and /readyz, on an address or a Unix socket of their own.
+"""HTTP: the status page, metrics and health, on an address or a Unix socket of their own.
 
 Whoever can reach the address may connect, so nothing here waits for a client and no client costs
 much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read within
-ANSWER_TIMEOUT_S; beyond MOST_CONNECTIONS the oldest one is closed, so that a new one is always
+ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read within
+that time; beyond MOST_CONNECTIONS the oldest one is closed, so that a new one is always
 served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
-The metrics are made in steps, at most once in LEAST_AGE_S for all who ask.
+The metrics are made in steps, at most once in LEAST_AGE_S for all who ask; so are the events, and
+only while somebody watches.
 
 Names of jobs and users are shown to administrators, who come through a Unix socket, or to all who
 connect if the configuration says so; others get totals.
@@ -12,6 +14,7 @@ connect if the configuration says so; others get totals.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -23,17 +26,18 @@ import h11
 
 from ffserve.config import ServerConfig, split_address
 from ffserve.errors import UsageError
-from ffserve.files import wrap_os_error
-from ffserve.server import metrics
+from ffserve.server import metrics, page, server
 from ffserve.server.access import Peer
 from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
 from ffserve.server.server import Server
 from ffserve.server.users import User
-from ffserve.socket_path import prepare_socket_directory, remove_stale_socket
+from ffserve.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 
 REQUEST_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
+EVENTS_BUFFER = 64 << 10
+"""Bytes of events that the kernel keeps for a browser."""
 MOST_CONNECTIONS = 64
 LEAST_AGE_S = 1.0
 """How old metrics are at least before they are made anew."""
@@ -56,7 +60,9 @@ def listen(config: ServerConfig, group: int | None) -> socket.socket:
     """
     address = split_address(config.http)
     if isinstance(address, str):
-        return _listen_unix(address, config.socket_mode, group)
+        prepare_socket_directory(address)
+        mode = config.socket_mode
+        return server.listen(address, mode=mode, group=group, backlog=_BACKLOG)
     host, port = address
     listener = None
     try:
@@ -78,26 +84,6 @@ def listen(config: ServerConfig, group: int | None) -> socket.socket:
     return listener
 
 
-def _listen_unix(path: str, mode: int, group: int | None) -> socket.socket:
-    prepare_socket_directory(path)
-    remove_stale_socket(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    with contextlib.ExitStack() as undo:
-        undo.callback(listener.close)
-        # No client may connect before mode and group are set.
-        previous = os.umask(0o177)
-        try:
-            wrap_os_error(listener.bind, path)
-        finally:
-            os.umask(previous)
-        if group is not None:
-            wrap_os_error(lambda p: os.chown(p, -1, group), path)
-        wrap_os_error(lambda p: os.chmod(p, mode), path)
-        listener.listen(_BACKLOG)
-        undo.pop_all()
-    return listener
-
-
 class HttpServer:
     """Accepts connections and answers their requests.
 
@@ -114,7 +100,9 @@ class HttpServer:
         self._connections: dict[_Connection, None] = {}
         """The oldest first."""
         self._scrapes = {False: _Scrape(self, False), True: _Scrape(self, True)}
-        """By whether names of jobs are shown."""
+        self._events = {False: _Events(self, False), True: _Events(self, True)}
+        """These by whether names of jobs are shown."""
+        self._files = page.read_files()
         listener.setblocking(False)
         server.loop.add_reader(listener.fileno(), self._accept)
 
@@ -144,6 +132,8 @@ class HttpServer:
         self._connections.pop(connection, None)
         for scrape in self._scrapes.values():
             scrape.waiting.pop(connection, None)
+        for events in self._events.values():
+            events.watching.pop(connection, None)
 
     def answer(self, connection: _Connection, path: str, *, jobs: bool) -> None:
         """Answer a GET, now or later.
@@ -157,8 +147,12 @@ class HttpServer:
         elif path == "/readyz":
             reason = self.server.not_ready
             connection.respond(503 if reason else 200, _TEXT, f"{reason or 'ok'}\n".encode())
+        elif path == "/events":
+            self._events[jobs].watch(connection)
+        elif path in self._files:
+            connection.respond(200, *self._files[path])
         else:
-            connection.respond(404, _TEXT, b"/metrics, /healthz or /readyz\n")
+            connection.respond(404, _TEXT, b"/, /metrics, /healthz or /readyz\n")
 
     def close(self) -> None:
         """Close the listening socket and all connections."""
@@ -170,6 +164,8 @@ class HttpServer:
                 os.unlink(path)
         for connection in list(self._connections):
             connection.close()
+        for events in self._events.values():
+            events.stop()
 
 
 class _Scrape:
@@ -214,6 +210,61 @@ class _Scrape:
         return False
 
 
+class _Events:
+    """Makes events for all who watch the page; a worker of `turns`."""
+
+    def __init__(self, http: HttpServer, names: bool) -> None:
+        self.user = http.user
+        self.watching: dict[_Connection, None] = {}
+        self._http = http
+        self._names = names
+        self._steps: Generator[None, None, bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Until the next event is made; the last one is fresh."""
+        self._last = b""
+
+    def watch(self, connection: _Connection) -> None:
+        """Send events to a connection from now on."""
+        if not connection.begin_events():
+            return
+        self.watching[connection] = None
+        if self._timer is not None:
+            connection.send_event(self._last)
+        elif self._steps is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._timer = None
+        if self.watching:
+            server, now = self._http.server, time.monotonic()
+            self._steps = page.event(server.state, now, names=self._names)
+            server.turns.add(self)
+
+    def work(self, until: float) -> bool:
+        """Take steps; see `turns.Worker`."""
+        assert self._steps is not None
+        try:
+            while time.monotonic() < until:
+                next(self._steps)
+            return True
+        except StopIteration as end:
+            self._last = end.value
+            for connection in list(self.watching):
+                connection.send_event(self._last)
+        except Exception:
+            log.exception("internal error while making the status page")
+            for connection in list(self.watching):
+                connection.close()
+        self._steps = None
+        self._timer = self._http.server.loop.call_later(page.EVENT_INTERVAL_S, self._begin)
+        return False
+
+    def stop(self) -> None:
+        """Make no further event."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class _Connection:
     """One request and its answer; a worker of `turns`."""
 
@@ -225,7 +276,7 @@ class _Connection:
         self._h11: h11.Connection | None = None
         self._receiver = Receiver(sock, http.refuses_descriptors) if http.is_unix else None
         self._out: list[memoryview] = []
-        self._queued = self._closed = self._answered = self._head_only = False
+        self._queued = self._closed = self._answered = self._head_only = self._has_events = False
         loop = http.server.loop
         self._timer = loop.call_later(REQUEST_TIMEOUT_S, self.close)
         loop.add_reader(self._fd, self._readable)
@@ -302,15 +353,41 @@ class _Connection:
         assert self._h11 is not None
         self._answered = True
         self._http.server.loop.remove_reader(self._fd)
+        head = self._head(status, kind, [("Content-Length", str(len(body)))])
+        self._out = [memoryview(head)] if self._head_only else [memoryview(head), memoryview(body)]
+        self._send()
+
+    def _head(self, status: int, kind: str, more: list[tuple[str, str]]) -> bytes:
+        assert self._h11 is not None
         headers = [
             ("Content-Type", kind),
-            ("Content-Length", str(len(body))),
+            *more,
             ("Cache-Control", "no-store"),
             ("Connection", "close"),
+            *page.SECURITY,
         ]
         head = self._h11.send(h11.Response(status_code=status, headers=headers))
         assert head is not None
-        self._out = [memoryview(head)] if self._head_only else [memoryview(head), memoryview(body)]
+        return head
+
+    def begin_events(self) -> bool:
+        """Begin an answer of events; return whether they are wanted."""
+        # Who does not read gets few events, not megabytes of them.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, EVENTS_BUFFER)
+        self._out = [memoryview(self._head(200, page.EVENTS, []))]
+        self._has_events = not self._head_only
+        self._send()
+        return self._has_events and not self._closed
+
+    def send_event(self, event: bytes) -> None:
+        """Send an event, unless an earlier one is not read yet."""
+        if self._closed or self._out:
+            return
+        assert self._h11 is not None
+        chunk = self._h11.send(h11.Data(data=event))
+        assert chunk is not None
+        self._out = [memoryview(chunk)]
+        self._timer = self._http.server.loop.call_later(ANSWER_TIMEOUT_S, self.close)
         self._send()
 
     def _send(self) -> None:
@@ -326,7 +403,11 @@ class _Connection:
         except OSError:
             self.close()
         else:
-            self.close()
+            if self._has_events:
+                self._timer.cancel()
+                self._http.server.loop.remove_writer(self._fd)
+            else:
+                self.close()
 
     def close(self) -> None:
         """Close the connection; safe to call twice."""

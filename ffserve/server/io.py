@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from ffserve.cache.cache import Failure, Int64s, Load
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch, refused
+from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.memfd import SharedMemory
 from ffserve.server.chunks import ChunkLoader
+from ffserve.server.damage import SecondReader, WrongSample
 from ffserve.server.page_cache import CachedFiles, Int32s
 from ffserve.server.statistics import Histogram
 
@@ -28,9 +31,24 @@ costs more than the read that merging saves."""
 
 SLOW_S = 5.0
 """A read that takes longer is slow: hundreds of reads may wait for one disk, but not so long."""
+SLOW_READ_S = 0.5
+"""The files of a read that takes longer are shown as slow."""
+
+MOST_AGAIN = 1024
+"""Wrong samples of a batch that are read again. A block may hold 8192 small samples; where as many
+are wrong, the others are reported as they are."""
 
 MOST_ENGINES = 16
 """Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
+
+
+@dataclass(slots=True)
+class _MemoryFile:
+    """A client's memory file. loads: that read from it. removed: it is not needed any more."""
+
+    fd: int
+    loads: int = 0
+    removed: bool = False
 
 
 class Engines:
@@ -62,10 +80,21 @@ class Engines:
         """By engine."""
         self._batches: dict[EngineBatch, tuple[Load, Int64s | None]] = {}
         """Batches in flight: the load, and which of its blocks (None: all)."""
+        self._memory_files: dict[int, _MemoryFile] = {}
+        """Of the first engine, by number."""
         self._arena_ready = (0, arena.size)
+        self._fds: list[Int32s] = []
+        """By engine: the descriptor of each of its files, by number."""
         self._chunks = ChunkLoader(
-            self._submit, memory, directory, table, self._decoded, self._file_numbers
+            self._submit,
+            memory,
+            directory,
+            table,
+            self._decoded,
+            self._file_numbers,
+            self._fd_of,
         )
+        self._second = SecondReader(memory, directory, self._decoded)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
         """Called in the loop's thread when a load has ended, with its failures and the time:
@@ -77,6 +106,13 @@ class Engines:
         still write to their slots."""
         self.on_slow: Callable[[str, float], object] = _unexpected
         """Called with a device and the seconds that a read from it takes."""
+        self.on_right: Callable[[str], object] = _unexpected
+        """Called with a device when a sample that it read wrong was right at the second read."""
+        self.right_count = 0
+        """Samples that were right at the second read only."""
+        self.on_slow_read: Callable[[Int64s, float], object] = lambda *_: None
+        """Called with samples whose reads together took SLOW_READ_S or longer, one of each block,
+        and the seconds."""
         self._slow: list[EngineBatch | None] = []
         """By engine: the batch in flight of which `on_slow` was told."""
         self._awake_at = time.monotonic()
@@ -95,6 +131,7 @@ class Engines:
         """Watch the engines from this loop."""
         self._loop = loop
         self._chunks.attach(loop)
+        self._second.attach(loop)
         for number, engine in enumerate(self._engines):
             loop.add_reader(engine.fileno(), self._reap, number)
 
@@ -116,7 +153,7 @@ class Engines:
     @property
     def in_flight(self) -> int:
         """Batches submitted and not yet reported."""
-        return len(self._batches) + self._chunks.in_flight
+        return len(self._batches) + self._chunks.in_flight + self._second.in_flight
 
     def _start_engine(self) -> int:
         engine = Engine(self._kind, depth=self._depth)
@@ -128,6 +165,7 @@ class Engines:
         )
         self._engines.append(engine)
         self._cached.append(CachedFiles())
+        self._fds.append(np.zeros(0, np.int32))
         self._slow.append(None)
         engine.arena_ready(*self._arena_ready)
         number = len(self._engines) - 1
@@ -156,7 +194,17 @@ class Engines:
         files = engine.add_files(fds, alignments)
         cached = engine.add_files(cached_fds, np.ones(len(fds), np.int64))
         self._cached[number].add(files, cached_fds, cached)
+        more = int(max(files.max(), cached.max())) + 1 - len(self._fds[number])
+        if more > 0:
+            more += len(self._fds[number])
+            self._fds[number] = np.append(self._fds[number], np.full(more, -1, np.int32))
+        self._fds[number][cached[cached >= 0]] = cached_fds[cached >= 0]
+        self._fds[number][files] = fds
         return number, files
+
+    def _fd_of(self, engine: int, file: int) -> int:
+        """Return the descriptor of a file that is being read, by its number. Any thread."""
+        return int(self._fds[engine][file])
 
     def _engine_for(self, device: int) -> int:
         """Return the number of the engine of a device from which nothing was read so far."""
@@ -176,6 +224,30 @@ class Engines:
             if number >= 0:
                 self._engines[engine].remove_file(number)
 
+    def add_memory(self, fd: int) -> int:
+        """Take a memory file that prepared samples are read from; return its number for
+        `Fetch.file`."""
+        (number,) = self._engines[0].add_files(np.array([fd], np.int32), np.ones(1, np.int64))
+        self._memory_files[int(number)] = _MemoryFile(fd)
+        return int(number)
+
+    @property
+    def memory_count(self) -> int:
+        """Memory files that are open."""
+        return len(self._memory_files)
+
+    def remove_memory(self, number: int) -> None:
+        """Close a memory file, as soon as no load reads from it any more."""
+        file = self._memory_files[number]
+        file.removed = True
+        self._close_unused(number, file)
+
+    def _close_unused(self, number: int, file: _MemoryFile) -> None:
+        if file.removed and not file.loads:
+            del self._memory_files[number]
+            self._engines[0].remove_file(number)
+            os.close(file.fd)
+
     def _file_numbers(self, engines: Int32s, files: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
         """Return the numbers by which extents are read: through the page cache what is there."""
         chosen = files
@@ -194,6 +266,10 @@ class Engines:
 
         Args: reply: waits for the load; it is never sent if a part of the load is decoded here.
         """
+        if load.file >= 0:
+            self._memory_files[load.file].loads += 1
+            load.reads = self._read(0, load, None, MERGED_MOST, reply)
+            return
         if self._table.has_chunks:
             chunked = self._table.chunked[load.blocks.shards]
             if chunked.any():
@@ -241,7 +317,7 @@ class Engines:
         """Read blocks of a load (None: all) with one engine, those of up to `merged_most` bytes
         together with neighbours; return the number of reads."""
         found = None
-        if self._cached[number].count:
+        if load.file < 0 and self._cached[number].count:
             blocks = load.blocks if rows is None else load.blocks.take(rows)
             files = self._table.files[blocks.shards]
             found = self._cached[number].find(files, blocks.begins, blocks.ends)
@@ -282,7 +358,9 @@ class Engines:
             (merged_most, MERGED_GAP, MERGED_SIZE),
             cached=cached,
         )
-        if cached:
+        if load.file >= 0:
+            batch.reads["file"] = load.file
+        elif cached:
             batch.reads["file"] = self._cached[number].numbers(batch.reads["file"])
             self.cached_size += int((blocks.ends - blocks.begins).sum())
         reads = batch.read_count
@@ -318,9 +396,10 @@ class Engines:
             if batch.failed and engine.broken:
                 self.on_broken()
                 return
-            self.reading.note(now - batch.begun)
-            if now - batch.begun >= SLOW_S and batch is not self._slow[number]:
-                self.on_slow(self._device_of(number), now - batch.begun)
+            took_s = now - batch.begun
+            self.reading.note(took_s)
+            if took_s >= SLOW_READ_S:
+                self._note_slow(number, batch, took_s)
             self.read_size += batch.bytes
             if self._chunks.take(batch):
                 continue
@@ -329,6 +408,17 @@ class Engines:
                 self._fail(number, batch, load, rows)
             batch.free()
             self._ended(load)
+
+    def _note_slow(self, number: int, batch: EngineBatch, took_s: float) -> None:
+        """A batch that has ended took long."""
+        if took_s >= SLOW_S and batch is not self._slow[number]:
+            self.on_slow(self._device_of(number), took_s)
+        load, rows = self._batches.get(batch, (None, None))
+        if load is None:
+            self.on_slow_read(self._chunks.firsts_of(batch), took_s)
+        elif load.file < 0:
+            firsts = load.blocks.firsts
+            self.on_slow_read(firsts if rows is None else firsts[rows], took_s)
 
     def find_slow(self, now: float) -> None:
         """Find reads that have been in flight for long. Called more often than every SLOW_S."""
@@ -377,18 +467,64 @@ class Engines:
                 inside = np.isin(records["entry"], _samples(blocks.take(again)))
                 records["status"][inside] = 0
                 self._read(number, load, again if rows is None else rows[again], 0)
-        for row in records[records["status"] != 0]:
-            failure = Failure(int(row["status"]), int(row["found"]), int(row["checksum"]))
-            load.failures[int(row["entry"])] = failure
+        # A gap of a tolerant scan has no bytes.
+        wrong = (records["status"] == STATUS_CHECKSUM) & (records["length"] > 0)
+        wrong[np.flatnonzero(wrong)[MOST_AGAIN:]] = False
+        if wrong.any():
+            self._second.submit(load, self._wrong_samples(number, batch, np.flatnonzero(wrong)))
+        failed = records[(records["status"] != 0) & ~wrong]
+        columns = (failed[name].tolist() for name in ("entry", "status", "found", "checksum"))
+        for entry, *about in zip(*columns, strict=True):
+            load.failures[entry] = Failure(*about)
+
+    def _wrong_samples(self, number: int, batch: EngineBatch, rows: Int64s) -> list[WrongSample]:
+        """Return the samples of some records of a batch, and where they belong in the arena."""
+        samples = []
+        reads = np.searchsorted(batch.reads["first_record"], rows, side="right") - 1
+        shards = self._table.rows(batch.records["entry"][rows].astype(np.int64))
+        columns = batch.reads[reads], batch.records[rows], shards.tolist()
+        for read, record, shard in zip(*columns, strict=True):
+            file = int(read["file"])
+            place = int(record["dest"]) - self._memory.address
+            if int(read["slot"]) != NOWHERE:
+                # As the engine reads it: from the beginning of a disk block on.
+                direct = file == int(self._table.files[shard])
+                alignment = int(self._table.alignments[shard]) if direct else 1
+                begin = int(read["offset"]) // alignment * alignment
+                place = int(read["slot"]) + int(record["offset"]) - begin
+            samples.append(
+                WrongSample(
+                    int(record["entry"]),
+                    self._fd_of(number, file),
+                    int(record["offset"]),
+                    int(record["length"]),
+                    place,
+                    int(read["checksum_kind"]),
+                    int(record["checksum"]),
+                    int(record["found"]),
+                )
+            )
+        return samples
+
+    def _note_right(self, right: list[int]) -> None:
+        self.right_count += len(right)
+        for engine in np.unique(self._table.engines[self._table.rows(np.array(right))]).tolist():
+            self.on_right(self._device_of(engine))
 
     def _ended(self, load: Load) -> None:
         """One batch of a load has ended."""
         load.batches -= 1
         if load.batches == 0:
+            if load.file >= 0:
+                file = self._memory_files[load.file]
+                file.loads -= 1
+                self._close_unused(load.file, file)
             self.checksum_failures += sum(
                 f.status == STATUS_CHECKSUM or isinstance(f.error, ChecksumError)
                 for f in load.failures.values()
             )
+            if load.right:
+                self._note_right(load.right)
             self.loaded(load, load.failures, time.monotonic())
 
     def counters(self) -> dict[str, int]:
@@ -406,6 +542,7 @@ class Engines:
                 self._loop.remove_reader(engine.fileno())
             engine.close()
         self._chunks.close()
+        self._second.close()
 
 
 def _samples(blocks: Blocks) -> Int64s:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,6 +27,10 @@ FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
 MOST_KEYS, MOST_OF_USER = 1024, 32
 """Files, users and devices of which repetitions are counted apart, and those that one user causes;
 beyond, together."""
+MOST_LINES, MOST_LINE = 100, 500
+"""Lines that are kept for STATUS, and characters of each."""
+NOBODY = -1
+"""The user of a line that no user caused."""
 
 _PRIORITIES = {
     logging.DEBUG: 7,
@@ -42,10 +46,10 @@ _PRIORITIES = {
 
 
 def start_logging(level: str, log_format: LogFormat) -> None:
-    """Write messages of this level and above to standard error."""
+    """Write messages of this level and above to standard error, and keep warnings in `latest`."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
-    logging.basicConfig(handlers=[handler], level=level.upper())
+    logging.basicConfig(handlers=[handler, latest], level=level.upper())
 
 
 def priority(level: int) -> str:
@@ -95,6 +99,47 @@ class _JsonFormatter(logging.Formatter):
         return priority(record.levelno) + json.dumps(facts)
 
 
+# ---- what is shown -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the log.
+
+    time: in seconds since 1970. level: `warning`, `error` or `critical`. user: who caused it.
+    """
+
+    time: float
+    level: str
+    text: str
+    user: int
+
+
+class LatestLines(logging.Handler):
+    """Keeps the last warnings and errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().encode(errors="backslashreplace").decode()[:MOST_LINE]
+        user = getattr(record, "user", NOBODY)
+        self._lines.append(Line(record.created, record.levelname.lower(), text, user))
+
+    def lines(self) -> list[Line]:
+        """Return them, the latest last."""
+        self.acquire()
+        try:
+            return list(self._lines)
+        finally:
+            self.release()
+
+
+latest = LatestLines()
+"""Those of this process."""
+
+
 # ---- what repeats ------------------------------------------------------------------------------
 
 
@@ -126,13 +171,13 @@ class RepeatedLines:
         self._of_user: Counter[int] = Counter()
 
     def warning(
-        self, text: str, *arguments: object, now: float, user: int = -1, key: Hashable = None
+        self, text: str, *arguments: object, now: float, user: int = NOBODY, key: Hashable = None
     ) -> None:
         """Something may be wrong with a client or a disk."""
         self._note(logging.WARNING, text, arguments, (text, user, key), now)
 
     def error(
-        self, text: str, *arguments: object, now: float, user: int = -1, key: Hashable = None
+        self, text: str, *arguments: object, now: float, user: int = NOBODY, key: Hashable = None
     ) -> None:
         """Data or disks are damaged."""
         self._note(logging.ERROR, text, arguments, (text, user, key), now)
@@ -144,13 +189,13 @@ class RepeatedLines:
         if place not in self._lines and self._of_user[user] >= MOST_OF_USER:
             place = text, user, None
         if place not in self._lines and len(self._lines) >= MOST_KEYS:
-            place = text, -1, None
+            place = text, NOBODY, None
         line = text % arguments
         repeated = self._lines.get(place)
         if repeated is None:
             self._lines[place] = _Repeated(level, now + FIRST_INTERVAL_S)
             self._of_user[place[1]] += 1
-            log.log(level, "%s", line)
+            log.log(level, "%s", line, extra={"user": place[1]})
         else:
             repeated.count += 1
             repeated.latest = line
@@ -166,7 +211,7 @@ class RepeatedLines:
                 continue
             since_s = now - repeated.next_at + repeated.interval_s
             more = f"({repeated.count} more in {since_s:.0f} s)"
-            log.log(repeated.level, "%s %s", repeated.latest, more)
+            log.log(repeated.level, "%s %s", repeated.latest, more, extra={"user": place[1]})
             repeated.interval_s = min(2 * repeated.interval_s, LONGEST_INTERVAL_S)
             repeated.next_at, repeated.count = now + repeated.interval_s, 0
         self._of_user += Counter()  # forgets users without lines

@@ -19,10 +19,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ffserve.cache.inventory import (
+    CHUNKED,
     COMMON,
     IN_DOUBT,
     NAME,
     OWNED,
+    PREPARED,
     UNCLAIMED,
     Inventory,
     ShardRow,
@@ -34,6 +36,7 @@ from ffserve.errors import ReadError
 from ffserve.memfd import MemoryFile
 from ffserve.server.access import HOST, OWN, Owner, namespace_marks
 from ffserve.server.domains import MOST_DOMAINS, KeptDomain
+from ffserve.server.shards import preparation_of
 
 log = logging.getLogger("ffserve")
 
@@ -216,6 +219,11 @@ def _lasts(inventory: Inventory, owner: Owner) -> bool:
     return namespace in known and marks[namespace] == known[namespace] >= 0 and owner[0] >= 0
 
 
+def _is_prepared(row: ShardRow, domain: KeptDomain) -> bool:
+    """Whether the row of a shard of prepared samples is one."""
+    return domain.owner is not None and not row.flags & CHUNKED and preparation_of(row) is not None
+
+
 def _shards(inventory: Inventory, domains: Mapping[int, KeptDomain]) -> list[ShardRow]:
     capacity = inventory.get("capacity")
     kept: list[ShardRow] = []
@@ -224,7 +232,8 @@ def _shards(inventory: Inventory, domains: Mapping[int, KeptDomain]) -> list[Sha
     last = None
     for row in sorted(inventory.shards(), key=lambda each: each.base):
         domain = domains.get(row.domain)
-        key = row.identity, row.asked, row.flags, row.domain
+        of = row.path if row.flags & PREPARED else ""
+        key = row.identity, row.asked, row.flags, row.domain, of
         sound = (
             domain is not None
             and domain.claimed
@@ -234,7 +243,8 @@ def _shards(inventory: Inventory, domains: Mapping[int, KeptDomain]) -> list[Sha
             and 0 < row.alignment <= 1 << 20
             and row.alignment.bit_count() == 1
             and row.checksum_kind in (CRC_NONE, CRC_32, CRC_32C)
-            and 0 <= row.flags < 8
+            and 0 <= row.flags < 16
+            and (not row.flags & PREPARED or _is_prepared(row, domain))
             and 0 <= row.group < 1 << 31
             and key not in keys
         )

@@ -40,6 +40,7 @@ from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY
 from ffserve.server.statistics import Histogram
 from ffserve.server.users import ACTIVE_S, MOST_ASKED, FairShare, User
+from ffserve.server.waiting import JobReads, SessionTime
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
 """A device reads that in 2 to 6 ms."""
@@ -74,6 +75,9 @@ MOST_UNACKNOWLEDGED = 1024
 So a client that never acknowledges does not make the daemon's memory grow."""
 MOST_COUNTED_JOBS = 1024
 """Jobs whose reads are counted."""
+MEASURED_SIZE, MEASURED = 16 << 20, 8
+"""Bytes read, while reads are in flight, over which their time is measured; the number of
+measurements that are remembered."""
 _FEW_PINS = 1024
 _FEW = 16
 """Tags whose pins one step of `leave` gives back."""
@@ -188,6 +192,7 @@ class Owner:
     """Finished GETs, by tag."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """Granted leases that pin something, by tag."""
+    time: SessionTime = field(default_factory=SessionTime)
     queued: bool = False
     gone: bool = False
 
@@ -245,8 +250,9 @@ class Scheduler:
         self._submit = submit
         self._most_reads = most_reads
         self._reads = 0
-        self._reading: dict[int, tuple[_Turns, int]] = {}
-        """The users of the loads in flight, and the reads that they were counted for."""
+        self._reading: dict[int, tuple[_Turns | None, JobReads, int, float]] = {}
+        """The loads in flight: user (None: prefetching), job, reads that these were counted for,
+        begin."""
         self.prefetcher = Prefetcher(cache)
         self._share = FairShare()
         self._users: dict[User, _Turns] = {}
@@ -258,6 +264,8 @@ class Scheduler:
         """Called when `pump` has stopped after MOST_TURNS: it must be called again soon. None: it
         does not stop."""
         self._waking = False
+        self.put_ended: Callable[[SampleRequest], object] = _nothing
+        """Called when a PUT of a session that has gone is in memory, or will not be."""
         self.request_count = 0
         """Requests of all sessions that are not finished."""
         self.blocked_count = 0
@@ -269,11 +277,13 @@ class Scheduler:
         self._leased_slabs = 0
         """Slabs in which a lease pins slots."""
         self._pumped = 0.0
+        self._busy_since, self._busy_size = 0.0, 0
+        """Since when reads are in flight, or were measured, and the bytes read since."""
         self._stopped = False
         self.queued, self.blocked = Histogram(), Histogram()
         """How long requests waited for their first turn; and for memory."""
-        self.read_sizes: dict[str, int] = {}
-        """Bytes read from files by job; a shared read counts for the job that began it."""
+        self.reads_of: dict[str, JobReads] = {}
+        """By job."""
 
     @property
     def _share_size(self) -> int:
@@ -306,14 +316,34 @@ class Scheduler:
         turns.seen = now
         self.request_count += 1
         owner.waiting[request.tag] = request
+        owner.time.ask(now)
         owner.runnable.append(request)
         self._queue(owner)
         if not self._waking:
             self.pump(now)
+        elif self._active > 1 and self._share.is_due(owner.user):
+            self._serve_at_once(owner.user, now)
+
+    def _serve_at_once(self, user: User, now: float) -> None:
+        """Give a turn to a user that would have the next one anyway."""
+        turns = self._users[user]
+        blocked = [each for each in self._users.values() if each.blocked]
+        if (
+            self._reads < self._most_reads
+            and self._may_read(turns)
+            and self._may_pass(turns, self._favoured(blocked, now))
+        ):
+            self._serve(user, now)
 
     def go_on(self, now: float) -> None:
-        """Give turns, unless `pump` will be called anyway."""
-        if not self._waking:
+        """Give turns, unless `pump` will be called anyway. With several users it is called when
+        the loop has looked for messages."""
+        if self._waking:
+            return
+        if self._active > 1 and self.wake is not None:
+            self._waking = True
+            self.wake()
+        else:
             self.pump(now)
 
     def _turns_of(self, user: User) -> _Turns:
@@ -355,7 +385,11 @@ class Scheduler:
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
         """A load has ended. `go_on` must be called when all that have ended by now are known."""
         self._reads -= load.reads
-        turns, reads = self._reading.pop(load.number, (None, 0))
+        if load.file < 0:
+            self._busy_size += load.size
+            self._measure(now)
+        turns, of_job, reads, begun = self._reading.pop(load.number)
+        of_job.end(reads, now - begun, load.read_s, load.decode_s)
         if turns is not None:
             turns.reads -= reads
             turns.read_size -= load.size
@@ -367,8 +401,17 @@ class Scheduler:
             if fetch.owner.gone:
                 self._cache.release(fetch.pins)
                 fetch.pins = []
+                if fetch.file >= 0:
+                    self.put_ended(fetch)
             elif fetch.complete or fetch.enough or fetch.blocked_since is not None:
                 self._finish(fetch, now)
+
+    def _measure(self, now: float) -> None:
+        """Note how long reading a byte takes, as of late: while reads are in flight."""
+        if self._busy_size >= MEASURED_SIZE:
+            busy_s = max(now - self._busy_since, 0.0) / self._busy_size
+            self._cache.next_use.miss_s += (busy_s - self._cache.next_use.miss_s) / MEASURED
+            self._busy_since, self._busy_size = now, 0
 
     def leave(self, owner: Owner, now: float) -> Iterator[None]:
         """A session has ended: drop its requests, and give back its pins and leases in steps."""
@@ -382,6 +425,8 @@ class Scheduler:
             if request.waiting == 0:
                 self._cache.release(request.pins)
                 request.pins = []
+                if request.file >= 0:
+                    self.put_ended(request)
         owner.waiting.clear()
         owner.runnable.clear()
         self.blocked_count -= len(turns.blocked)
@@ -444,18 +489,22 @@ class Scheduler:
                 self.wake()
                 return
             left -= 1
-            owner = self._next_owner(user)
-            if owner.gone or not owner.runnable:
-                continue
-            part = self.prefetcher.next_of_window(owner.job, now)
-            if part is not None:
-                self._start(part, owner.job)
-            elif self._turn(owner.runnable[0], now):
-                owner.runnable.popleft()
-            self._queue(owner)
+            self._serve(user, now)
 
         if self._cache.next_use.has_orders and not (self._runnable or self.blocked_count):
             self._prefetch(now)
+
+    def _serve(self, user: User, now: float) -> None:
+        """Give a turn to a session of a user."""
+        owner = self._next_owner(user)
+        if owner.gone or not owner.runnable:
+            return
+        part = self.prefetcher.next_of_window(owner.job, now)
+        if part is not None:
+            self._start(part, owner.job, now)
+        elif self._turn(owner.runnable[0], now):
+            owner.runnable.popleft()
+        self._queue(owner)
 
     def _prefetch(self, now: float) -> None:
         """Read for announced jobs."""
@@ -463,7 +512,7 @@ class Scheduler:
             load = self.prefetcher.next_load(now)
             if load is None:
                 break
-            self._start(*load)
+            self._start(*load, now)
 
     def _look_at_users(self, now: float) -> list[_Turns]:
         """Count the active users; return those with blocked requests."""
@@ -475,12 +524,29 @@ class Scheduler:
                 self._active += 1
         return blocked
 
-    def _start(self, load: Load, job: str, reply: Reply | None = None) -> None:
-        if job not in self.read_sizes and len(self.read_sizes) >= MOST_COUNTED_JOBS:
-            del self.read_sizes[next(iter(self.read_sizes))]
-        self.read_sizes[job] = self.read_sizes.get(job, 0) + load.size
+    def _start(
+        self,
+        load: Load,
+        job: str,
+        now: float,
+        turns: _Turns | None = None,
+        reply: Reply | None = None,
+    ) -> None:
+        of_job = self.reads_of.get(job)
+        if of_job is None:
+            if len(self.reads_of) >= MOST_COUNTED_JOBS:
+                del self.reads_of[next(iter(self.reads_of))]
+            of_job = self.reads_of[job] = JobReads()
+        of_job.size += load.size
         self._submit(load, reply)
+        if not self._reads:
+            self._busy_since, self._busy_size = self._pumped, 0
         self._reads += load.reads
+        of_job.begin(load.reads, self._reads)
+        if turns is not None:
+            turns.reads += load.reads
+            turns.read_size += load.size
+        self._reading[load.number] = turns, of_job, load.reads, now
 
     def _next_user(self, favoured: SampleRequest | None) -> User | None:
         """Return the user whose turn it is; None: none has one now."""
@@ -570,10 +636,7 @@ class Scheduler:
             reply.arm()  # reads from memory may end within `_start`
         if load is not None:
             cost = max(cost, load.size / QUANTUM_SIZE)
-            self._start(load, request.owner.job, request.reply)
-            turns.reads += load.reads
-            turns.read_size += load.size
-            self._reading[load.number] = turns, load.reads
+            self._start(load, request.owner.job, now, turns, request.reply)
         if reply is not None and waiting:
             reply.arm()  # not before: without the loads of earlier turns it would wait for nothing
         if self._active > 1:
@@ -590,6 +653,7 @@ class Scheduler:
             self._finish(request, now)
         else:
             request.blocked_since = now
+            request.owner.time.block(now, 1)
             turns.blocked.append(request)
             self.blocked_count += 1
         return True
@@ -628,7 +692,9 @@ class Scheduler:
             self.blocked.note(now - request.blocked_since)
             turns.blocked.remove(request)
             self.blocked_count -= 1
+            owner.time.block(now, -1)
             request.blocked_since = None
+        owner.time.answer(now)
         if not request.lease:
             answered = Answered(request.pins, request.pinned_size, len(request.numbers))
             owner.unacknowledged[request.tag] = answered
@@ -731,6 +797,7 @@ class Scheduler:
         del turns.blocked[place]
         self.blocked_count -= 1
         request.blocked_since = None
+        request.owner.time.block(now, -1)
         if not self._turn(request, now):
             request.owner.runnable.appendleft(request)
             self._queue(request.owner)
@@ -761,3 +828,7 @@ class Scheduler:
     def _since(request: SampleRequest) -> float:
         assert request.blocked_since is not None
         return request.blocked_since
+
+
+def _nothing(_request: SampleRequest) -> None:
+    pass

@@ -10,29 +10,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import select
 import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ffserve import protocol
 from ffserve.config import ServerConfig
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.files import wrap_os_error
 from ffserve.protocol import Message
-from ffserve.server.access import Credentials, Namespaces, Owner, Peer, is_administrator
+from ffserve.server.access import (
+    Credentials,
+    Namespaces,
+    Owner,
+    Peer,
+    check_memory,
+    is_administrator,
+)
 from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
+from ffserve.server.datasets import Steps
 from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
-from ffserve.server.session import NEW, OVER, READY, Session, Steps
+from ffserve.server.session import NEW, OVER, READY, Session
 from ffserve.server.shards import PassedFile, Request
+from ffserve.server.sharing import PrepareRequest
 from ffserve.server.state import ServerState
 from ffserve.server.turns import Turns
 from ffserve.server.users import Bound, User
+from ffserve.socket_path import remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
@@ -43,6 +56,8 @@ WRITES_AT_ONCE = 4
 """Frames and runs of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
+MEASURED_JOBS = 64
+"""Jobs of which it is computed at a time where their time goes."""
 RESERVED_SESSIONS = 16
 """Sessions beyond `max_sessions` for administrators. They open no data set."""
 RESIZE_STEP_S = 0.01
@@ -59,6 +74,10 @@ FEWEST_SESSIONS = 32
 """Sessions for which there are always descriptors."""
 _ACCEPTED = 8
 """Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
+TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
+"""A part of a message that brings less than so many bytes, and does not complete it, is followed by
+a pause. ffserve's clients send whole messages, whose parts are larger. A message that comes byte by
+byte would wake the loop for each byte; in a pause the socket fills up, and its sender waits."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
 """Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
 incomplete messages."""
@@ -90,8 +109,8 @@ class ClientConnection:
         self._reading = self._queued = self.held = self._unread = self._closed = False
         """Whether the loop watches for messages; whether a turn is coming; whether the connection
         waits, and whether it waits until its replies are read; whether it was closed."""
-        self._received = 0
-        """Bytes that count against the user's bound."""
+        self._received = self._last_size = 0
+        """Bytes that count against the user's bound, and those that came last."""
         self._steps: deque[Steps] = deque()
         """The work that was begun, before the next message is handled."""
         self._reply_socket = ReplySocket(self.fd)
@@ -108,6 +127,7 @@ class ClientConnection:
             later=self._later,
             refusal=refusal,
             heir=self._take_over,
+            preparer=self._open_prepared,
         )
         self._opening = asyncio.Lock()
         """Held by the OPEN that is carried out; others of this client wait."""
@@ -194,6 +214,8 @@ class ClientConnection:
                 message = self._decoder.next()
                 if message is None and not self._decoder.unfinished:
                     if received and (self.session.has_requests or self.in_message):
+                        if self._trickles:
+                            self._pause()
                         break
                     if not self._receive():
                         break
@@ -205,6 +227,17 @@ class ClientConnection:
             if time.monotonic() >= until:
                 return True
         return False
+
+    @property
+    def _trickles(self) -> bool:
+        """Whether the last bytes that came were few, and did not complete a message."""
+        return self.in_message and self._last_size < TRICKLE_SIZE
+
+    def _pause(self) -> None:
+        """Receive nothing for TRICKLE_PAUSE_S."""
+        self.held = True
+        self._watch(False)
+        self._loop.call_later(TRICKLE_PAUSE_S, self._go_on)
 
     @property
     def in_message(self) -> bool:
@@ -271,6 +304,7 @@ class ClientConnection:
             # The client may have the reply already, and this may acknowledge it.
             self._server.state.engines.reap()
         self._decoder.push(chunk)
+        self._last_size = len(chunk)
         return True
 
     def _no_hello(self) -> None:
@@ -309,35 +343,63 @@ class ClientConnection:
         if len(self.session.received) > protocol.MOST_FILES:
             raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
 
+    async def _passed(self, tag: int, path: str, positions: list[int]) -> list[PassedFile]:
+        """Ask the client for descriptors; return them. Raises: why there are none, with the
+        path."""
+        answered: asyncio.Future[list[PassedFile] | FFServeError] = self._loop.create_future()
+
+        def take(answer: list[PassedFile] | FFServeError) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        self._receiver.accept(True)
+        self.session.need(tag, positions, take)
+        late = ServerUnavailable(
+            f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
+            hint="it was stopped, or its file system does not answer; try again",
+        )
+        timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.refuse_files, late)
+        try:
+            answer = await answered
+        except asyncio.CancelledError:
+            self.session.refuse_files(late)
+            raise
+        finally:
+            timer.cancel()
+            self._drop_received()
+        if isinstance(answer, FFServeError):
+            raise answer.located(path=path)
+        self._receiver.accept(False)
+        return answer
+
+    def _open_prepared(self, tag: int, request: PrepareRequest) -> None:
+        """Take the client's memory file for prepared samples and tell the session."""
+
+        async def opening() -> None:
+            path, fds = request.source.paths[0], list[int]()
+            try:
+                async with self._opening:
+                    for file in await self._passed(tag, path, [0]):
+                        fds += [fd for fd in (file.fd, file.index) if fd is not None]
+                check_memory(fds)
+                self.session.sharing.opened(tag, request, fds[0])
+                fds = []
+            except FFServeError as error:
+                self.session.sharing.not_opened(tag, request, error)
+            except Exception as error:
+                log.exception("internal error while opening prepared samples")
+                failure = FFServeError(f"internal error of the daemon: {error!r}")
+                self.session.sharing.not_opened(tag, request, failure)
+            finally:
+                closer_of(self.user).close_fds(fds)
+
+        self._server.begin(opening())
+
     def _open_dataset(self, tag: int, request: Request) -> None:
         """Open a data set beside the loop and tell the session."""
 
         async def passing(positions: list[int]) -> list[PassedFile]:
-            answered: asyncio.Future[list[PassedFile] | FFServeError] = self._loop.create_future()
-
-            def take(answer: list[PassedFile] | FFServeError) -> None:
-                if not answered.done():
-                    answered.set_result(answer)
-
-            self._receiver.accept(True)
-            self.session.need(tag, positions, take)
-            late = ServerUnavailable(
-                f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
-                hint="it was stopped, or its file system does not answer; try again",
-            )
-            timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.refuse_files, late)
-            try:
-                answer = await answered
-            except asyncio.CancelledError:
-                self.session.refuse_files(late)
-                raise
-            finally:
-                timer.cancel()
-                self._drop_received()
-            if isinstance(answer, FFServeError):
-                raise answer.located(path=request.paths[positions[0]])
-            self._receiver.accept(False)
-            return answer
+            return await self._passed(tag, request.paths[positions[0]], positions)
 
         async def opening() -> None:
             catalog, peer = self._server.state.catalog, self.session.peer
@@ -359,10 +421,8 @@ class ClientConnection:
         self._server.begin(opening())
 
     def _take_over(self, tag: int) -> None:
-        """The client takes this daemon over."""
-        if self._server.heir is None:
-            self._server.heir = self._sock.dup(), tag
-            self._server.on_heir()
+        """The client takes this daemon over. Raises: ServerUnavailable: it cannot."""
+        self._server.begin_handover(self._sock, tag)
 
     def _drop_received(self) -> None:
         """Close descriptors that nobody took."""
@@ -487,8 +547,6 @@ class Server:
         self._listener = listener
         self.refuses_descriptors = refuse_descriptors(listener)
         self._connections: set[ClientConnection] = set()
-        self._session_count = 0
-        """Connections and arrivals."""
         self._openings: set[asyncio.Task[None]] = set()
         self.namespaces = Namespaces()
         self._lanes: weakref.WeakValueDictionary[Owner, asyncio.Semaphore] = (
@@ -498,6 +556,7 @@ class Server:
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._tending = self.loop.create_task(self._tend())
+        self._scrubbing = self.loop.create_task(state.scrubber.walk())
         self._pumping = False
         """Whether the loop will call `pump`."""
         self._draining = False
@@ -506,18 +565,19 @@ class Server:
         self.on_heir: Callable[[], object] = lambda: None
         """Called when there is one."""
         self._used_at = time.monotonic()
-        self.most_sessions = most_sessions(state.config.max_sessions)
+        self.state.most_sessions = most_sessions(state.config.max_sessions, _most_files())
         listener.setblocking(False)
         self.loop.add_reader(listener.fileno(), self._accept)
         state.engines.attach(self.loop)
         state.engines.reaped = self._reaped
         state.scheduler.wake = self._pump_soon
+        self._measuring: Iterator[None] = iter(())
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def reconfigure(self, config: ServerConfig) -> None:
         """Follow other settings; as `ServerState.reconfigure`."""
         self.state.reconfigure(config)
-        self.most_sessions = most_sessions(config.max_sessions)
+        self.state.most_sessions = most_sessions(config.max_sessions, _most_files())
         self.arm()
 
     def _accept(self) -> None:
@@ -547,11 +607,11 @@ class Server:
         # Only for them it matters now; it takes longer than all else here.
         peer = self.namespaces.peer(sock) if is_administrator(uid) else None
         trusted = peer is not None and peer.is_administrator
-        user, count = self.state.users.of(uid, trusted=trusted), self._session_count
+        user, count = self.state.users.of(uid, trusted=trusted), self.state.session_count
         refusal = None
-        if not user.may_take(1, user.sessions, count, self.most_sessions):
-            refusal = user.too_many_sessions(count, self.most_sessions)
-            if not user.trusted or count >= self.most_sessions + RESERVED_SESSIONS:
+        if not user.may_take(1, user.sessions, count, self.state.most_sessions):
+            refusal = user.too_many_sessions(count, self.state.most_sessions)
+            if not user.trusted or count >= self.state.most_sessions + RESERVED_SESSIONS:
                 self.state.note_refused(uid, refusal, time.monotonic())
                 with contextlib.suppress(OSError):
                     sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
@@ -559,7 +619,7 @@ class Server:
                 self.left_namespace(peer)
                 return
         user.sessions += 1
-        self._session_count += 1
+        self.state.session_count += 1
         self.turns.add(Arrival(user, sock, peer, refusal, self._arrived), first=True)
 
     def _arrived(self, client: Arrival) -> None:
@@ -585,7 +645,7 @@ class Server:
             self.state.catalog.end_namespace(peer.namespace)
 
     def _left(self, user: User) -> None:
-        self._session_count -= 1
+        self.state.session_count -= 1
         if self.state.users.left(user):
             self.turns.forget(user)
 
@@ -603,7 +663,8 @@ class Server:
 
     def _show_life(self) -> None:
         """Send signs of life; find clients that ended while their connection was not watched, and
-        disks that are slow; write lines that repeat."""
+        disks that are slow; write lines that repeat; measure jobs."""
+        self.state.claims.expire(time.monotonic())
         waiting: dict[int, ClientConnection] = {}
         poll = select.poll()
         for connection in list(self._connections):
@@ -617,7 +678,25 @@ class Server:
         now = time.monotonic()
         self.state.engines.find_slow(now)
         self.state.repeated.flush(now)
+        self.state.rates.note(now, self.state.counters())
+        if next(self._measuring, self) is self:
+            self._measuring = self.state.measure(now)
+        for _ in islice(self._measuring, MEASURED_JOBS):
+            pass
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
+
+    def begin_handover(self, sock: socket.socket, tag: int) -> None:
+        """End for the daemon on this connection. Raises: ServerUnavailable: that cannot be."""
+        if self._draining or self.heir is not None:
+            raise ServerUnavailable(
+                "this daemon is ending, or another one takes it over already",
+                hint="see 'ffserve status', and try again",
+            )
+        try:
+            self.heir = sock.dup(), tag
+        except OSError as error:
+            raise ServerUnavailable(f"no descriptor is free: {error.strerror}") from error
+        self.on_heir()
 
     def begin(self, opening: Coroutine[Any, Any, None]) -> None:
         """Carry out an OPEN beside the loop."""
@@ -721,7 +800,7 @@ class Server:
         while not self.state.scheduler.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         drained = self.state.scheduler.idle
-        for task in (*self._openings, self._tending):
+        for task in (*self._openings, self._tending, self._scrubbing):
             task.cancel()
         self.state.scheduler.stop()
         for connection in list(self._connections):
@@ -734,8 +813,36 @@ class Server:
         return drained
 
 
-def most_sessions(wanted: int) -> int:
+def listen(path: str, *, mode: int, group: int | None, backlog: int) -> socket.socket:
+    """Return a listening Unix stream socket, in the place of one on which nobody listens.
+
+    Args: group: of the socket; None: this process's.
+    Raises: UsageError: as `remove_stale_socket`. AccessDenied, ReadError: it cannot be made.
+    """
+    remove_stale_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    with contextlib.ExitStack() as undo:
+        undo.callback(listener.close)
+        # No client may connect before mode and group are set.
+        previous = os.umask(0o177)
+        try:
+            wrap_os_error(listener.bind, path)
+        finally:
+            os.umask(previous)
+        undo.callback(os.unlink, path)
+        if group is not None:
+            wrap_os_error(lambda p: os.chown(p, -1, group), path)
+        wrap_os_error(lambda p: os.chmod(p, mode), path)
+        listener.listen(backlog)
+        undo.pop_all()
+    return listener
+
+
+def _most_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def most_sessions(wanted: int, most_files: int) -> int:
     """Return how many sessions there may be: each needs a descriptor, of which shards take three
     quarters."""
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(wanted, max(most_files // 4 - RESERVED_SESSIONS, FEWEST_SESSIONS))

@@ -8,14 +8,11 @@ takes other threads: it goes out through `opener` and comes back through `opened
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
     READY        FILES ORDER REACHED SEEN LOOKUP RESIZE TIMES  READY
-    READY        HANDOVER                                      READY
+    READY        HANDOVER PREPARE CLAIM PUT DISTRUST           READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
 The session gives back its data sets, pins and leases in `leave`, however it ends.
-
-Work that may last for more than a moment is a generator (`Steps`): it does a part of its work
-between two yields, and the server serves others in between.
 """
 
 from __future__ import annotations
@@ -23,20 +20,17 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.cache import Failure, Int64s
-from ffserve.cache.jobs import JobProgress
-from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import (
     AccessDenied,
-    ArenaError,
     FFServeError,
-    FormatError,
     MissingFile,
     ProtocolError,
     ReadError,
@@ -47,12 +41,14 @@ from ffserve.errors import (
 from ffserve.protocol import Message
 from ffserve.server import handover
 from ffserve.server.access import Peer
+from ffserve.server.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
 from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.shards import Identity, OpenShard, PassedFile, Request
+from ffserve.server.sharing import PrepareRequest, Sharing
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
-from ffserve.server.users import MOST_ANNOUNCED, MOST_USER_DATASETS, OTHERS_SHARE, Bound, User
+from ffserve.server.users import MOST_USER_DATASETS, User
 
 NEW, READY, OVER = "new", "ready", "over"
 
@@ -62,42 +58,10 @@ MOST_ERRORS = 1024
 MOST_DIRECT_REPLIES = 4
 """A request gets a direct reply while its user has fewer requests than this, and its
 session has no other. With more requests, the loop answers several of them in one turn."""
-MOST_NAME = 200
-"""Characters in the name of an order."""
-STEP_COUNT = 8192
-"""Samples, or positions of an order, that are handled in one step."""
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""
-Steps: TypeAlias = Iterator["Bound | None"]
-"""The work that is left. It yields None after each step, or the `Bound` that it waits for."""
 _OFFSET = (1 << 48) - 1
-
-
-@dataclass(slots=True, eq=False)
-class Dataset:
-    """A data set as one session has opened it."""
-
-    paths: list[str]
-    """The session's names for the shards; another session may have opened them by other names."""
-    shards: list[OpenShard]
-    layout: Layout
-    progress: JobProgress
-    requests: int = 0
-    """Unanswered requests; they keep the shards open after the data set was closed."""
-    closed: int = 0
-    """Shards that were closed."""
-
-
-@dataclass(slots=True)
-class _Announcement:
-    """An order of which some pieces are still to come."""
-
-    tag: int
-    dataset: Dataset
-    epoch: int
-    name: str | None
-    order: Arriving
 
 
 @dataclass(slots=True)
@@ -113,124 +77,6 @@ def _no_heir(tag: int) -> None:
     raise ProtocolError("unexpected HANDOVER message")
 
 
-class OrderReceiver:
-    """Puts the pieces of one announced order at a time together.
-
-    Args:
-        user: who announces.
-        send, fail: tell the client, by tag, that an order was taken, and why one is refused.
-    """
-
-    def __init__(
-        self,
-        state: ServerState,
-        user: User,
-        send: Callable[[Message], None],
-        fail: Callable[[int, FFServeError], None],
-    ) -> None:
-        self._state = state
-        self._user = user
-        self._send = send
-        self._fail = fail
-        self._current: _Announcement | None = None
-
-    @property
-    def receiving(self) -> bool:
-        """Whether pieces of an order are still to come."""
-        return self._current is not None
-
-    def forget(self, dataset: Dataset | None = None) -> None:
-        """Drop the pieces received so far if they are for this data set; None: for any."""
-        if dataset is None or (self._current is not None and self._current.dataset is dataset):
-            self._current = None
-
-    def receive(self, message: protocol.Order, dataset: Dataset) -> Steps:
-        """Take a piece; ignore pieces of an order that was refused. Answer the last piece.
-
-        Raises: ProtocolError.
-        """
-        if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= LARGEST_COUNT:
-            raise ProtocolError("invalid ORDER message: tag or epoch out of range")
-        indices = protocol.unpack_order(message.indices)
-        try:
-            yield from self._add(message, dataset, indices)
-        except FFServeError as error:
-            if isinstance(error, ProtocolError):
-                raise
-            self._current = None
-            self._fail(message.tag, error)
-
-    def _add(self, message: protocol.Order, dataset: Dataset, indices: Int64s) -> Steps:
-        layout = dataset.layout
-        current = self._current
-        if message.start == 0:
-            if current is not None:
-                self._current = None
-                self._fail(current.tag, UsageError("another order began before this one ended"))
-            current = self._current = self._begin(message, dataset)
-        elif current is None or current.tag != message.tag:
-            return
-        order = current.order
-        if message.start != order.arrived or message.count != order.count or not len(indices):
-            raise UsageError(
-                f"the order has a gap: a piece begins at position {message.start} of "
-                f"{message.count}, but {order.arrived} of {order.count} positions were received"
-            )
-        if int(indices.max()) >= layout.count:
-            bad = int(indices.max())
-            raise SampleIndexError(
-                f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
-                index=bad,
-            )
-        for part in _parts(indices):
-            order.add(layout.numbers(part))
-            yield None
-        if order.arrived == order.count:
-            yield from self._end(current)
-
-    def _end(self, current: _Announcement) -> Steps:
-        """All pieces have come."""
-        self._current = None
-        dataset = current.dataset
-        try:
-            whole = yield from current.order.finishing()
-        except SampleIndexError as error:
-            assert error.index is not None
-            raise error.located(index=dataset.layout.index(error.index)) from None
-        progress = dataset.progress
-        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
-        yield from self._state.next_use.announcing(
-            progress, current.epoch, whole, current.name, dataset, self._user.uid
-        )
-        self._send(protocol.Ready(current.tag, whole.count, []))
-        self._state.scheduler.pump(self._state.next_use.now)
-
-    def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
-        name, replacement = message.what.get("name"), message.what.get("replacement")
-        if not isinstance(replacement, bool) or not (
-            name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
-        ):
-            raise ProtocolError("invalid ORDER message: name or replacement is invalid")
-        next_use, user = self._state.next_use, self._user
-        arriving = next_use.arriving(
-            dataset.progress, message.count, replacement=replacement, user=user.uid
-        )
-        size, count = next_use.announced_by(user.uid)
-        if count > MOST_ANNOUNCED and not dataset.progress.orders:
-            raise UsageError(
-                f"user {user.uid} has announced orders in {MOST_ANNOUNCED} data sets already",
-                hint="announce fewer data sets, or open many files as one",
-            )
-        held = next_use.order_size - arriving.size
-        if not user.may_take(arriving.size, size - arriving.size, held, next_use.most_size):
-            raise UsageError(
-                f"the announced orders of user {user.uid} would take {size} bytes, "
-                f"{OTHERS_SHARE} times as many as are left for others",
-                hint=f"the daemon keeps {next_use.most_size}; jobs of one seed share theirs",
-            )
-        return _Announcement(message.tag, dataset, message.epoch, name, arriving)
-
-
 class Session:
     """See the module's text.
 
@@ -244,7 +90,9 @@ class Session:
         user: with whom the session shares bounds and turns.
         later: has these steps taken before the next message is received; None: takes them at once.
         refusal: why this session may open no data set; None: it may.
-        heir: called with a tag when the client is to take this daemon over.
+        heir: called with a tag when the client is to take this daemon over; may raise
+            FFServeError.
+        preparer: called with the tag and what is asked for to open prepared samples.
     """
 
     def __init__(
@@ -260,6 +108,7 @@ class Session:
         later: Callable[[Steps], object] | None = None,
         refusal: FFServeError | None = None,
         heir: Callable[[int], object] = _no_heir,
+        preparer: Callable[[int, PrepareRequest], None] | None = None,
     ) -> None:
         self.phase = NEW
         self.peer = peer
@@ -279,12 +128,12 @@ class Session:
         self._sending: set[int] = set()
         """Tags of GETs whose samples are on their way through the socket."""
         self.user = User() if user is None else user
-        self._later = _at_once if later is None else later
+        self.later = _at_once if later is None else later
         self._refusal = refusal
         self._heir = heir
         self._takes_over = False
         """Whether the client is a daemon that will take this one over."""
-        self._owner = Owner(self._finished, user=self.user)
+        self.owner = Owner(self.finished, user=self.user)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
         self._mapped: set[int] = set()
@@ -299,6 +148,7 @@ class Session:
         self.joined = False
         """Whether it counts for its job: it has opened a data set."""
         self._orders = OrderReceiver(state, self.user, send, self.fail)
+        self.sharing = Sharing(self, state, send, preparer)
 
     def receive(self, message: Message, now: float) -> Steps | None:  # noqa: C901 (one case each)
         """Handle a message.
@@ -325,6 +175,14 @@ class Session:
                 return self._tell(message, now)
             case protocol.Lookup():
                 return self._look_up(message)
+            case protocol.Claim():
+                return self.sharing.claim(message, now)
+            case protocol.Put():
+                return self.sharing.put(message, now)
+            case protocol.Prepare():
+                self.sharing.prepare(message)
+            case protocol.Distrust():
+                return self.sharing.distrust(message)
             case protocol.Release():
                 return self._release(message, now)
             case protocol.Open():
@@ -332,7 +190,7 @@ class Session:
             case protocol.Files():
                 self._files(message)
             case protocol.Order():
-                return self._orders.receive(message, self._dataset(message.dataset, "ORDER"))
+                return self._orders.receive(message, self.dataset_of(message.dataset, "ORDER"))
             case protocol.Reached():
                 return self._reached(message, now)
             case protocol.Seen():
@@ -355,16 +213,9 @@ class Session:
 
     def _hello(self, message: protocol.Hello, now: float) -> None:
         about = message.about
-        versions = about.get("versions")
-        if not isinstance(versions, list) or protocol.VERSION not in versions:
-            raise ProtocolError(
-                f"the client speaks versions {reprlib.repr(versions)} of the protocol, the daemon "
-                f"speaks version {protocol.VERSION}",
-                hint="install the same release of ffserve for the daemon and its clients",
-            )
-        name = about.get("job")
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise ProtocolError("invalid HELLO message: no name of a job")
+        general = self._state.about()
+        version = protocol.common_version(about, general["server"])
+        job = Job.greeted(about, self.peer.viewer, now)
         accepted = about.get("payload", ["shared"])
         chosen = self._state.payload
         if chosen == "shared" and isinstance(accepted, list) and "shared" not in accepted:
@@ -380,11 +231,11 @@ class Session:
         self._takes_over = about.get("handover") is True
         if self.inline:
             assert self._outbox is not None
-            self._owner.taken_back = self._outbox.stop
-        self.job = Job(name, now, now, self.peer.viewer)
-        self._owner.job = name
+            self.owner.taken_back = self._outbox.stop
+        self.job = job
+        self.owner.job = job.name
         self.phase = READY
-        welcome = protocol.Welcome({**self._state.about(), "payload": chosen})
+        welcome = protocol.Welcome({**general, "version": version, "payload": chosen})
         if self.inline:
             self._send(welcome)
         else:
@@ -401,11 +252,11 @@ class Session:
     def _hand_over(self, message: protocol.Handover) -> None:
         if not self._takes_over:
             raise ProtocolError("a HANDOVER message that HELLO did not announce")
-        error = handover.refusal(self.peer)
-        if error is not None:
-            self.fail(message.tag, error)
-        else:
+        try:
+            handover.check(self.peer)
             self._heir(message.tag)
+        except FFServeError as error:
+            self.fail(message.tag, error)
 
     def fail(self, tag: int, error: FFServeError) -> None:
         """Report that a request failed; tag 0: that the session did."""
@@ -423,9 +274,9 @@ class Session:
         if self.joined:
             return
         self.joined = True
-        self.job = self._state.job(self.job.name, now, self.peer.viewer)
-        self.job.sessions += 1
-        self.job.pid = self.job.pid or self.peer.pid
+        self.job = self._state.join(self.job, self.peer, now)
+        self.job.time.begin(self.owner.time, now)
+        self.owner.job = self.job.name
 
     def _open(self, message: protocol.Open, now: float) -> Steps:
         what, user = message.what, self.user
@@ -458,15 +309,14 @@ class Session:
             or not isinstance(tolerant, bool)
         ):
             raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
-        if (most := self._most_datasets()) is not None:
+        if (most := self.most_datasets()) is not None:
             hint = "close readers, or open many files as one data set"
             self.fail(message.tag, UsageError(most, hint=hint))
             return
         while user.opening.full:
             yield user.opening
-        user.datasets += 1
         self._join_job(now)
-        self._opening += 1
+        self.begin_opening()
         self._opener(message.tag, Request(paths, identities, name, verify, tolerant))
 
     def need(
@@ -540,7 +390,7 @@ class Session:
                 raise ProtocolError(f"invalid FILES message: kind {kind} is not due")
         return files
 
-    def _most_datasets(self) -> str | None:
+    def most_datasets(self) -> str | None:
         """Return why no further data set may be opened."""
         if len(self._datasets) + self._opening >= MOST_DATASETS:
             return f"this process already has {MOST_DATASETS} data sets open"
@@ -550,22 +400,39 @@ class Session:
 
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards from now on."""
-        self._opening -= 1
         if self.phase != READY:
             self._state.catalog.close(shards, self.peer.owner)
+            self._opening -= 1
             self.user.datasets -= 1
             return
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
-        number = self._next_dataset
-        self._next_dataset += 1
         assert self.job is not None
         progress = self._state.next_use.join(self.job.name, bases, counts)
-        self._datasets[number] = Dataset(paths, shards, Layout(counts, bases), progress)
+        progress.payload_size = sum(shard.payload_size for shard in shards)
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self.job.paths = paths[0] + more
-        self._later(self._answer_open(tag, number, shards))
+        self.enter(tag, Dataset(paths, shards, Layout(counts, bases), progress))
+
+    def begin_opening(self) -> None:
+        """A data set is being opened; `enter` or `not_opened` ends that."""
+        self.user.datasets += 1
+        self._opening += 1
+
+    def enter(self, tag: int, dataset: Dataset) -> None:
+        """Enter a data set that was opened, and answer."""
+        self._opening -= 1
+        number = self._next_dataset
+        self._next_dataset += 1
+        self._datasets[number] = dataset
+        self.later(self._answer_open(tag, number, dataset.shards))
+
+    def not_opened(self, tag: int, error: FFServeError) -> None:
+        """A data set could not be opened: answer."""
+        self.user.datasets -= 1
+        self._opening -= 1
+        self.fail(tag, error)
 
     def _answer_open(self, tag: int, number: int, shards: list[OpenShard]) -> Steps:
         table = np.zeros(len(shards), protocol.SHARD_DTYPE)
@@ -597,13 +464,11 @@ class Session:
 
     def failed(self, tag: int, error: FFServeError) -> None:
         """The data set could not be opened."""
-        self.user.datasets -= 1
-        self._opening -= 1
         if not isinstance(error, (MissingFile, UsageError)):
             uid, now = self.peer.uid, self._state.next_use.now
             lines = self._state.repeated
             lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
-        self.fail(tag, error)
+        self.not_opened(tag, error)
 
     def _close(self, number: int) -> Steps | None:
         dataset = self._datasets.pop(number, None)
@@ -612,10 +477,17 @@ class Session:
         self._leave_progress(dataset)
         self._orders.forget(dataset)
         self._closing.add(dataset)
-        return None if dataset.requests else self._close_shards(dataset)
+        leaving = self._state.claims.leave(dataset)
+        return leaving if dataset.requests else chain(leaving, self._close_shards(dataset))
 
     def _close_shards(self, dataset: Dataset) -> Steps:
         """Close the shards; `leave` goes on with it if these steps end early."""
+        if dataset.memory_file >= 0:
+            file, dataset.memory_file = dataset.memory_file, -1
+            assert dataset.source is not None
+            dataset.source.feeds -= 1
+            self._state.engines.remove_memory(file)
+            self.user.memory_files -= 1
         while part := dataset.shards[dataset.closed : dataset.closed + FEW]:
             dataset.closed += len(part)
             self._state.catalog.close(part, self.peer.owner)
@@ -627,7 +499,8 @@ class Session:
         self._state.next_use.leave(dataset.progress, dataset)
         self._state.scheduler.prefetcher.advanced(dataset.progress)
 
-    def _dataset(self, number: int, message: str) -> Dataset:
+    def dataset_of(self, number: int, message: str) -> Dataset:
+        """Return an open data set. Raises: ProtocolError: the number in a message is none."""
         dataset = self._datasets.get(number)
         if dataset is None:
             raise ProtocolError(f"{message} for data set {number}, which is not open")
@@ -644,6 +517,8 @@ class Session:
         self.job.hit_size = min(self.job.hit_size + hit_size, LARGEST_COUNT)
         self._state.statistics.hits += hits
         self._state.statistics.hit_size += hit_size
+        if hits:
+            self.owner.time.used_at = self._state.next_use.now
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
@@ -651,10 +526,13 @@ class Session:
         if self._sending:
             # Samples on their way through the socket stay pinned.
             tags = [tag for tag in tags if tag not in self._sending]
-        self._state.scheduler.acknowledge(self._owner, tags)
+        self._state.scheduler.acknowledge(self.owner, tags)
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size)
+        dataset = self._datasets.get(message.dataset)
+        if dataset is not None and dataset.preparation is not None:
+            self.sharing.count_found(dataset.preparation, message.hits)
         for first in range(0, len(message.acknowledged), 4 * FEW):
             self._acknowledge(message.acknowledged, first)
             yield None
@@ -662,7 +540,7 @@ class Session:
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
         for first in range(0, len(message.tags), 4 * FEW):
-            self._state.scheduler.release(self._owner, _tags(message.tags, first))
+            self._state.scheduler.release(self.owner, _tags(message.tags, first))
             yield None
         self._state.scheduler.pump(now)
 
@@ -675,15 +553,14 @@ class Session:
                 if first:
                     yield None
                 self._acknowledge(message.acknowledged, first)
-        user, scheduler = self.user, self._state.scheduler
-        while user.requests.full or user.asked.full:
-            scheduler.limit_pins(user)
-            if user.requests.full or user.asked.full:
-                yield user.requests if user.requests.full else user.asked
-        dataset = self._dataset(message.dataset, "LEASE" if lease else "GET")
-        self._check_tag(tag)
+        scheduler = self._state.scheduler
+        yield from self.may_ask()
+        dataset = self.dataset_of(message.dataset, "LEASE" if lease else "GET")
+        if dataset.preparation is not None:
+            raise ProtocolError("GET or LEASE of prepared samples, which are claimed")
+        self.check_tag(tag)
         indices = protocol.unpack_indices(message.indices)
-        numbers = yield from self._numbers(tag, dataset, indices)
+        numbers = yield from self.numbers_of(tag, dataset, indices)
         if numbers is None:
             return
         hits = 0
@@ -693,15 +570,15 @@ class Session:
         self.job.missed += len(numbers) - hits
         self._state.statistics.missed += len(numbers) - hits
         request = SampleRequest(
-            self._owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
+            self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
         )
-        crowded = self._owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
+        crowded = self.owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
         if self._direct_reply is not None and not (crowded or lease or self.inline):
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
             self._direct_tag = tag
         dataset.requests += 1
         if len(indices) == 0 or (lease and not self._locks):
-            self._finished(request)
+            self.finished(request)
             return
         scheduler.add(request, now)
         # While the disk works.
@@ -712,8 +589,21 @@ class Session:
             self._state.cache.used(part)
             self._state.cache.invalidate(dataset.progress.asked(part, now))
 
-    def _check_tag(self, tag: int) -> None:
-        owner = self._owner
+    def may_ask(self) -> Steps:
+        """Wait until the user may have another request."""
+        user, waiting = self.user, self.owner.time
+        if not (user.requests.full or user.asked.full):
+            return
+        waiting.ask(self._state.next_use.now)
+        while user.requests.full or user.asked.full:
+            self._state.scheduler.limit_pins(user)
+            if user.requests.full or user.asked.full:
+                yield user.requests if user.requests.full else user.asked
+        waiting.answer(self._state.next_use.now)
+
+    def check_tag(self, tag: int) -> None:
+        """Raise ProtocolError for a tag that must not be used now."""
+        owner = self.owner
         if not 0 < tag < 1 << 32:
             raise ProtocolError(f"invalid tag {tag}: tags go from 1 to 2^32 - 1")
         if (
@@ -726,7 +616,7 @@ class Session:
         if len(owner.waiting) + len(self._sending) >= protocol.MOST_REQUESTS:
             raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
 
-    def _numbers(
+    def numbers_of(
         self, tag: int, dataset: Dataset, indices: Int64s
     ) -> Generator[None, None, Int64s | None]:
         """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
@@ -744,7 +634,7 @@ class Session:
         if len(indices) <= STEP_COUNT:
             return layout.numbers(indices)
         numbers = []
-        for part in _parts(indices):
+        for part in parts(indices):
             numbers.append(layout.numbers(part))
             yield None
         return np.concatenate(numbers)
@@ -763,14 +653,16 @@ class Session:
         return count
 
     def _look_up(self, message: protocol.Lookup) -> Steps:
-        dataset = self._dataset(message.dataset, "LOOKUP")
+        dataset = self.dataset_of(message.dataset, "LOOKUP")
+        if dataset.preparation is not None:
+            raise ProtocolError("LOOKUP of prepared samples, which are in no file")
         indices = protocol.unpack_indices(message.indices)
-        numbers = yield from self._numbers(message.tag, dataset, indices)
+        numbers = yield from self.numbers_of(message.tag, dataset, indices)
         if numbers is None:
             return
         directory = self._state.directory
         offsets, lengths, checksums = [], [], []
-        for part in _parts(numbers):
+        for part in parts(numbers):
             offsets.append(directory.offsets[part].astype("<u8").tobytes())
             # As clients read an entry: records in chunks may have no length yet.
             entries = directory.entries[part]
@@ -793,7 +685,7 @@ class Session:
 
         def end(count: int) -> protocol.Ready:
             self._sending.discard(tag)
-            self._state.scheduler.acknowledge(self._owner, [tag])
+            self._state.scheduler.acknowledge(self.owner, [tag])
             return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
 
         assert self._outbox is not None
@@ -801,28 +693,38 @@ class Session:
         self._outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, end))
 
     @property
+    def serves(self) -> bool:
+        """Whether it has begun, and has not ended."""
+        return self.phase == READY
+
+    @property
     def owes_answer(self) -> bool:
         """Whether the client waits for something."""
-        return bool(self._owner.waiting or self._opening or self._orders.receiving)
+        if self.owner.waiting or self._opening or self._orders.receiving:
+            return True
+        return any(map(self._state.claims.waiting_count, self._datasets.values()))
 
     @property
     def has_requests(self) -> bool:
         """Whether a GET or LEASE is not answered yet."""
-        return bool(self._owner.waiting)
+        return bool(self.owner.waiting)
 
     @property
     def awaits_direct_reply(self) -> bool:
         """Whether a direct reply may have been sent that this session does not know of."""
-        return self._direct_tag in self._owner.waiting
+        return self._direct_tag in self.owner.waiting
 
     @property
     def sending_count(self) -> int:
         """GETs whose samples are on their way through the socket."""
         return len(self._sending)
 
-    def _finished(self, request: SampleRequest) -> None:
+    def finished(self, request: SampleRequest) -> None:
+        """A request has its outcome: answer."""
+        if request.file >= 0:
+            self.sharing.copied(request)
         if request.failures:
-            self._later(self._answer_failures(request))
+            self.later(self._answer_failures(request))
         else:
             self._answer(request, [])
 
@@ -832,7 +734,7 @@ class Session:
         assert self.job is not None
         self.job.errors += len(errors)
         if self.phase == READY:
-            if self.inline and request.tag not in self._owner.unacknowledged:
+            if self.inline and request.tag not in self.owner.unacknowledged:
                 # Its pins were taken back in the meantime.
                 request.count, errors = 0, []
             self._answer(request, errors)
@@ -847,9 +749,13 @@ class Session:
         waited_s = max(self._state.next_use.now - request.asked, 0.0)
         self.job.waited_s += waited_s
         self._state.statistics.requests.note(waited_s)
+        self.request_ended(dataset)
+
+    def request_ended(self, dataset: Dataset) -> None:
+        """A request for a data set is answered, or was dropped."""
         dataset.requests -= 1
-        if not dataset.requests and dataset in self._closing:
-            self._later(self._close_shards(dataset))
+        if self.phase == READY and not dataset.requests and dataset in self._closing:
+            self.later(self._close_shards(dataset))
 
     def _errors(self, request: SampleRequest, errors: list[Any]) -> Steps:
         """Append the failed samples of an answer as READY lists them."""
@@ -894,32 +800,22 @@ class Session:
                 expected=failure.expected,
                 arena_size=state.cache.arena.size,
             )
-        record = offset, length, failure.expected
-        error = state.catalog.explain(dataset.shards[shard], error, record)
-        self._log_failure(error, dataset.shards[shard].path)
+        if dataset.preparation is None:
+            opened = dataset.shards[shard]
+            error = state.catalog.explain(opened, error, (offset, length, failure.expected))
+            state.note_failed(opened, number, error, state.next_use.now, self.peer.uid)
         return error
-
-    def _log_failure(self, error: FFServeError, path: str) -> None:
-        """Write a line about a sample that cannot be delivered."""
-        self._state.statistics.errors[error.code] += 1
-        lines, uid, now = self._state.repeated, self.peer.uid, self._state.next_use.now
-        if isinstance(error, ArenaError):
-            lines.warning("no memory for a sample: %s", error, user=uid, key=error.code, now=now)
-        elif isinstance(error, FormatError):
-            lines.error("damaged sample: %s", error, user=uid, key=path, now=now)
-        else:
-            lines.error("cannot read a sample: %s", error, user=uid, key=path, now=now)
 
     # ---- orders and progress ----------------------------------------------------------------
 
     def _reached(self, message: protocol.Reached, now: float) -> Steps:
-        progress = self._dataset(message.dataset, "REACHED").progress
+        progress = self.dataset_of(message.dataset, "REACHED").progress
         epoch, position = message.epoch, message.position
         if not (0 <= epoch <= LARGEST_COUNT and 0 <= position <= LARGEST_COUNT):
             raise ProtocolError("invalid REACHED message: epoch or position out of range")
         while True:
             used = progress.advance_to(epoch, position, now)
-            for part in _parts(used):
+            for part in parts(used):
                 self._state.cache.invalidate(part)
                 yield None
             self._state.scheduler.prefetcher.advanced(progress)
@@ -928,14 +824,18 @@ class Session:
         self._state.scheduler.pump(now)
 
     def _seen(self, message: protocol.Seen, now: float) -> Steps:
-        dataset = self._dataset(message.dataset, "SEEN")
+        dataset = self.dataset_of(message.dataset, "SEEN")
         indices, layout = protocol.unpack_order(message.indices), dataset.layout
         if len(indices) and int(indices.max()) >= layout.count:
             raise ProtocolError("invalid SEEN message: an index is outside the data set")
-        for part in _parts(indices):
-            if not dataset.progress.orders:
+        progress = dataset.progress
+        for part in parts(indices):
+            if not progress.orders or progress.on_demand:
                 numbers = layout.numbers(part)
-                dataset.progress.visited(numbers, now)
+                if progress.orders:
+                    progress.passed(numbers)
+                else:
+                    progress.visited(numbers, now)
                 self._state.cache.invalidate(numbers)
                 yield None
 
@@ -948,17 +848,20 @@ class Session:
         if self.joined:
             assert self.job is not None
             self.job.sessions -= 1
+            self.job.time.end(self.owner.time, now)
         self.phase = OVER
         self.refuse_files(UsageError("the session has ended"))
         self._orders.forget()
-        return self._leaving(self._state.scheduler.leave(self._owner, now))
+        return self._leaving(self._state.scheduler.leave(self.owner, now))
 
     def _leaving(self, pins: Iterator[None]) -> Steps:
         yield from pins
         for dataset in self._datasets.values():
             self._leave_progress(dataset)
+            yield from self._state.claims.leave(dataset)
             yield from self._close_shards(dataset)
         for dataset in tuple(self._closing):
+            yield from self._state.claims.leave(dataset)
             yield from self._close_shards(dataset)
         self._datasets.clear()
 
@@ -966,12 +869,6 @@ class Session:
 def _at_once(steps: Steps) -> None:
     for _ in steps:
         pass
-
-
-def _parts(numbers: Int64s) -> Iterator[Int64s]:
-    """Cut what one step would take too long for."""
-    for first in range(0, len(numbers), STEP_COUNT):
-        yield numbers[first : first + STEP_COUNT]
 
 
 def _tags(packed: bytes, first: int) -> list[int]:

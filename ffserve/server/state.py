@@ -8,10 +8,12 @@ scheduler ─ turns ─▶ cache ─ loads ─▶ engines ─ batches ─▶ I/O
 from __future__ import annotations
 
 import mmap
+import resource
 import secrets
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,19 @@ from ffserve.cache.adoption import Adopted, adopt
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Int64s
 from ffserve.cache.inventory import Inventory
+from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.shm import retract
-from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.errors import (
+    AccessDenied,
+    ArenaError,
+    FFServeError,
+    FormatError,
+    ProtocolError,
+    ReadError,
+)
 from ffserve.machine import free_memory, usable_memory
 from ffserve.memfd import SharedMemory
 from ffserve.server.access import Peer, Rules, Viewer, namespace_marks
@@ -33,17 +43,31 @@ from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
+from ffserve.server.prepared import Claims
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.scheduler import Scheduler
-from ffserve.server.statistics import Statistics
+from ffserve.server.scrub import Scrubber
+from ffserve.server.shards import OpenShard
+from ffserve.server.statistics import Rates, Statistics
 from ffserve.server.users import Users
+from ffserve.server.waiting import JobReads, JobTime, Use
 
 LARGEST_COUNT = (1 << 63) - 1
 """The largest number that REPORT can carry; only false counters of a client reach it."""
+MEMORY_FILES_SHARE = 16
+"""Files that prepared samples come through are 1 part in MEMORY_FILES_SHARE of the descriptors."""
 MOST_JOBS = 256
 """Jobs whose counters are kept, ended ones included."""
+MOST_NAME = 200
+"""Characters in the name of a job."""
+JOB_COUNTERS, COUNTERS = 4, 7
+"""How many counters have rates: `ServerState.counters_of`, `ServerState.counters`."""
+MOST_SLOW = 256
+"""Files with slow reads that are remembered, the latest."""
 
+RIVAL_SHARE = 16
+"""A job whose data take less than 1 part in RIVAL_SHARE of the arena is no rival for memory."""
 ORDERS_SHARE = 4
 """Announced orders take at most 1 part in ORDERS_SHARE of the arena's size (SMALLEST_LIMIT at
 least) as memory of their own, and at most half of the memory beside the arena."""
@@ -64,8 +88,42 @@ class Job:
     errors: int = 0
     waited_s: float = 0.0
     """Time between requests and their answers, summed over its sessions."""
+    time: JobTime = field(default_factory=JobTime)
     pid: int = 0
     paths: str = ""
+    title: str = ""
+    """The name that it gave itself."""
+    command: str = ""
+    rates: Rates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rates = Rates(self.first_seen, JOB_COUNTERS)
+
+    @classmethod
+    def greeted(cls, about: dict[str, Any], user: Viewer, now: float) -> Job:
+        """Return the job that a HELLO is of. Raises: ProtocolError."""
+        name = about.get("job")
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise ProtocolError("invalid HELLO message: no name of a job")
+        job = cls(name, now, now, user)
+        for key, most in (("title", protocol.MOST_TITLE), ("command", protocol.MOST_COMMAND)):
+            text = about.get(key, "")
+            if not isinstance(text, str) or len(text) > most:
+                raise ProtocolError(
+                    f"invalid HELLO message: {key} is no text of at most {most} characters"
+                )
+            setattr(job, key, text)
+        return job
+
+
+@dataclass(slots=True)
+class SlowReads:
+    """The slow reads of one file: how many, the seconds that the longest took, when the last one
+    ended."""
+
+    count: int = 0
+    longest_s: float = 0.0
+    last: float = 0.0
 
 
 class ServerState:
@@ -115,6 +173,8 @@ class ServerState:
             self.table,
         )
         self.engines.on_slow = self._slow_disk
+        self.engines.on_right = self._wrong_once
+        self.engines.on_slow_read = self._slow_read
         self.pages = Pages(self.memory, self.engines, self.arena.size)
         self.domains = Domains(
             self.cache,
@@ -138,10 +198,26 @@ class ServerState:
             self.inventory,
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
+        self.scrubber = Scrubber(
+            self.catalog, self.directory, self.cache, self.scheduler, self.note_failed
+        )
+        self.scrubber.rate = config.scrub_rate_bytes
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.users = Users()
         self.repeated = RepeatedLines()
         self.statistics = Statistics()
+        self.rates = Rates(self.began, COUNTERS)
+        self.session_count = 0
+        """Connected clients."""
+        self.most_sessions = config.max_sessions
+        """The largest number of them; `Server` lowers it to what the descriptors allow."""
+        self.slow_reads: OrderedDict[int, SlowReads] = OrderedDict()
+        """By the number of a shard's first sample; the latest last."""
+        self.claims = Claims(self.directory, lambda dataset: dataset.preparation.owner)
+        self.scheduler.put_ended = lambda request: self.claims.end(
+            request.dataset, request.numbers.tolist()
+        )
+        self.most_memory_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // MEMORY_FILES_SHARE
         self.adopted = None if kept is None else self._adopt(kept)
         """What was taken over."""
 
@@ -179,6 +255,23 @@ class ServerState:
         self.statistics.refused += 1
         self.repeated.warning("refused a client of user %d: %s", uid, error, user=uid, now=now)
 
+    def note_failed(
+        self, shard: OpenShard, number: int, error: FFServeError, now: float, uid: int = -1
+    ) -> None:
+        """Note that a sample is damaged, or cannot be read.
+
+        Args: uid: the user who asked for it, -1: nobody.
+        """
+        self.statistics.errors[error.code] += 1
+        lines = self.repeated
+        if isinstance(error, ArenaError):
+            lines.warning("no memory for a sample: %s", error, user=uid, key=error.code, now=now)
+        elif isinstance(error, FormatError):
+            shard.note_damaged(number)
+            lines.error("damaged sample: %s", error, user=uid, key=shard.path, now=now)
+        else:
+            lines.error("cannot read a sample: %s", error, user=uid, key=shard.path, now=now)
+
     def _slow_disk(self, device: str, seconds: float) -> None:
         self.repeated.warning(
             "slow disk: a read from %s takes %.1f s",
@@ -187,6 +280,26 @@ class ServerState:
             key=device,
             now=time.monotonic(),
         )
+
+    def _wrong_once(self, device: str) -> None:
+        self.repeated.warning(
+            "%s gave wrong bytes, which were right when they were read again: check the disk, its "
+            "cable and the memory",
+            device,
+            key=device,
+            now=time.monotonic(),
+        )
+
+    def _slow_read(self, numbers: Int64s, seconds: float) -> None:
+        """A read of these samples was slow."""
+        table, now = self.table, time.monotonic()
+        for base in np.unique(table.bases[table.rows(numbers)]).tolist():
+            slow = self.slow_reads.setdefault(base, SlowReads())
+            slow.count += 1
+            slow.longest_s, slow.last = max(slow.longest_s, seconds), now
+            self.slow_reads.move_to_end(base)
+        while len(self.slow_reads) > MOST_SLOW:
+            self.slow_reads.popitem(last=False)
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(
@@ -209,6 +322,67 @@ class ServerState:
                     break
                 del self.jobs[old.name]
         return job
+
+    def join(self, greeted: Job, peer: Peer, now: float) -> Job:
+        """Return the job to which another session belongs from now on.
+
+        Args: greeted: as its HELLO said.
+        """
+        job = self.job(greeted.name, now, greeted.user)
+        job.sessions += 1
+        job.pid = job.pid or peer.pid
+        job.title, job.command = job.title or greeted.title, job.command or greeted.command
+        return job
+
+    def counters_of(self, job: Job) -> tuple[int, ...]:
+        """Return the counters of a job that have rates: hits, misses, bytes of both."""
+        reads = self.scheduler.reads_of.get(job.name)
+        return job.hits, job.missed, job.hit_size, 0 if reads is None else reads.size
+
+    def counters(self) -> tuple[int, ...]:
+        """Return those of all: hits, misses, bytes of hits and of reads, reads, evicted samples,
+        errors."""
+        statistics, cache = self.statistics, self.cache.counters
+        sizes = statistics.hit_size, self.engines.read_size
+        failed = statistics.errors.total()
+        return (
+            *(statistics.hits, statistics.missed, *sizes),
+            *(cache.blocks_read, cache.evicted, failed),
+        )
+
+    def measure(self, now: float) -> Iterator[None]:
+        """Compute where the time of jobs goes and what their rates are, in steps."""
+        self.rates.note(now, self.counters())
+        data_sets: defaultdict[str, list[JobProgress]] = defaultdict(list)
+        memory = []
+        for progress in self.next_use.jobs:
+            data_sets[progress.job].append(progress)
+            used_size = self.cache.policy.used.get(progress.group, 0)
+            memory.append((used_size, progress.job, progress.group))
+        memory = [row for row in memory if row[0] >= self.arena.size // RIVAL_SHARE]
+        memory.sort(reverse=True)
+        yield None
+        for job in list(self.jobs.values()):
+            job.rates.note(now, self.counters_of(job))
+            if not job.time.idle:
+                reads = self.scheduler.reads_of.get(job.name) or JobReads()
+                job.time.step(now, reads, self._use_of(job, data_sets[job.name], memory, now))
+            yield None
+
+    def _use_of(
+        self, job: Job, data_sets: list[JobProgress], memory: list[tuple[int, str, int]], now: float
+    ) -> Use:
+        """Args: memory: bytes, job and group of jobs that may be rivals, the largest first."""
+        payload_size = sum(each.payload_size for each in data_sets)
+        count = sum(each.sample_count for each in data_sets)
+        window = sum(self.scheduler.prefetcher.window(each, now) for each in data_sets)
+        used_size = (job.hits + job.missed + window) * payload_size // max(count, 1)
+        groups = {each.group for each in data_sets}
+        others = [row for row in memory if row[1] != job.name]
+        # Jobs of one group share what they have; any other takes all that it has.
+        rival = min(others, key=lambda row: row[2] in groups, default=None)
+        fits = min(self.arena.size / max(payload_size, 1), 1.0)
+        return Use(used_size, payload_size, fits, None if rival is None else rival[1])
 
     def resize(self, size: int, peer: Peer) -> None:
         """Begin to resize the arena for a client; as `resize_arena`.
@@ -252,6 +426,7 @@ class ServerState:
         if config.arena_size_bytes != before.arena_size_bytes:
             self.resize_arena(config.arena_size)
         self.config = config
+        self.scrubber.rate = config.scrub_rate_bytes
         same = (config.roots, config.file_systems) == (before.roots, before.file_systems)
         rules = None if same else _rules(config)
         self.catalog.reconfigure(rules, config.max_chunk_size_bytes, config.close_after_s)
@@ -259,7 +434,6 @@ class ServerState:
     def about(self) -> dict[str, Any]:
         """Return the content of WELCOME that is the same for all sessions."""
         return {
-            "version": protocol.VERSION,
             "server": f"ffserve {__version__}",
             "epoch": self.epoch,
             "arena_size": self.memory.size,
@@ -268,6 +442,7 @@ class ServerState:
             "orders": True,
             "generation": self.inventory.get("generation"),
             "times": True,
+            "prepared": True,
         }
 
     def close(self) -> None:

@@ -21,7 +21,9 @@ SLICE_S = 0.0005
 TURN_S = 0.001
 CALM_S = 0.0001
 """After so long without a turn the next one begins at once, with the first message that the loop
-reports. Messages that have arrived together are reported within less, and are chosen from."""
+reports. Messages that have arrived together are reported within less, and are chosen from. While
+turns go on, the first message of a user who has used no more than those who wait is served at once.
+"""
 
 
 class Worker(Protocol):
@@ -58,33 +60,50 @@ class Turns:
             first: before the other connections of its user.
             at_once: this may be done within the call, for SLICE_S.
         """
-        waiting = self._waiting.get(worker.user)
+        user = worker.user
+        waiting = self._waiting.get(user)
+        fresh = waiting is None
         if waiting is None:
-            waiting = self._waiting[worker.user] = deque(), deque()
-            self._share.begin(worker.user)
+            waiting = self._waiting[user] = deque(), deque()
+            self._share.begin(user)
         waiting[not first].append(worker)
-        if not self._running:
+        if at_once and fresh and self._may_begin(user):
+            running, self._running = self._running, True
+            self._ended = self._serve(user, time.monotonic(), SLICE_S)
+            self._after()
+            if not running:
+                self._go_on()
+        elif not self._running:
             self._running = True
-            if at_once and (now := time.monotonic()) >= self._ended + CALM_S:
-                self._turn(now, now + SLICE_S)
-            else:
-                self._loop.call_soon(self._run)
+            self._loop.call_soon(self._run)
+
+    def _may_begin(self, user: User) -> bool:
+        """Whether a user may have a turn before the loop has reported all that has arrived."""
+        if self._running:
+            return self._share.is_due(user)
+        return time.monotonic() >= self._ended + CALM_S
 
     def _run(self) -> None:
         now = time.monotonic()
-        self._turn(now, now + TURN_S)
-
-    def _turn(self, now: float, end: float) -> None:
+        end = now + TURN_S
         while self._waiting and now < end:
             user = self._share.choose(self._waiting)
-            self._work(user, min(now + SLICE_S, end))
-            begun, now = now, time.monotonic()
-            self._share.charge(user, now - begun)
+            now = self._serve(user, now, min(SLICE_S, end - now))
         self._ended = now
+        self._after()
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._running = bool(self._waiting)
         if self._running:
             self._loop.call_soon(self._run)
-        self._after()
+
+    def _serve(self, user: User, now: float, slice_s: float) -> float:
+        """Work for a user; return the time."""
+        self._work(user, now + slice_s)
+        ended = time.monotonic()
+        self._share.charge(user, ended - now)
+        return ended
 
     def _work(self, user: User, until: float) -> None:
         first, others = self._waiting[user]

@@ -99,6 +99,8 @@ class User:
     trusted: bool = True
     sessions: int = 0
     datasets: int = 0
+    memory_files: int = 0
+    """Files that prepared samples come through."""
     received: Bound = field(default_factory=lambda: Bound(MOST_RECEIVED))
     unsent: Bound = field(default_factory=lambda: Bound(MOST_UNSENT))
     requests: Bound = field(default_factory=lambda: Bound(MOST_USER_REQUESTS))
@@ -152,6 +154,10 @@ class FairShare:
         if used > self._present:
             self._present = used
         return chosen
+
+    def is_due(self, user: User) -> bool:
+        """Whether a user that wants a turn has used no more than any other that does."""
+        return self._used.get(user, self._present) <= self._present
 
     def used(self, user: User) -> float:
         """Return what a user has used, on a scale that only this class knows."""
