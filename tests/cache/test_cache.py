@@ -796,6 +796,27 @@ def test_the_only_load_ended_before_its_reply_was_armed(count: int, calls: list[
     node.directory.close()
 
 
+def test_a_user_who_asked_for_little_waited_for_the_next_turn_of_the_loop() -> None:
+    node = Node([[100] * 6000])
+    scheduler, loads, finished, honest = scheduled(node)
+    scheduler.wake = lambda: None
+    scheduler._most_reads = 4096
+    hostile = Owner(finished.append, user=User(1, trusted=False))
+    scheduler.add(asked(honest, 1, [0]), 0.0)
+    ended(scheduler, loads[0], 0.0)
+    for tag in range(20):
+        scheduler.add(asked(hostile, tag, list(range(100 * tag, 100 * tag + 100))), 0.0)
+    before = len(loads)
+    for tag in 2, 3:
+        scheduler.add(asked(honest, tag, [2000 * tag - 1]), 0.0)
+    # The second one has to wait: until the other user has had as much.
+    served = [fetch for load in loads[before:] for fetch in load.fetches]
+    assert [fetch.tag for fetch in served if isinstance(fetch, SampleRequest)] == [2]
+    scheduler.pump(0.0)
+    assert len(loads) == before + 2
+    node.directory.close()
+
+
 def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     node = Node([[900_000] * 3])
     scheduler, loads, finished, owner = scheduled(node)

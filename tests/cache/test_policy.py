@@ -390,6 +390,59 @@ def test_a_request_took_a_whole_batch_from_a_data_set_that_had_one_sample_above_
     assert len(gone) == 21, "the rest are the taker's own"
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+def test_prepared_samples_displace_raw_ones_that_save_less(weighed: bool) -> None:
+    slots = Slots(256)
+    raw, prepared = slots.progress("raw"), slots.progress("prepared", base=5000)
+    if weighed:
+        group = slots.next_use.groups[prepared.group]
+        group.saved_s = lambda miss_s: 4 * miss_s
+    slots.fill(np.arange(156))
+    slots.fill(5000 + np.arange(100))
+    for second in range(20):
+        slots.next_use.now = float(second)
+        for each, base in ((raw, 0), (prepared, 5000)):
+            each.visited(base + np.arange(50 * second, 50 * second + 50), float(second))
+    for _ in range(40):
+        assert len(slots.out(4, taker=prepared.group)) == 4
+        slots.fill(5000 + np.arange(4), "admit_expendable")
+    floor = slots.policy.floors()[raw.group]
+    assert slots.policy.used[raw.group] == (floor if weighed else 156 * 4096)
+    for _ in range(20):
+        assert len(slots.out(4, taker=raw.group)) == 4
+        slots.fill(np.arange(4), "admit_expendable")
+    assert slots.policy.used[raw.group] == (floor if weighed else 156 * 4096)
+
+
+def test_samples_that_are_read_only_to_be_prepared_have_no_floor() -> None:
+    slots = Slots(256)
+    raw, prepared = slots.progress("job"), slots.progress("job", base=5000)
+    slots.fill(np.arange(100))
+    slots.fill(5000 + np.arange(156))
+    raw.visited(np.arange(100), 0.0)
+    prepared.visited(5000 + np.arange(156), 0.0)
+    size = slots.arena.size
+    assert slots.policy.floors() == {raw.group: size // 4, prepared.group: size // 4}
+    raw.feeds = 1
+    assert slots.policy.floors() == {prepared.group: size // 2}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_samples_that_workers_had_ahead_of_the_report_displaced_all_others(known: bool) -> None:
+    slots = Slots(256)
+    forwards = np.arange(1000)
+    one, _ = slots.progress("one", [forwards]), slots.progress("two", [forwards[::-1]])
+    slots.fill(np.concatenate((np.arange(100), np.arange(400, 556))))
+    if known:
+        one.passed(np.arange(100))
+    first = sorted(slots.out(100))
+    assert (first == list(range(100))) is known
+    # A late report of the epoch before: these come at the end of this one.
+    one.passed(np.arange(900, 1000))
+    order = one.order
+    assert order is not None and (order.parts(np.arange(900, 1000)) > 0).all()
+
+
 def test_data_sets_that_share_a_shard_are_one_group() -> None:
     slots = Slots()
     next_use = slots.next_use
@@ -609,3 +662,29 @@ def test_the_whole_table_of_silent_jobs(kind: str, share: float) -> None:
     epochs = EPOCHS.get(kind, (3, 2))
     result, _ = simulated(kind, 60_000, share, batch=64, announces=False, epochs=epochs)
     assert SILENT[kind][SHARES.index(share)] - 1.5 <= 100 * result.hit_rate
+
+
+@pytest.mark.parametrize("cost_s", [0.002, 1e-7])
+def test_memory_goes_to_prepared_samples_if_preparing_is_what_takes_time(cost_s: float) -> None:
+    samples = 1000
+    jobs = [Job(shuffled(samples, seed), pace=5000) for seed in range(4)]
+    simulation = Simulation(
+        samples,
+        0.5,
+        jobs,
+        sample_size=30 << 10,
+        disk_rate=4000.0,
+        prepared_size=150 << 10,
+        prepare_s=cost_s,
+    )
+    try:
+        result = simulation.run(warm_s=3 * samples * 0.0022, seconds=2 * samples * 0.0022)
+        used = simulation.cache.policy.used
+        raw, prepared = (used.get(simulation.next_use.group_of(n), 0) for n in (0, samples))
+    finally:
+        simulation.close()
+    if cost_s > 0.001:
+        assert result.shared_rate > 0.4 and prepared > 2 * raw
+        assert result.used > 2 * 4 * samples, "faster than preparing alone"
+    else:
+        assert raw > 0.9 * samples * (30 << 10), "reading is what takes time"

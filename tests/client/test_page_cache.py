@@ -353,14 +353,18 @@ def calls_of(action: Callable[[], object]) -> int:
 def test_one_sample_in_memory_took_forty_calls(path: str) -> None:
     """A sample of 4 KiB is copied and verified in the time of a few of them."""
     assert not arrays.MISSING
+    many = np.arange(COUNT)
     with ffserve.FileReader(path) as drop_in, ffserve.open(path, server="off") as reader:
-        assert calls_of(lambda: reader.read([7])) <= 8
-        assert calls_of(lambda: reader.read((7, 9))) <= 8
-        assert calls_of(lambda: drop_in.read([7])) <= 10
-        many = np.arange(COUNT)
-        assert calls_of(lambda: reader.read(many)) <= 8
+
+        def calls(read: Callable[[Any], object], indices: Any) -> int:
+            Path(path).read_bytes()  # other programs may have taken the memory
+            return calls_of(lambda: read(indices))
+
+        for indices in ([7], (7, 9), many):
+            assert calls(reader.read, indices) <= 8
+        assert calls(drop_in.read, [7]) <= 10
         for indices in ([7], (7, 9), many, many[:1]):
-            assert calls_of(lambda indices=indices: reader.read_batch(indices)) <= 14
+            assert calls(reader.read_batch, indices) <= 14
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])

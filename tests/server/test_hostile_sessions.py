@@ -20,6 +20,8 @@ from ffserve.errors import ProtocolError
 COUNT = 300
 TRUTH = [sample(i) for i in range(COUNT)]
 MESSAGES = 60
+MEMORY_SIZE = 100_000
+"""Of the memory file that prepared samples come through."""
 """Messages in one session."""
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
@@ -50,6 +52,12 @@ class Talker:
             self._close,
             self._status,
             self._resize,
+            self._prepare,
+            self._claim,
+            self._claim,
+            self._put,
+            self._put,
+            self._distrust,
         )
         self._arrived = 0
 
@@ -132,6 +140,30 @@ class Talker:
     def _lookup(self) -> protocol.Message:
         return protocol.Lookup(self._tag(), self._dataset(), self._indices("<i8"))
 
+    def _prepare(self) -> protocol.Message:
+        key = self._chance.randbytes(32 if self._chance.random() < 0.95 else 31)
+        return protocol.Prepare(self._tag(), self._dataset(), key, {"name": "n"})
+
+    def _claim(self) -> protocol.Message:
+        wait = self._number(0, 0, 0, 1)
+        return protocol.Claim(self._tag(), self._prepared(), self._indices("<i8"), wait)
+
+    def _put(self) -> protocol.Message:
+        indices = self._indices("<i8")
+        count = len(indices) // 8
+        places = [self._chance.randrange(2 * MEMORY_SIZE) for _ in range(count)]
+        lengths = [self._chance.choice((0, 1, 100, 70_000)) for _ in range(count)]
+        if count and self._chance.random() < 0.02:
+            lengths[0] = self._chance.choice(((1 << 32) - 1, 1 << 32, 1 << 63))
+        packed = [np.array(numbers, "<u8").tobytes() for numbers in (places, lengths)]
+        return protocol.Put(self._tag(), self._prepared(), indices, *packed, self._number(0, 7))
+
+    def _distrust(self) -> protocol.Message:
+        return protocol.Distrust(self._prepared(), self._number(0, 1))
+
+    def _prepared(self) -> int:
+        return self._number(*(2 for _ in range(20)), 1)
+
     def _close(self) -> protocol.Message:
         return protocol.Close(self._number(2, 3, 4))
 
@@ -150,7 +182,9 @@ def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
         raw.hello(payload=payload)
         sent = 0
         try:
-            raw.open(path)
+            opened = raw.open(path)
+            if "shared" in payload and chance.random() < 0.5:
+                prepare(raw, opened.dataset, chance.choice((bytes(32), chance.randbytes(32))))
             while sent < MESSAGES:
                 # A number that cannot be encoded; descriptors that nobody asked for.
                 with contextlib.suppress(ProtocolError, PermissionError):
@@ -168,6 +202,17 @@ def talk(chance: random.Random, daemon: Daemon, path: str) -> bool:
         except (BrokenPipeError, ConnectionResetError):
             pass
         return sent < MESSAGES
+
+
+def prepare(raw: Raw, dataset: int, key: bytes) -> None:
+    """Open the prepared samples of a data set, unless samples come through the socket."""
+    raw.send(protocol.Prepare(2, dataset, key, {"name": "n"}))
+    if isinstance(raw.receive(), protocol.Need):
+        memory = os.memfd_create("hostile")
+        os.ftruncate(memory, MEMORY_SIZE)
+        raw.pass_files(2, [memory])
+        os.close(memory)
+        assert isinstance(raw.receive(), protocol.Opened)
 
 
 def _drain(raw: Raw) -> None:

@@ -15,7 +15,7 @@ from ffserve.server.daemon import EXIT_FAULT
 
 COUNT = 100
 FAULTS = {
-    "a message": ("ffserve.server.session", "Session", "_numbers"),
+    "a message": ("ffserve.server.session", "Session", "numbers_of"),
     "a turn": ("ffserve.cache.cache", "Cache", "advance"),
     "the end of a load": ("ffserve.server.scheduler", "Scheduler", "loaded"),
     "a timer": ("ffserve.server.server", "Server", "_show_life"),

@@ -221,7 +221,7 @@ def test_unclosed_readers_keep_no_descriptors_of_ended_daemons(path: str) -> Non
             del other
             gc.collect()
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert counts[0] == counts[-1], counts
+        assert counts[-1] <= counts[0], counts
 
 
 STOPPED = """

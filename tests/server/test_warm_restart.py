@@ -6,7 +6,10 @@ import contextlib
 import hashlib
 import os
 import random
+import re
+import resource
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -16,18 +19,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
-from service_manager import COLD, ManagedDaemon, managed
+from daemon import DEADLINE_S, Daemon, Raw, run_python, sample, serving, until, write
+from service_manager import COLD, ManagedDaemon, inventory_of, managed
 
 import ffserve
+from ffserve import protocol
 from ffserve.cache.inventory import NAME, SHARD, Inventory
 from ffserve.client.shared_memory import DaemonSource
-from ffserve.errors import AccessDenied
+from ffserve.config import ServerConfig
+from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
+from ffserve.memfd import sealed_file
+from ffserve.server import handover
 from ffserve.server.daemon import EXIT_FAULT
-from ffserve.server.restart import MOST_ATTEMPTS, PAGE_NAME
+from ffserve.server.restart import MOST_ATTEMPTS, PAGE_NAME, take
 
 SIZES = (0, 1, 511, 512, 513, 5000, 70_000)
 COUNT = 400
+CONFIG = ServerConfig(arena_size_bytes=64 << 20)
 SAMPLES = [sample(i, SIZES) for i in range(COUNT)]
 SMALL = [sample(i, (100, 200, 0, 300), seed=1) for i in range(3000)]
 
@@ -62,15 +70,6 @@ def moved(reader: ffserve.Reader, generation: int) -> None:
 
 def read_count(daemon: Daemon) -> int:
     return daemon.cache()["blocks_read"]
-
-
-@contextlib.contextmanager
-def inventory_of(daemon: ManagedDaemon) -> Iterator[Inventory]:
-    """The inventory that a daemon which has ended left."""
-    fd = os.dup(daemon.stored[NAME])
-    inventory = Inventory.adopt(fd, os.fstat(fd).st_size)
-    yield inventory
-    inventory.close()
 
 
 # ---- what is kept -------------------------------------------------------------------------------
@@ -377,27 +376,89 @@ def test_another_layout_starts_cold_and_says_so(paths: list[str]) -> None:
         cold(daemon, "the memory has layout version 2", paths[0])
 
 
+@pytest.fixture(scope="module")
+def left(paths: list[str]) -> Iterator[dict[str, int]]:
+    """The descriptors that a daemon left, by name."""
+    with managed(options=["--max-arena", "64MiB"]) as daemon:
+        left_memory(daemon, paths[0])
+        yield daemon.stored
+
+
+@contextlib.contextmanager
+def copied(left: dict[str, int]) -> Iterator[dict[str, int]]:
+    """These descriptors, with a copy of the inventory, which a test and `take` may change."""
+    fds = {name: os.dup(fd) for name, fd in left.items() if name != NAME}
+    size = os.fstat(left[NAME]).st_size
+    fds[NAME] = sealed_file("copy", size)
+    end = 0
+    with contextlib.suppress(OSError):  # the last part may be a hole
+        while end < size:
+            start = os.lseek(left[NAME], end, os.SEEK_DATA)
+            end = os.lseek(left[NAME], start, os.SEEK_HOLE)
+            os.pwrite(fds[NAME], os.pread(left[NAME], end - start, start), start)
+    yield fds
+    for fd in fds.values():
+        os.close(fd)
+
+
+def not_taken(fds: dict[str, int], reason: str) -> None:
+    """Fail to take memory over; what was used is closed, and the rest is the caller's."""
+    before = dict(fds)
+    with pytest.raises(ReadError, match=reason):
+        take(fds, CONFIG)
+    for name in before.keys() - fds.keys():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(before[name])
+
+
+def test_memory_that_is_as_it_should_be_is_taken(left: dict[str, int]) -> None:
+    with copied(left) as fds:
+        kept = take(fds, CONFIG)
+        assert not fds and [shard.count for shard in kept.shards] == [COUNT]
+        for file in (kept.page, kept.inventory, *(f for each in kept.domains for f in each.files)):
+            file.close()
+
+
 @pytest.mark.parametrize("name", [PAGE_NAME, NAME, "ffserve-arena-1", "ffserve-directory-1"])
-def test_files_that_are_not_what_they_should_be(paths: list[str], name: str) -> None:
+def test_files_that_are_not_what_they_should_be(
+    left: dict[str, int], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def unsealed() -> int:
         fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, os.fstat(daemon.stored[name]).st_size)
+        os.ftruncate(fd, os.fstat(left[name]).st_size)
         return fd
 
-    def smaller() -> int:
-        return ffserve.memfd.sealed_file("x", 8192)
+    def of_all() -> int:
+        fd = sealed_file("x", os.fstat(left[name]).st_size)
+        os.fchmod(fd, 0o666)
+        return fd
 
-    for make in (unsealed, smaller, lambda: os.open("/dev/null", os.O_RDWR), None):
-        with managed(expect=[COLD, r"dropped the samples of .*"]) as daemon:
-            left_memory(daemon, paths[0])
-            if make is None:
-                os.close(daemon.stored.pop(name))
+    def read_only() -> int:
+        return os.open(f"/proc/self/fd/{left[name]}", os.O_RDONLY)
+
+    def smaller() -> int:
+        return sealed_file("x", 8192)
+
+    caplog.set_level("INFO", "ffserve")
+    for make, reason in (
+        (unsealed, "no sealed memory file"),
+        (of_all, "with mode 666"),
+        (read_only, "not for reading and writing"),
+        (smaller, "8192 bytes|does not begin as one"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "no sealed memory file"),
+        (None, f"the descriptor {name} is missing"),
+    ):
+        with copied(left) as fds:
+            os.close(fds.pop(name))
+            if make is not None:
+                fds[name] = make()
+            if name in (PAGE_NAME, NAME):
+                not_taken(fds, reason)
             else:
-                fd = make()
-                os.close(daemon.stored.pop(name))
-                daemon.stored[name] = fd
-            cold(daemon, "starting with empty memory", paths[0])
+                not_taken(fds, "the first domain is lost")
+                assert re.search(f"dropped the samples of .*{reason}", caplog.text)
+                caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -408,19 +469,28 @@ def test_files_that_are_not_what_they_should_be(paths: list[str], name: str) -> 
         ("slabs", 3, "is not what 3 slabs need"),
         ("slab_size", 12345, "invalid sizes"),
         ("capacity", 3, "invalid sizes"),
+        ("generation", 0, "invalid generation"),
         ("terms", b"\0" * 32, "another value of 'common'"),
         ("state", 2, "internal error"),
         ("attempts", MOST_ATTEMPTS, "ended while they took it over"),
     ],
 )
 def test_headers_that_are_not_believed(
-    paths: list[str], field: str, value: Any, reason: str
+    left: dict[str, int], field: str, value: Any, reason: str
 ) -> None:
-    with managed(expect=[COLD]) as daemon:
+    with copied(left) as fds:
+        fd = os.dup(fds[NAME])
+        inventory = Inventory.adopt(fd, os.fstat(fd).st_size)
+        inventory.header[field] = np.void(value) if isinstance(value, bytes) else value
+        inventory.close()
+        not_taken(fds, reason)
+
+
+def test_a_lost_file_starts_cold_and_says_so(paths: list[str]) -> None:
+    with managed(expect=[COLD, r"dropped the samples of .*"]) as daemon:
         left_memory(daemon, paths[0])
-        with inventory_of(daemon) as inventory:
-            inventory.header[field] = np.void(value) if isinstance(value, bytes) else value
-        cold(daemon, reason, paths[0])
+        os.close(daemon.stored.pop("ffserve-arena-1"))
+        cold(daemon, "starting with empty memory", paths[0])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -620,10 +690,6 @@ def test_a_daemon_takes_over_from_a_running_one(paths: list[str]) -> None:
 def test_only_its_own_user_takes_a_daemon_over(paths: list[str]) -> None:
     if os.geteuid():
         pytest.skip("needs root")
-    from daemon import Raw
-
-    from ffserve import protocol
-
     with serving(expect=[r"closed a session .*"]) as daemon:
         Path(daemon.socket).chmod(0o666)
         os.setegid(4001)
@@ -654,3 +720,89 @@ def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str
         assert heir.returncode == 2 and "service manager" in output
         with service.open(paths[0]) as reader:
             assert contents(reader) == SAMPLES
+
+
+def test_settings_that_cannot_be_do_not_end_the_daemon_before(paths: list[str]) -> None:
+    """They were noticed after it had handed over."""
+    with serving() as daemon, daemon.open(paths[0]) as reader:
+        assert contents(reader) == SAMPLES
+        with taking_over(daemon, "--socket-group", "no-such-group") as heir:
+            output, _ = heir.communicate(timeout=DEADLINE_S)
+            assert heir.returncode == 2 and "unknown group" in output
+        assert contents(reader) == SAMPLES
+        assert daemon.process is not None and daemon.process.poll() is None
+
+
+def test_a_handover_without_a_free_descriptor_was_an_internal_error(paths: list[str]) -> None:
+    with serving() as daemon, daemon.open(paths[0]) as reader:
+        with Raw(daemon.socket, handover=True) as raw:
+            limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+            raw.send(protocol.Handover(3))
+            answer = raw.receive()
+            resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+        assert isinstance(answer, protocol.Fail) and answer.tag == 3
+        assert isinstance(protocol.error_from_wire(answer.error), ServerUnavailable)
+        assert contents(reader) == SAMPLES
+
+
+@pytest.mark.parametrize("after", ["connecting", "WELCOME", "a part"])
+def test_a_daemon_that_dies_while_it_hands_over(after: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def predecessor() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                if after == "connecting":
+                    # The second message of the successor meets a closed socket.
+                    connection.recv(8)
+                    return
+                connection.recv(65536)
+                fds = [listener.fileno()]
+                welcome = protocol.Welcome({"version": 1})
+                socket.send_fds(connection, [protocol.encode(welcome)], fds)
+                if after == "a part":
+                    part = protocol.encode(protocol.Handed(1, ["listener"], 2))
+                    socket.send_fds(connection, [part], fds)
+
+        thread = threading.Thread(target=predecessor)
+        thread.start()
+        with pytest.raises(ServerUnavailable, match="did not hand over") as caught:
+            handover.take_from(path)
+        thread.join()
+        assert caught.value.path == path
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_http_is_handed_over(paths: list[str]) -> None:
+    with contextlib.closing(Daemon()) as place:
+        http = str(place.directory / "http")
+        expect = [r"stopping: \d+ clients, another daemon takes over"]
+        with serving(options=["--http", http], expect=expect) as daemon:
+
+            def ready() -> bool:
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.settimeout(DEADLINE_S)
+                    if client.connect_ex(http):
+                        return False
+                    client.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    return client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+            until(ready, "it answers HTTP requests")
+            with daemon.open(paths[0]) as reader:
+                assert contents(reader) == SAMPLES
+                with taking_over(daemon) as heir:
+                    assert daemon.process is not None
+                    assert daemon.process.wait(DEADLINE_S) == 0
+                    daemon.process = None
+                    until(ready, "the successor answers HTTP requests")
+                    moved(reader, 2)
+                    assert daemon.status()["pid"] == heir.pid
+                    assert read_count(daemon) == 0
+                    heir.terminate()
+                    assert heir.wait(DEADLINE_S) == 0
+            assert not os.path.exists(http)

@@ -157,6 +157,7 @@ def test_for_a_while(tmp_path: Path) -> None:
     run(tmp_path, 0, 3.0, deadly=False)
 
 
+@pytest.mark.soak  # 7 s; the other one goes through the arena
 def test_through_the_socket(tmp_path: Path) -> None:
     run(tmp_path, 1, 2.0, "--payload", "inline", deadly=False)
 

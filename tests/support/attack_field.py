@@ -42,6 +42,7 @@ COUNTS = {
     "lookups": 4,
     "datasets": 2,
     "inline": 10,
+    "claims": 8,
     "small": 10,
 }
 """Connections of each attack."""

@@ -180,6 +180,40 @@ def inline(raw: Raw, file: str) -> Script:
     yield -1
 
 
+def claims(raw: Raw, file: str) -> Script:
+    """Prepared samples of several keys: everything is claimed, CLAIMs wait for one another, samples
+    are handed over one by one, and the session ends."""
+    source, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
+    memory, most = os.memfd_create("attack"), protocol.MOST_CLAIMED
+    os.ftruncate(memory, 4096 * most)
+    for tag, key in enumerate((bytes(32), chance.bytes(32), chance.bytes(32)), 2):
+        raw.send(protocol.Prepare(tag, source, key, {"name": "attack"}))
+        assert isinstance(raw.receive(), protocol.Need)
+        raw.pass_files(tag, [memory])
+        assert isinstance(raw.receive(), protocol.Opened)
+    os.close(memory)
+    number, places = 2, 4096 * np.arange(most, dtype=np.int64)
+
+    def put(tag: int, indices: np.ndarray) -> bytes:
+        sizes = np.full(len(indices), 4096, np.int64)
+        packed = map(protocol.pack_indices, (indices, places[: len(indices)], sizes))
+        return _encode(protocol.Put(tag, number, *packed, 1))
+
+    for first in range(10, 4000, 1000):
+        for k, low in enumerate(range(0, SAMPLES, most)):
+            packed = protocol.pack_indices(np.arange(low, low + most))
+            yield _encode(protocol.Claim(first + k, number, packed, 0))
+        for tag in range(first + 100, first + 116):
+            packed = protocol.pack_indices(chance.integers(0, SAMPLES, most))
+            yield _encode(protocol.Claim(tag, number, packed, 1))
+        for tag in range(first + 200, first + 456):
+            yield put(tag, chance.integers(0, SAMPLES, 1))
+        yield put(first + 500, np.arange(most))
+        yield SAMPLES // most + 257
+    raw.socket.close()
+    yield 0
+
+
 def small(raw: Raw, file: str) -> Script:
     """Messages of a few bytes that need no answer, as many as go."""
     number = raw.open(file).dataset
@@ -193,7 +227,7 @@ KINDS: dict[str, Callable[[Raw, str], Script]] = {
     each.__name__: each
     for each in (
         gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
-        lookups, datasets, inline, small,
+        lookups, datasets, inline, claims, small,
     )
 }  # fmt: skip
 _INLINE = ("inline",)

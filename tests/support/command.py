@@ -19,7 +19,7 @@ from ffserve import cli
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "100"}
 
 
-SERVING = ("serve", "demo", "bench")
+SERVING = ("serve", "demo", "bench", "run")
 """Commands that are a process of their own also here."""
 
 

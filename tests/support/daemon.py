@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -104,7 +104,12 @@ class Daemon:
         assert self.process is not None
         assert self.process.poll() is None, self.text()
         with socket.socket(socket.AF_UNIX) as attempt:
-            return attempt.connect_ex(self.socket) == 0
+            if attempt.connect_ex(self.socket):
+                return False
+            # It listens before it is ready. Once it has closed this connection it serves others.
+            attempt.settimeout(DEADLINE_S)
+            attempt.shutdown(socket.SHUT_WR)
+            return attempt.recv(1) == b""
 
     @property
     def pid(self) -> int:
@@ -169,7 +174,16 @@ class Daemon:
 @contextlib.contextmanager
 def serving(**options: Any) -> Iterator[Daemon]:
     """A running daemon; at the end it must still live, stop when told to, and have a clean log."""
-    daemon = Daemon(**options)
+    with started(Daemon(**options)) as daemon:
+        yield daemon
+
+
+AnyDaemon = TypeVar("AnyDaemon", bound=Daemon)
+
+
+@contextlib.contextmanager
+def started(daemon: AnyDaemon) -> Iterator[AnyDaemon]:
+    """The same of a daemon that was not started yet."""
     try:
         daemon.start()
         yield daemon
@@ -340,8 +354,11 @@ class Raw:
         while not isinstance(answer, protocol.Fail):
             answer = self.receive()
         assert answer.tag == 0
+        late: protocol.Message = answer
         try:
-            late = self.receive()
+            # The I/O thread may have been about to send a READY.
+            while isinstance(late, (protocol.Fail, protocol.Ready)):
+                late = self.receive()
         except (EOFError, ConnectionError):
             return protocol.error_from_wire(answer.error)
         raise AssertionError(f"the daemon goes on with {late}")

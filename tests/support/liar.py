@@ -61,7 +61,12 @@ class Liar:
     def _serve(self) -> None:
         self._connection, _ = self._listener.accept()
         peer = Peer(self._connection)
-        about = {"arena_size": self._arena_size, "capacity": 1 << 20, "payload": "inline"}
+        about = {
+            "version": protocol.VERSION,
+            "arena_size": self._arena_size,
+            "capacity": 1 << 20,
+            "payload": "inline",
+        }
         try:
             peer.receive()
             peer.send(protocol.Welcome(about))

@@ -17,7 +17,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from daemon import DEADLINE_S, EXPECTED, Daemon, until
+from daemon import DEADLINE_S, EXPECTED, Daemon, started, until
+
+from ffserve.cache.inventory import NAME, Inventory
 
 TAKEN_OVER = r"took over \d+ samples, .*"
 COLD = r"starting with empty memory, that of the daemon before is not used: .*"
@@ -164,13 +166,14 @@ def _receive_fds(sock: socket.socket) -> tuple[bytes, list[int], int, Any]:
 @contextlib.contextmanager
 def managed(*, expect: Sequence[str] = (), **options: Any) -> Iterator[ManagedDaemon]:
     """A running daemon under a service manager; see `daemon.serving`."""
-    daemon = ManagedDaemon(expect=expect, **options)
-    try:
-        daemon.start()
+    with started(ManagedDaemon(expect=expect, **options)) as daemon:
         yield daemon
-        if daemon.process is not None:
-            assert daemon.process.poll() is None, daemon.text()
-            assert daemon.end() == 0, daemon.text()
-        daemon.check_log()
-    finally:
-        daemon.close()
+
+
+@contextlib.contextmanager
+def inventory_of(daemon: ManagedDaemon) -> Iterator[Inventory]:
+    """The inventory that a daemon which has ended left for its successor."""
+    fd = os.dup(daemon.stored[NAME])
+    inventory = Inventory.adopt(fd, os.fstat(fd).st_size)
+    yield inventory
+    inventory.close()

@@ -23,7 +23,7 @@ from daemon import DEADLINE_S, sample, until, write
 from systemd_container import DATA, ROOT, SOURCE, Container, NoSystemd, booted
 
 sys.path.insert(0, str(ROOT))
-from benchmarks.cgroup import limited
+from ffserve.bench.cgroup import limited
 
 pytestmark = pytest.mark.systemd
 
@@ -404,6 +404,37 @@ def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
         assert "the memory has layout version 1, this version of ffserve has 2" in machine.log()
     assert facts["sources"] == private["sources"] == ["daemon"]
     assert machine.run("cat", SETTINGS) == SMALL, "settings are kept"
+
+
+def test_the_commands_of_doctor_mend_what_it_finds(machine: Container) -> None:
+    def findings(user: str = "") -> dict[str, list[str]]:
+        said = json.loads(machine.run(FFSERVE, "doctor", "--json", user=user, code=None))
+        # A container may have less locked memory than the unit asks for.
+        found = (each for each in said["findings"] if each["name"] != "locked-memory")
+        return {each["name"]: each["commands"] for each in found}
+
+    def mend(found: dict[str, list[str]], name: str) -> None:
+        assert set(found) == {name}, found
+        for command in found[name]:
+            machine.run("sh", "-ec", command)
+
+    assert findings() == findings(user="alice") == {}
+    outsider = findings(user="bob")
+    assert set(outsider) == {"group-member"}
+    assert "usermod -aG ffserve bob" in outsider["group-member"][0]
+    machine.run("systemctl", "stop", "ffserve.service", "ffserve.socket")
+    mend(findings(), "service-inactive")
+    # What the commands write comes behind this, by its name.
+    low = "[Service]\nLimitNOFILE=1000\n"
+    machine.write("/run/systemd/system/ffserve.service.d/few.conf", low)
+    machine.run("systemctl", "daemon-reload")
+    assert set(findings(user="alice")) == {"open-files-low"}
+    mend(findings(), "open-files-low")
+    assert findings() == {}
+    machine.run("rm", "-r", "/etc/systemd/system/ffserve.service.d")
+    machine.write(SETTINGS, SMALL + 'roots = ["/data", "/srv"]\n')
+    mend(findings(), "settings-old")
+    assert findings() == {}
 
 
 def test_removal_leaves_nothing(machine: Container) -> None:

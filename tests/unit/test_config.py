@@ -50,6 +50,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
     "close_after": (3.5, 3.5),
+    "scrub_rate": ("3MiB", 3 << 20),
     "idle_timeout": (2.5, 2.5),
     "log_level": ("debug", "debug"),
     "log_format": ("json", "json"),
@@ -112,7 +113,7 @@ def test_a_limit_of_any_group_above_counts(tmp_path: Path) -> None:
     (tmp_path / "a" / "memory.max").write_text("1073741824\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/a/b\n")
-    assert machine._cgroup_limits(proc, tmp_path) == [1 << 30]
+    assert [limit for _, limit in machine.memory_limits(proc, tmp_path)] == [1 << 30]
 
 
 def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
@@ -122,11 +123,11 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu:/docker/x\n4:memory:/docker/x\n0::/\n")
-    assert machine._cgroup_limits(proc, tmp_path) == [512 << 20]
+    assert [limit for _, limit in machine.memory_limits(proc, tmp_path)] == [512 << 20]
 
 
 def test_no_cgroups_at_all_are_no_limit(tmp_path: Path) -> None:
-    assert machine._cgroup_limits(tmp_path / "none", tmp_path) == []
+    assert [limit for _, limit in machine.memory_limits(tmp_path / "none", tmp_path)] == []
 
 
 # ---------------------------------------------------------------- places

@@ -29,6 +29,7 @@ from daemon import Daemon
 import ffserve
 from benchmarks import readme
 from ffserve import cli
+from ffserve.client.prepared import prepared_source
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -187,7 +188,7 @@ def test_commands_and_options_of_ffserve_exist(name: str) -> None:
         for words in re.findall(
             r"(?:^|[ /|&;])ffserve ((?:-?-?[a-z][\w-]*(?:[ =]|$)|\S+ ?)*)", line
         ):
-            split = words.split("|")[0].split()
+            split = re.split(r"\||(?:^| )-- ", words)[0].split()
             if not split or not re.fullmatch(r"[a-z]+", split[0]) or split[0] in {"is", "as"}:
                 continue
             assert split[0] in cli.COMMANDS, f"{place}: no command {split[0]!r} ({line})"
@@ -392,11 +393,18 @@ def test_every_field_of_status_is_explained(tmp_path: Path) -> None:
     with ffserve.create(tmp_path / "train.ffr") as writer:
         for _ in range(100):
             writer.write(b"sample")
-    daemon = Daemon().start()
+    # A warning for the list of lines, and a slow file.
+    patch = "import ffserve.server.io; ffserve.server.io.SLOW_READ_S = 0.0"
+    daemon = Daemon(roots=("/", "/no/such/root"), patch=patch).start()
     try:
         with daemon.open(tmp_path / "train.ffr") as reader:
             reader.announce(range(100))
             reader.read(range(10))
+            prepared = prepared_source(
+                reader.current_source(), bytes(32), "n", lambda value: [value], bytes
+            )
+            assert prepared is not None
+            assert prepared.values(np.arange(2), lambda indices: [b"x"] * 2) == [b"x"] * 2
             assert set(_keys(daemon.status())) == explained
     finally:
         daemon.close()

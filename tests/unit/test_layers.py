@@ -17,11 +17,13 @@ LAYERS = {
     "config": "machine socket_path",
     "engine": "",
     "formats": "engine",
-    "decoding": "engine formats",
+    "second_read": "engine",
+    "decoding": "engine formats second_read",
     # files
     "files": "formats",
     "memfd": "files",
-    "dataset": "engine formats files",
+    "store": "config engine formats memfd files",
+    "dataset": "engine formats files store",
     "output": "files",
     "index_file": "engine formats files",
     "shardfile": "engine formats files index_file",
@@ -29,16 +31,18 @@ LAYERS = {
     # the daemon
     "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
-    "files memfd index_file shardfile cache",
+    "files memfd index_file shardfile cache second_read",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
-    "memfd index_file shardfile",
-    "reader": "formats dataset files client",
+    "memfd index_file shardfile second_read store",
+    "reader": "formats dataset files client store",
     "aio": "dataset client reader",
+    # inputs of programs
+    "inputs": "order formats files output reader store",
     # tables
     "arrow": "socket_path engine formats files output shardfile writer client reader",
     # what programs use
-    "compat": "parallel formats dataset files output writer client reader",
+    "compat": "parallel formats dataset files output writer client reader store",
     "example": "formats arrow dataset reader",
     "convert": "parallel engine formats dataset files output writer client reader compat example",
     "torch": "order mixture packing engine client compat",
@@ -50,8 +54,9 @@ LAYERS = {
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "order engine formats output client ffserve",
-    "cli": "socket_path config formats dataset files shardfile cache server client reader "
-    "compat convert bench ffserve",
+    "doctor": "machine socket_path config engine formats dataset files memfd server client",
+    "cli": "order socket_path config formats dataset files shardfile cache server client reader "
+    "compat convert inputs bench doctor store ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import

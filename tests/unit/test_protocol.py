@@ -21,7 +21,7 @@ from ffserve import protocol
 from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
-from ffserve.server import scheduler, server, session, users
+from ffserve.server import prepared, scheduler, server, session, users
 
 EVERY: tuple[type[Any], ...] = (*FROM_CLIENT, *FROM_SERVER)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
@@ -354,7 +354,8 @@ def test_the_document_lists_every_message() -> None:
 def test_the_document_states_the_limits() -> None:
     of_users = table("limit of a user", "value", "what")
     for name, value, _ in (*table("limit", "value", "what"), *of_users):
-        owner = next(m for m in (protocol, scheduler, session, server, users) if hasattr(m, name))
+        modules = (protocol, scheduler, session, server, users, prepared)
+        owner = next(module for module in modules if hasattr(module, name))
         assert float(value) == getattr(owner, name), name
 
 

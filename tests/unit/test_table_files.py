@@ -17,7 +17,7 @@ from ffserve.arrow import hive, reading
 from ffserve.arrow.reading import Piece, RecordTable
 from ffserve.arrow.staging import OutputJob
 from ffserve.arrow.writing import TableOutput, write_task
-from ffserve.errors import FormatError, UsageError
+from ffserve.errors import FFServeError, FormatError, UsageError
 
 FORMATS = ("tfrecord", "ffrecord", "recordio")
 SCHEMA = pa.schema([("id", pa.int64())])
@@ -60,6 +60,66 @@ def test_pieces_are_read_through_a_daemon(tmp_path: Path, format: str) -> None:
         with ffserve.open(path, server=daemon.socket) as reader:
             reader.read(range(100))
             assert reader.stats()["misses"] == 0
+
+
+RECORDS = [example.encode({"id": k, "noise": bytes(size)}) for k, size in enumerate(
+    [0, 1, 30, 63, 64, 65, 500, 7, 2000, 1, 0, 3000, 5])]  # fmt: skip
+
+
+@pytest.fixture
+def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is read 64 bytes at a time, and has records that are larger."""
+    monkeypatch.setattr(reading, "FRAMES_SIZE", 64)
+    with ffserve.create(tmp_path / "a.tfrecord") as writer:
+        for record in RECORDS:
+            writer.write(record)
+    return tmp_path / "a.tfrecord"
+
+
+def test_frames_of_all_sizes_are_read_in_order(frames: Path) -> None:
+    table = RecordTable("tfrecord", "ByteArray")
+    [file] = hive.find_files([str(frames)])
+    schema = pa.schema([("byteArray", pa.binary())])
+    for limit in (10**9, 700, 100):
+        found = [
+            value
+            for piece in reading.pieces_of(table, file, limit)
+            for batch in reading.batches(table, piece, schema)
+            for value in batch["byteArray"].to_pylist()
+        ]
+        assert found == RECORDS
+
+
+def test_damage_at_any_byte_of_frames_is_an_error_after_the_records_before_it(frames: Path) -> None:
+    table, intact = RecordTable("tfrecord", "Example"), frames.read_bytes()
+    with ffserve.open(frames, server="off") as reader:
+        offsets, lengths, _ = reader.tables(0)
+        ends = (offsets + lengths + np.uint64(4)).tolist()
+    for at in range(0, len(intact), 97):
+        whole = next(k for k, end in enumerate(ends) if at < end)
+        for cut in (False, True):
+            data = bytearray(intact[:at] if cut else intact)
+            if not cut:
+                data[at] ^= 1
+            frames.write_bytes(data)
+            found = []
+            piece = Piece(str(frames), len(data))
+            if cut and at in (0, *ends):
+                continue  # a file with fewer records
+            with pytest.raises(FFServeError, match=r"a\.tfrecord"):
+                for batch in reading.batches(table, piece, SCHEMA):
+                    found += batch["id"].to_pylist()
+            assert found == list(range(whole))
+
+
+def test_a_file_that_shrinks_while_its_frames_are_read_is_an_error(frames: Path) -> None:
+    found = []
+    with pytest.raises(FFServeError, match=r"a\.tfrecord"):
+        piece = Piece(str(frames), frames.stat().st_size)
+        for batch in reading.batches(RecordTable("tfrecord", "Example"), piece, SCHEMA):
+            found += batch["id"].to_pylist()
+            os.truncate(frames, 100)
+    assert found == list(range(len(found))) and 0 < len(found) < len(RECORDS)
 
 
 def test_batches_of_partition_columns_and_of_none(tmp_path: Path) -> None:
