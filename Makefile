@@ -8,10 +8,15 @@
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
 #              the packages of the benchmark (installs gigabytes; says why a test is skipped)
+# make page    the status page in Chromium (1 min; brings Chromium, 300 MB; screenshots=docs/images
+#              draws the pictures of the documents anew)
 # make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
+# make stores  remote files from servers of S3 and SFTP, and longer tests of the store (2 min)
 # make systemd boot a systemd in a container: install the service, use it, damage it, remove it
 #              (4 min; needs root)
+# make upgrades the last release's clients and daemon with today's (2 min; builds it from the history,
+#              or takes FFSERVE_LAST=WHEEL)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
 #              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
@@ -26,8 +31,11 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
+# Hundreds of processes run the same sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: systemd install uninstall
+.PHONY: stores systemd upgrades install uninstall page
 .DEFAULT_GOAL := demo
 
 setup:
@@ -48,8 +56,12 @@ check: lint
 	@$(python) -m coverage combine -q
 	@$(python) -m coverage report
 
-test: lint
-	@if $(pytest) -q $(parallel); then \
+# The files of the tests are compiled once, while types are checked, and not by each process.
+test: setup
+	@$(pytest) -q --collect-only >/dev/null 2>&1 & \
+	$(MAKE) --no-print-directory lint || { code=$$?; wait; exit $$code; }; \
+	wait; \
+	if $(pytest) -q $(parallel); then \
 	    echo "make test: passed (lint, types and tests)"; \
 	else \
 	    code=$$?; echo "make test: FAILED (see above)"; exit $$code; \
@@ -67,9 +79,20 @@ spark:
 	@bash .ci/setup --spark
 	@$(pytest) -q -m spark tests/spark --timeout 300
 
+page:
+	@bash .ci/setup --page
+	@SCREENSHOTS=$(screenshots) $(pytest) -q -rs -m page tests/page --timeout 300
+
+stores:
+	@bash .ci/setup --stores
+	@$(pytest) -q -rs -m stores tests/store --timeout 300
+
 systemd:
 	@bash .ci/setup --systemd
 	@$(pytest) -q -rs -m systemd --timeout 600
+
+upgrades: setup
+	@$(pytest) -q -rs -m upgrades tests/upgrades --timeout 300
 
 # A Python that all users may run. What is built is a copy, so that root leaves nothing here.
 prefix ?= /opt/ffserve
