@@ -1,12 +1,13 @@
 """Jobs that decode pictures, with and without sharing what they have prepared.
 
-    python -m benchmarks.prepared [--jobs 4] [--pictures 1000] [--share 1.0] [--epochs 3]
+    python -m benchmarks.prepared [--jobs 4] [--pictures 1000] [--size 256] [--share 1.0]
 
 Each job is a process with a loader of one worker. Contestants: torch's loader over a dataset that
 decodes; our loader over raw samples in the daemon's memory; the same with `Dataset.prepare`. All
-follow orders of their own, and must deliver the same bytes. --share is the arena's size, in parts
-of what the prepared samples need. --folder keeps the pictures for the next run. The last figures of
-a row are the CPU time of the daemon and of all jobs. Needs Pillow.
+follow orders of their own, and must deliver the same bytes. --size is the pictures' width and
+height; the larger they are, the more of a job's time is decoding. --share is the arena's size, in
+parts of what the prepared samples need. --folder keeps the pictures for the next run. The last
+figures of a row are the CPU time of the daemon and of all jobs. Needs Pillow.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import ffserve
 from ffserve.client import connection
 from ffserve.torch import DataLoader, Dataset, EpochSampler
 
-SIZE, EDGE, BATCH = 256, 224, 64
+EDGE, BATCH = 224, 64
 KINDS = ("torch", "raw", "prepared")
 
 
@@ -84,7 +85,7 @@ class Files(torch.utils.data.Dataset[torch.Tensor]):
         return augmented([decoded(content)])[0]
 
 
-def write(folder: str, count: int) -> str:
+def write(folder: str, count: int, size: int) -> str:
     """Write pictures that are not there yet, as files and as one record file; return its path."""
     random = np.random.default_rng(0)
     path = f"{folder}/pictures.ffr"
@@ -95,8 +96,8 @@ def write(folder: str, count: int) -> str:
     with ffserve.create(path) as writer:
         for index in range(count):
             small = random.integers(0, 256, (16, 16, 3), np.uint8)
-            picture = Image.fromarray(small).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
-            noise = random.normal(0, 6, (SIZE, SIZE, 3))
+            picture = Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC)
+            noise = random.normal(0, 6, (size, size, 3))
             pixels = np.clip(np.asarray(picture) + noise, 0, 255).astype(np.uint8)
             content = io.BytesIO()
             Image.fromarray(pixels).save(content, "JPEG", quality=85)
@@ -154,7 +155,8 @@ def cpu_s() -> float:
 def main() -> None:
     """Run all contestants and print ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("jobs", 4), ("pictures", 1000), ("epochs", 3), ("turns", 1)):
+    numbers = (("jobs", 4), ("pictures", 1000), ("size", 256), ("epochs", 3), ("turns", 1))
+    for name, default in numbers:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--share", type=float, default=1.5)
     parser.add_argument("--only", nargs="*", default=KINDS)
@@ -162,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or temporary
-        path = write(folder, options.pictures)
+        path = write(folder, options.pictures, options.size)
         arena = int(options.pictures * EDGE * EDGE * 3 * options.share)
         print(f"{os.path.getsize(path) / options.pictures:.0f} bytes a picture, arena {arena}")
         delivered: set[Any] = set()

@@ -25,6 +25,11 @@
 /* Bytes of a call from which on its arrays get huge pages. */
 #define HUGE_FROM (4 << 20)
 #define HUGE_PAGE (2 << 20)
+/* Lists that do without, after the kernel had no huge pages for one. */
+#define WITHOUT 256
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 /* Integers from 0 to `count` - 1 out of a list or tuple of n. Returns whether it has only such. */
 static int take_integers(PyObject *from, int is_list, npy_intp n, uint64_t count, int64_t *to)
@@ -63,11 +68,13 @@ static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_
     return found;
 }
 
-/* Ask for huge pages where large arrays lie. numpy does so for an array of 4 MiB and more; of as many
- * bytes in smaller ones, every 4 KiB would have an entry of its own in the TLB. What lies between
- * them belongs to malloc, too. */
+/* Give large arrays huge pages. numpy asks for them for an array of 4 MiB and more; of as many bytes in
+ * smaller ones, every 4 KiB would have an entry of its own in the TLB. Asking is not enough here: malloc
+ * has written between the arrays, so the kernel goes on with small pages. What lies between them
+ * belongs to malloc, too. */
 static void use_huge_pages(const uint64_t *offsets, npy_intp n, const uint64_t *addresses)
 {
+    static int without; /* lists to come that do without; a lost count does no harm */
     uint64_t low = UINT64_MAX, high = 0, total = offsets[n] - offsets[0];
     if (total < HUGE_FROM)
         return;
@@ -79,8 +86,20 @@ static void use_huge_pages(const uint64_t *offsets, npy_intp n, const uint64_t *
     low = (low + HUGE_PAGE - 1) & ~(uint64_t)(HUGE_PAGE - 1);
     high &= ~(uint64_t)(HUGE_PAGE - 1);
     /* Farther apart, they are in parts of the heap between which anything may be mapped. */
-    if (low < high && high - low <= 2 * total)
-        madvise((void *)(uintptr_t)low, high - low, MADV_HUGEPAGE); /* without, it works as well */
+    if (low >= high || high - low > 2 * total)
+        return;
+    void *begin = (void *)(uintptr_t)low;
+    if (madvise(begin, high - low, MADV_HUGEPAGE)) /* this kernel has none */
+        return;
+    if (without > 0) {
+        without--;
+        return;
+    }
+    PyThreadState *state = PyEval_SaveThread(); /* the first time takes as long as clearing them */
+    int failed = madvise(begin, high - low, MADV_COLLAPSE);
+    PyEval_RestoreThread(state);
+    if (failed) /* Linux before 6.1, or its memory is in small pieces */
+        without = WITHOUT;
 }
 
 /* A list of n arrays of offsets[k + 1] - offsets[k] bytes; addresses[n] gets where their bytes are. */
