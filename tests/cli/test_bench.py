@@ -617,7 +617,10 @@ input()
         with group.keeping_cached(16 * MIB):
             after = resident(path)
         assert process.poll() is None
-    assert before > 100 * MIB and after <= 16 * MIB + cgroup.ALLOCATED_AT_ONCE
+    most = 16 * MIB + cgroup.ALLOCATED_AT_ONCE
+    if before <= most:
+        pytest.skip("this machine has no memory for so much page cache")
+    assert after <= most
 
 
 @pytest.mark.parametrize("warm", [False, True])

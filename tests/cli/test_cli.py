@@ -320,7 +320,7 @@ def test_ctrl_c_at_a_terminal_shows_no_traceback_of_a_worker(folder: Path, tmp_p
             """Whether a worker's Python listens to SIGINT by now."""
             caught = 0
             for child in children.read_text().split():
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                         status = Path(f"/proc/{child}/status").read_text()
                         caught |= int(status.partition("SigCgt:")[2].split()[0], 16)

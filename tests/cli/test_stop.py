@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from command import error_of, run, text_of
-from daemon import DEADLINE_S, Daemon, run_python, sample, serving, write
+from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
 
 import ffserve
+from ffserve.client.connection import status
+from ffserve.errors import ServerUnavailable
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")
 
@@ -26,6 +29,13 @@ def own() -> Iterator[Daemon]:
         yield daemon
         if daemon.process is None:
             daemon.start()
+
+
+def answers(socket: str) -> bool:
+    """Return whether a daemon answers on a socket."""
+    with contextlib.suppress(ServerUnavailable):
+        return bool(status(socket))
+    return False
 
 
 def ended(daemon: Daemon) -> int:
@@ -139,6 +149,8 @@ def test_a_daemon_whose_socket_a_service_manager_holds(
         assert holder.stdout is not None
         pid = int(holder.stdout.readline())
         try:
+            # A client waits for less long than a busy machine may take to start the daemon.
+            until(lambda: answers(socket), "it answers", 2 * DEADLINE_S)
             assert said in error_of("stop", "--socket", socket, code=2)
             assert json.loads(text_of("status", "--socket", socket, "--json"))["pid"] == pid
         finally:
@@ -151,7 +163,7 @@ import asyncio
 from ffserve.server.server import Server
 original = Server.drain
 async def drain(self, patience_s):
-    await asyncio.sleep(2)
+    await asyncio.sleep(4)
     return await original(self, patience_s)
 Server.drain = drain
 """

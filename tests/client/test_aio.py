@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, damage, run_python, sample, serving, stopped, until, write
+from daemon import DEADLINE_S, Daemon, damage, run_python, sample, serving, stopped, until, write
 
 import ffserve
 from ffserve.client import failover
@@ -242,7 +242,7 @@ async def test_closing_a_reader_left_tasks_waiting_whose_requests_were_kept_back
                 tasks = [asyncio.create_task(reader.read([i])) for i in range(COUNT)]
                 await asyncio.sleep(0.05)
                 await reader.aclose()
-            _, waiting = await asyncio.wait(tasks, timeout=10)
+            _, waiting = await asyncio.wait(tasks, timeout=DEADLINE_S)
             assert not waiting
             assert all(task.exception() or task.result() for task in tasks)
             assert [bytes(s) for s in await other.read(range(COUNT))] == TRUTH

@@ -15,7 +15,7 @@ AT_EVERY_LINE = """
 import faulthandler, linecache, os, random, sys
 import ffserve
 path, server, what = sys.argv[1:]
-faulthandler.dump_traceback_later(50, exit=True)
+faulthandler.dump_traceback_later(90, exit=True)
 truth = [s.tobytes() for s in ffserve.open(path, server="off").read(range(100))]
 random = random.Random(7)
 reader = ffserve.open(path, server=server)
@@ -74,7 +74,7 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.parametrize("what", ["read", "lease", "open"])
 def test_a_signal_at_every_line(path: str, what: str) -> None:
     with serving(arena="1MiB") as daemon:
-        done = run_python(AT_EVERY_LINE, path, daemon.socket, what)
+        done = run_python(AT_EVERY_LINE, path, daemon.socket, what, timeout=100)
         assert done.stdout == "done\n"
         everything_is_given_back(daemon)
 

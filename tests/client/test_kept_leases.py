@@ -34,13 +34,6 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
 
 
-@pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SILENCE_S", 1)
-    monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setitem(RECONNECT_S, "require", 0.1)
-
-
 def evict_all_but(daemon: Daemon, path: str, views: Sequence[object]) -> None:
     """Have the daemon read so much that everything goes which is not leased; look at that."""
     with daemon.open(path) as other:
@@ -56,10 +49,19 @@ def nothing_is_kept(daemon: Daemon) -> None:
     everything_is_given_back(daemon)
 
 
-def test_leased_bytes_changed_after_a_stop_that_the_client_took_for_the_end(path: str) -> None:
+def test_leased_bytes_changed_after_a_stop_that_the_client_took_for_the_end(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(arena="1MiB") as daemon, daemon.open(path) as reader:
         with reader.lease(LEASED) as views:
-            with stopped(daemon.pid), pytest.raises(ServerUnavailable):
+            with (
+                monkeypatch.context() as patch,
+                stopped(daemon.pid),
+                pytest.raises(ServerUnavailable),
+            ):
+                patch.setattr(connection, "SILENCE_S", 1)
+                patch.setattr(handshake, "CONNECT_TIMEOUT_S", 1.0)
+                patch.setitem(RECONNECT_S, "require", 0.1)
                 reader.read(range(50, 60))
             evict_all_but(daemon, path, views)
         nothing_is_kept(daemon)

@@ -19,7 +19,7 @@ from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable, UsageError
 
 COUNT, SIZE = 100, 30_000
-SOON_S = 2.0
+NEVER_S = 1000.0
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_one_dead_daemon_blocked_all_connections_of_the_process(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connecting and the handshake were made under the lock of all connections."""
-    monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", 2 * SOON_S)
+    monkeypatch.setattr(handshake, "CONNECT_TIMEOUT_S", NEVER_S)
     dead = str(tmp_path / "dead")
     errors: list[BaseException] = []
 
@@ -63,11 +63,12 @@ def test_one_dead_daemon_blocked_all_connections_of_the_process(
         waiting = threading.Thread(target=wait_for_the_dead_one)
         waiting.start()
         with listener.accept()[0]:  # which stays silent
-            began = time.monotonic()
             with daemon.open(path) as reader:
                 assert bytes(reader[3]) == sample(3, [SIZE])
-            assert time.monotonic() - began < SOON_S and waiting.is_alive()
-        waiting.join()
+            assert waiting.is_alive()
+        listener.close()
+        waiting.join(DEADLINE_S)
+        assert not waiting.is_alive()
     assert len(errors) == 1
 
 
@@ -92,17 +93,16 @@ def test_the_error_about_a_lost_daemon_named_another_socket(
 def test_close_waited_for_a_thread_that_looked_for_the_daemon(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RECONNECT_S, "require", DEADLINE_S)
+    monkeypatch.setitem(RECONNECT_S, "require", NEVER_S)
     with serving() as daemon:
         reader = daemon.open(path)
         daemon.end()
         reading = Reading(reader)
         until(lambda: reader._selector.selection.source is None, "the thread looks for a daemon")
         time.sleep(0.1)
-        began = time.monotonic()
         reader.close()
-        reading.join(SOON_S)
-        assert time.monotonic() - began < SOON_S and not reading.is_alive()
+        reading.join(DEADLINE_S)
+        assert not reading.is_alive()
         assert isinstance(reading.error, UsageError) and "closed" in str(reading.error)
         daemon.start()
 
@@ -124,7 +124,7 @@ def test_close_by_another_thread_ended_a_read_with_a_bare_error(path: str) -> No
 async def test_aclose_left_a_task_looking_for_the_daemon(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RECONNECT_S, "require", DEADLINE_S)
+    monkeypatch.setitem(RECONNECT_S, "require", NEVER_S)
     with serving() as daemon:
         reader = await ffserve.aio.open(path, server=daemon.socket)
         daemon.end()
@@ -133,7 +133,7 @@ async def test_aclose_left_a_task_looking_for_the_daemon(
         assert not task.done()
         await reader.aclose()
         with pytest.raises(UsageError, match="closed"):
-            await asyncio.wait_for(task, SOON_S)
+            await asyncio.wait_for(task, DEADLINE_S)
         daemon.start()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import sample, until, write
+from daemon import DEADLINE_S, sample, until, write
 from liar import Liar, Peer, opens, sends
 
 import ffserve
@@ -19,7 +19,12 @@ from ffserve.client.connection import Connection
 from ffserve.client.failover import RECONNECT_S, OpenRequest, source_over
 from ffserve.errors import ProtocolError
 
-SOON_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gives up because of silence."""
+    monkeypatch.setattr(connections, "SILENCE_S", 1000)
 
 
 @pytest.fixture
@@ -50,10 +55,10 @@ def test_an_answer_of_the_wrong_kind_left_other_threads_waiting(path: str, tmp_p
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(SOON_S)
+            thread.join(DEADLINE_S)
         assert len(errors) == 2
         assert all("OPENED where READY is due" in str(error) for error in errors)
-        assert liar.hung_up.wait(SOON_S)
+        assert liar.hung_up.wait(DEADLINE_S)
 
 
 async def test_an_answer_of_the_wrong_kind_left_other_tasks_waiting(
@@ -62,10 +67,10 @@ async def test_an_answer_of_the_wrong_kind_left_other_tasks_waiting(
     with Liar(tmp_path, answers_wrongly) as liar:
         async with ffserve.aio.open(path, server=liar.path) as reader:
             tasks = [asyncio.create_task(reader.read([k])) for k in range(2)]
-            done, waiting = await asyncio.wait(tasks, timeout=SOON_S)
+            done, waiting = await asyncio.wait(tasks, timeout=DEADLINE_S)
             assert not waiting
             assert all("OPENED where READY is due" in str(task.exception()) for task in done)
-            assert liar.hung_up.wait(SOON_S)
+            assert liar.hung_up.wait(DEADLINE_S)
 
 
 async def test_lengths_beyond_all_memory_left_a_task_waiting(path: str, tmp_path: Path) -> None:
@@ -80,20 +85,20 @@ async def test_lengths_beyond_all_memory_left_a_task_waiting(path: str, tmp_path
     with Liar(tmp_path, script, arena_size=1 << 62) as liar:
         async with ffserve.aio.open(path, server=liar.path) as reader:
             with pytest.raises(ProtocolError, match="cannot take an answer"):
-                await asyncio.wait_for(reader.read([0]), SOON_S)
-            assert liar.hung_up.wait(SOON_S)
+                await asyncio.wait_for(reader.read([0]), DEADLINE_S)
+            assert liar.hung_up.wait(DEADLINE_S)
 
 
 async def test_a_pause_between_requests_counted_as_silence_of_the_daemon(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time limit of an answer ran from the last one, however long nothing was asked."""
-    monkeypatch.setattr(connections, "SILENCE_S", 2)
+    monkeypatch.setattr(connections, "SILENCE_S", 4)
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
 
     def script(peer: Peer) -> None:
         opens(peer)
-        for pause_s in (0.0, 1.0):
+        for pause_s in (0.0, 2.0):
             get = peer.receive()
             assert isinstance(get, protocol.Get)
             time.sleep(pause_s)
@@ -101,7 +106,7 @@ async def test_a_pause_between_requests_counted_as_silence_of_the_daemon(
 
     with Liar(tmp_path, script) as liar:
         async with ffserve.aio.open(path, server=liar.path) as reader:
-            for pause_s in (1.7, 0.0):
+            for pause_s in (2.2, 0.0):
                 assert [bytes(each) for each in await reader.read([0])] == [b"abc"]
                 await asyncio.sleep(pause_s)
 

@@ -21,6 +21,7 @@ from daemon import damage, sample, write
 
 import ffserve
 from ffserve import aio
+from ffserve.bench.harness import held_in_memory
 from ffserve.client import local_files
 from ffserve.client.local import LocalSource, process_engine
 from ffserve.client.local_files import ShardFiles, fitting_share
@@ -296,7 +297,7 @@ def test_overlay_cannot_tell_what_is_in_memory(path: str, tmp_path: Path) -> Non
     other = tmp_path / "overlay"
     other.mkdir()
     command = [unshare, "-m", sys.executable, "-c", OVERLAY, path, str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     if done.returncode == 77:
         pytest.skip(f"no overlay can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
@@ -322,6 +323,11 @@ def test_workers_choose_the_same_regions(path: str, monkeypatch: pytest.MonkeyPa
 
 async def test_event_loop_copies_no_large_batch(large: str) -> None:
     """A batch of 20 MB is read by the engine's thread, although it is in memory."""
+    with held_in_memory([large]):
+        await _check_batches(large)
+
+
+async def _check_batches(large: str) -> None:
     async with await aio.open(large, server="off") as reader:
         small = await reader.read([0])
         engine = loop_state().engine().engine
@@ -342,11 +348,14 @@ def calls_of(action: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # other tests of this process may have left callbacks of it
     sys.setprofile(count_calls)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count - 2  # the action itself, and the end of profiling
 
 
@@ -357,8 +366,8 @@ def test_one_sample_in_memory_took_forty_calls(path: str) -> None:
     with ffserve.FileReader(path) as drop_in, ffserve.open(path, server="off") as reader:
 
         def calls(read: Callable[[Any], object], indices: Any) -> int:
-            Path(path).read_bytes()  # other programs may have taken the memory
-            return calls_of(lambda: read(indices))
+            with held_in_memory([path]):
+                return calls_of(lambda: read(indices))
 
         for indices in ([7], (7, 9), many):
             assert calls(reader.read, indices) <= 8

@@ -25,7 +25,7 @@ import asyncio
 from ffserve.server import io, server
 server.ALIVE_INTERVAL_S = 0.2
 submit = io.Engines.submit
-io.Engines.submit = lambda *args: asyncio.get_running_loop().call_later(2.5, submit, *args)
+io.Engines.submit = lambda *args: asyncio.get_running_loop().call_later(4.5, submit, *args)
 """
 
 
@@ -128,9 +128,11 @@ async def test_a_loop_leaves_a_stopped_daemon(
     caplog.clear()
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("payload", ["shared", "inline"])
-def test_a_slow_daemon_is_not_taken_for_a_stopped_one(path: str, payload: str) -> None:
+def test_a_slow_daemon_is_not_taken_for_a_stopped_one(
+    path: str, payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SILENCE_S", 3)
     with serving(patch=SLOW_DISK, options=["--payload", payload]) as slow:
         with slow.open(path) as reader:
             assert bytes(reader[7]) == sample(7)
@@ -176,7 +178,7 @@ def test_an_answer_that_never_comes_is_given_up(path: str, monkeypatch: pytest.M
     monkeypatch.setattr(failover.SourceSelector, "replace", _raise)
     with (
         serving(
-            patch=SLOW_DISK.replace("2.5", "1e6"),
+            patch=SLOW_DISK.replace("4.5", "1e6"),
             options=["--drain-timeout", "0"],
             expect=["stopped with unanswered requests after 0 s"],
         ) as slow,

@@ -266,7 +266,7 @@ class TestEngine:
             batch.records[k] = (offset, length, k, 0, crc, 0, 0, 0)
         batch.records[4] = (1 << 30, 5000, NOWHERE, 0, 0, 0, 0, 0)
         engine.submit(batch)
-        assert engine.wait(batch, 10)
+        assert engine.wait(batch, DEADLINE_S)
         end = io.ETRUNCATED
         assert batch.records["status"].tolist() == [0, 0, end, 0, end]
         assert arena.entries["seq"].tolist() == [1, 1, 0, 1]
@@ -281,13 +281,13 @@ class TestEngine:
         batch.records["checksum"][[3, 9]] ^= 1
         for _ in range(2):
             engine.submit(batch)
-            assert engine.wait(batch, 20)
+            assert engine.wait(batch, DEADLINE_S)
             assert np.flatnonzero(batch.records["status"]).tolist() == [3, 9]
             assert batch.records["status"][9] == io.ECHECKSUM
             assert batch.failed == 2
         batch.records["checksum"][[3, 9]] ^= 1
         engine.submit(batch)
-        assert engine.wait(batch, 20)
+        assert engine.wait(batch, DEADLINE_S)
         check(file, batch, dests)
         assert engine.counters()["reads"] > 3 * len(extents)
 
@@ -306,7 +306,7 @@ class TestEngine:
             batch.records[k] = (at, length, k, 0, crc, 0, 0, 0)
             batch.records[5 + k] = (at, length, NOWHERE, dests[k].ctypes.data, crc, 0, 0, 0)
         engine.submit(batch)
-        assert engine.wait(batch, 20)
+        assert engine.wait(batch, DEADLINE_S)
         assert batch.records["status"].tolist() == 2 * [0, 0, 0, io.ECHECKSUM, 0]
         assert arena.entries["seq"].tolist() == [1, 1, 1, 0, 1]
         for k in (0, 2, 4):
@@ -321,7 +321,7 @@ class TestEngine:
         extents = [(5, size - 5), (5, size - 4), (9, size + MIB), (size + 1, MIB), (7, 2 * MIB)]
         batch, dests = pieces(engine, file, extents)
         engine.submit(batch)
-        assert engine.wait(batch, 20)
+        assert engine.wait(batch, DEADLINE_S)
         end = io.ETRUNCATED
         assert batch.records["status"].tolist() == [0, end, end, end, 0]
         assert batch.failed == 3
@@ -351,7 +351,7 @@ class TestEngine:
         engine.submit(batches[-1][0])  # the others may be over
         seen = set()
         for batch, dests in batches:
-            assert engine.wait(batch, 20)
+            assert engine.wait(batch, DEADLINE_S)
             for record, dest in zip(batch.records, dests, strict=True):
                 seen.add(int(record["status"]))
                 if record["status"] == 0:
@@ -371,7 +371,7 @@ class TestEngine:
         for k in range(3):
             batch.records[k] = (0, 100, NOWHERE, room.ctypes.data, 0, 0, 0, 0)
         engine.submit(batch)
-        assert engine.wait(batch, 10)
+        assert engine.wait(batch, DEADLINE_S)
         assert batch.failed == 3
         assert batch.records["status"][0] == -9  # EBADF
         assert set(batch.records["status"][1:].tolist()) <= {-21, -22}  # EISDIR, EINVAL
@@ -402,7 +402,7 @@ class TestEngine:
         piped.records[0] = (0, 8, NOWHERE, room.ctypes.data, 0, 0, 0, 0)
         os.write(writable, b"12345678")
         engine.submit(piped)
-        engine.wait(piped, 10)
+        engine.wait(piped, DEADLINE_S)
         engine.remove_file(pipe)
         os.close(readable)
         # A write fails when the reading end is closed.
@@ -507,7 +507,7 @@ class TestEngine:
 
         def wait() -> None:
             try:
-                ended.append(engine.wait(batch, 20))
+                ended.append(engine.wait(batch, DEADLINE_S))
             except UsageError:  # on a busy machine it may come too late
                 ended.append(batch.done)
 
@@ -515,7 +515,7 @@ class TestEngine:
         waiter.start()
         time.sleep(0.02)
         engine.close()
-        waiter.join(20)
+        waiter.join(DEADLINE_S)
         assert ended == [True]
 
     def test_everything_dropped_in_flight(self, engine: Engine, disk_file: Opened) -> None:
@@ -558,13 +558,13 @@ class TestEngine:
                     again, copies = pieces(own, disk_file, [(9, 5000)] * 20)
                     again.reads["file"] = mine
                     own.submit(again)
-                    assert own.wait(again, 10)
+                    assert own.wait(again, DEADLINE_S)
                     check(disk_file, again, copies)
                 status = 0
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert engine.wait(batch, 20)
+        assert engine.wait(batch, DEADLINE_S)
         check(disk_file, batch, dests)
         with pytest.raises(UsageError):
             engine.forget()
@@ -614,7 +614,7 @@ class TestReadAround:
                 batch, dests = pieces(engine, file, [(start, size)])
                 before = engine.counters()["bytes"]
                 engine.submit(batch)
-                assert engine.wait(batch, 10)
+                assert engine.wait(batch, DEADLINE_S)
                 check(file, batch, dests)
                 first, end = start, start + size
                 if size < self.AROUND:
@@ -647,7 +647,7 @@ class TestReadAround:
                 batch.reads[k] = (start, 4096, NOWHERE, 0, id_, CRC_NONE, k, 1)
                 batch.records[k] = (start, 4096, NOWHERE, dest[k].ctypes.data, 0, 0, 0, 0)
             engine.submit(batch)
-            assert engine.wait(batch, 10)
+            assert engine.wait(batch, DEADLINE_S)
         finally:
             os.close(memory)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED, so that room is whole
@@ -686,7 +686,7 @@ class TestReadsThatHang:
         with pytest.raises(UsageError):
             batch.free()
         os.write(writable, b"!")
-        assert engine.wait(batch, 10)
+        assert engine.wait(batch, DEADLINE_S)
         assert room.tobytes() == b"!"
         batch.free()
         os.close(readable)
@@ -704,11 +704,11 @@ class TestReadsThatHang:
         for _ in range(20):
             batch, dests = pieces(engine, disk_file, [(3, 5000)] * 40)
             engine.submit(batch)
-            assert engine.wait(batch, 10)
+            assert engine.wait(batch, DEADLINE_S)
             check(disk_file, batch, dests)
         assert not hanging.done
         os.write(writable, b"!")
-        assert engine.wait(hanging, 10)
+        assert engine.wait(hanging, DEADLINE_S)
         os.close(readable)
         os.close(writable)
 
@@ -989,4 +989,4 @@ class TestOpenDirect:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises((UsageError, IsADirectoryError)):
             open_direct(tmp_path)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before

@@ -138,7 +138,7 @@ def test_direct_io_of_many_files_is_that_of_each(paths: list[str]) -> None:
     count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError):
         open_direct_all(np.array([1 << 20], np.int32))
-    assert len(os.listdir("/proc/self/fd")) == count
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 def test_numbers_of_files_in_an_engine_are_used_again(paths: list[str]) -> None:

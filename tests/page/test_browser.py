@@ -239,19 +239,19 @@ def test_a_stranger_sees_totals_and_how_to_see_more(browser: Any, busy: tuple[Da
 
 
 def test_a_daemon_that_ends_is_noticed_and_its_return_too(browser: Any) -> None:
-    address = free_port()
-    daemon = Daemon(options=["--http", address], patch=PATCH)
-    try:
-        daemon.start()
-        until(lambda: answers(address), "it answers")
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"http://{address}/")
-        page.locator("#state.live").wait_for()
-        assert daemon.end() == 0
-        page.locator("#state.lost", has_text="does not answer").wait_for()
-        daemon.start()
-        page.locator("#state.live").wait_for(timeout=1000 * DEADLINE_S)
-        context.close()
-    finally:
-        daemon.close()
+    with free_port() as address:
+        daemon = Daemon(options=["--http", address], patch=PATCH)
+        try:
+            daemon.start()
+            until(lambda: answers(address), "it answers")
+            context = browser.new_context()
+            page = context.new_page()
+            page.goto(f"http://{address}/")
+            page.locator("#state.live").wait_for()
+            assert daemon.end() == 0
+            page.locator("#state.lost", has_text="does not answer").wait_for()
+            daemon.start()
+            page.locator("#state.live").wait_for(timeout=1000 * DEADLINE_S)
+            context.close()
+        finally:
+            daemon.close()

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.skipif(
 FACTOR, SOAK_FACTOR = 300, 100
 """An attack may make nine batches of ten take up to so many times the quiet median. Without turns
 by user it was tens of thousands of times, or there was no answer."""
+BUSY_S = 0.5
+"""So long it may be in any case: other programs may have begun since the quiet median was taken."""
 Measured: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Seconds of each batch, and of each greeting."""
 MOST_KEPT = 96 << 20
@@ -60,9 +63,11 @@ def check(made: Field, kind: str, seconds: float, factor: float, calm: Measured)
         reads, greeted = made.measure(seconds)
         assert status(daemon.socket)["pid"] == daemon.pid, "root is served"
     median = float(np.median(quiet))
-    assert np.quantile(reads, 0.9) < factor * median, (kind, median, np.sort(reads)[-10:])
+    most = max(factor * median, BUSY_S)
+    assert np.quantile(reads, 0.9) < most, (kind, median, np.sort(reads)[-10:])
     usual = max(float(np.median(greetings)), 0.001)
-    assert np.quantile(greeted, 0.9) < factor * usual, (kind, usual, greeted.max())
+    most = max(factor * usual, BUSY_S)
+    assert np.quantile(greeted, 0.9) < most, (kind, usual, greeted.max())
     until(lambda: daemon.socket_count() <= sockets, "the connections of the attack are closed")
     until(lambda: daemon.private_size() - before < MOST_KEPT, "the memory is given back")
     until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
@@ -85,7 +90,7 @@ def test_thousands_of_connections_locked_out_root() -> None:
     """One user gets four fifths, another one still gets some, and root is always served."""
     with field(1) as made, made.attack("connections", 4200):
         path = made.daemon.socket
-        connected = until(lambda: _sessions(made.daemon), "the attack has its connections")
+        connected = until(lambda: _sessions(made.daemon), "the attack has its connections", 90)
         assert connected < 3500
         assert status(path)["pid"] == made.daemon.pid
         with ffserve.open(made.honest, server=path) as reader:
@@ -158,6 +163,7 @@ def test_a_message_that_came_byte_by_byte_woke_the_loop_for_each_byte(tmp_path: 
     patch = "import ffserve.server.server as server; server.TRICKLE_PAUSE_S = 2.0"
     with serving(patch=patch) as daemon, Raw(daemon.socket) as raw, Raw(daemon.socket) as other:
         frame = protocol.encode(get(2, raw.open(path).dataset, [0]))
+        begun = time.monotonic()
         raw.socket.sendall(frame[:7])
         until(lambda: not unread(raw), "the first bytes are received")
         raw.socket.sendall(frame[7:9])
@@ -166,7 +172,7 @@ def test_a_message_that_came_byte_by_byte_woke_the_loop_for_each_byte(tmp_path: 
         for tag in range(2, 10):
             other.send(get(tag, number, [0]))
             assert isinstance(other.receive(), protocol.Ready)
-        assert unread(raw)
+        assert unread(raw) or time.monotonic() - begun > 2.0
         until(lambda: not unread(raw), "the next bytes are received")
         raw.socket.sendall(frame[9:])
         assert isinstance(raw.receive(), protocol.Ready)

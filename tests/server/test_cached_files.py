@@ -11,6 +11,7 @@ import pytest
 from daemon import Daemon, damage, serving
 
 import ffserve
+from ffserve.bench.harness import held_in_memory
 from ffserve.engine import io
 from ffserve.engine.cached import cached_extents, cached_pages
 from ffserve.errors import ChecksumError
@@ -67,12 +68,13 @@ def evict(path: Path, begin: int = 0, size: int = 0) -> None:
 def test_data_set_that_was_just_written_was_fetched_from_the_disk(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """The kernel may drop pages at any time, hence some attempts."""
+    """The kernel may drop pages at any time, if it is not forbidden, hence some attempts."""
     found = []
     for attempt in range(4):
         path = tmp_path / f"{attempt}"
         samples = written(path, **options)
         with (
+            held_in_memory([str(path)]),
             serving(arena="128MiB", roots=[tmp_path]) as daemon,
             ffserve.open(path, server=daemon.socket, format=options["format"]) as reader,
         ):
@@ -123,7 +125,8 @@ def test_files_of_which_nothing_is_in_memory_are_opened_once(tmp_path: Path) -> 
     path.write_bytes(bytes(1 << 20))
     direct, _ = io.open_direct(path)
     try:
-        plain = opened_cached(direct)
+        with held_in_memory([str(path)]):
+            plain = opened_cached(direct)
         assert plain >= 0
         os.close(plain)
         evict(path)
@@ -144,14 +147,15 @@ def test_files_that_turn_cold_are_asked_about_seldom(tmp_path: Path) -> None:
         files.add(*(np.array([each], np.int32) for each in (3, fd, 4)))
         numbers = np.full(64, 3, np.int32)
         begins = np.arange(64, dtype=np.int64) * 4096
-        assert files.find(numbers, begins, begins + 4096) is not None
+        with held_in_memory([str(path)]):
+            assert files.find(numbers, begins, begins + 4096) is not None
         evict(path)
         assert not cached_extents(np.full(64, fd, np.int32), begins, begins + 4096).any()
         for _ in range(20):
             assert files.find(numbers, begins, begins + 4096) is None
         # Nothing asks now, until the probe.
-        path.read_bytes()
-        found = [files.find(numbers, begins, begins + 4096) for _ in range(ASKED_EVERY + 2)]
+        with held_in_memory([str(path)]):
+            found = [files.find(numbers, begins, begins + 4096) for _ in range(ASKED_EVERY + 2)]
         assert found[0] is None
         assert any(one is not None and one.all() for one in found)
         assert files.remove(3) == 4

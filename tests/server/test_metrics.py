@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import DEADLINE_S, Raw, damage, get, run_python, sample, until, write
-from http_daemon import ask, free_port, measured, measured_unix
+from http_daemon import answers, ask, free_port, measured, measured_unix
 
 import ffserve
 from ffserve import protocol
@@ -251,19 +251,18 @@ def test_health_and_other_paths(tmp_path: Path) -> None:
 def test_a_daemon_that_ends_is_alive_and_not_ready(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [bytes(7 << 20), bytes(10 << 20)])
     line = r"stopped with unanswered requests after .* s"
-    options = ["--drain-timeout", "2"]
+    options = ["--drain-timeout", "60"]
     with (
         measured(*options, arena="16MiB", expect=[line]) as (daemon, address),
         daemon.open(path) as holder,
-        holder.lease([0]),
-        Raw(daemon.socket) as raw,
     ):
-        raw.open(path)
-        raw.send(get(2, 1, [1]))
-        until(lambda: daemon.cache()["blocked"], "a request waits for memory")
-        os.kill(daemon.pid, signal.SIGTERM)
-        until(lambda: ask(address, "/readyz")[::2] == (503, "stopping\n"), "it is not ready")
-        assert ask(address, "/healthz")[0] == 200
+        with holder.lease([0]), Raw(daemon.socket) as raw:
+            raw.open(path)
+            raw.send(get(2, 1, [1]))
+            until(lambda: daemon.cache()["blocked"], "a request waits for memory")
+            os.kill(daemon.pid, signal.SIGTERM)
+            until(lambda: ask(address, "/readyz")[::2] == (503, "stopping\n"), "it is not ready")
+            assert ask(address, "/healthz")[0] == 200
         assert daemon.process is not None
         assert daemon.process.wait(DEADLINE_S) == 0
         daemon.process = None
@@ -299,7 +298,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
 
 
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
-    patch = "import ffserve.server.http as http; http.REQUEST_TIMEOUT_S = 1.0"
+    patch = "import ffserve.server.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
         parse(ask(address)[2])
         before = daemon.socket_count()
@@ -372,8 +371,9 @@ def serve(*options: str, patch: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("package", ["prometheus_client", "h11"])
 def test_a_missing_package_is_named(package: str, check: list[str], tmp_path: Path) -> None:
     patch = f"import sys; sys.modules[{package!r}] = None"
-    options = ["--socket", str(tmp_path / "s"), "--http", free_port(), *check]
-    done = serve(*options, patch=patch)
+    with free_port() as address:
+        options = ["--socket", str(tmp_path / "s"), "--http", address, *check]
+        done = serve(*options, patch=patch)
     assert done.returncode == 2
     assert f"needs a package that is not installed: {package}" in done.stderr
     assert "pip install 'ffserve[metrics]'" in done.stderr
@@ -425,6 +425,8 @@ def test_a_port_that_the_service_manager_passes_is_served(tmp_path: Path, path: 
             stderr=subprocess.DEVNULL,
         )
         try:
+            # A client waits for less long than a busy machine may take to start the daemon.
+            until(lambda: answers(address), "it answers HTTP requests")
             with ffserve.open(path, server=str(tmp_path / "s")) as reader:
                 assert bytes(reader[5]) == TRUTH[5]
             assert parse(ask(address)[2])["ffserve_misses_total"][()] == 1

@@ -100,8 +100,10 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_no_markup_of_names() -> N
 
 def test_events_bring_the_overview_and_go_on(path: str) -> None:
     with measured_unix("--max-sessions", "77") as (daemon, unix), daemon.open(path) as reader:
+        reader.read(range(COUNT // 2))  # not announced yet, so none of it is read ahead
         reader.announce(range(COUNT))
-        reader.read(range(COUNT // 2))
+        reader.reached(0, COUNT // 2)
+        until(lambda: daemon.status()["progress"][0]["position"] == COUNT // 2, "it is reported")
         with watching(unix) as answer:
             first = next_event(answer)
             assert first["names"] and first["totals"]["samples"] == COUNT // 2
@@ -112,7 +114,10 @@ def test_events_bring_the_overview_and_go_on(path: str) -> None:
             second = next_event(answer)
             assert second["totals"]["uptime_s"] > first["totals"]["uptime_s"]
             with watching(unix) as other:
-                assert next_event(other) == second, "an event is made once for all"
+                event = next_event(other)
+                while second["totals"]["uptime_s"] < event["totals"]["uptime_s"]:
+                    second = next_event(answer)
+                assert event == second, "an event is made once for all"
             reader.close()
             assert daemon.end() == 0, "a daemon that is watched ends"
 

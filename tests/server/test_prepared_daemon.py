@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, everything_is_given_back, get, sample, serving, until, write
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    everything_is_given_back,
+    get,
+    sample,
+    serving,
+    until,
+    write,
+)
+from http_daemon import ask, measured
 from service_manager import ManagedDaemon, inventory_of, managed
 
 from ffserve import protocol
@@ -152,7 +161,7 @@ def test_a_sample_is_prepared_once(daemon: Daemon, path: str) -> None:
         other.socket.settimeout(0.2)
         with pytest.raises(TimeoutError):
             other.receive()
-        other.socket.settimeout(10)
+        other.socket.settimeout(DEADLINE_S)
         one.put({1: b"one"})
         assert other.claimed() == [READABLE, READABLE]
         assert other.look(1, 2) == [b"one", b"two"]
@@ -179,10 +188,10 @@ def test_claims_of_a_worker_that_hangs_end(path: str) -> None:
         Preparer(daemon, path) as one,
         Preparer(daemon, path) as other,
     ):
-        assert one.claim(1) == [YOURS]
         begun = time.monotonic()
+        assert one.claim(1) == [YOURS]
         assert other.claim(1, wait=True) == [YOURS]
-        assert 0.1 < time.monotonic() - begun < 20
+        assert time.monotonic() - begun > 0.09
         assert one.put({1: b"late"}).count == 0, "it is not claimed any more"
         assert other.put({1: b"mine"}).count == 1
         assert one.look(1) == [b"mine"]
@@ -263,14 +272,18 @@ def test_a_sample_larger_than_the_arena_fails(path: str) -> None:
 
 
 def test_private_memory_files_are_closed(daemon: Daemon, path: str) -> None:
-    with Preparer(daemon, path):
-        pass
-    time.sleep(0.1)
-    before = daemon.fd_count()
+    def held() -> int:
+        count = 0
+        for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
+            with contextlib.suppress(OSError):
+                count += os.readlink(f"/proc/{daemon.pid}/fd/{fd}").startswith("/memfd:prepared")
+        return count
+
     for _ in range(5):
         with Preparer(daemon, path) as one:
             assert one.claim(1)
-    until(lambda: daemon.fd_count() <= before, "descriptors are closed")
+            assert held()
+    until(lambda: not held(), "descriptors are closed")
 
 
 def test_only_memory_files_are_read(daemon: Daemon, path: str, tmp_path: Path) -> None:
@@ -462,18 +475,13 @@ def test_rows_of_prepared_shards_are_checked(path: str, name: str, value: object
 
 def test_metrics_say_what_sharing_saved(path: str) -> None:
     pytest.importorskip("prometheus_client")
-    with socket.socket() as attempt:
-        attempt.bind(("127.0.0.1", 0))
-        port = attempt.getsockname()[1]
 
     def counters() -> dict[str, float]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-            connection.request("GET", "/metrics")
-            lines = connection.getresponse().read().decode().split("\n")
+        lines = ask(address)[2].split("\n")
         rows = (line.split() for line in lines if line.startswith("ffserve_prepar"))
         return {row[0]: float(row[1]) for row in rows}
 
-    with serving(options=["--http", f"127.0.0.1:{port}"]) as daemon, Preparer(daemon, path) as one:
+    with measured() as (daemon, address), Preparer(daemon, path) as one:
         assert one.claim(1, 2) == [YOURS] * 2
         one.put({1: b"one", 2: b"two"}, cost_us=4_000_000)
         one.send(protocol.Tell(one.dataset, 3, 9, b""))

@@ -21,6 +21,7 @@ from daemon import Daemon, sample, serving, write
 
 import ffserve
 from ffserve import second_read
+from ffserve.bench.harness import held_in_memory
 from ffserve.engine.codec import checksum
 from ffserve.engine.io import buffered
 from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, ChecksumError, FFServeError
@@ -99,10 +100,10 @@ def wrong_in_page_cache(disk: Disk, kind: str) -> Iterator[str]:
     drop(path)
     content = SAMPLES[BAD][100:1100]
     disk.flip(content)
-    whole = Path(path).read_bytes()
-    assert content not in whole, "the page cache has the wrong bytes"
-    disk.flip(bytes([content[0] ^ 1]) + content[1:])
-    yield path
+    with held_in_memory([path]):
+        assert content not in Path(path).read_bytes(), "the page cache has the wrong bytes"
+        disk.flip(bytes([content[0] ^ 1]) + content[1:])
+        yield path
 
 
 @contextlib.contextmanager

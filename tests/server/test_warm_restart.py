@@ -327,19 +327,21 @@ def test_killed_while_it_takes_over(paths: list[str]) -> None:
 def test_slots_that_were_being_filled_are_not_used_for_a_time(paths: list[str]) -> None:
     from ffserve.engine.slots import LOADING, RESIDENT
 
-    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 2.0, 0.05"
+    quarantine_s = 3.0
+    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 3.0, 0.05"
     with managed(arena="4MiB", patch=patch) as daemon:
-        with daemon.open(paths[0]) as reader:
-            contents(reader)
-        daemon.end(signal.SIGKILL)
+        left_memory(daemon, paths[0])
         with inventory_of(daemon) as inventory:
             slots = np.flatnonzero(inventory.states == RESIDENT)[:20]
             inventory.states[slots] = LOADING
+        begun = time.monotonic()
         daemon.start()
         with daemon.open(paths[0]) as reader:
             assert contents(reader) == SAMPLES
             with inventory_of(daemon) as inventory:
-                assert (inventory.states[slots] == LOADING).all(), "nothing is read into them"
+                kept = (inventory.states[slots] == LOADING).all()
+                late = time.monotonic() - begun > quarantine_s  # on a very busy machine
+                assert kept or late, "nothing is read into them"
                 until(
                     lambda: (inventory.states[slots] != LOADING).all(), "the quarantine has ended"
                 )
@@ -365,6 +367,7 @@ def cold(daemon: ManagedDaemon, reason: str, path: str) -> None:
 def left_memory(daemon: ManagedDaemon, path: str) -> None:
     with daemon.open(path) as reader:
         contents(reader)
+    assert daemon.status(), "by now the daemon knows that all reads have ended"
     daemon.end(signal.SIGKILL)
 
 
@@ -775,7 +778,7 @@ def test_a_daemon_that_dies_while_it_hands_over(after: str, tmp_path: Path) -> N
             handover.take_from(path)
         thread.join()
         assert caught.value.path == path
-    assert len(os.listdir("/proc/self/fd")) == before
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "nothing is held")
 
 
 def test_http_is_handed_over(paths: list[str]) -> None:

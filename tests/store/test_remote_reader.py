@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from daemon import until
 from origins import HttpOrigin, http_origin
 
 import ffserve
@@ -89,6 +90,11 @@ def served(
 ) -> str:
     content = record_file(tmp_path, format, samples, name, **options)
     return server.put(f"{name}{FORMATS[format]}", content)
+
+
+def settled() -> None:
+    """Wait for what was asked for ahead."""
+    until(lambda: not process_fetcher()._tasks, "nothing is on its way")
 
 
 def plain(arrays: Any) -> list[bytes]:
@@ -190,10 +196,9 @@ def test_an_announced_order_is_fetched_ahead(server: HttpOrigin, tmp_path: Path)
     url = served(server, tmp_path, "ffrecord", samples)
     with ffserve.open(url) as reader:
         reader.announce(list(range(499, -1, -1)))
-        deadline = time.monotonic() + 20
-        while server.total < len(server.files["a.ffr"]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert server.total == len(server.files["a.ffr"])
+        size = len(server.files["a.ffr"])
+        until(lambda: server.total >= size, "it is fetched")
+        assert server.total == size
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
 
 
@@ -204,15 +209,9 @@ def test_what_is_in_the_store_as_a_whole_is_a_local_file(
     url = served(server, tmp_path, "ffrecord", samples)
     with ffserve.open(url) as reader:
         reader.read_batch(range(300))
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            reader.read([1])
-            source = reader.current_source()
-            assert isinstance(source, RemoteSource)
-            if source._settled:
-                break
-            time.sleep(0.02)
-        assert source._settled
+        source = reader.current_source()
+        assert isinstance(source, RemoteSource)
+        until(lambda: reader.read([1]) and source._settled, "all of it is there")
         server.status = 404
         assert plain(reader.read(range(300))) == samples
         # Nothing of it can be evicted.
@@ -287,7 +286,7 @@ def test_other_samples_are_served_when_an_origin_fails(
         source = reader.current_source()
         assert isinstance(source, RemoteSource)
         reader.read(range(100))
-        time.sleep(0.3)  # what was asked for ahead
+        settled()
         there = source._extents(np.arange(400))
         words = source.object_of(0).stored.state.words
         last = (there.ends - 1) // BLOCK
@@ -302,10 +301,12 @@ def test_other_samples_are_served_when_an_origin_fails(
                 assert sample.path == url and "503" in str(sample)
         assert len(known) < 400
         server.status = 0
-        deadline = time.monotonic() + 20
-        while any(isinstance(s, ReadError) for s in reader.read(range(400), errors="return")):
-            assert time.monotonic() < deadline  # until somebody tries whether it is back
-            time.sleep(0.05)
+
+        def is_back() -> bool:
+            found = reader.read(range(400), errors="return")
+            return not any(isinstance(sample, ReadError) for sample in found)
+
+        until(is_back, "somebody tries whether it is back")
         assert plain(reader.read(range(400))) == samples
 
 
@@ -336,7 +337,7 @@ def test_a_changed_object_is_opened_anew(server: HttpOrigin, tmp_path: Path) -> 
     url = served(server, tmp_path, "ffrecord", old)
     with ffserve.open(url) as reader:
         reader.read([0])
-        time.sleep(0.3)
+        settled()
         served(server, tmp_path, "ffrecord", new)
         got = reader.read(range(300), errors="return")
         for k, sample in enumerate(got):

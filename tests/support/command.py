@@ -35,7 +35,7 @@ def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[by
 def spawned(words: list[str], **environment: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "ffserve", *words],
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=100,
         env={**ENVIRONMENT, **environment},
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def on_a_terminal(
         )  # fmt: skip
         os.close(theirs)
         output = b""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             if select.select([ours], [], [], 1)[0]:
                 try:
@@ -88,6 +88,6 @@ def on_a_terminal(
                 except OSError:  # the other side was closed
                     break
                 output += piece
-        return output, process.wait(10)
+        return output, process.wait(20)
     finally:
         os.close(ours)

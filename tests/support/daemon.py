@@ -237,7 +237,7 @@ def damage(path: str | Path, index: int) -> None:
 
 
 def run_python(
-    program: str, *arguments: Any, code: int | None = 0, timeout: float = 60
+    program: str, *arguments: Any, code: int | None = 0, timeout: float = 100
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a Python of its own that can import this module."""
     done = subprocess.run(

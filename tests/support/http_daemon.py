@@ -44,18 +44,23 @@ FRESH = "import ffserve.server.http as http; http.LEAST_AGE_S = 0.02\n"
 """Metrics are made anew as often as a test asks."""
 
 
-def free_port() -> str:
-    """Return an address that nobody listens on."""
-    with socket.socket() as attempt:
-        attempt.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{attempt.getsockname()[1]}"
+@contextlib.contextmanager
+def free_port() -> Iterator[str]:
+    """An address that nobody listens on. No other program gets it: it is bound here, in the way
+    in which a server may bind it as well."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def measured(*options: str, patch: str = "", **more: Any) -> Iterator[tuple[Daemon, str]]:
     """A daemon with HTTP on a port, and its address."""
-    address = free_port()
-    with serving(options=["--http", address, *options], patch=FRESH + patch, **more) as daemon:
+    with (
+        free_port() as address,
+        serving(options=["--http", address, *options], patch=FRESH + patch, **more) as daemon,
+    ):
         until(lambda: answers(address), "it answers HTTP requests")
         yield daemon, address
 

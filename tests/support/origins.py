@@ -90,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         origin, name = self.origin, unquote(self.path.partition("?")[0]).lstrip("/")
-        origin.requests[self.command] += 1
+        with origin._lock:
+            origin.requests[self.command] += 1
         while origin.stalled.is_set():
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:
@@ -132,14 +133,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.close()
                 return
             origin.throttle(len(piece))
+            at += len(piece)
+            # Counted before the client can have it.
+            with origin._lock:
+                origin.sent[name] += len(piece)
+                if at == end:
+                    origin.spans.append((name, begin, end))
             try:
                 self.wfile.write(piece)
             except OSError:
+                with origin._lock:
+                    origin.sent[name] -= len(piece)
+                    if at == end:
+                        origin.spans.remove((name, begin, end))
                 return
-            with origin._lock:
-                origin.sent[name] += len(piece)
-            at += len(piece)
-        origin.spans.append((name, begin, end))
 
     def _list(self, name: str, *, body: bool) -> None:
         names = sorted(n for n in self.origin.files if n.startswith(name))
