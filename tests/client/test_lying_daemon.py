@@ -20,7 +20,6 @@ from ffserve.client.failover import RECONNECT_S, OpenRequest, source_over
 from ffserve.errors import ProtocolError
 
 
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gives up because of silence."""

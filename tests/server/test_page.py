@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import DEADLINE_S, Daemon, Raw, damage, run_python, sample, until, write
+from daemon import Daemon, Raw, damage, run_python, sample, until, write
 from http_daemon import ask, connection_to, measured, measured_unix
 
 from ffserve.errors import ChecksumError
@@ -179,7 +179,7 @@ def test_watchers_who_do_not_read_are_closed_and_harm_nobody(
                 next_event(answer)
                 assert [bytes(each) for each in reader.read(good)] == TRUTH[GOOD:]
         # Pages of the kernel take some events.
-        until(lambda: daemon.socket_count() <= before, "they are closed", 2 * DEADLINE_S)
+        until(lambda: daemon.socket_count() <= before, "they are closed")
 
 
 def test_a_new_watcher_is_served_beyond_the_bound(shown: tuple[Daemon, str, str]) -> None:

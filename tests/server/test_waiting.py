@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
+from daemon import Daemon, run_python, sample, serving, until, write
 
 from ffserve.bench.cgroup import NoCgroup, limited
 from ffserve.server.waiting import CAUSES, RECENT_S, JobReads, JobTime, SessionTime, Use
@@ -179,7 +179,7 @@ def found(facts: dict[str, Any]) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_cause_is_found(paths: list[str], fault: str) -> None:
     with FAULTS[fault](paths) as (cause, facts):
-        until(lambda: found(facts()) == cause, f"the cause is {cause}", 2 * DEADLINE_S)
+        until(lambda: found(facts()) == cause, f"the cause is {cause}")
 
 
 @pytest.mark.soak
@@ -293,9 +293,7 @@ def test_the_name_of_another_users_job_is_not_shown() -> None:
             job.epoch()
             job.epoch()
             with started(daemon, other) as thief:
-                name = until(
-                    lambda: job.facts(daemon)["taken_by"], "memory is taken", 2 * DEADLINE_S
-                )
+                name = until(lambda: job.facts(daemon)["taken_by"], "memory is taken")
                 assert name == thief.facts(daemon)["name"]
                 asking = f"{LOADING}from ffserve.client import connection\n{become}"
                 program = f"{asking}print(connection.status({daemon.socket!r})['jobs'])"

@@ -39,6 +39,9 @@ FORMATS = {"ffrecord": ".ffr", "tfrecord": ".tfrecord", "recordio": ".recordio"}
 def server() -> Iterator[HttpOrigin]:
     with http_origin() as running:
         yield running
+        # Else it would be asked in vain during the tests that follow.
+        running.recover()
+        settled()
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +97,8 @@ def served(
 
 def settled() -> None:
     """Wait for what was asked for ahead."""
-    until(lambda: not process_fetcher()._tasks, "nothing is on its way")
+    fetchers = fetching._fetchers.values()
+    until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
 
 
 def plain(arrays: Any) -> list[bytes]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from daemon import until
 from origins import HttpOrigin, http_origin
 
 from ffserve.cli import run
@@ -31,6 +32,10 @@ SIZE = 9 << 20
 def server() -> Iterator[HttpOrigin]:
     with http_origin() as running:
         yield running
+        # Else it would be asked in vain during the tests that follow.
+        running.recover()
+        fetchers = fetching._fetchers.values()
+        until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ class Field:
         """Return the times of an honest client's batches and of its greetings."""
         with self.run(HONEST, "honest", self.daemon.socket, self.honest, seconds) as process:
             try:
-                found = json.loads(process.communicate(timeout=3 * DEADLINE_S)[0])
+                found = json.loads(process.communicate(timeout=DEADLINE_S)[0])
             finally:
                 process.kill()
         assert not found["refused"], "the honest client was refused"

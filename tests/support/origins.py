@@ -59,11 +59,18 @@ class HttpOrigin:
         return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
 
     def throttle(self, size: int) -> None:
-        if self.rate:
+        if rate := self.rate:
             with self._lock:
-                self._due = max(self._due, time.monotonic()) + size / self.rate
+                self._due = max(self._due, time.monotonic()) + size / rate
                 due = self._due
             time.sleep(max(due - time.monotonic(), 0))
+
+    def recover(self) -> None:
+        """Answer well from now on."""
+        self.status = self.cut_after = self.short = 0
+        self.fail_until = self.rate = 0.0
+        self.ranges, self.password = True, ""
+        self.stalled.clear()
 
     @property
     def total(self) -> int:
@@ -178,7 +185,7 @@ def http_origin() -> Iterator[HttpOrigin]:
     try:
         yield origin
     finally:
-        origin.stalled.clear()
+        origin.recover()
         server.shutdown()
         thread.join()
         server.server_close()

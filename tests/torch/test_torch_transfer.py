@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transfer_cases as cases
-from daemon import DEADLINE_S, serving, until
+from daemon import DEADLINE_S, until
 from transfer_cases import alike
 
 import ffserve
@@ -71,9 +71,9 @@ def source(
         monkeypatch.setenv("FFSERVE_SOCKET", "/nonexistent")
         yield shard
         return
-    with serving() as daemon:
-        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        yield shard
+    daemon = request.getfixturevalue("daemon")
+    monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+    yield shard
 
 
 def lists_of(dataset: Any, num_workers: int = 1, **options: Any) -> DataLoader:
