@@ -19,7 +19,7 @@ from typing import Any
 import container
 import pytest
 from container import IO_URING, Container, put_inside
-from daemon import DEADLINE_S, Daemon, sample, serving, started, stopped, until, write
+from daemon import Daemon, sample, serving, started, stopped, until, write
 from faults import Diagnosis, Doctor, faulty
 from fuse import STATFS, fuse
 
