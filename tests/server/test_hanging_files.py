@@ -154,9 +154,9 @@ def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -
         "ffserve.server.io.SLOW_S, ffserve.server.server.ALIVE_INTERVAL_S = 1.0, 0.05"
     )
     line = rf"slow disk: a read from {place}/fuse \(device 0:\d+\) takes \d+\.\d s.*"
-    busy = "slow disk: .*"  # another one, which others use as well
     large = [sample(index, [70_000]) for index in range(100)]  # more than is read ahead
-    with serving(patch=patch, expect=[line, busy]) as daemon:
+    # The disk of others may be slow as well.
+    with serving(patch=patch, expect=["slow disk: .*"]) as daemon:
         with (
             fuse(place, READ, begin=begin, samples=large) as path,
             client(WAIT_AND_READ, path, daemon.socket) as job,
