@@ -52,7 +52,7 @@ lint: setup
 
 check: lint
 	@mkdir -p .coverage && rm -f .coverage/*
-	@$(python) -m coverage run -m pytest -q $(parallel) --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600
 	@$(python) -m coverage combine -q
 	@$(python) -m coverage report
 
@@ -111,10 +111,10 @@ uninstall:
 	@[ ! -e $(prefix)/pyvenv.cfg ] || rm -rf $(prefix)
 
 soak: setup
-	@$(pytest) -q -m soak --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m soak --timeout 600
 
 fuzz: setup
-	@$(pytest) -q -m fuzz --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m fuzz --timeout 600
 
 seconds ?= 60
 guided: setup
