@@ -96,7 +96,6 @@ def drop(path: str) -> None:
 def wrong_in_page_cache(disk: Disk, kind: str) -> Iterator[str]:
     """A file of which the page cache has wrong bytes in one sample, and the disk right ones."""
     path = write(disk.root / f"data.{kind}", SAMPLES)
-    os.sync()
     drop(path)
     content = SAMPLES[BAD][100:1100]
     disk.flip(content)
@@ -112,7 +111,6 @@ def right_in_page_cache(disk: Disk, samples: list[bytes]) -> Iterator[tuple[str,
     ones of its first page, and nothing of the next, into which it reaches: so the daemon reads it
     past the page cache."""
     path = write(disk.root / "data.ffr", samples)
-    os.sync()
     size, whole = len(samples[0]), Path(path).read_bytes()
     begin = whole.index(samples[0])
     wrong = next(

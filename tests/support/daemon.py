@@ -33,6 +33,9 @@ EXPECTED = (
     r"no memory for a sample: .*",
     r"cannot open files for user \d+: .*",
     r"refused a client of user \d+: .*",
+    # Other programs use the same disk and the same memory.
+    r"slow disk: .*",
+    r"waiting for memory to be free: .*",
 )
 """What a daemon's log may hold in any test."""
 
