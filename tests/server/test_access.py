@@ -489,7 +489,7 @@ def proxy(daemon: str, place: Path) -> Iterator[str]:
 
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:
     path = write(folder / "silent.ffr", TRUTH)
-    patch = "import ffserve.server.server as s; s.FILES_TIMEOUT_S = 1.0; s.LANE_TIMEOUT_S = 30"
+    patch = "import ffserve.server.server as s; s.FILES_TIMEOUT_S = 3.0; s.LANE_TIMEOUT_S = 30"
     with serving(patch=patch) as daemon, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(Raw(daemon.socket)) for _ in range(6)]
         for raw in silent:
@@ -499,7 +499,7 @@ def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> No
         late = silent[0]
         assert isinstance(late.receive(), protocol.Need)
         failed = late.receive()
-        assert isinstance(failed, protocol.Fail) and "no descriptors for 1 s" in failed.error[1]
+        assert isinstance(failed, protocol.Fail) and "no descriptors for 3 s" in failed.error[1]
         late.pass_files(1, [path])
         late.open(path, tag=2)
 
