@@ -27,8 +27,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 multiprocessing.set_forkserver_preload(["__main__", "torch"])
 
 
-# A slow or busy machine is no failure. `make test` draws the same examples in each run, so that what
-# it says depends on the sources only; `make check`, `make soak` and `make fuzz` draw new ones.
+# A slow or busy machine is no failure. `make test` draws the same examples in each run, so that
+# what it says depends on the sources only; `make check`, `make soak` and `make fuzz` draw new ones.
 settings.register_profile(
     "ffserve",
     settings(),
