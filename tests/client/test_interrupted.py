@@ -1,4 +1,4 @@
-"""A signal's handler raises at every line of what a reader does; what is read later is right."""
+"""A signal's handler raises at the lines of what a reader does; what is read later is right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = [30_000]
 AT_EVERY_LINE = """
 import faulthandler, linecache, os, random, sys
 import ffserve
-path, server, what = sys.argv[1:]
+path, server, what, step = sys.argv[1:]
 faulthandler.dump_traceback_later(90, exit=True)
 truth = [s.tobytes() for s in ffserve.open(path, server="off").read(range(100))]
 random = random.Random(7)
@@ -47,17 +47,17 @@ def do():
         with ffserve.open(path, server=server) as other:
             other.read(chosen[:1])
 
-line = 0
-while line >= 0:
-    line += 1
+line, done = 1, False
+while not done:
     try:
         interrupt(line)
         do()
-        line = -1
+        done = True
     except KeyboardInterrupt:
         pass
     finally:
         sys.settrace(None)
+    line += int(step)
     chosen = random.sample(range(100), 3)
     assert [s.tobytes() for s in reader.read(chosen)] == [truth[i] for i in chosen]
     with reader.lease(chosen) as views:
@@ -71,10 +71,19 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
 
 
-@pytest.mark.parametrize("what", ["read", "lease", "open"])
-def test_a_signal_at_every_line(path: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "step"),
+    [
+        ("read", 1),
+        ("lease", 2),
+        ("open", 3),
+        pytest.param("lease", 1, marks=pytest.mark.soak),
+        pytest.param("open", 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_signal_at_every_line(path: str, what: str, step: int) -> None:
     with serving(arena="1MiB") as daemon:
-        done = run_python(AT_EVERY_LINE, path, daemon.socket, what, timeout=100)
+        done = run_python(AT_EVERY_LINE, path, daemon.socket, what, step, timeout=100)
         assert done.stdout == "done\n"
         everything_is_given_back(daemon)
 

@@ -16,7 +16,7 @@ from ffserve.engine.io import Engine, open_direct
 from ffserve.errors import ReadError, ServerUnavailable
 
 RINGS = [kind for kind in io.probe() if kind in ("registered", "uring")]
-COUNT, SIZE = 400, MIB // 4
+COUNT, SIZE = 400, MIB // 16
 
 
 def lose(fd: int, how: str) -> None:

@@ -413,7 +413,8 @@ def test_wrong_calls() -> None:
         View(0, [(0, 1, 5, 0)])
 
 
-def test_no_torn_copy_is_accepted() -> None:
+@pytest.mark.parametrize("seconds", [0.4, pytest.param(10.0, marks=pytest.mark.soak)])
+def test_no_torn_copy_is_accepted(seconds: float) -> None:
     """A process fills four slots with copies of one byte while this one copies samples."""
     count, size = 8, 4096
     arena, entries = shared(4 * size), directory(count)
@@ -438,7 +439,7 @@ def test_no_torn_copy_is_accepted() -> None:
         offsets = np.arange(count + 1) * size
         accepted = refused = 0
         kinds: set[int] = set()
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + seconds
         while time.monotonic() < until or (
             not (accepted > 1000 and refused > 0 and len(kinds) > 50)
             and time.monotonic() < until + DEADLINE_S
@@ -460,8 +461,9 @@ def test_no_torn_copy_is_accepted() -> None:
     assert len(kinds) > 50
 
 
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(10.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", io.probe())
-def test_no_sample_is_taken_for_another(kind: io.Kind, tmp_path: Path) -> None:
+def test_no_sample_is_taken_for_another(kind: io.Kind, seconds: float, tmp_path: Path) -> None:
     """The engine fills four slots with other samples again and again while a thread reads."""
     count, size, slots = 64, 3000, 4
     content = np.random.default_rng(3).integers(0, 256, (count, size), np.uint8)
@@ -501,7 +503,7 @@ def test_no_sample_is_taken_for_another(kind: io.Kind, tmp_path: Path) -> None:
         wanted = np.arange(count)
         offsets = np.arange(count + 1) * size
         accepted = 0
-        until = time.monotonic() + 1
+        until = time.monotonic() + seconds
         while time.monotonic() < until or (
             accepted <= 500 and time.monotonic() < until + DEADLINE_S
         ):

@@ -307,11 +307,12 @@ def test_many_kills(paths: list[str], arena: str) -> None:
     kill_again_and_again(paths, int(os.environ.get("FFSERVE_KILLS", "100")), 2, arena)
 
 
-def test_killed_while_it_takes_over(paths: list[str]) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_killed_while_it_takes_over(paths: list[str], count: int) -> None:
     with managed(arena="4MiB") as daemon:
         with daemon.open(paths[0]) as reader:
             contents(reader)
-        for delay_s in np.linspace(0.05, 0.5, 8).tolist():
+        for delay_s in np.linspace(0.05, 0.5, count).tolist():
             daemon.end(signal.SIGKILL)
             daemon.start(wait=False)
             time.sleep(delay_s)
