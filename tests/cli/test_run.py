@@ -335,9 +335,9 @@ def test_exit_codes_pass_through(place: Path) -> None:
 def test_the_failure_of_one_worker_ends_the_others(place: Path) -> None:
     begun = time.monotonic()
     text = (
-        "case $RANK in 1) until test -e ../worker-2/on; do sleep 0.05; done; exit 3;; "
+        f"case $RANK in 1) until test -e {place}/on; do sleep 0.05; done; exit 3;; "
         "0) exec sleep 100;; "
-        '2) trap "echo saved; exit 0" TERM; touch on; sleep 100 & wait;; esac'
+        f'2) trap "echo saved; exit 0" TERM; touch {place}/on; sleep 100 & wait;; esac'
     )
     out, err = run(place, "--workers", 3, *shell(text), code=3)
     assert "worker 1 exited 3; the other workers are ended" in err
