@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ FAR = 0.85
 SMALL = [sample(index, [300]) for index in range(2000)]
 """Several of them are read into one slot."""
 SAMPLES = [sample(index, [SIZE]) for index in range(COUNT)]
+FOUR, LEAD = 2000, 192
+"""Four samples of FOUR bytes are a block. One that begins up to LEAD bytes behind the beginning of
+a disk block is read into its slot together with these bytes, whatever the disk blocks' size."""
+IN_FOURS = [sample(index, [FOUR]) for index in range(4000)]
 WRONG = r".* gave wrong bytes, which were right when they were read again: .*"
 FORMATS = ("ffr", "recordio", "tfrecord")
 
@@ -93,11 +97,13 @@ def drop(path: str) -> None:
 
 
 @contextlib.contextmanager
-def wrong_in_page_cache(disk: Disk, kind: str) -> Iterator[str]:
+def wrong_in_page_cache(
+    disk: Disk, kind: str, samples: list[bytes] = SAMPLES, wrong: int = BAD
+) -> Iterator[str]:
     """A file of which the page cache has wrong bytes in one sample, and the disk right ones."""
-    path = write(disk.root / f"data.{kind}", SAMPLES)
+    path = write(disk.root / f"data.{kind}", samples)
     drop(path)
-    content = SAMPLES[BAD][100:1100]
+    content = samples[wrong][100:1100]
     disk.flip(content)
     with held_in_memory([path]):
         assert content not in Path(path).read_bytes(), "the page cache has the wrong bytes"
@@ -106,17 +112,21 @@ def wrong_in_page_cache(disk: Disk, kind: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def right_in_page_cache(disk: Disk, samples: list[bytes]) -> Iterator[tuple[str, int]]:
+def right_in_page_cache(
+    disk: Disk, samples: list[bytes], chosen: Callable[[int, int], bool] = lambda *_: True
+) -> Iterator[tuple[str, int]]:
     """A file, and a sample in it of which the disk has wrong bytes. The page cache has the right
     ones of its first page, and nothing of the next, into which it reaches: so the daemon reads it
-    past the page cache."""
+    past the page cache. Args: chosen: of its index and offset: whether it may be this sample."""
     path = write(disk.root / "data.ffr", samples)
     size, whole = len(samples[0]), Path(path).read_bytes()
     begin = whole.index(samples[0])
     wrong = next(
         k
         for k in range(len(samples))
-        if begin + k * size > FAR * len(whole) and -(begin + k * size) % 4096 in range(150, size)
+        if begin + k * size > FAR * len(whole)
+        and -(begin + k * size) % 4096 in range(150, size)
+        and chosen(k, begin + k * size)
     )
     place = begin + wrong * size
     assert whole[place : place + size] == samples[wrong]
@@ -171,10 +181,36 @@ def test_a_sample_that_is_wrong_on_the_disk_is_read_from_the_page_cache(
     ):
         with daemon.open(path) as reader:
             # Singly into its slot, or with others in one read.
-            for first in (wrong - before, wrong - 30):
-                found = [each.tobytes() for each in reader.read(range(first, wrong + 1))]
-                assert found == samples[first : wrong + 1]
+            for some in (slice(wrong - before, wrong + 1), slice(wrong - 30, wrong + 3)):
+                found = [each.tobytes() for each in reader.read(range(some.start, some.stop))]
+                assert found == samples[some]
         assert facts_of(daemon) == {"corrected": 1, "failed": 0, "damaged": 0}
+
+
+def test_a_sample_that_is_read_again_overwrites_none_of_its_block(disk: Disk) -> None:
+    """Its block was read into its slot from the beginning of a disk block on."""
+
+    def chosen(index: int, offset: int) -> bool:
+        return index % 4 == 1 and 0 < (offset - FOUR) % 4096 <= LEAD
+
+    with (
+        right_in_page_cache(disk, IN_FOURS, chosen) as (path, wrong),
+        serving(expect=[WRONG]) as daemon,
+    ):
+        with daemon.open(path) as reader:
+            block = range(wrong - 1, wrong + 3)
+            assert [each.tobytes() for each in reader.read(block)] == IN_FOURS[wrong - 1 : wrong + 3]
+        assert facts_of(daemon) == {"corrected": 1, "failed": 0, "damaged": 0}
+
+
+def test_nor_one_that_was_read_through_the_page_cache(disk: Disk) -> None:
+    """Its block was read into its slot without the bytes before it."""
+    with wrong_in_page_cache(disk, "ffr", IN_FOURS, 4 * BAD + 1) as path:
+        begin = Path(path).read_bytes().index(IN_FOURS[4 * BAD])
+        assert begin % 512
+        with serving(expect=[WRONG]) as daemon, daemon.open(path) as reader:
+            block = range(4 * BAD, 4 * BAD + 4)
+            assert [each.tobytes() for each in reader.read(block)] == [IN_FOURS[k] for k in block]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
