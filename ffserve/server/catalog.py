@@ -114,6 +114,9 @@ class Catalog:
         self._prepared: dict[Key, OpenShard] = {}
         """Prepared shards that a session has open; others are closed ones."""
         self.preparations = Preparations()
+        self.forgotten: Callable[[int], object] = lambda _: None
+        """Called with the number of the first sample of a shard that left the tables: it may become
+        another shard's."""
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
         self._ended: set[int] = set()
@@ -803,6 +806,7 @@ class Catalog:
             with self._opener.lock:
                 for shard in shards:
                     del self._closed[shard.key]
+                    self.forgotten(shard.base)
                     self._inventory.remove_shard(shard.base)
                     self._directory.release(shard.base, shard.count, shard.domain.number)
                     shard.domain.shards -= 1

@@ -378,9 +378,9 @@ state.close()
     run_python(program)
 
 
-def test_a_shard_that_was_forgotten_during_a_report_ended_the_daemon() -> None:
-    program = """
+TWO_SHARDS = """
 import asyncio
+import numpy as np
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
 from ffserve.server.access import Peer
@@ -395,6 +395,12 @@ source = OpenShard(
     scanned=None, domain=state.domains.obtain(owner),
 )
 kept, gone = (catalog.open_prepared([source], [0], key * 32, "p", owner) for key in (b"k", b"g"))
+"""
+"""The state of a daemon with two shards."""
+
+
+def test_a_shard_that_was_forgotten_during_a_report_ended_the_daemon() -> None:
+    program = """
 catalog.close(gone, owner)
 steps = status(state, 1.0, Peer(1, 0, 0))
 assert next(steps) is None and next(steps) is None  # the shards that there are at the beginning
@@ -402,7 +408,20 @@ asyncio.run(catalog._forget(gone))
 assert [row["count"] for row in done(steps)["shards"]] == [9]
 state.close()
 """
-    run_python(program)
+    run_python(TWO_SHARDS + program)
+
+
+def test_a_file_was_shown_as_slow_because_it_got_the_numbers_of_another() -> None:
+    program = """
+bases = [kept[0].base, gone[0].base]
+state.engines.on_slow_read(np.array(bases), 1.0)
+assert list(state.slow_reads) == bases
+catalog.close(gone, owner)
+asyncio.run(catalog._forget(gone))
+assert list(state.slow_reads) == bases[:1]
+state.close()
+"""
+    run_python(TWO_SHARDS + program)
 
 
 def test_too_many_requests_at_once(tmp_path: Path) -> None:
