@@ -193,6 +193,14 @@ class BlockState:
         return int(total)
 
     @property
+    def is_there(self) -> bool:
+        """Whether these are still the object's files: it may have been removed, and made anew."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self.fd))
+        except OSError:
+            return False
+
+    @property
     def is_open(self) -> bool:
         """Whether any process has the object open."""
         return is_locked(self.fd, OPEN)
@@ -323,6 +331,10 @@ class StoredObject:
             at, view = at + done, view[done:]
         self.state.checksums[block] = crc32c(content)
         self.state.words[block] = PRESENT
+
+    def discard(self, block: int) -> None:
+        """Give a block's bytes back to the file system. Raises: OSError."""
+        punch(self._data_fd, block * self.block_size, self.state.held(block))
 
     def agrees(self, block: int) -> bool:
         """Read a block; return whether it has the checksum with which it was written."""

@@ -76,7 +76,8 @@ _STATE_SIZE = PAGE
 class _Candidate:
     rank: float
     """When the block is needed again; what has the greatest goes first."""
-    state: BlockState
+    name: str
+    """Of its object's directory."""
     block: int
 
 
@@ -120,7 +121,6 @@ class Store:
         self.block_size = block_size
         self._lock = threading.RLock()
         self._open: dict[str, StoredObject] = {}
-        self._others: dict[str, BlockState] = {}
         self._candidates: list[_Candidate] = []
         self._sorted_at = -math.inf
         self._fd = -1
@@ -279,8 +279,6 @@ class Store:
     def _opened(self, name: str, identity: Identity) -> StoredObject:
         directory = os.path.join(self._objects, name)
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
-        if (old := self._others.pop(name, None)) is not None:
-            old.close()
         counted = 0
         for last in (False, True):
             try:
@@ -333,10 +331,11 @@ class Store:
         """Remove an object whose data file was moved away; it stays open where it is."""
         state = stored.state
         with self._alone():
-            size = self._overhead(state.size, state.block_size) + state.held_size
-            self._remove(state.directory)
             self._open.pop(os.path.basename(state.directory), None)
-            self._add(-size)
+            if state.is_there:
+                size = self._overhead(state.size, state.block_size) + state.held_size
+                self._remove(state.directory)
+                self._add(-size)
 
     @staticmethod
     def _remove(directory: str) -> None:
@@ -354,6 +353,8 @@ class Store:
             if state.words[block] in (RESERVED, UNCHECKED):
                 state.words[block] = RESERVED
                 return True
+            if not state.is_there:
+                return False
             size = state.held(block)
             if self.used + size > self.limit and not self._evict(size, use):
                 return False
@@ -368,9 +369,10 @@ class Store:
             if state.words[block] != ABSENT:
                 state.words[block] = ABSENT
                 self._numbers[1] += np.uint64(1)
-                with contextlib.suppress(OSError), open(stored.path, "rb+", buffering=0) as data:
-                    punch(data.fileno(), block * state.block_size, state.held(block))
-                self._add(-state.held(block))
+                with contextlib.suppress(OSError):
+                    stored.discard(block)
+                if state.is_there:
+                    self._add(-state.held(block))
 
     def drop(self, stored: StoredObject, block: int) -> None:
         """A block is damaged: have it fetched again, into the same place. Who reads it meanwhile
@@ -407,39 +409,43 @@ class Store:
         return self._evict_some(size, use)
 
     def _evict_some(self, size: int, use: float | None) -> bool:
-        waiting: list[_Candidate] = []
+        least = _UNKNOWN if use is None else use
+        candidates, waiting = self._candidates, list[_Candidate]()
         try:
             while self.used + size > self.limit:
-                if not self._candidates:
+                if not candidates or candidates[-1].rank <= least:
                     return False
-                candidate = self._candidates[-1]
-                if candidate.rank <= (_UNKNOWN if use is None else use):
-                    return False
-                self._candidates.pop()
-                state, block = candidate.state, candidate.block
-                if state.fd < 0 or state.words[block] == ABSENT:
-                    continue
-                try:
-                    evicted = state.evict(block, self._numbers[1:])
-                except OSError as error:
-                    log.warning("store: cannot evict from %s: %s", state.directory, error)
-                    continue
-                if evicted:
-                    self._add(-state.held(block))
-                    self._remove_if_empty(state)
-                else:
-                    waiting.append(candidate)
+                name = candidates[-1].name
+                with self._state_of(name) as state:
+                    while candidates and candidates[-1].name == name:
+                        if candidates[-1].rank <= least or self.used + size <= self.limit:
+                            break
+                        candidate = candidates.pop()
+                        if state is not None and not self._evict_block(state, candidate.block):
+                            waiting.append(candidate)
             return True
         finally:
-            self._candidates.extend(reversed(waiting))
+            candidates.extend(reversed(waiting))
+
+    def _evict_block(self, state: BlockState, block: int) -> bool:
+        """Evict a block if it is there; False: it is in use."""
+        if block >= state.count or state.words[block] == ABSENT:
+            return True
+        try:
+            evicted = state.evict(block, self._numbers[1:])
+        except OSError as error:
+            log.warning("store: cannot evict from %s: %s", state.directory, error)
+            return True
+        if evicted:
+            self._add(-state.held(block))
+            self._remove_if_empty(state)
+        return evicted
 
     def _remove_if_empty(self, state: BlockState) -> None:
-        """Remove an object that nobody has open and of which nothing is left."""
-        name = os.path.basename(state.directory)
-        if name in self._others and not (state.words != ABSENT).any() and not state.is_open:
+        """Remove an object that nobody has open and of which nothing is there."""
+        if not (state.words != ABSENT).any() and not state.is_open:
             size = self._overhead(state.size, state.block_size)
             size += self._index_size(state.directory)
-            self._others.pop(name).close()
             self._remove(state.directory)
             self._add(-size)
 
@@ -447,46 +453,52 @@ class Store:
         """Look at all objects, and sort the blocks that may be evicted: the first to go last."""
         now = time.time()
         found: list[_Candidate] = []
-        names = set(os.listdir(self._objects))
-        for gone in set(self._others) - names:
-            self._others.pop(gone).close()
-        for name in names:
-            state = self._state_of(name)
-            if state is None:
-                continue
-            blocks = np.flatnonzero(state.words != ABSENT)
-            if state.is_open:
-                uses = state.uses[blocks].astype(np.float64)
-                ranks = np.where(uses > now, uses, _UNKNOWN)
-            else:
-                # The longer ago it was opened, the sooner it goes; after all blocks in use.
-                ranks = np.full(len(blocks), 2 * _UNKNOWN - state.used_at)
-            found.extend(
-                _Candidate(rank, state, block)
-                for rank, block in zip(ranks.tolist(), blocks.tolist(), strict=True)
-            )
+        for name in os.listdir(self._objects):
+            with self._state_of(name) as state:
+                if state is None:
+                    continue
+                self._remove_if_empty(state)
+                blocks = np.flatnonzero(state.words != ABSENT)
+                if state.is_open:
+                    uses = state.uses[blocks].astype(np.float64)
+                    ranks = np.where(uses > now, uses, _UNKNOWN)
+                else:
+                    # The longer ago it was opened, the sooner it goes; after all blocks in use.
+                    ranks = np.full(len(blocks), 2 * _UNKNOWN - state.used_at)
+                found.extend(
+                    _Candidate(rank, name, block)
+                    for rank, block in zip(ranks.tolist(), blocks.tolist(), strict=True)
+                )
         self._candidates = sorted(found, key=lambda each: each.rank)
         self._sorted_at = time.monotonic()
 
-    def _state_of(self, name: str) -> BlockState | None:
-        if name in self._open:
-            return self._open[name].state
-        if name not in self._others:
-            try:
-                self._others[name] = BlockState(os.path.join(self._objects, name))
-            except (OSError, ValueError):
-                return None
-        return self._others[name]
+    @contextlib.contextmanager
+    def _state_of(self, name: str) -> Iterator[BlockState | None]:
+        """The state of an object while the store is locked; None: it is gone, or damaged.
+
+        An object that this process does not have open is opened for this only: a store may have
+        more objects than a process may have files, and others remove them and make them anew.
+        """
+        stored = self._open.get(name)
+        if stored is not None and stored.state.is_there:
+            yield stored.state
+            return
+        try:
+            state = BlockState(os.path.join(self._objects, name))
+        except (OSError, ValueError):
+            yield None
+            return
+        try:
+            yield state
+        finally:
+            state.close()
 
     # ---- the end --------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Close all files. In a child process: its copies of the parent's."""
-        for state in self._others.values():
-            state.close()
         for stored in self._open.values():
             stored.close()
-        self._others.clear()
         self._open.clear()
         self._candidates.clear()
         if self._fd >= 0:

@@ -154,6 +154,61 @@ def test_the_limit_holds_on_disk(directory: Path) -> None:
     assert store.evictions > 50
 
 
+def test_a_store_of_more_objects_than_a_process_may_have_files(directory: Path) -> None:
+    """Each object that nobody has open took two descriptors when blocks were evicted."""
+    program = """
+import resource, sys
+sys.path[:0] = [{here!r}]
+from test_store_blocks import *
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+store = Store({directory!r}, 3 * LIMIT, BLOCK)
+for number in range(200):
+    stored = store.open(identity(str(number), BLOCK))
+    assert fill(store, stored, 0), number
+    store.close(stored)
+print(store.evictions, len(os.listdir(store.directory + "/objects")))
+"""
+    code = program.format(here=str(Path(__file__).parent), directory=str(directory))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    evicted, kept = map(int, done.stdout.split())
+    assert evicted + kept == 200 and kept > 30
+
+
+def test_blocks_of_an_object_that_another_process_made_anew(directory: Path) -> None:
+    first, second = (Store(str(directory), LIMIT, BLOCK) for _ in range(2))
+    old = first.open(identity())
+    assert fill(first, old, 0)
+    (Path(old.state.directory) / "data").unlink()
+    new = second.open(identity())  # an object without data is damaged
+    assert new.state.is_there and not old.state.is_there
+    assert all(fill(second, new, block) for block in range(10))
+    assert not first.reserve(old, 9, 1.0), "the old object gets no room"
+    before, held = first.used, new.state.held_size
+    first.give_back(old, 0)
+    assert first.used == before and new.read(0, BLOCK) == content(0)
+    other = first.open(identity("other"))
+    use = time.time() + 50
+    other.state.uses[:] = use
+    assert all(fill(first, other, block, use) for block in range(10))
+    left = np.flatnonzero(new.state.words == PRESENT).tolist()
+    assert 7 < len(left) < 10, "blocks of the new one gave way"
+    for block in left:
+        end = new.state.end(block)
+        assert new.read(block * BLOCK, end) == content(block)[: end - block * BLOCK]
+    more = other.state.held_size + new.state.held_size - held
+    assert first.used == before + more + first._overhead(other.size, BLOCK)
+
+
+def test_objects_without_blocks_take_no_room_for_ever(directory: Path) -> None:
+    store = Store(str(directory), LIMIT, BLOCK)
+    for number in range(70):
+        store.close(store.open(identity(f"empty {number}")))
+    stored = store.open(identity())
+    assert all(fill(store, stored, block) for block in range(10))
+    assert os.listdir(directory / "objects") == [os.path.basename(stored.state.directory)]
+
+
 def test_pinned_blocks_stay_and_room_is_refused(directory: Path) -> None:
     store = Store(str(directory), LIMIT, BLOCK)
     first, second = store.open(identity("first")), store.open(identity("second"))
