@@ -150,7 +150,7 @@ class LocalSource:
         """Announced, by epoch."""
         self._ahead: ReadAhead | None = None
         try:
-            self._open(paths, format, verify, tolerant, seen)
+            self._open(paths, Opening(format, verify, tolerant, seen))
             size = int(self._sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
             self._tables = self._files.tables(
@@ -162,19 +162,12 @@ class LocalSource:
             raise
         self.description = f"engine {engine().kind}"
 
-    def _open(
-        self,
-        paths: tuple[str, ...],
-        format: str | None,
-        verify: bool,
-        tolerant: bool,
-        seen: Callable[[int], object] | None,
-    ) -> None:
+    def _open(self, paths: tuple[str, ...], how: Opening) -> None:
         if len(paths) > 256:
             raise_file_limit()
         opened: list[OpenShard] = []
         for path in paths:
-            opened.append(self._open_shard(path, format, verify, tolerant, seen))
+            opened.append(self._open_shard(path, how))
             self._files.add(path, opened[-1].fd, opened[-1].shard.fingerprint)
         parsed = [one.shard for one in opened]
         self._states = [(one.state, one.scanned) for one in opened]
@@ -190,7 +183,7 @@ class LocalSource:
         if self._truncated:
             self._held = self._lengths.copy()
             self._held[self._cut(np.arange(self.count))] = 0
-        self._kinds = np.array([s.checksum_kind if verify else 0 for s in parsed], np.int32)
+        self._kinds = np.array([s.checksum_kind if how.verify else 0 for s in parsed], np.int32)
         self.shards = [
             ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
             for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
@@ -212,15 +205,8 @@ class LocalSource:
             self._warn(shard)
         return found
 
-    def _open_shard(
-        self,
-        path: str,
-        format: str | None,
-        verify: bool,
-        tolerant: bool,
-        seen: Callable[[int], object] | None,
-    ) -> OpenShard:
-        return open_shard(path, format, verify, tolerant, seen)
+    def _open_shard(self, path: str, how: Opening) -> OpenShard:
+        return open_shard(path, how)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
@@ -792,6 +778,16 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How shards are opened; see `shardfile.open_shard`."""
+
+    format: str | None
+    verify: bool
+    tolerant: bool
+    seen: Callable[[int], object] | None
+
+
 @dataclass(slots=True)
 class OpenShard:
     """A shard, its tables (lengths in u32 where they fit), and its descriptor, the caller's.
@@ -810,13 +806,7 @@ class OpenShard:
     scanned: str | None
 
 
-def open_shard(
-    path: str,
-    format: str | None,
-    verify: bool,
-    tolerant: bool = False,
-    seen: Callable[[int], object] | None = None,
-) -> OpenShard:
+def open_shard(path: str, how: Opening) -> OpenShard:
     """Open a file for reading, and parse its tables.
 
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
@@ -824,7 +814,9 @@ def open_shard(
     fd = open_regular(path)
     try:
         state = shardfile.FileState.of(fd)
-        shard = shardfile.open_shard(fd, path, format, verify=verify, tolerant=tolerant, seen=seen)
+        shard = shardfile.open_shard(
+            fd, path, how.format, verify=how.verify, tolerant=how.tolerant, seen=how.seen
+        )
         return load_shard(shard, path, fd, state)
     except BaseException:
         os.close(fd)

@@ -32,6 +32,7 @@ from ffserve.client.local import (
     ChunkedRequest,
     LocalRequest,
     LocalSource,
+    Opening,
     OpenShard,
     PartlyRead,
     load_shard,
@@ -178,18 +179,14 @@ class RemoteSource(LocalSource):
             raise
         return found
 
-    def _open_shard(
-        self,
-        path: str,
-        format: str | None,
-        verify: bool,
-        tolerant: bool,
-        seen: Callable[[int], object] | None,
-    ) -> OpenShard:
+    def _open_shard(self, path: str, how: Opening) -> OpenShard:
         if not is_url(path):
-            return super()._open_shard(path, format, verify, tolerant, seen)
+            return super()._open_shard(path, how)
         opened = self._opened[path]
-        shard = parsed(self._fetcher, opened, format, verify=verify, tolerant=tolerant, seen=seen)
+        shard = parsed(
+            self._fetcher, opened, how.format, verify=how.verify, tolerant=how.tolerant,
+            seen=how.seen,
+        )  # fmt: skip
         fd = opened.stored.open_data()
         try:
             return load_shard(shard, opened.shown, fd, FileState(opened.stored.size, 0, 0))
