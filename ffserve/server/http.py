@@ -168,57 +168,82 @@ class HttpServer:
             events.stop()
 
 
-class _Scrape:
-    """Makes the metrics for all who ask for them meanwhile; a worker of `turns`."""
+class _Made:
+    """Bytes that are made in steps, for all connections that wait for them; a worker of `turns`."""
 
-    def __init__(self, http: HttpServer, jobs: bool) -> None:
+    def __init__(self, http: HttpServer, names: bool) -> None:
         self.user = http.user
-        self.waiting: dict[_Connection, None] = {}
         self._http = http
-        self._jobs = jobs
+        self._names = names
         self._steps: Generator[None, None, bytes] | None = None
-        self._body = b""
-        self._made = float("-inf")
 
-    def ask(self, connection: _Connection) -> None:
-        """Answer a connection with the metrics."""
-        if self._steps is None and time.monotonic() < self._made + LEAST_AGE_S:
-            connection.respond(200, metrics.CONTENT_TYPE, self._body)
-            return
-        self.waiting[connection] = None
-        if self._steps is None:
-            self._steps = metrics.render(self._http.server, jobs=self._jobs, now=time.monotonic())
-            self._http.server.turns.add(self)
+    def _begin(self, steps: Generator[None, None, bytes]) -> None:
+        self._steps = steps
+        self._http.server.turns.add(self)
 
     def work(self, until: float) -> bool:
         """Take steps; see `turns.Worker`."""
         assert self._steps is not None
+        made: bytes | None = None
         try:
             while time.monotonic() < until:
                 next(self._steps)
             return True
         except StopIteration as end:
-            self._body, self._made = end.value, time.monotonic()
-            status, kind, body = 200, metrics.CONTENT_TYPE, self._body
+            made = end.value
         except Exception:
-            log.exception("internal error while making metrics")
-            status, kind, body = 500, _TEXT, b"internal error: see the log of the daemon\n"
+            self._log()
         self._steps = None
+        self._end(made)
+        return False
+
+    def _log(self) -> None:
+        """Log the exception that ended the steps."""
+        raise NotImplementedError
+
+    def _end(self, made: bytes | None) -> None:
+        """Send what was made; None: there was an exception."""
+        raise NotImplementedError
+
+
+class _Scrape(_Made):
+    """Makes the metrics for all who ask for them meanwhile."""
+
+    def __init__(self, http: HttpServer, names: bool) -> None:
+        super().__init__(http, names)
+        self.waiting: dict[_Connection, None] = {}
+        self._body = b""
+        self._made_at = float("-inf")
+
+    def ask(self, connection: _Connection) -> None:
+        """Answer a connection with the metrics."""
+        now = time.monotonic()
+        if self._steps is None and now < self._made_at + LEAST_AGE_S:
+            connection.respond(200, metrics.CONTENT_TYPE, self._body)
+            return
+        self.waiting[connection] = None
+        if self._steps is None:
+            self._begin(metrics.render(self._http.server, jobs=self._names, now=now))
+
+    def _log(self) -> None:
+        log.exception("internal error while making metrics")
+
+    def _end(self, made: bytes | None) -> None:
+        status, kind, body = 500, _TEXT, b"internal error: see the log of the daemon\n"
+        if made is not None:
+            self._body, self._made_at = made, time.monotonic()
+            status, kind, body = 200, metrics.CONTENT_TYPE, made
         waiting, self.waiting = self.waiting, {}
         for connection in waiting:
             connection.respond(status, kind, body)
-        return False
 
 
-class _Events:
-    """Makes events for all who watch the page; a worker of `turns`."""
+class _Events(_Made):
+    """Makes events for all who watch the page."""
 
     def __init__(self, http: HttpServer, names: bool) -> None:
-        self.user = http.user
+        super().__init__(http, names)
         self.watching: dict[_Connection, None] = {}
-        self._http = http
-        self._names = names
-        self._steps: Generator[None, None, bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Until the next event is made; the last one is fresh."""
         self._last = b""
@@ -231,33 +256,25 @@ class _Events:
         if self._timer is not None:
             connection.send_event(self._last)
         elif self._steps is None:
-            self._begin()
+            self._next()
 
-    def _begin(self) -> None:
+    def _next(self) -> None:
         self._timer = None
         if self.watching:
-            server, now = self._http.server, time.monotonic()
-            self._steps = page.event(server.state, now, names=self._names)
-            server.turns.add(self)
+            now = time.monotonic()
+            self._begin(page.event(self._http.server.state, now, names=self._names))
 
-    def work(self, until: float) -> bool:
-        """Take steps; see `turns.Worker`."""
-        assert self._steps is not None
-        try:
-            while time.monotonic() < until:
-                next(self._steps)
-            return True
-        except StopIteration as end:
-            self._last = end.value
-            for connection in list(self.watching):
-                connection.send_event(self._last)
-        except Exception:
-            log.exception("internal error while making the status page")
-            for connection in list(self.watching):
+    def _log(self) -> None:
+        log.exception("internal error while making the status page")
+
+    def _end(self, made: bytes | None) -> None:
+        self._last = self._last if made is None else made
+        for connection in list(self.watching):
+            if made is None:
                 connection.close()
-        self._steps = None
-        self._timer = self._http.server.loop.call_later(page.EVENT_INTERVAL_S, self._begin)
-        return False
+            else:
+                connection.send_event(made)
+        self._timer = self._http.server.loop.call_later(page.EVENT_INTERVAL_S, self._next)
 
     def stop(self) -> None:
         """Make no further event."""
