@@ -54,7 +54,9 @@ def doctor(
     facts: dict[str, list[str]] = {}
     findings: list[Finding] = []
     late = _examine(case, facts, findings)
-    findings.sort(key=lambda finding: finding.level != "error")
+    # A check that is late may add to both.
+    facts = dict(facts)
+    findings = sorted(findings, key=lambda finding: finding.level != "error")
     if as_json:
         print_json({"facts": facts, "findings": [dataclasses.asdict(each) for each in findings]})
     else:

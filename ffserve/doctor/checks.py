@@ -413,11 +413,25 @@ def _refused(case: Case, error: FFServeError) -> Finding:
     """Return why a daemon that listens does not serve."""
     text = str(error)
     if isinstance(error, ProtocolError):
-        upgrade = shlex.join([sys.executable, "-m", "pip", "install", "--upgrade", "ffserve"])
-        effect = f"Daemon and jobs must be of one release. {ALONE}"
-        return Finding("version-protocol", "error", text, effect, (upgrade, case.restart()))
+        effect = f"Daemon and jobs must speak one version of the protocol. {ALONE}"
+        return Finding("version-protocol", "error", text, effect, _upgrades(case, error))
     log = ("journalctl -u ffserve -n 20 --no-pager",) if case.host.systemd else ()
     return Finding("daemon-silent", "error", text, ALONE, (*log, case.restart()))
+
+
+def _upgrades(case: Case, error: ProtocolError) -> tuple[str, ...]:
+    """Return the commands that upgrade the side that is older, as the daemon says; both sides if it
+    does not say it."""
+    pip = ["-m", "pip", "install", "--upgrade", "ffserve"]
+    here = shlex.join([sys.executable, *pip])
+    if error.message.startswith("upgrade ffserve in this client"):
+        return (here,)
+    process = case.process
+    there = shlex.join([process.command[0] if process.is_daemon else "python3", *pip])
+    there = there if process.uid == os.geteuid() else case.host.as_root(there)
+    if error.message.startswith("upgrade the daemon"):
+        return there, case.restart()
+    return (*dict.fromkeys((here, there)), case.restart())
 
 
 CHECKS: dict[str, Callable[[Case], Found]] = {

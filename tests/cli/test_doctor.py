@@ -19,13 +19,13 @@ from typing import Any
 import container
 import pytest
 from container import IO_URING, Container, put_inside
-from daemon import Daemon, sample, serving, started, stopped, until, write
+from daemon import Daemon, damage, proxy, sample, serving, started, stopped, until, write
 from faults import Diagnosis, Doctor, faulty
 from fuse import STATFS, fuse
 
 from ffserve.bench.cgroup import NoCgroup, limited
 from ffserve.engine.io import probe
-from ffserve.errors import printable
+from ffserve.errors import ChecksumError, printable
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65_534
@@ -274,6 +274,23 @@ def test_data_that_cannot_be_read(doctor: Doctor, place: Path) -> None:
     assert "1 of 2 files" in diagnosis.text
 
 
+def test_data_that_are_no_files(doctor: Doctor, place: Path) -> None:
+    os.mkfifo(place / "a.ffr")
+    diagnosis = found(doctor(place / "a.ffr"), "data-unreadable")
+    assert diagnosis.commands("data-unreadable").startswith(f"ffserve verify {place}/a.ffr\n")
+
+
+def test_damaged_data(doctor: Doctor, place: Path) -> None:
+    path = write(place / "a.ffr", [sample(i) for i in range(20)])
+    with serving(roots=[place]) as daemon, daemon.open(path) as reader:
+        damage(path, 5)
+        with pytest.raises(ChecksumError):
+            reader.read([5])
+        diagnosis = found(doctor(path, "--socket", daemon.socket), "data-damaged")
+        assert diagnosis.commands("data-damaged") == f"ffserve verify {path}"
+        assert "1 samples did not match" in diagnosis.text
+
+
 def test_data_that_the_daemon_does_not_serve(
     doctor: Doctor, daemon: Daemon, roots: Path, place: Path
 ) -> None:
@@ -429,6 +446,14 @@ def test_sockets_without_a_listener(doctor: Doctor, place: Path) -> None:
     assert f"chmod a+rx {closed}" in diagnosis.commands("socket-closed")
 
 
+def test_a_socket_where_jobs_do_not_look(doctor: Doctor, place: Path) -> None:
+    with listening(place / "s", 0o660) as path:
+        (place / "x.toml").write_text(f'socket = "{path}"\n')
+        diagnosis = found(doctor("--config", place / "x.toml"), "socket-elsewhere")
+        command = f"export FFSERVE_SOCKET={path}"
+        assert diagnosis.commands("socket-elsewhere") == command
+
+
 def test_users_who_may_not_connect(doctor: Doctor, place: Path) -> None:
     groups = Path("/etc/group").read_text()
     outside = ["showing", "/etc/group", f"{groups}ffserve-test:x:{GROUP}:\n"]
@@ -486,6 +511,13 @@ def test_a_socket_whose_mode_was_changed(doctor: Doctor, daemon: Daemon) -> None
         os.chmod(daemon.socket, 0o660)
 
 
+def test_a_daemon_behind_a_proxy(doctor: Doctor, daemon: Daemon, place: Path) -> None:
+    with proxy(daemon.socket, place / "s") as path:
+        os.chmod(path, 0o660)
+        diagnosis = found(doctor("--socket", path), "memory-unmapped")
+        assert diagnosis.commands("memory-unmapped").endswith("--handover")
+
+
 def test_a_daemon_with_slow_settings(doctor: Doctor) -> None:
     options = ["--engine", "threads", "--payload", "inline"]
     with serving(options=options) as daemon:
@@ -499,7 +531,7 @@ ffserve.__version__ = "0.0.9"
 trial = io._trial
 io._trial = lambda kind: None if kind == "threads" else "refused then"
 """
-OTHER_PROTOCOL = "import ffserve.protocol as p; p.VERSION, p.VERSIONS = 1, (1,)"
+OTHER_PROTOCOL = "import ffserve.protocol as p; p.VERSION, p.VERSIONS = {0}, ({0},)"
 
 
 def test_a_daemon_of_another_release(doctor: Doctor) -> None:
@@ -508,11 +540,16 @@ def test_a_daemon_of_another_release(doctor: Doctor) -> None:
         found(diagnosis, "version-differs", "io_uring-refused")
         assert "ffserve==0.0.9" in diagnosis.commands("version-differs")
         assert diagnosis.commands("io_uring-refused").endswith("--handover")
-    with started(
-        Daemon(patch=OTHER_PROTOCOL, expect=[r"closed a session \(pid \d+\): .*"])
-    ) as daemon:
+    refused = [r"closed a session \(pid \d+\): .*"]
+    with started(Daemon(patch=OTHER_PROTOCOL.format(1), expect=refused)) as daemon:
         diagnosis = found(doctor("--socket", daemon.socket), "version-protocol")
         assert "which speaks version 1: this client" in diagnosis.text
+        upgrade, restart = diagnosis.findings["version-protocol"]["commands"]
+        assert upgrade == f"{sys.executable} -m pip install --upgrade ffserve"
+        assert restart.endswith("--handover"), "the daemon is the older side"
+    with started(Daemon(patch=OTHER_PROTOCOL.format(9), expect=refused)) as daemon:
+        diagnosis = found(doctor("--socket", daemon.socket), "version-protocol")
+        assert diagnosis.commands("version-protocol") == upgrade, "this side is the older one"
 
 
 def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -> None:

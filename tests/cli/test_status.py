@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from command import on_a_terminal, text_of
-from daemon import Daemon, Raw, damage, sample, serving, until, write
+from daemon import Daemon, Raw, damage, ready, sample, serving, until, write
 
 from ffserve import protocol
 from ffserve.cli.screen import amount
@@ -58,19 +57,9 @@ def daemon() -> Iterator[Daemon]:
 @contextlib.contextmanager
 def job(daemon: Daemon, path: str, title: str, *more: str) -> Iterator[None]:
     """A job in a process of its own that has half of an epoch behind it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", READING, path, daemon.socket, *more],
-        env={**os.environ, "FFSERVE_JOB": title},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield
-        finally:
-            process.kill()
+    command = [sys.executable, "-c", READING, path, daemon.socket, *more]
+    with ready(command, env={**os.environ, "FFSERVE_JOB": title}):
+        yield
 
 
 def on_screen(daemon: Daemon, columns: int = 80) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import DEADLINE_S, Daemon, Raw, damage, sample, until, write
+from daemon import DEADLINE_S, Daemon, Raw, damage, ready, sample, until, write
 from http_daemon import answers, free_port, measured
 
 pytestmark = pytest.mark.page
@@ -100,24 +99,10 @@ def job(daemon: Daemon, path: str, title: str, pause_s: float) -> Iterator[None]
     folder = Path(path).parent
     program = folder / "train.py"
     program.write_text(READING)
-    with subprocess.Popen(
-        [sys.executable, program.name, path, str(pause_s)],
-        env={
-            **os.environ,
-            "FFSERVE_JOB": title,
-            "FFSERVE_SOCKET": daemon.socket,
-            "PYTHONPATH": str(ROOT),
-        },
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield
-        finally:
-            process.kill()
+    environment = {"FFSERVE_JOB": title, "FFSERVE_SOCKET": daemon.socket, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, program.name, path, str(pause_s)]
+    with ready(command, env={**os.environ, **environment}, cwd=folder):
+        yield
 
 
 @pytest.fixture(scope="module")

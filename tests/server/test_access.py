@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, asking, run_python, sample, serving, until, write
+from daemon import Daemon, Raw, asking, proxy, run_python, sample, serving, until, write
 
 import ffserve
 from ffserve import protocol
@@ -450,41 +450,6 @@ def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_pa
             assert reader.source.startswith("daemon")
             assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
-
-
-PROXY = """
-import socket, sys, threading
-listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[2]); listener.listen()
-def copy(source, target):
-    while piece := source.recv(65536):
-        target.sendall(piece)
-    target.shutdown(socket.SHUT_WR)
-print("ready", flush=True)
-while True:
-    client, _ = listener.accept()
-    daemon = socket.socket(socket.AF_UNIX); daemon.connect(sys.argv[1])
-    for pair in ((client, daemon), (daemon, client)):
-        threading.Thread(target=copy, args=pair, daemon=True).start()
-"""
-
-
-@contextlib.contextmanager
-def proxy(daemon: str, place: Path) -> Iterator[str]:
-    """A process that passes bytes on, as socat does."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROXY, daemon, str(place)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield str(place)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import attacks
 import numpy as np
-from daemon import DEADLINE_S, Daemon, serving
+from daemon import DEADLINE_S, Daemon, ready, serving
 
 import ffserve
 
@@ -57,32 +57,22 @@ class Field:
     honest: str
     hostile: str
 
-    def run(self, uid: int, *arguments: object) -> subprocess.Popen[str]:
-        program = str(Path(attacks.__file__))
+    def command(self, uid: int, *arguments: object) -> list[str]:
         user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-        return subprocess.Popen(
-            [*user, sys.executable, program, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        return [*user, sys.executable, str(Path(attacks.__file__)), *map(str, arguments)]
 
     @contextlib.contextmanager
     def attack(self, kind: str, count: int) -> Iterator[None]:
-        with self.run(HOSTILE, kind, self.daemon.socket, self.hostile, count) as process:
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
-                yield
-            finally:
-                process.kill()
+        with ready(self.command(HOSTILE, kind, self.daemon.socket, self.hostile, count)):
+            yield
 
     def measure(self, seconds: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the times of an honest client's batches and of its greetings."""
-        with self.run(HONEST, "honest", self.daemon.socket, self.honest, seconds) as process:
-            try:
-                found = json.loads(process.communicate(timeout=DEADLINE_S)[0])
-            finally:
-                process.kill()
+        command = self.command(HONEST, "honest", self.daemon.socket, self.honest, seconds)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False
+        )
+        found = json.loads(done.stdout)
         assert not found["refused"], "the honest client was refused"
         return np.array(found["reads"]), np.array(found["greetings"])
 

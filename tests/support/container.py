@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import Daemon
+from daemon import Daemon, ready
 
 NAMESPACES = {"mnt": 0x20000, "ipc": 0x8000000, "net": 0x40000000, "pid": 0x20000000}
 """Besides the user namespace. CLONE_NEW* of sched.h."""
@@ -85,22 +85,8 @@ class Container:
     @contextlib.contextmanager
     def client(self, program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
         """A program inside that says "ready", and is killed at the end."""
-        process = subprocess.Popen(
-            self.command(program, *arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
+        with ready(self.command(program, *arguments), env=environment()) as process:
             yield process
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
 
 
 def put_inside(daemon: Daemon, box: Container) -> None:

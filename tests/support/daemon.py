@@ -418,13 +418,10 @@ def get(
 
 
 @contextlib.contextmanager
-def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
-    """A client in a process of its own that says "ready" and is killed at the end."""
+def ready(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that says "ready" and is killed at the end. Args: options: of `Popen`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
     )
     try:
         assert process.stdout is not None
@@ -436,6 +433,37 @@ def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
         for pipe in (process.stdout, process.stdin):
             assert pipe is not None
             pipe.close()
+
+
+@contextlib.contextmanager
+def client(program: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own that says "ready" and is killed at the end."""
+    with ready([sys.executable, "-c", program, *map(str, arguments)]) as process:
+        yield process
+
+
+PROXY = """
+import socket, sys, threading
+listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[2]); listener.listen()
+def copy(source, target):
+    while piece := source.recv(65536):
+        target.sendall(piece)
+    target.shutdown(socket.SHUT_WR)
+print("ready", flush=True)
+while True:
+    client, _ = listener.accept()
+    daemon = socket.socket(socket.AF_UNIX); daemon.connect(sys.argv[1])
+    for pair in ((client, daemon), (daemon, client)):
+        threading.Thread(target=copy, args=pair, daemon=True).start()
+"""
+
+
+@contextlib.contextmanager
+def proxy(daemon: str, place: Path) -> Iterator[str]:
+    """A process that passes bytes on, as socat does."""
+    command = [sys.executable, "-c", PROXY, daemon, str(place)]
+    with ready(command, stderr=subprocess.DEVNULL):
+        yield str(place)
 
 
 def everything_is_given_back(daemon: Daemon) -> None:
