@@ -43,6 +43,7 @@ from ffserve.dataset import as_int64
 from ffserve.engine.codec import crc32c
 from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, FormatError, ReadError
+from ffserve.files import raise_file_limit
 from ffserve.formats.base import HEAD_SIZE, needs_scan, read_exactly
 from ffserve.shardfile import FileState, watched
 from ffserve.store.blocks import PRESENT
@@ -58,6 +59,8 @@ from ffserve.store.origin import Identity
 from ffserve.store.planning import BlockOrder, Progress
 from ffserve.store.urls import is_url
 
+MANY = 64
+"""Of more remote files the limit on open files is raised: each takes up to six descriptors."""
 OPENED_AT_ONCE = 16
 """Remote objects that are looked up at the same time."""
 CHECK_S = 0.25
@@ -141,6 +144,8 @@ class RemoteSource(LocalSource):
         self._last_blocks: dict[int, int] = {}
         """Of each shard, the last block of the request before."""
         urls = [path for path in paths if is_url(path)]
+        if len(urls) > MANY:
+            raise_file_limit()
         self.identities = identities if len(identities) == len(urls) else _identified(urls)
         try:
             self._own(self._open_objects(paths))

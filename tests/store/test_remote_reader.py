@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import subprocess
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import until
-from origins import HttpOrigin, http_origin
+from origins import HttpOrigin, settled
 
 import ffserve
 from ffserve.cli import run
@@ -35,24 +36,11 @@ BLOCK = 64 << 10
 FORMATS = {"ffrecord": ".ffr", "tfrecord": ".tfrecord", "recordio": ".recordio"}
 
 
-@pytest.fixture
-def server() -> Iterator[HttpOrigin]:
-    with http_origin() as running:
-        yield running
-        # Else it would be asked in vain during the tests that follow.
-        running.recover()
-        settled()
-
-
 @pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a store, with small blocks."""
-    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
+def small_blocks(own_store: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a store with small blocks."""
     monkeypatch.setenv("FFSERVE_STORE_SIZE", "1GiB")  # what a test sets is taken back
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("_fetchers", "_breakers", "_listed"):
-        monkeypatch.setattr(fetching, name, {})
-    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
     limit_store(tmp_path, 1 << 30)
 
 
@@ -93,12 +81,6 @@ def served(
 ) -> str:
     content = record_file(tmp_path, format, samples, name, **options)
     return server.put(f"{name}{FORMATS[format]}", content)
-
-
-def settled() -> None:
-    """Wait for what was asked for ahead."""
-    fetchers = fetching._fetchers.values()
-    until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
 
 
 def plain(arrays: Any) -> list[bytes]:
@@ -204,6 +186,23 @@ def test_an_announced_order_is_fetched_ahead(server: HttpOrigin, tmp_path: Path)
         until(lambda: server.total >= size, "it is fetched")
         assert server.total == size
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
+
+
+def test_more_files_than_a_process_may_have_open_at_first(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(3, 100)
+    content = record_file(tmp_path, "ffrecord", samples)
+    urls = [server.put(f"{number:03}.ffr", content) for number in range(80)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with ffserve.open(urls) as reader:
+            assert len(os.listdir("/proc/self/fd")) > few
+            assert plain(reader.read(range(len(reader)))) == 80 * samples
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_in_the_store_as_a_whole_is_a_local_file(

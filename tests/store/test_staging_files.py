@@ -9,16 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon import until
-from origins import HttpOrigin, http_origin
+from origins import HttpOrigin
 
 from ffserve.cli import run
 from ffserve.errors import ReadError, UsageError
-from ffserve.store import fetching, staging
+from ffserve.store import staging
 from ffserve.store.origin import Identity
 from ffserve.store.staging import Staging, plan
 
@@ -26,24 +24,6 @@ pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
 SIZE = 9 << 20
-
-
-@pytest.fixture
-def server() -> Iterator[HttpOrigin]:
-    with http_origin() as running:
-        yield running
-        # Else it would be asked in vain during the tests that follow.
-        running.recover()
-        fetchers = fetching._fetchers.values()
-        until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_fetchers", "_breakers", "_listed"):
-        monkeypatch.setattr(fetching, name, {})
-    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
 
 
 def noise(seed: int, size: int = SIZE) -> bytes:

@@ -27,19 +27,6 @@ BLOCK = 64 << 10
 
 
 @pytest.fixture
-def server() -> Iterator[HttpOrigin]:
-    with http_origin() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def own_breakers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_breakers", {})
-    monkeypatch.setattr(fetching, "_listed", {})
-    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
-
-
-@pytest.fixture
 def fetcher(tmp_path: Path) -> Iterator[Fetcher]:
     store = Store(str(tmp_path / "store"), 100 * BLOCK, BLOCK)
     yield Fetcher(store)

@@ -1,0 +1,27 @@
+"""Each test has an origin if it asks for one, and stores and breakers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from origins import HttpOrigin, http_origin
+
+from ffserve.store import fetching
+
+
+@pytest.fixture
+def server() -> Iterator[HttpOrigin]:
+    """A running origin without files."""
+    with http_origin() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process know no origin and no store but one that is empty, and wait little."""
+    for name in ("_fetchers", "_breakers", "_listed"):
+        monkeypatch.setattr(fetching, name, {})
+    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
