@@ -158,13 +158,12 @@ def _session_line(totals: Totals) -> Text:
     most = f" of {totals.most_sessions:,}" if totals.most_sessions else ""
     line = Text().append(f"{totals.sessions:,}{most}", style)
     line.append(f"; {counted(totals.requests, 'request')}")
-    if totals.blocked:
-        line.append(f", {totals.blocked:,} of them wait for memory", CAREFUL)
-    if totals.refused:
-        line.append(f"; {counted(totals.refused, 'client')} refused", CAREFUL)
-    if totals.cut_off:
-        line.append(f"; {totals.cut_off:,} cut off", CAREFUL)
-    return line
+    return _noted(
+        line,
+        (totals.blocked, f", {totals.blocked:,} of them wait for memory", CAREFUL),
+        (totals.refused, f"; {counted(totals.refused, 'client')} refused", CAREFUL),
+        (totals.cut_off, f"; {totals.cut_off:,} cut off", CAREFUL),
+    )
 
 
 def _error_line(totals: Totals) -> Text:
@@ -172,10 +171,19 @@ def _error_line(totals: Totals) -> Text:
         return Text("none")
     line = Text().append(counted(totals.errors, "error"), WRONG if totals.errors else "")
     line.append(f" of jobs; {counted(totals.failed, 'block')} not read")
-    if totals.checksum_failures:
-        line.append(f"; {counted(totals.checksum_failures, 'checksum')} wrong", WRONG)
-    if totals.corrected:
-        line.append(f"; {totals.corrected:,} right when read again", CAREFUL)
+    wrong = f"; {counted(totals.checksum_failures, 'checksum')} wrong"
+    return _noted(
+        line,
+        (totals.checksum_failures, wrong, WRONG),
+        (totals.corrected, f"; {totals.corrected:,} right when read again", CAREFUL),
+    )
+
+
+def _noted(line: Text, *notes: tuple[int, str, str]) -> Text:
+    """Append notes whose number is not 0: number, text, style."""
+    for number, text, style in notes:
+        if number:
+            line.append(text, style)
     return line
 
 
