@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,13 +50,14 @@ class Disk:
         self.root = root
 
     def flip(self, content: bytes) -> None:
-        """Turn a bit of the block that has these bytes."""
-        whole = self.image.read_bytes()
-        place = whole.index(content)
-        assert whole.count(content) == 1
+        """Turn a bit of the blocks that have these bytes: one of the file, and others that it had
+        while it was written."""
+        places = [each.start() for each in re.finditer(re.escape(content), self.image.read_bytes())]
+        assert places
         with self.image.open("r+b") as file:
-            file.seek(place)
-            file.write(bytes([content[0] ^ 1]))
+            for place in places:
+                file.seek(place)
+                file.write(bytes([content[0] ^ 1]))
 
 
 @pytest.fixture
@@ -199,7 +201,9 @@ def test_a_sample_that_is_read_again_overwrites_none_of_its_block(disk: Disk) ->
     ):
         with daemon.open(path) as reader:
             block = range(wrong - 1, wrong + 3)
-            assert [each.tobytes() for each in reader.read(block)] == IN_FOURS[wrong - 1 : wrong + 3]
+            assert [each.tobytes() for each in reader.read(block)] == IN_FOURS[
+                wrong - 1 : wrong + 3
+            ]
         assert facts_of(daemon) == {"corrected": 1, "failed": 0, "damaged": 0}
 
 
