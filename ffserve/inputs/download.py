@@ -22,8 +22,9 @@ from typing import Any
 
 from ffserve.errors import FFServeError, UsageError
 from ffserve.files import os_error
-from ffserve.inputs.places import InputFile, fetch, local_path, shown
+from ffserve.inputs.places import InputFile, fetch, local_path
 from ffserve.output import temporary_name, writing
+from ffserve.store.urls import shown
 
 RECORD = ".ffserve-inputs.json"
 """Name of the record in a worker's directory: {alias: {name: [URI, size, version, placed]}}."""

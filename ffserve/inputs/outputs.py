@@ -25,8 +25,9 @@ from typing import Protocol
 
 from ffserve.errors import ReadError, UsageError, printable
 from ffserve.files import open_regular, os_error, wrap_os_error
-from ffserve.inputs.places import at_place, file_system, local_path, shown
+from ffserve.inputs.places import at_place, file_system, local_path
 from ffserve.output import sync_directory, writing
+from ffserve.store.urls import shown
 
 TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 

@@ -21,20 +21,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
+from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.files import open_regular, opener, wrap_os_error
 from ffserve.output import writing
-from ffserve.store import urls
+from ffserve.store.origin import failure
+from ffserve.store.urls import is_url, name_of, shown
 
 HIDDEN, EMPTY, SPECIAL = "hidden", "empty", "not a regular file"
 """Why a file is left out."""
 
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)", re.I)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _MAGIC = re.compile(r"[*?\[{]")
-_PASSWORD = re.compile(r"(//[^/@:]*):[^/@]*@")
-_QUERY = re.compile(r"(?i)^(https?://[^?]*)\?.*", re.S)
-_URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BLOCK_SIZE = 8 << 20
 _FICLONE = 0x40049409  # linux/fs.h
 
@@ -69,18 +66,8 @@ def local_path(uri: str) -> str | None:
     found = _FILE_URI.match(uri)
     if found is not None:
         return uri[found.end() :]
-    return None if _URL.match(uri) else os.path.join(os.getcwd(), uri)
-
-
-def shown(uri: str) -> str:
-    """Return a URI for messages: without a password, and without the query of a web address."""
-    return _QUERY.sub(r"\1?…", _PASSWORD.sub(r"\1@", uri))
-
-
-def _text(error: BaseException) -> str:
-    """Return the text of an exception without what a URL in it must not show."""
-    words = _PASSWORD.sub(r"\1@", " ".join(str(error).split()))
-    return _URL_INSIDE.sub(lambda found: shown(found[0]), words)[:300] or type(error).__name__
+    remote = is_url(uri) or uri[:7].lower() == "file://"  # of another host
+    return None if remote else os.path.join(os.getcwd(), uri)
 
 
 def find(uri: str) -> Listing:
@@ -261,7 +248,7 @@ def file_system(uri: str) -> tuple[Any, str]:
         found, path = fsspec.core.url_to_fs(uri)
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"cannot use this URL: {_text(error)}",
+            f"cannot use this URL: {str(error).replace(uri, shown(uri))}",
             path=shown(uri),
             hint="check the protocol, and install the package that fsspec names",
         ) from None
@@ -272,15 +259,7 @@ def file_system(uri: str) -> tuple[Any, str]:
 
 def place_error(error: BaseException, uri: str) -> FFServeError:
     """Return the error for an exception of fsspec, or of a package below it."""
-    if isinstance(error, FFServeError):
-        return error
-    text = _text(error)
-    if isinstance(error, FileNotFoundError):
-        return MissingFile("no such file", path=shown(uri), hint="check the URL")
-    if isinstance(error, PermissionError):
-        hint = "check the credentials, and the rights that they have"
-        return AccessDenied(f"access denied: {text}", path=shown(uri), hint=hint)
-    return ReadError(f"the place of the file failed: {text}", path=shown(uri))
+    return error if isinstance(error, FFServeError) else failure(error, uri).error
 
 
 @contextlib.contextmanager
@@ -335,7 +314,7 @@ class _RemoteSearch:
         for info in sorted(infos, key=lambda info: str(info["name"]).split("/")):
             place = str(info["name"]).rstrip("/")
             uri = self._uri_of(place)
-            name = place[len(self.root) :].lstrip("/") or urls.name_of(place)
+            name = place[len(self.root) :].lstrip("/") or name_of(place)
             if place != self.root and self._is_hidden(name):
                 self.listing.left_out.append((uri, HIDDEN))
             elif info.get("type") == "directory":

@@ -34,8 +34,9 @@ from ffserve import reader as readers
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.files import os_error
 from ffserve.formats.base import HEAD_SIZE
-from ffserve.inputs.places import InputFile, fetch, local_path, open_file, place_error, shown
+from ffserve.inputs.places import InputFile, fetch, local_path, open_file, place_error
 from ffserve.order import permutation
+from ffserve.store.urls import shown
 
 Framing = Literal["lines", "length"]
 

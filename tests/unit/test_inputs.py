@@ -43,6 +43,7 @@ from ffserve.inputs.outputs import (
 )
 from ffserve.inputs.places import InputFile, alternatives, find
 from ffserve.inputs.stream import Split, Stream, share_of, splits_of
+from ffserve.store.urls import shown
 
 FILES = {
     "a/1.txt": b"one\n",
@@ -234,8 +235,8 @@ def test_other_places_by_fsspec(folder: Path) -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    assert places.shown("sftp://me:secret@host/x") == "sftp://me@host/x"
-    assert places.shown("https://host/x?signature=secret") == "https://host/x?…"
+    assert shown("sftp://me:secret@host/x") == "sftp://me@host/x"
+    assert shown("https://host/x?signature=secret") == "https://host/x?…"
     error = OSError("403, url='https://me:secret@host/x?X-Amz-Signature=secret', next")
     text = str(places.place_error(error, "https://host/x?X-Amz-Signature=secret"))
     assert "secret" not in text and "403, url='https://me@host/x?…', next" in text
