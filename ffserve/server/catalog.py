@@ -78,6 +78,8 @@ class Catalog:
     Args:
         rules: which descriptors are taken. max_chunk_size, close_after_s: see ServerConfig.
         inventory: where the shards are entered for a successor.
+        forgotten: called with the number of the first sample of each shard that leaves the tables:
+            it may become another shard's.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Catalog:
         domains: Domains,
         close_after_s: float,
         inventory: Inventory,
+        forgotten: Callable[[int], object],
     ) -> None:
         self._domains = domains
+        self._forgotten = forgotten
         self._inventory = inventory
         self._directory = directory
         self._table = table
@@ -114,9 +118,6 @@ class Catalog:
         self._prepared: dict[Key, OpenShard] = {}
         """Prepared shards that a session has open; others are closed ones."""
         self.preparations = Preparations()
-        self.forgotten: Callable[[int], object] = lambda _: None
-        """Called with the number of the first sample of a shard that left the tables: it may become
-        another shard's."""
         self._looked_at = 0
         """Evictions and closed shards when closed shards were last looked at."""
         self._ended: set[int] = set()
@@ -806,7 +807,7 @@ class Catalog:
             with self._opener.lock:
                 for shard in shards:
                     del self._closed[shard.key]
-                    self.forgotten(shard.base)
+                    self._forgotten(shard.base)
                     self._inventory.remove_shard(shard.base)
                     self._directory.release(shard.base, shard.count, shard.domain.number)
                     shard.domain.shards -= 1

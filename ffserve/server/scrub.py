@@ -2,7 +2,7 @@
 compares checksums.
 
 So damage is found before a job meets it. A piece of a file is read past the page cache and checked
-in a thread; then the walk pauses for as long as the rate demands, and for as long as there are
+in a thread; then it pauses for as long as the rate demands, and for as long as there are
 requests or reads. A wrong sample is read again (`second_read.py`); if it is wrong again, it is
 reported and counted as one that a job has met.
 """
@@ -104,8 +104,8 @@ class Scrubber:
         self.size = 0
         """Bytes read."""
 
-    async def walk(self) -> None:
-        """Walk the files for ever."""
+    async def run(self) -> None:
+        """Read the files again and again."""
         while True:
             idle = self._idle(time.monotonic())
             piece = self._next() if self.rate and idle else None
@@ -145,15 +145,15 @@ class Scrubber:
     def _next(self) -> Piece | None:
         for piece in self._pieces:
             return piece
-        self._pieces = self._walk()
+        self._pieces = self._all_pieces()
         return next(self._pieces, None)
 
-    def _walk(self) -> Iterator[Piece | None]:
+    def _all_pieces(self) -> Iterator[Piece | None]:
         """Yield the pieces of the files that are open now; None for samples without bytes."""
         found = False
         for shard in [shard for part in self._catalog.shards() for shard in part]:
             position = 0
-            while _is_walked(shard) and position < _count(shard):
+            while _is_scrubbed(shard) and position < _count(shard):
                 piece, position = self._piece(shard, position)
                 found = found or piece is not None
                 yield piece
@@ -184,7 +184,7 @@ class Scrubber:
 
     def _report(self, shard: OpenShard, damage: Damage) -> None:
         """A sample is damaged, or its file has changed."""
-        if _is_walked(shard):  # else nobody has it open by now
+        if _is_scrubbed(shard):  # else nobody has it open by now
             error = self._catalog.explain(shard, damage.error, damage.record)
             self._fail(shard, damage.index, error)
 
@@ -193,7 +193,7 @@ class Scrubber:
         self._failed(shard, shard.base + index, error, time.monotonic())
 
 
-def _is_walked(shard: OpenShard) -> bool:
+def _is_scrubbed(shard: OpenShard) -> bool:
     """Whether a file is open in a session and has checksums."""
     checked = shard.chunked is not None or shard.checksum_kind
     return bool(shard.sessions and shard.fd >= 0 and not shard.stale and checked)

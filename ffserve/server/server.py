@@ -556,7 +556,7 @@ class Server:
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._tending = self.loop.create_task(self._tend())
-        self._scrubbing = self.loop.create_task(state.scrubber.walk())
+        self._scrubbing = self.loop.create_task(state.scrubber.run())
         self._pumping = False
         """Whether the loop will call `pump`."""
         self._draining = False

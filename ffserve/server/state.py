@@ -196,6 +196,7 @@ class ServerState:
             self.domains,
             config.close_after_s,
             self.inventory,
+            lambda base: self.slow_reads.pop(base, None),
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.scrubber = Scrubber(
@@ -213,7 +214,6 @@ class ServerState:
         """The largest number of them; `Server` lowers it to what the descriptors allow."""
         self.slow_reads: OrderedDict[int, SlowReads] = OrderedDict()
         """By the number of a shard's first sample; the latest last."""
-        self.catalog.forgotten = lambda base: self.slow_reads.pop(base, None)
         self.claims = Claims(self.directory, lambda dataset: dataset.preparation.owner)
         self.scheduler.put_ended = lambda request: self.claims.end(
             request.dataset, request.numbers.tolist()

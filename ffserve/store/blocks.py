@@ -169,7 +169,7 @@ class BlockState:
         tables = np.frombuffer(self._mapping, np.uint32)[HEAD_SIZE // 4 :]
         self.words, self.checksums, self.uses = tables.reshape(3, self.count)
 
-    def doubt(self) -> None:
+    def uncheck(self) -> None:
         """Trust nothing that was written before this start of the machine. Nobody else has the
         object open."""
         self.words[self.words == PRESENT] = UNCHECKED

@@ -227,7 +227,7 @@ class Store:
                 self._remove(directory)
                 continue
             if state.boot != boot_id():
-                state.doubt()
+                state.uncheck()
             total += self._overhead(state.size, state.block_size) + self._index_size(directory)
             total += state.held_size
             state.close()
@@ -288,7 +288,7 @@ class Store:
                     if not text.startswith(state.identity) or state.size != identity.size:
                         raise ValueError("of another object")
                     if state.boot != boot_id():
-                        state.doubt()
+                        state.uncheck()
                     return StoredObject(state)
                 except BaseException:
                     state.close()
