@@ -571,6 +571,17 @@ def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -
         assert "--file-system fuse" in diagnosis.commands("data-file-system")
 
 
+def test_a_daemon_in_a_pid_namespace_of_its_own(doctor: Doctor, place: Path) -> None:
+    path = write(place / "a.ffr", [b"x"])
+    os.chmod(path, 0o600)
+    daemon = Daemon(expect=[r"the daemon does not see in which container its clients are .*"])
+    put_inside(daemon, Container(users=None, namespaces=("mnt", "pid")))
+    with started(daemon), daemon.open(path) as reader:
+        assert bytes(reader[0]) == b"x"
+        diagnosis = found(doctor("--socket", daemon.socket), "containers-unseen")
+        assert "--pid=host" in diagnosis.commands("containers-unseen")
+
+
 def test_the_memory_of_a_daemon_that_runs(doctor: Doctor) -> None:
     try:
         with limited(memory_size=64 << 20) as group, serving() as daemon:

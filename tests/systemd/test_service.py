@@ -432,6 +432,18 @@ def test_the_commands_of_doctor_mend_what_it_finds(machine: Container) -> None:
     mend(findings(), "open-files-low")
     assert findings() == {}
     machine.run("rm", "-r", "/etc/systemd/system/ffserve.service.d")
+    forgets = "[Service]\nFileDescriptorStoreMax=0\n"
+    machine.write("/run/systemd/system/ffserve.service.d/few.conf", forgets)
+    machine.run("systemctl", "daemon-reload")
+    mend(findings(), "service-store")
+    assert findings() == {}
+    machine.run("rm", "-r", "/etc/systemd/system/ffserve.service.d")
+    machine.run("rm", "-r", "/run/systemd/system/ffserve.service.d")
+    unit = "ffserve.service"
+    machine.run("sh", "-c", f"cp $(systemctl show -P FragmentPath {unit}) /etc/systemd/system/")
+    machine.run("systemctl", "daemon-reload")
+    mend(findings(), "service-hidden")
+    assert findings() == {}
     machine.write(SETTINGS, SMALL + 'roots = ["/data", "/srv"]\n')
     mend(findings(), "settings-old")
     assert findings() == {}
