@@ -399,7 +399,7 @@ class Processes:
         for worker in started:
             for pipe in worker.pipes:
                 # Whoever has left the session may keep the pipe open.
-                while pipe.source in self._ready(pipe) and pipe.take():
+                while _is_ready(pipe.source) and pipe.take():
                     pass
                 pipe.close()
             worker.pipes.clear()
@@ -410,9 +410,6 @@ class Processes:
         for worker, _ in self._failed:
             assert worker.process is not None and worker.process.stdin is not None
             worker.process.stdin.close()
-
-    def _ready(self, pipe: Prefixed) -> list[int]:
-        return select.select([pipe.source], [], [], 0)[0]
 
     def _end_groups(self, workers: Sequence[Worker]) -> None:
         """Send SIGTERM, wait until the groups are empty, then send SIGKILL."""
@@ -442,6 +439,14 @@ def _reap(worker: Worker) -> None:
 def _adopt(wanted: bool) -> None:
     """Become the parent of orphans below this process, so that their end can be seen."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
+def _is_ready(fd: int) -> bool:
+    """Whether there is something to read, or the end. With many workers the number of a descriptor
+    may exceed what select(2) takes."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _has_reader(fd: int) -> bool:
