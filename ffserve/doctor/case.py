@@ -147,7 +147,8 @@ class Process:
     pid: 0: this process. uid: its effective user. most_files, lockable_size: limits; of files the
     hard one, to which the daemon raises its own. locks_any: CAP_IPC_LOCK. is_admin: CAP_SYS_ADMIN.
     filtered: seccomp filters its system calls. stopped: by a signal. huge_pages: not switched off
-    by prctl(2). memory: bytes that it may use. command: its arguments. unit: of systemd.
+    by prctl(2). memory: bytes that it may use. depth: PID namespaces that it is in, of those that
+    are seen from here. command: its arguments. unit: of systemd.
     """
 
     pid: int
@@ -160,6 +161,7 @@ class Process:
     stopped: bool
     huge_pages: bool
     memory: int
+    depth: int
     command: tuple[str, ...]
     unit: str
 
@@ -184,6 +186,7 @@ class Process:
             facts["State"][0] in "Tt",
             facts.get("THP_enabled") != "0",
             usable_memory(Path(f"{place}/cgroup")),
+            len(facts.get("NSpid", "").split()),
             tuple(text_in(f"{place}/cmdline").rstrip("\0").split("\0")),
             units[0] if units else "",
         )
@@ -321,6 +324,14 @@ class Case:
         if self.facts is not None:
             return int(self.facts["arena"]["size"])
         return self.settings.arena_size
+
+    def take_daemon(self, process: Process) -> None:
+        """The daemon is this process; its options are settings."""
+        self.process = process
+        if not self.given_config:
+            self.config_path = _config_of(self.socket.path, process)
+        self.config = self.config_error = None
+        _load(self)
 
     # ---- commands about the daemon
 

@@ -43,7 +43,7 @@ def greet(case: Case) -> None:
     if not case.process.pid:  # systemd listens for it
         process = Process.of(int(case.facts["pid"]))
         if process is not None and process.is_daemon:
-            case.process = process
+            case.take_daemon(process)
 
 
 # ---- settings ---------------------------------------------------------------------------------
@@ -397,7 +397,10 @@ def daemon(case: Case) -> Found:
         text = f"{damaged:,} samples did not match their checksum since the daemon started"
         commands = (f"ffserve verify {files}",)
         yield Finding("data-damaged", "error", text, "Jobs get errors for them.", commands)
-    if any((domain["namespace"] or 0) < 0 for domain in facts.get("domains", ())):
+    unseen = any((domain["namespace"] or 0) < 0 for domain in facts.get("domains", ()))
+    own = Process.of()
+    # Users are not told of the domains of others, nor of those that are of one process.
+    if unseen or (own is not None and case.process.depth > own.depth):
         yield Finding(
             "containers-unseen",
             "warning",
