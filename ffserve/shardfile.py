@@ -188,6 +188,13 @@ class FileState:
         status = os.fstat(fd)
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
+    def has_changed(self, fd: int) -> bool:
+        """Return whether an open file is not in this state any more, as far as that is known."""
+        try:
+            return FileState.of(fd) != self
+        except OSError:  # of a file system that is gone
+            return False
+
     def explain(
         self,
         error: FFServeError,

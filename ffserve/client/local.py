@@ -579,8 +579,9 @@ class LocalSource:
                 self._warn(shard)
 
     def _warn(self, shard: int) -> None:
-        """Tell once that a file was read wrong. Any thread."""
-        if shard not in self._warned:
+        """Tell once that a file was read wrong, unless it has changed meanwhile. Any thread."""
+        state, _ = self._states[shard]
+        if shard not in self._warned and not state.has_changed(self._files.fd(shard)):
             self._warned.add(shard)
             log.warning(
                 "%s was read wrong once, and right the second time: check the disk, its cable and "

@@ -25,7 +25,7 @@ import resource
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -639,6 +639,15 @@ class Catalog:
             shard.proven -= {owner}
         if viewer_of(owner) == owner:
             shard.names.pop(owner, None)
+
+    def changed(self, bases: Container[int]) -> set[int]:
+        """Return those of these shards, by first number, whose file has changed since it was
+        opened."""
+        return {
+            shard.base
+            for shard in self._open.values()
+            if shard.base in bases and shard.fd >= 0 and shard.opened.has_changed(shard.fd)
+        }
 
     def explain(
         self, shard: OpenShard, error: FFServeError, record: tuple[int, int, int]

@@ -106,10 +106,8 @@ class Engines:
         still write to their slots."""
         self.on_slow: Callable[[str, float], object] = _unexpected
         """Called with a device and the seconds that a read from it takes."""
-        self.on_right: Callable[[str], object] = _unexpected
-        """Called with a device when a sample that it read wrong was right at the second read."""
-        self.right_count = 0
-        """Samples that were right at the second read only."""
+        self.on_right: Callable[[Int64s], object] = _unexpected
+        """Called with samples that were right at the second read only."""
         self.on_slow_read: Callable[[Int64s, float], object] = lambda *_: None
         """Called with samples whose reads together took SLOW_READ_S or longer, one of each block,
         and the seconds."""
@@ -412,7 +410,7 @@ class Engines:
     def _note_slow(self, number: int, batch: EngineBatch, took_s: float) -> None:
         """A batch that has ended took long."""
         if took_s >= SLOW_S and batch is not self._slow[number]:
-            self.on_slow(self._device_of(number), took_s)
+            self.on_slow(self.device_of(number), took_s)
         load, rows = self._batches.get(batch, (None, None))
         if load is None:
             self.on_slow_read(self._chunks.firsts_of(batch), took_s)
@@ -427,7 +425,7 @@ class Engines:
             batch = next(iter(engine.in_flight), None)
             slow = batch is not None and now - batch.begun >= SLOW_S
             if batch is not None and slow and batch is not self._slow[number]:
-                self.on_slow(self._device_of(number), now - batch.begun)
+                self.on_slow(self.device_of(number), now - batch.begun)
             self._slow[number] = batch if slow else None
 
     def _wake(self, now: float) -> None:
@@ -439,7 +437,7 @@ class Engines:
                     batch.begun = now
         self._awake_at = now
 
-    def _device_of(self, number: int) -> str:
+    def device_of(self, number: int) -> str:
         """Return the device that an engine reads: where it is mounted, and its number."""
         numbers = [device for device, engine in self._by_device.items() if engine == number]
         devices = [f"{os.major(device)}:{os.minor(device)}" for device in numbers]
@@ -506,11 +504,6 @@ class Engines:
             )
         return samples
 
-    def _note_right(self, right: list[int]) -> None:
-        self.right_count += len(right)
-        for engine in np.unique(self._table.engines[self._table.rows(np.array(right))]).tolist():
-            self.on_right(self._device_of(engine))
-
     def _ended(self, load: Load) -> None:
         """One batch of a load has ended."""
         load.batches -= 1
@@ -524,7 +517,7 @@ class Engines:
                 for f in load.failures.values()
             )
             if load.right:
-                self._note_right(load.right)
+                self.on_right(np.array(load.right, np.int64))
             self.loaded(load, load.failures, time.monotonic())
 
     def counters(self) -> dict[str, int]:

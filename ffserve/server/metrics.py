@@ -164,7 +164,7 @@ def _disk(state: ServerState) -> Iterator[Metric]:
     yield _counter(
         "corrected_samples",
         "Samples whose checksum was right at the second read only.",
-        state.engines.right_count,
+        state.statistics.corrected,
     )
     yield _counter("scrubbed_bytes", "Bytes read to find damage.", state.scrubber.size)
     yield _counter("scrub_passes", "Passes through all open files.", state.scrubber.passes)

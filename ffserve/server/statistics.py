@@ -65,18 +65,19 @@ class Rates:
 
 
 class Statistics:
-    """What clients cause and report.
+    """What clients cause and report, and how their samples were read.
 
     hits, hit_size, missed: samples and bytes found in memory, samples asked for. errors: failed
-    samples and requests, by the code of the error. refused, cut_off: clients. prepared,
-    preparing_s: samples that clients prepared and handed over, and how long that took;
-    prepared_found, preparing_saved_s: those that were found in memory instead.
+    samples and requests, by the code of the error. corrected: samples that were right at the second
+    read only. refused, cut_off: clients. prepared, preparing_s: samples that clients prepared and
+    handed over, and how long that took; prepared_found, preparing_saved_s: those that were found in
+    memory instead.
     """
 
     def __init__(self) -> None:
         self.hits = self.hit_size = self.missed = 0
         self.errors: Counter[str] = Counter()
-        self.refused = self.cut_off = 0
+        self.refused = self.cut_off = self.corrected = 0
         self.prepared = self.prepared_found = 0
         self.preparing_s = self.preparing_saved_s = 0.0
         self.hit_batches = Histogram()

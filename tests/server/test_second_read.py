@@ -223,6 +223,21 @@ def test_the_same_without_a_daemon(disk: Disk, kind: str) -> None:
         assert [each.tobytes() for each in reader.read(range(COUNT))] == SAMPLES
 
 
+def test_a_file_that_was_overwritten_was_blamed_on_the_disk(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first read may come before the new bytes, and the second one behind them."""
+    with wrong_in_page_cache(disk, "ffr") as path:
+        with serving() as daemon, daemon.open(path) as reader:
+            os.utime(path)
+            assert [each.tobytes() for each in reader.read(range(COUNT))] == SAMPLES
+            assert facts_of(daemon) == {"corrected": 0, "failed": 0, "damaged": 0}
+        with ffserve.open(path, server="off") as reader:
+            os.utime(path)
+            assert [each.tobytes() for each in reader.read(range(COUNT))] == SAMPLES
+    assert "wrong once" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_damage_is_counted_by_file(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / f"data.{kind}", SAMPLES)
