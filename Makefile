@@ -2,7 +2,9 @@
 # make test    set up everything, then lint, types and all tests (5 min)
 # make lint    lint and types        make bench   measure this machine
 # make check   lint and types, then the tests with coverage by line and branch (10 min)
-# make soak    long tests (13 min)    make fuzz    damaged files and frames, random runs (6 min)
+# make soak    long tests (8 min)     make fuzz    damaged files and frames, random runs (6 min)
+# make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
+#              record=FILE.json: for less, otherwise, and with figures)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
@@ -35,7 +37,7 @@ parallel := -n $(workers) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page
+.PHONY: stores systemd upgrades install uninstall page soak-hour
 .DEFAULT_GOAL := demo
 
 setup:
@@ -112,6 +114,12 @@ uninstall:
 
 soak: setup
 	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m soak --timeout 600
+
+# The hour has a seed of its own each time, unless one is given.
+soak-hour: seconds = 3600
+soak-hour: setup
+	@$(python) tests/soak/everything.py --seconds $(seconds) --seed $(or $(seed),$$(date +%s)) \
+	    $(if $(record),--record $(record))
 
 fuzz: setup
 	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m fuzz --timeout 600

@@ -85,6 +85,8 @@ class Client:
         self._damaged = len(self._truth) - COUNT + DAMAGED
         self._reader = self._opened()
         self.done: Counter[str] = Counter()
+        self.checked = self.checked_size = 0
+        """Samples that were compared in this process, and their bytes."""
         self._steps: tuple[Callable[[], None], ...] = (
             self._read,
             self._read_batch,
@@ -106,6 +108,10 @@ class Client:
         chosen()
         self.done[chosen.__name__.strip("_")] += 1
 
+    def close(self) -> None:
+        """Close its reader."""
+        self._reader.close()
+
     def _opened(self) -> ffserve.Reader:
         return patiently(lambda: ffserve.open(self._paths, server=self._socket))
 
@@ -125,6 +131,8 @@ class Client:
         for index, each in zip(indices, got, strict=True):
             if (found := bytes(each)) != self._truth[index]:
                 raise AssertionError(f"at {time.monotonic():.3f} s " + self._wrong(index, found))
+            self.checked_size += len(found)
+        self.checked += len(indices)
 
     def _wrong(self, index: int, got: bytes) -> str:
         truth = self._truth[index]

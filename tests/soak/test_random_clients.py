@@ -1,8 +1,9 @@
-"""Everything at once: programs that do anything, killed, stopped and held up, on a daemon whose
-arena is far too small, grows, shrinks, and that is itself killed. No byte may be wrong."""
+"""Programs that do anything, killed, stopped and held up, on a daemon whose arena is far too small,
+grows and shrinks. No byte may be wrong. `everything.py` does the same, and more, for longer."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,14 +13,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-import pytest
 import random_client
-from daemon import DEADLINE_S, Daemon, damage, serving, until, write
+from daemon import DEADLINE_S, Daemon, damage, serving, stopped, until, write
 
 from ffserve.client.connection import Connection
-from ffserve.errors import ServerUnavailable
 
 CLIENTS = 4
+SECONDS = 3.0
 SUFFIXES = (".ffr", ".tfrecord", ".recordio", ".ffr", ".tfrecord", ".ffr")
 ARENAS = (4 << 20, 8 << 20, 24 << 20)
 
@@ -78,34 +78,27 @@ class Client:
         self.process.communicate()
 
 
-def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool) -> None:
-    """Run clients against a daemon for a while.
-
-    Args:
-        deadly: kill the daemon, too.
-    """
-    chance = random.Random(seed)
+def test_for_a_while(tmp_path: Path) -> None:
+    chance = random.Random(0)
     paths = [
-        write(directory / f"{place}{suffix}", random_client.samples(place))
-        for place, suffix in enumerate(
-            (".ffr", ".tfrecord", ".recordio", ".ffr", ".tfrecord", ".ffr")
-        )
+        write(tmp_path / f"{place}{suffix}", random_client.samples(place))
+        for place, suffix in enumerate(SUFFIXES)
     ]
     damage(paths[-1], random_client.DAMAGED)
-    going = directory / "going"
+    going = tmp_path / "going"
     going.touch()
     expect = [r"arena .*", r".*checksum.*", r".* is now .*", r".*resiz.*", r"stopped with .*"]
-    with serving(arena="4MiB", options=["--max-arena", "24MiB", *options], expect=expect) as daemon:
+    with serving(arena="4MiB", options=["--max-arena", "24MiB"], expect=expect) as daemon:
         story = Story(daemon)
-        clients = [Client(seed * 1000 + k, daemon, going, paths) for k in range(CLIENTS)]
+        clients = [Client(k, daemon, going, paths) for k in range(CLIENTS)]
         number = CLIENTS
         try:
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + SECONDS
             while time.monotonic() < deadline:
                 time.sleep(chance.random() * 0.2)
                 for client in clients:
                     client.alive(story)
-                what = chance.choice(("resize", "kill", "stop", "hold", "daemon"))
+                what = chance.choice(("resize", "kill", "stop", "hold"))
                 victim = chance.randrange(len(clients))
                 pid = clients[victim].process.pid
                 if what == "resize":
@@ -113,21 +106,14 @@ def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool)
                     _resize(daemon, size)
                 elif what == "kill":
                     clients[victim].kill()
-                    clients[victim] = Client(seed * 1000 + number, daemon, going, paths)
+                    clients[victim] = Client(number, daemon, going, paths)
                     number += 1
                     story.add(f"client {pid} killed, {clients[victim].process.pid} in its place")
-                elif what in ("stop", "hold"):
+                else:
                     pid = pid if what == "stop" else daemon.pid
                     story.add(f"{pid} is stopped for a while")
-                    os.kill(pid, signal.SIGSTOP)
-                    time.sleep(chance.random() * 0.3)
-                    os.kill(pid, signal.SIGCONT)
-                elif deadly:
-                    way = chance.choice((signal.SIGKILL, signal.SIGTERM))
-                    story.add(f"{way.name} to daemon {daemon.pid}")
-                    daemon.end(way)
-                    daemon.start()
-                    story.add(f"daemon {daemon.pid} in its place")
+                    with stopped(pid):
+                        time.sleep(chance.random() * 0.3)
             going.unlink()
             for client in clients:
                 assert client.end(story)
@@ -144,28 +130,5 @@ def run(directory: Path, seed: int, seconds: float, *options: str, deadly: bool)
 
 
 def _resize(daemon: Daemon, size: int) -> None:
-    connection = Connection(daemon.socket, "resizer")
-    try:
+    with contextlib.closing(Connection(daemon.socket, "resizer")) as connection:
         connection.resize(size)
-    except ServerUnavailable:
-        assert daemon.process is None
-    finally:
-        connection.close()
-
-
-def test_for_a_while(tmp_path: Path) -> None:
-    run(tmp_path, 0, 3.0, deadly=False)
-
-
-@pytest.mark.soak  # 7 s; the other one goes through the arena
-def test_through_the_socket(tmp_path: Path) -> None:
-    run(tmp_path, 1, 2.0, "--payload", "inline", deadly=False)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 8))
-def test_and_the_daemon_dies(tmp_path: Path, seed: int) -> None:
-    options = ["--payload", "inline"] if seed % 3 == 0 else []
-    # Most that can go wrong when sessions are closed needs requests that wait meanwhile.
-    options += ["--drain-timeout", "0.2"] if seed % 2 else []
-    run(tmp_path, seed, 40.0, *options, deadly=True)
