@@ -122,7 +122,7 @@ class PreparedSource(SharedMemorySource):
 
     def found_share(self, indices: Int64s) -> float:
         """Return which share of some samples is in memory."""
-        some = indices[:: len(indices) // LOOKED_AT + 1]
+        some = np.ascontiguousarray(indices[:: len(indices) // LOOKED_AT + 1])
         return 1 - len(self.view.locate(some).missing) / max(len(some), 1)
 
     def _claim(self, batch: _Batch, left: Int64s, make: Make, *, wait: bool) -> None:

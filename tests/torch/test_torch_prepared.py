@@ -261,6 +261,19 @@ def test_raw_samples_are_read_ahead_in_the_first_epoch_only(
         assert ahead()[0] == before and len(prepared(log)) == N
 
 
+def test_the_order_of_many_samples_was_not_announced(
+    files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second sample of an order is no contiguous array."""
+    monkeypatch.setattr(ffserve.client.prepared, "LOOKED_AT", N // 2)
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        dataset = Prepared(files, log)
+        dataset.announce(np.arange(N), 0)
+        announced = [row["announced"] for row in daemon.status()["progress"] if row["announced"]]
+        assert announced == [[0], [0]], "raw and prepared samples"
+
+
 def job(log: str, pause_ms: int, batch: int, files: list[str]) -> subprocess.Popen[str]:
     program = str(Path(__file__).parents[1] / "support" / "preparing.py")
     paths = os.pathsep.join([str(Path(program).parent), str(Path(__file__).parents[2])])
