@@ -19,6 +19,10 @@
 #              (4 min; needs root)
 # make upgrades the last release's clients and daemon with today's (2 min; builds it from the history,
 #              or takes FFSERVE_LAST=WHEEL)
+# make wheels  wheels for x86_64 and aarch64 and every Python, in dist/ (1 min; brings a compiler,
+#              450 MB); make deb: Debian packages of them (2 min)
+# make release both, and their tests: installed in empty systems, on aarch64 under qemu
+#              (20 min; needs root)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
 #              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
@@ -37,7 +41,7 @@ parallel := -n $(workers) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page soak-hour
+.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release
 .DEFAULT_GOAL := demo
 
 setup:
@@ -95,6 +99,17 @@ systemd:
 
 upgrades: setup
 	@$(pytest) -q -rs -m upgrades tests/upgrades --timeout 300
+
+wheels:
+	@bash .ci/setup --wheels
+	@$(python) .ci/wheels.py
+
+deb: wheels
+	@$(python) .ci/deb.py
+
+release: deb
+	@bash .ci/setup --systemd
+	@$(pytest) -q -rs -m wheels tests/release --timeout 1200
 
 # A Python that all users may run. What is built is a copy, so that root leaves nothing here.
 prefix ?= /opt/ffserve

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import cffi  # type: ignore[import-untyped]
 from setuptools import Distribution, Extension  # type: ignore[import-untyped]
+from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
@@ -40,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 HEADERS = ("codec.h", "example.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h")
 """Headers whose declarations Python sees, each after those that it includes."""
+STABLE_ABI = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
+"""The oldest Python that a build serves; arrays.c says the same. Empty: only this Python."""
 COMPILER_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-pthread")
 
 LIBURING_TRIAL = """
@@ -105,6 +108,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
     sanitize: str = ""
 
     def finalize_options(self) -> None:
+        for ext in self.distribution.ext_modules:
+            ext.py_limited_api = bool(STABLE_ABI)
         super().finalize_options()
         for ext in self.extensions:
             # A source distribution carries what stands here.
@@ -115,12 +120,26 @@ class BuildExt(build_ext):  # type: ignore[misc]
             elif ext.name == ARRAYS:
                 ext.sources = [os.path.relpath(HERE / ARRAYS_SOURCE)]
 
+    def run(self) -> None:
+        super().run()
+        for ext in self.extensions:
+            self._remove_others(Path(self.get_ext_fullpath(ext.name)))
+
+    def _remove_others(self, built: Path) -> None:
+        """Remove builds of a module with other suffixes, which Python may prefer."""
+        if built.exists():
+            for path in built.parent.glob(f"{built.name.partition('.')[0]}.*.so"):
+                if path.name != built.name:
+                    path.unlink()
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name == MODULE:
             generated = Path(self.build_temp) / "_core.c"
             emit(generated)
             ext.sources = [str(generated), *ext.sources]
             ext.include_dirs.append(str(HERE))
+            if not STABLE_ABI:
+                ext.define_macros.append(("_CFFI_NO_LIMITED_API", None))
             self._find_libraries(ext)
         elif ext.name == ARRAYS:
             ext.include_dirs.append(_numpy_headers())
@@ -133,7 +152,11 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ext.extra_compile_args += COMPILER_FLAGS
         if self.sanitize or os.environ.get("FFSERVE_BUILD_STRICT"):
             ext.extra_compile_args.append("-Werror")
-        ext.extra_link_args.append("-pthread")
+        # The symbols of libraries inside stay inside: a program may have another zlib.
+        symbols = Path(self.build_temp) / "symbols.map"
+        symbols.parent.mkdir(parents=True, exist_ok=True)
+        symbols.write_text("{ global: PyInit_*; local: *; };\n", encoding="utf-8")
+        ext.extra_link_args += ["-pthread", f"-Wl,--version-script={symbols}"]
         if self.sanitize:
             ext.extra_compile_args += [
                 f"-fsanitize={self.sanitize}",
@@ -176,6 +199,14 @@ class BuildExt(build_ext):  # type: ignore[misc]
         return None
 
 
+class BuildWheel(bdist_wheel):  # type: ignore[misc]
+    """bdist_wheel whose wheels name the stable ABI."""
+
+    def finalize_options(self) -> None:
+        self.py_limited_api = STABLE_ABI or False
+        super().finalize_options()
+
+
 def _numpy_headers() -> str:
     try:
         import numpy
@@ -210,8 +241,7 @@ def build(target: Path, sanitize: str = "") -> Path:
         command.build_temp = folder
         command.ensure_finalized()
         command.run()
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return target / "ffserve" / "engine" / f"_core{suffix}"
+    return Path(command.get_ext_fullpath(MODULE))
 
 
 def main() -> None:

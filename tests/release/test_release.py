@@ -1,0 +1,199 @@
+"""What a release consists of (`make release`): the wheels and packages in dist/, installed in empty
+systems without a compiler and without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from daemon import until
+from roots import NoRoot, release, run_in
+from systemd_container import SOURCE, Container, NoSystemd, booted
+
+import ffserve
+
+pytestmark = pytest.mark.wheels
+
+ROOT = Path(__file__).parents[2]
+DIST = ROOT / "dist"
+VERSION = ffserve.__version__
+LICENCES = {"LICENSE", "LICENSE.ISA-L", "LICENSE.liburing", "LICENSE.zlib"}
+RELEASES = {"bookworm": "3.11", "trixie": "3.13"}
+"""Releases of Debian, and their Python."""
+SETTINGS = 'arena = "64M"\nmax_arena = "256M"\n'
+PROGRAM = """
+import hashlib, shutil, sys
+import ffserve
+from ffserve.engine import arrays, io
+
+assert not any(map(shutil.which, ("cc", "gcc", "clang", "ld", "as"))), "there is a compiler"
+samples = [hashlib.sha256(str(k).encode()).digest() * (k % 99 + 1) for k in range(500)]
+for suffix in ("ffr", "rec", "tfrecord"):
+    path = f"/root/data.{suffix}"
+    with ffserve.create(path) as writer:
+        for sample in samples:
+            writer.write(sample)
+    for server in ("off", "start"):
+        with ffserve.open(path, server=server) as reader:
+            assert [bytes(sample) for sample in reader.read(range(500))] == samples
+            print(suffix, reader.source.split()[0])
+assert not arrays.MISSING, arrays.MISSING
+print(io.describe())
+print("Python", *sys.version_info[:2])
+"""
+
+
+def wheel(architecture: str, tag: str = "abi3") -> Path:
+    """Return the wheel for a processor."""
+    found = list(DIST.glob(f"ffserve-{VERSION}-*-{tag}-*_{architecture}.whl"))
+    assert len(found) == 1, f"dist/ has {len(found)} wheels for {architecture}: run `make wheels`"
+    return found[0]
+
+
+def pip(*words: object) -> None:
+    """Run pip of this environment."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def platform(architecture: str, python: str) -> list[str]:
+    """Return the options of pip for another processor and another Python."""
+    names = [f"manylinux_2_{minor}_{architecture}" for minor in range(28, 16, -1)]
+    words = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
+    return [*words, *(f"--platform={each}" for each in (*names, f"manylinux2014_{architecture}"))]
+
+
+def empty(name: str, packages: Sequence[str], architecture: str = "amd64") -> Path:
+    try:
+        return release(name, packages, architecture)
+    except NoRoot as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_a_wheel_needs_an_old_glibc_and_nothing_else(architecture: str) -> None:
+    path = wheel(architecture)
+    program = str(Path(sys.executable).with_name("auditwheel"))
+    done = subprocess.run([program, "show", path], capture_output=True, text=True, check=True)
+    shown = " ".join(done.stdout.split())
+    tag = re.search(r'platform tag: "manylinux_2_(\d+)_(\w+)"', shown)
+    assert tag is not None and tag[2] == architecture and int(tag[1]) <= 28, shown
+    assert set(re.findall(r"\blib\w+\.so\.\d+", shown)) <= {"libc.so.6", "libpthread.so.0"}, shown
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    assert {Path(n).name for n in names if ".dist-info/licenses/" in n} == LICENCES
+    modules = {name for name in names if name.endswith(".so")}
+    assert modules == {f"ffserve/engine/{m}.abi3.so" for m in ("_arrays", "_core")}
+    assert "ffserve/systemd/ffserve.toml" in names and "ffserve/server/assets/page.js" in names
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_one_wheel_serves_empty_systems_of_several_pythons(name: str, tmp_path: Path) -> None:
+    python = RELEASES[name]
+    root = empty(name, ["python3", "python3-venv"])
+    house = tmp_path / "house"
+    # pip judges by its own Python what only older ones need.
+    older = ["tomli"] if python == "3.10" else []
+    pip("download", "-q", "-d", house, *platform("x86_64", python), wheel("x86_64"), *older)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    shown = [(house, "/house"), (program, "/root/program.py")]
+    install = (
+        "python3 -m venv /opt/ffserve && "
+        "/opt/ffserve/bin/pip install --quiet --disable-pip-version-check --no-index "
+        f"--find-links /house ffserve=={VERSION}"
+    )
+    begin = time.monotonic()
+    done = run_in(root, ["sh", "-ec", install], tmp_path, shown)
+    seconds = time.monotonic() - begin
+    assert done.returncode == 0, done.stdout
+    print(f"{name}: installed in {seconds:.1f} s")
+    done = run_in(root, ["/opt/ffserve/bin/python", "/root/program.py"], tmp_path, shown)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[:6] == [
+        f"{s} {w}" for s in ("ffr", "rec", "tfrecord") for w in ("engine", "daemon")
+    ]
+    assert "checksums by ISA-L" in lines[6] and "lists of arrays by C" in lines[6], lines
+    assert "not in this build" not in lines[6]
+    assert lines[7] == f"Python {python.replace('.', ' ')}"
+    done = run_in(root, ["/opt/ffserve/bin/ffserve", "doctor"], tmp_path)
+    assert "Traceback" not in done.stdout, done.stdout
+
+
+@pytest.mark.timeout(3600)
+def test_engine_and_formats_on_another_processor(tmp_path: Path) -> None:
+    """qemu has neither io_uring nor Linux AIO: the engine is threads."""
+    root = empty("bookworm", ["python3", "python3-venv"], "arm64")
+    site = tmp_path / "site"
+    packages = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
+    pip(
+        "install", "-q", "--target", site, *platform("aarch64", "3.11"), wheel("aarch64"), *packages
+    )
+    (tmp_path / "ffserve.pth").write_text("/site\n")
+    shown = [
+        (site, "/site"),
+        (tmp_path / "ffserve.pth", "/usr/lib/python3/dist-packages/ffserve.pth"),
+    ]
+    (tmp_path / "src").mkdir()
+    shown += [(tmp_path / "src", "/src")]
+    for name in ("tests", "pyproject.toml"):
+        shown.append((ROOT / name, f"/src/{name}"))
+    words = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
+    tests = ["/src/tests/engine", "/src/tests/formats"]
+    done = run_in(root, [*words, *tests], tmp_path, shown, emulated=True, timeout_s=3500)
+    print(done.stdout[-2000:])
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    """A machine with systemd, and without ffserve."""
+    directory = tmp_path_factory.mktemp("machine")
+    for each in (directory, *directory.parents[:3]):
+        each.chmod(0o755)
+    try:
+        with booted(directory) as container:
+            container.run("useradd", "--create-home", "alice")
+            yield container
+    except NoSystemd as error:
+        pytest.skip(str(error))
+
+
+def test_the_package_is_a_service_until_it_is_purged(machine: Container) -> None:
+    script = "import sys; print('%d.%d' % sys.version_info[:2])"
+    python = machine.run("/usr/bin/python3", "-c", script).strip()
+    path = DIST / f"ffserve_{VERSION}-1+python{python}_amd64.deb"
+    assert path.exists(), f"run `make deb`: there is no {path}"
+    places = ("/opt", "/etc", "/usr/bin", "/usr/lib", "/usr/local/lib", "/var/cache", "/var/lib")
+    find = ("find", *places, "-name", "*ffserve*")
+    before, groups = machine.run(*find), machine.run("cat", "/etc/group")
+    install = ("dpkg", "--install", f"{SOURCE}/dist/{path.name}")
+    machine.run(*install, timeout=300)
+    machine.run("usermod", "-aG", "ffserve", "alice")
+    assert machine.property("ffserve.socket", "ActiveState") == "active"
+    assert machine.property("ffserve.socket", "UnitFileState") == "enabled"
+    assert machine.property("ffserve.service", "ActiveState") == "inactive"
+    machine.write("/etc/ffserve/ffserve.toml", SETTINGS)
+    assert "arena" in machine.run("ffserve", "status", user="alice"), "a job starts the daemon"
+    found = json.loads(machine.run("ffserve", "doctor", "--json", code=None))
+    assert "Traceback" not in str(found), found
+    pid = machine.pid()
+    machine.run(*install, timeout=300)
+    until(lambda: machine.pid() not in (0, pid), "an upgrade starts the next daemon")
+    assert "took over" in machine.log()
+    assert machine.run("cat", "/etc/ffserve/ffserve.toml") == SETTINGS
+    machine.run("dpkg", "--remove", "ffserve", timeout=120)
+    assert machine.property("ffserve.socket", "ActiveState") == "inactive"
+    assert machine.run("cat", "/etc/ffserve/ffserve.toml") == SETTINGS
+    machine.run("dpkg", "--purge", "ffserve", timeout=120)
+    assert machine.run(*find) == before
+    assert machine.run("cat", "/etc/group") == groups
