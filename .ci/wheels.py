@@ -1,5 +1,5 @@
-"""Wheels for a release: manylinux, for x86_64 and aarch64, with liburing, ISA-L and zlib inside; and
-the source distribution.
+"""Wheels of a release: manylinux, for x86_64 and aarch64, with liburing, ISA-L and zlib inside.
+Beside them, the source distribution.
 
     .venv/bin/python .ci/wheels.py                          # into dist/
     .venv/bin/python .ci/wheels.py --architecture aarch64

@@ -27,6 +27,11 @@ VERSION = ffserve.__version__
 LICENCES = {"LICENSE", "LICENSE.ISA-L", "LICENSE.liburing", "LICENSE.zlib"}
 RELEASES = {"bookworm": "3.11", "trixie": "3.13"}
 """Releases of Debian, and their Python."""
+TESTS = [
+    str(path.relative_to(ROOT))
+    for folder in ("engine", "formats")
+    for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+]
 SETTINGS = 'arena = "64M"\nmax_arena = "256M"\n'
 PROGRAM = """
 import hashlib, shutil, sys
@@ -129,29 +134,30 @@ def test_one_wheel_serves_empty_systems_of_several_pythons(name: str, tmp_path: 
     assert "Traceback" not in done.stdout, done.stdout
 
 
-@pytest.mark.timeout(3600)
-def test_engine_and_formats_on_another_processor(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel for aarch64, what it needs, and pytest."""
+    site = tmp_path_factory.mktemp("packages")
+    tools = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
+    options = ["-q", "--target", site, *platform("aarch64", "3.11")]
+    pip("install", *options, wheel("aarch64"), *tools)
+    return site
+
+
+@pytest.mark.parametrize("tests", TESTS)
+def test_engine_and_formats_under_emulation(tests: str, packages: Path, tmp_path: Path) -> None:
     """qemu has neither io_uring nor Linux AIO: the engine is threads."""
     root = empty("bookworm", ["python3", "python3-venv"], "arm64")
-    site = tmp_path / "site"
-    packages = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
-    pip(
-        "install", "-q", "--target", site, *platform("aarch64", "3.11"), wheel("aarch64"), *packages
-    )
-    (tmp_path / "ffserve.pth").write_text("/site\n")
-    shown = [
-        (site, "/site"),
-        (tmp_path / "ffserve.pth", "/usr/lib/python3/dist-packages/ffserve.pth"),
-    ]
-    (tmp_path / "src").mkdir()
-    shown += [(tmp_path / "src", "/src")]
-    for name in ("tests", "pyproject.toml"):
-        shown.append((ROOT / name, f"/src/{name}"))
-    words = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
-    tests = ["/src/tests/engine", "/src/tests/formats"]
-    done = run_in(root, [*words, *tests], tmp_path, shown, emulated=True, timeout_s=3500)
+    (tmp_path / "sources").mkdir()
+    shown = [(packages, "/site"), (tmp_path / "sources", "/src")]  # without ffserve/
+    shown += [(ROOT / name, f"/src/{name}") for name in ("tests", "pyproject.toml")]
+    words = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/src/pyproject.toml"]
+    words += ["-p", "emulated", "--timeout", "600", f"/src/{tests}"]
+    found = {"PYTHONPATH": "/site:/src/tests/support"}
+    done = run_in(root, words, tmp_path, shown, found, emulated=True, timeout_s=1100)
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
 
 
 @pytest.fixture(scope="module")

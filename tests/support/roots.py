@@ -6,9 +6,10 @@ processor is another one, under qemu.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,7 @@ def run_in(
     words: Sequence[str],
     directory: Path,
     shown: Sequence[tuple[Path, str]] = (),
+    variables: Mapping[str, str] | None = None,
     emulated: bool = False,
     timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
@@ -91,6 +93,8 @@ def run_in(
     for name in ("changed", "work", "merged"):
         (directory / name).mkdir(exist_ok=True)
     merged = directory / "merged"
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+    environment |= variables or {}
     steps = [f"mount -t overlay overlay -o lowerdir={root},upperdir=changed,workdir=work merged"]
     if emulated:
         if not Path(QEMU).exists():
@@ -104,8 +108,9 @@ def run_in(
         steps.append(f"{create} {merged}{target} && mount --bind {source} {merged}{target}")
     steps.append("mount -t proc proc merged/proc")
     steps.append("ip link set lo up 2>/dev/null || true")
-    environment = "env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8"
-    steps.append(f'exec {environment} chroot merged "$@"')
+    steps.append(
+        f'exec env -i {shlex.join(f"{k}={v}" for k, v in environment.items())} chroot merged "$@"'
+    )
     namespaces = ["--user", "--map-root-user", "--mount", "--pid", "--net", "--fork"]
     prepared = ["unshare", *namespaces, "--kill-child", "sh", "-ec", "\n".join(steps), "sh"]
     done = subprocess.run(
