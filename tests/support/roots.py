@@ -87,7 +87,7 @@ def run_in(
     """Run a program in a file system; what it changes goes to a directory and not to `root`.
 
     Args: directory: of the changes; a second call with it finds them. shown: directories and files
-        that it sees, and where.
+        that it sees, read-only, and where.
     Raises: NoRoot: this machine has no such namespaces, or no qemu.
     """
     for name in ("changed", "work", "merged"):
@@ -105,7 +105,8 @@ def run_in(
     steps.append("mount --rbind /dev merged/dev && mount -t tmpfs none merged/run")
     for source, target in shown:
         create = "mkdir -p" if source.is_dir() else "touch"
-        steps.append(f"{create} {merged}{target} && mount --bind {source} {merged}{target}")
+        steps.append(f"{create} {merged}{target}; mount --bind {source} {merged}{target}")
+        steps.append(f"mount -o remount,bind,ro {merged}{target}")
     steps.append("mount -t proc proc merged/proc")
     steps.append("ip link set lo up 2>/dev/null || true")
     steps.append(
@@ -122,6 +123,6 @@ def run_in(
         text=True,
         timeout=timeout_s,
     )
-    if "unshare failed" in done.stdout or "mount:" in done.stdout:
+    if done.stdout.startswith(("unshare:", "mount:")):
         raise NoRoot(f"this machine has no namespaces for it: {done.stdout}")
     return done
