@@ -148,8 +148,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engine_and_formats_under_emulation(tests: str, packages: Path, tmp_path: Path) -> None:
     """qemu has neither io_uring nor Linux AIO: the engine is threads."""
     root = empty("bookworm", ["python3", "python3-venv"], "arm64")
-    (tmp_path / "sources").mkdir()
-    shown = [(packages, "/site"), (tmp_path / "sources", "/src")]  # without ffserve/
+    shown = [(packages, "/site")]
     shown += [(ROOT / name, f"/src/{name}") for name in ("tests", "pyproject.toml")]
     words = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/src/pyproject.toml"]
     words += ["-p", "emulated", "--timeout", "600", f"/src/{tests}"]
