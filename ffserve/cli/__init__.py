@@ -62,6 +62,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("programs", "Run a program on its share of input files."),
     "stage": ("stage", "Copy remote files to a local directory."),
     "warm": ("stage", "Bring remote files into the local store."),
+    "mount": ("mount", "Show record files as a file system."),
+    "unmount": ("mount", "Remove what 'mount' has mounted."),
 }
 """Command → its module and its line in the list of commands."""
 

@@ -485,6 +485,19 @@ def _own_user_opens(path: str, device: int, inode: int) -> bool:
     return False
 
 
+def everybody_may_read(paths: list[str], fds: Int32s) -> Bools:
+    """Return which open files are those of their names, and all users may read them by those.
+
+    Raises: OSError: of the first file about which nothing can be learned.
+    """
+    _, types, error = flags_and_types(fds)
+    states, other = stat_fds(fds)
+    if error or other:
+        raise error or other or OSError
+    with _Directories() as directories:
+        return directories.everybody_may_read(CheckedFiles(paths, fds, states, types))
+
+
 class _Directories:
     """Which files everybody may read, by the permissions of file and directories.
 

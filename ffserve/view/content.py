@@ -1,0 +1,111 @@
+"""The bytes of samples, for a view: whole samples come in, parts of them go out.
+
+A sample can only be checked as a whole, so it is read as a whole, and kept while programs read it
+part by part. Samples that a program reads one behind the other (tar, cp, find) are read ahead
+together, if they are not in memory anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from ffserve.client.source import Batch, Bytes
+from ffserve.errors import FFServeError
+from ffserve.reader import Reader
+
+KEPT_SIZE = 32 << 20
+"""Bytes of samples that a process keeps, beside the one in use."""
+AHEAD_SIZE, AHEAD_COUNT = 2 << 20, 256
+"""Limits of what is read ahead."""
+NEAR = 64
+"""A sample so close behind the last one is the next one: several processes answer by turns."""
+
+
+class SampleReader:
+    """Parts of samples. Threads may use it.
+
+    Args: ends: for each file of the reader, the index behind its last sample; nothing is read ahead
+        beyond.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._ends = [shard.first + shard.count for shard in reader.shards]
+        self._locks = [threading.Lock() for _ in range(64)]
+        """A sample that several threads want is read once."""
+        self._keeping = threading.Lock()
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()
+        self._kept_size = 0
+        self._ahead = range(0)
+        """What was read last, after a miss."""
+
+    def sizes(self, samples: list[int]) -> list[int]:
+        """Return lengths in bytes; -1 where one is not known and cannot be found out."""
+        try:
+            sizes: list[int] = self._reader.sizes(samples).tolist()
+        except FFServeError:
+            if len(samples) == 1:
+                return [-1]
+            return [size for sample in samples for size in self.sizes([sample])]
+        return sizes
+
+    def size(self, sample: int) -> int:
+        """Return the length in bytes.
+
+        Raises: the error of a damaged sample, if its length is not known, or 0: such a file would
+            be read without another question.
+        """
+        size = int(self._reader.sizes([sample])[0])
+        if size == 0:
+            self._reader.read([sample])
+        return size
+
+    def part(self, sample: int, offset: int, size: int) -> memoryview:
+        """Return a part of a sample, less at its end. Raises: as `Reader.read`."""
+        found = self._kept.get(sample)
+        if found is None:
+            with self._locks[sample % len(self._locks)]:
+                found = self._kept.get(sample)
+                if found is None:
+                    found = self._whole(sample, offset + size)
+        return memoryview(found)[offset : offset + size]
+
+    def _whole(self, sample: int, end: int) -> Bytes:
+        cached = self._reader.current_source().cached_batch(np.array([sample], np.int64), None)
+        if isinstance(cached, Batch):
+            if cached.buffer.nbytes > end:  # there is more to come
+                self._keep(sample, cached.buffer)
+            return cached.buffer
+        samples = self._next(sample)
+        self._ahead = samples
+        found = self._reader.read(samples, errors="return")
+        for other, each in zip(samples, found, strict=True):
+            if not isinstance(each, FFServeError):
+                self._keep(other, each)
+        if isinstance(found[0], FFServeError):
+            raise found[0]
+        return found[0]
+
+    def _next(self, sample: int) -> range:
+        """Return the samples to read with this one."""
+        last = self._ahead
+        if not last or not last.start < sample < last.stop + NEAR:
+            return range(sample, sample + 1)
+        end = self._ends[int(np.searchsorted(self._ends, sample, side="right"))]
+        count = min(2 * len(last), AHEAD_COUNT, end - sample)
+        sizes = np.cumsum(self._reader.estimates(range(sample, sample + count)))
+        count = max(1, int(np.searchsorted(sizes, AHEAD_SIZE, side="right")))
+        return range(sample, sample + count)
+
+    def _keep(self, sample: int, content: Bytes) -> None:
+        with self._keeping:
+            if sample in self._kept:
+                return
+            self._kept[sample] = content
+            self._kept_size += content.nbytes
+            while self._kept_size > KEPT_SIZE and len(self._kept) > 1:
+                _, old = self._kept.popitem(last=False)
+                self._kept_size -= old.nbytes

@@ -1,0 +1,283 @@
+"""Answer the kernel's requests for a view: what each operation returns, and the threads that do it.
+
+Nothing here changes after the start: nodes are numbers (`tree.py`), files do not change, and the
+kernel is told to keep names, sizes and bytes for good. So any thread of any process may answer any
+request, and forgotten nodes (FORGET) need no counting.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ffserve.errors import AccessDenied, FFServeError
+from ffserve.view import kernel
+from ffserve.view.content import SampleReader
+from ffserve.view.kernel import Attributes, Operation
+from ffserve.view.tree import Tree
+
+log = logging.getLogger("ffserve")
+
+THREADS = 4
+"""Per process: reads of the disk wait side by side."""
+SAID_COUNT = 20
+"""Damaged samples that a process names in its log."""
+_SIGKILL_PENDING = 1 << 8
+_GONE = (errno.ENODEV, errno.EBADF)
+_AGAIN = (errno.ENOENT, errno.EAGAIN, errno.EINTR)
+
+
+@dataclass(slots=True)
+class ViewFile:
+    """A file of the view. public: everybody may read it, by the permissions on its path.
+
+    Args: fd: open for reading. backing: of `kernel.open_backing`, or 0.
+    """
+
+    path: str
+    fd: int
+    size: int
+    mtime_ns: int
+    public: bool
+    backing: int = 0
+
+
+class Running:
+    """The requests in progress, in memory that all processes share: number and thread of each."""
+
+    def __init__(self, threads: int) -> None:
+        self.slots = memoryview(mmap.mmap(-1, 16 * threads)).cast("Q")
+
+    def thread_of(self, unique: int) -> int:
+        """Return which thread of which program waits for a request; 0: it is not in progress."""
+        for at in range(0, len(self.slots), 2):
+            if self.slots[at] == unique:
+                return int(self.slots[at + 1])
+        return 0
+
+
+class Server:
+    """Answers requests.
+
+    Args:
+        device: descriptor of /dev/fuse. files: by number of `Tree`.
+        opens: whether OPEN is answered; if not, the kernel asks no more, which is faster.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        tree: Tree,
+        samples: SampleReader,
+        files: Sequence[ViewFile],
+        *,
+        opens: bool,
+        running: Running,
+    ) -> None:
+        self._device = device
+        self._tree = tree
+        self._samples = samples
+        self._files = files
+        self._opens = opens
+        self._running = running
+        self._uid, self._gid = os.geteuid(), os.getegid()
+        self._newest_ns = max((file.mtime_ns for file in files), default=0)
+        self._said = 0
+        self._answers = {
+            Operation.LOOKUP: self._look_up,
+            Operation.GETATTR: self._get_attributes,
+            Operation.OPEN: self._open,
+            Operation.READ: self._read,
+            Operation.STATFS: self._statfs,
+            Operation.READDIR: self._read_directory,
+            Operation.READDIRPLUS: self._read_directory_plus,
+            Operation.RELEASE: self._nothing,
+            Operation.DESTROY: self._nothing,
+        }
+
+    def run(self, first: int) -> None:
+        """Answer requests in threads until the view is unmounted.
+
+        Args: first: the first of this process's slots in `running`.
+        """
+        threads = [
+            threading.Thread(target=self._loop, args=(2 * (first + k),), daemon=True)
+            for k in range(THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _loop(self, at: int) -> None:
+        buffer = bytearray(kernel.REQUEST_SIZE)
+        request = memoryview(buffer)
+        device, slots, unpack = self._device, self._running.slots, kernel.HEADER.unpack_from
+        while True:
+            try:
+                size = os.readv(device, [buffer])
+            except OSError as error:
+                if error.errno in _AGAIN:
+                    continue
+                if error.errno not in _GONE:
+                    log.error("cannot read %s: %s", "/dev/fuse", error.strerror)
+                return
+            _, operation, unique, node, _, _, thread, _, _ = unpack(buffer)
+            if operation in kernel.UNANSWERED:
+                continue
+            if operation == Operation.INTERRUPT:
+                self._interrupt(int.from_bytes(request[40:48], "little"))
+                continue
+            slots[at + 1] = thread
+            slots[at] = unique
+            try:
+                payload, code = self._answer(operation, node, request[kernel.HEADER.size : size])
+            except BaseException:
+                self._reply(unique, b"", errno.EIO)
+                raise
+            self._reply(unique, payload, code)
+            slots[at] = 0
+
+    def _reply(self, unique: int, payload: bytes | bytearray | memoryview, code: int) -> None:
+        # ENOENT: the request was ended otherwise.
+        with suppress(OSError):
+            os.writev(self._device, [kernel.answer(unique, payload, code), payload])
+
+    def _answer(
+        self, operation: int, node: int, body: memoryview
+    ) -> tuple[bytes | bytearray | memoryview, int]:
+        """Return the answer, or an errno."""
+        function = self._answers.get(operation)  # type: ignore[call-overload]
+        if function is None:
+            return b"", errno.ENOSYS
+        try:
+            return function(node, body), 0
+        except FFServeError as error:
+            self._say(error)
+            return b"", errno.EACCES if isinstance(error, AccessDenied) else errno.EIO
+        except OSError as error:
+            return b"", error.errno or errno.EIO
+        except LookupError:
+            return b"", errno.ESTALE
+        except MemoryError:
+            return b"", errno.ENOMEM
+
+    def _say(self, error: FFServeError) -> None:
+        self._said += 1
+        if self._said <= SAID_COUNT:
+            log.warning("cannot read a sample: %s", error)
+        if self._said == SAID_COUNT:
+            log.warning("more samples that cannot be read are not named")
+
+    def _interrupt(self, unique: int) -> None:
+        """A program got a signal while it waits. If it was killed, it need not wait any longer;
+        otherwise it gets its answer, since programs do not expect EINTR of files."""
+        thread = self._running.thread_of(unique)
+        if thread and _is_killed(thread):
+            self._reply(unique, b"", errno.EINTR)
+
+    # ---- one function for each operation ---------------------------------------------------
+
+    def _nothing(self, node: int, body: memoryview) -> bytes:
+        return b""
+
+    def _look_up(self, node: int, body: memoryview) -> bytes:
+        found = self._tree.look_up(node, bytes(body[:-1]))
+        return kernel.entry(found, self._attributes(found)) if found else kernel.NO_ENTRY
+
+    def _get_attributes(self, node: int, body: memoryview) -> bytes:
+        return kernel.attributes(node, self._attributes(node))
+
+    def _attributes(self, number: int, size: int | None = None) -> Attributes:
+        """Return attributes; raise the error of a sample whose length is not known."""
+        node = self._tree.node(number)
+        file = self._files[node.shard] if node.shard >= 0 else None
+        mode = 0o444 if file is None or file.public else 0o400
+        if node.directory:
+            mode, size = stat.S_IFDIR | mode | mode >> 2, 0
+        else:
+            mode |= stat.S_IFREG
+            if node.sample < 0:
+                assert file is not None
+                size = file.size
+            elif size is None:
+                size = self._samples.size(node.sample)
+        mtime_ns = self._newest_ns if file is None else file.mtime_ns
+        return Attributes(size, mode, self._uid, self._gid, mtime_ns)
+
+    def _open(self, node: int, body: memoryview) -> bytes:
+        if not self._opens:
+            raise OSError(errno.ENOSYS, "")
+        found = self._tree.node(node)
+        return kernel.opened(self._files[found.shard].backing if found.sample < 0 else 0)
+
+    def _read(self, node: int, body: memoryview) -> bytes | memoryview:
+        _, offset, size = kernel.READ.unpack_from(body)
+        found = self._tree.node(node)
+        if found.sample >= 0:
+            return self._samples.part(found.sample, offset, size)
+        return os.pread(self._files[found.shard].fd, size, offset)
+
+    def _statfs(self, node: int, body: memoryview) -> bytes:
+        return kernel.statfs(sum(file.size for file in self._files), self._tree.count)
+
+    def _read_directory(self, node: int, body: memoryview) -> bytearray:
+        return self._directory(node, body, plus=False)
+
+    def _read_directory_plus(self, node: int, body: memoryview) -> bytearray:
+        return self._directory(node, body, plus=True)
+
+    def _directory(self, directory: int, body: memoryview, *, plus: bool) -> bytearray:
+        _, position, left = kernel.READ.unpack_from(body)
+        if not self._tree.node(directory).directory:
+            raise NotADirectoryError(errno.ENOTDIR, "")
+        nodes, entries = [], []
+        for number, (name, node) in enumerate(self._all_entries(directory, position), position + 1):
+            kind = stat.S_IFDIR if self._tree.node(node).directory else stat.S_IFREG
+            entry = kernel.directory_entry(name, node, kind, number)
+            left -= len(entry) + (kernel.ENTRY_SIZE if plus else 0)
+            if left < 0:
+                break
+            entries.append(entry)
+            # The kernel has "." and ".." without asking.
+            nodes.append(0 if number <= 2 else node)
+        if not plus:
+            return bytearray().join(entries)
+        heads = map(self._entry, nodes, self._sizes(nodes))
+        return bytearray().join(part for pair in zip(heads, entries, strict=True) for part in pair)
+
+    def _entry(self, node: int, size: int) -> bytes:
+        # Of other samples the kernel asks later, and can then be told what is wrong.
+        return kernel.entry(node, self._attributes(node, size)) if size > 0 else kernel.NO_NODE
+
+    def _sizes(self, nodes: list[int]) -> list[int]:
+        """Return the sizes of files; 1 of directories, 0 or less where it is not known."""
+        found = [self._tree.node(node) if node else None for node in nodes]
+        wanted = [each.sample for each in found if each is not None and each.sample >= 0]
+        sizes = iter(self._samples.sizes(wanted) if wanted else ())
+        return [
+            0 if each is None else 1 if each.sample < 0 else next(sizes) for each in found
+        ]
+
+    def _all_entries(self, directory: int, position: int) -> Iterator[tuple[bytes, int]]:
+        if position == 0:
+            yield b".", directory
+        if position <= 1:
+            yield b"..", self._tree.parent(directory)
+        yield from self._tree.entries(directory, max(position - 2, 0))
+
+
+def _is_killed(thread: int) -> bool:
+    """Whether a thread has a SIGKILL to come, as every fatal signal turns into one."""
+    with suppress(OSError), open(f"/proc/{thread}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"SigPnd:"):
+                return bool(int(line.split()[1], 16) & _SIGKILL_PENDING)
+    return False

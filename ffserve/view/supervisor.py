@@ -1,0 +1,249 @@
+"""The processes of a view: one opens and mounts, others answer, the first waits and unmounts.
+
+The answering processes are forked, so they share the table of names. They hold the same descriptor
+of /dev/fuse, so the kernel gives each request to whichever waits. They end with the mount, and are
+killed with the first process (PR_SET_PDEATHSIG, prctl(2)); programs that wait get errors then, and
+the mount is dead until the next one, `ffserve unmount` or umount(8) removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import signal
+import stat
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ffserve import formats, reader
+from ffserve.compat import folder_index
+from ffserve.compat.folder_index import Folder
+from ffserve.dataset import PathLike, ShardInfo, expand_paths
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.files import open_regular, raise_file_limit
+from ffserve.server.access import everybody_may_read
+from ffserve.store.urls import is_url, shown
+from ffserve.view import kernel, mounting
+from ffserve.view.content import SampleReader
+from ffserve.view.serving import THREADS, Running, Server, ViewFile
+from ffserve.view.tree import Shown, Tree, names_of, unusable
+
+log = logging.getLogger("ffserve")
+
+PROCESSES = 4
+"""At most; one per core."""
+_PR_SET_PDEATHSIG = 1
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_NOT_BACKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ELOOP)
+"""The kernel does not read a file itself: no permission, or a file system that does not do it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a view is made.
+
+    Args:
+        format, server: as of `ffserve.open`.
+        allow_other: for all users; a file that not everybody may read stays with this one.
+        suffix: of the names of samples that have numbers.
+    """
+
+    format: str | None = None
+    server: str = "auto"
+    allow_other: bool = False
+    suffix: str = ""
+
+
+class View:
+    """Record files as a file system, not mounted yet.
+
+    Args:
+        paths: as of `ffserve.open`, without URLs; a file that is named twice is shown once.
+        options: how.
+    Raises: as `ffserve.open`; UsageError: a URL, or a suffix that cannot be part of a name.
+    Cost: opens all files; reads the names of packed folders, one to two seconds a million.
+    """
+
+    def __init__(self, paths: Sequence[PathLike], options: Options) -> None:
+        if "/" in options.suffix or "\0" in options.suffix or len(options.suffix) > 100:
+            raise UsageError(f"invalid suffix {options.suffix!r}", hint="such as .jpg")
+        suffixes = reader.check_options(options.format, options.server, "raise")
+        found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
+        if url := next(filter(is_url, found), None):
+            raise UsageError(
+                "remote files cannot be mounted",
+                path=shown(url),
+                hint="copy them to a local disk first with `ffserve stage`",
+            )
+        raise_file_limit()
+        self._options = options
+        self._reader = reader.open(found, format=options.format, server=options.server)
+        self.files: list[ViewFile] = []
+        try:
+            shards = self._reader.shards
+            for shard in shards:
+                self.files.append(_open(shard))
+            fds = np.array([file.fd for file in self.files], np.int32)
+            for file, public in zip(self.files, everybody_may_read(list(found), fds), strict=True):
+                file.public = bool(public)
+            names = names_of(found)
+            self.tree = Tree([
+                self._shown(name, shard) for name, shard in zip(names, shards, strict=True)
+            ])  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    @property
+    def source(self) -> str:
+        """Where samples come from, as `Reader.source`."""
+        return self._reader.source
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+        for file in self.files:
+            os.close(file.fd)
+        self.files.clear()
+
+    def _shown(self, name: str, shard: ShardInfo) -> Shown:
+        folder = None
+        try:
+            folder = self._folder(shard)
+        except FFServeError as error:
+            log.warning("the samples go by number, since their names cannot be read: %s", error)
+        if folder is not None and (reason := unusable(folder)) is not None:
+            log.warning("%s: the samples go by number: %s", shard.path, reason)
+            folder = None
+        return Shown(name, shard.first, shard.count, folder, self._options.suffix)
+
+    def _folder(self, shard: ShardInfo) -> Folder | None:
+        """Return the names of a packed folder; None: the file is none. Raises: as `Reader.read`."""
+        if shard.format != "ffrecord" or not shard.count:
+            return None
+        last = shard.first + shard.count - 1
+        [sample] = self._reader.read([last])
+        if not folder_index.is_index(sample[:16].tobytes()):
+            return None
+        count = shard.count - 1
+        return folder_index.decode(sample.data, count, path=shard.path, index=last)
+
+    # ---- mounted ---------------------------------------------------------------------------
+
+    def serve(self, path: str, ready: Callable[[], object]) -> int:
+        """Mount the view, serve it until it is unmounted or a signal ends it, and unmount it.
+
+        SIGTERM, SIGINT and SIGHUP unmount it, also if files are open: programs that have them open
+        get errors.
+
+        Args:
+            path: of the mount point.
+            ready: called when the view is mounted, before other processes are forked.
+        Returns: 0, or 1 if a process that answers has died.
+        Raises: UsageError, MissingFile, AccessDenied, ReadError: it cannot be mounted.
+        """
+        path = mounting.resolved(path)
+        if mounting.check_mountpoint(path):
+            log.warning("%s: removed the mount of a view whose process was killed", path)
+        watched = {*_ENDING, signal.SIGCHLD}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        processes: list[int] = []
+        try:
+            device = mounting.mount(path, allow_other=self._options.allow_other)
+            mounted = mounting.find(path)
+            try:
+                self._greet(path, device)
+                count = min(os.cpu_count() or 1, PROCESSES)
+                running = Running(count * THREADS)
+                ready()  # requests wait until the processes are there
+                processes += [self._fork(device, running, k * THREADS) for k in range(count)]
+                return self._wait(path, processes, watched)
+            finally:
+                if mounted is not None and mounting.find(path) == mounted:
+                    _unmount(path)
+                for pid in processes:
+                    os.kill(pid, signal.SIGKILL)
+                for pid in processes:
+                    os.waitpid(pid, 0)
+                os.close(device)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _greet(self, path: str, device: int) -> None:
+        self._passthrough = False
+        if kernel.greet(device):
+            for file in self.files:
+                try:
+                    file.backing = kernel.open_backing(device, file.fd)
+                except OSError as error:
+                    if error.errno not in _NOT_BACKED:
+                        raise ReadError(str(error.strerror), path=file.path) from error
+                self._passthrough |= file.backing > 0
+        mounting.read_ahead(path, kernel.READ_AHEAD_SIZE)
+
+    def _fork(self, device: int, running: Running, first: int) -> int:
+        """Start a process that answers; return its number."""
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Of a fork beside threads, which are the engine's: a Reader survives it.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            for number in _ENDING:  # the first process ends this one
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ENDING, signal.SIGCHLD})
+            Server(
+                device, self.tree, SampleReader(self._reader), self.files,
+                opens=self._passthrough, running=running,
+            ).run(first)  # fmt: skip
+            code = 0
+        except BaseException:
+            log.exception("a process of the view fails")
+        finally:
+            os._exit(code)
+
+    def _wait(self, path: str, processes: list[int], watched: set[signal.Signals]) -> int:
+        """Return when the view is to end, with the exit code."""
+        while True:
+            if signal.sigwait(watched) != signal.SIGCHLD:
+                return 0
+            for pid in list(processes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    processes.remove(pid)
+                    if status:
+                        log.error("%s: a process of the view has died; unmounting", path)
+                        return 1
+            if not processes:
+                return 0  # unmounted
+
+
+def _unmount(path: str) -> None:
+    try:
+        mounting.unmount(path)
+    except UsageError:
+        log.warning("%s: files are still open; programs that use them get errors", path)
+        mounting.unmount(path, lazy=True)
+
+
+def _open(shard: ShardInfo) -> ViewFile:
+    fd = open_regular(shard.path)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != shard.size:
+        os.close(fd)
+        raise ReadError("the file has changed while it was opened", path=shard.path)
+    return ViewFile(shard.path, fd, found.st_size, found.st_mtime_ns, public=False)
