@@ -23,6 +23,8 @@
 #              450 MB); make deb: Debian packages of them (2 min)
 # make release both, and their tests: installed in empty systems, on aarch64 under qemu
 #              (20 min; needs root)
+# make view    record files as a file system: a million samples, storage that hangs, other users
+#              (1 min; needs root and /dev/fuse, brings fuse3)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
 #              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
@@ -41,7 +43,7 @@ parallel := -n $(workers) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release
+.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view
 .DEFAULT_GOAL := demo
 
 setup:
@@ -92,6 +94,10 @@ page:
 stores:
 	@bash .ci/setup --stores
 	@$(pytest) -q -rs -m stores tests/store --timeout 300
+
+view:
+	@bash .ci/setup --view
+	@$(pytest) -q -rs -m view tests/view --timeout 300
 
 systemd:
 	@bash .ci/setup --systemd

@@ -30,9 +30,12 @@ _UNITS = Path("usr/local/lib/systemd/system")
 _SYSUSERS = Path("usr/local/lib/sysusers.d/ffserve.conf")
 _SETTINGS = Path("etc/ffserve")
 _ADMINISTRATORS = Path("etc/systemd/system")
-_NAMES = ("ffserve.service", "ffserve.socket", "ffserve@.service", "ffserve@.socket")
+_MOUNT = "ffserve-mount@.service"
+_NAMES = ("ffserve.service", "ffserve.socket", "ffserve@.service", "ffserve@.socket", _MOUNT)
 _ALL = ("ffserve[.]socket", "ffserve@*.socket", "ffserve[.]service", "ffserve@*.service")
 """Patterns, so that units that are not loaded are no error."""
+_MOUNTS = "ffserve-mount@*.service"
+"""An upgrade leaves them alone: programs have files of theirs open."""
 _HIDDEN = ("/home", "/root", "/run/user")
 """Directories that ProtectHome= hides from the service."""
 
@@ -52,7 +55,7 @@ def install_service(root: Path) -> int:
 
     It writes the units, creates the group of the clients, and starts the socket, at which the first
     job starts the daemon. Settings that exist are kept. If the service is installed already, it is
-    replaced, and running daemons are restarted.
+    replaced, and running daemons are restarted; views (ffserve-mount@NAME) go on as they are.
 
     \b
       ffserve install-service                            as root
@@ -95,7 +98,7 @@ def install_service(root: Path) -> int:
 def uninstall_service(root: Path, purge: bool) -> int:
     """Stop and remove the service.
 
-    It stops all daemons and removes units, group, and index files. Settings that are not as they
+    It stops all daemons and views and removes units, group, and index files. Settings that are not as they
     were installed, and changes to units, are kept and named, unless --purge is given. Jobs that run
     continue by reading the files themselves.
 
@@ -107,12 +110,14 @@ def uninstall_service(root: Path, purge: bool) -> int:
     live = root == Path("/")
     if live:
         _check_systemd("remove")
-        _run("systemctl", "stop", *_ALL)
+        _run("systemctl", "stop", *_ALL, _MOUNTS)
         enabled = sorted({link.name for link in (root / _ADMINISTRATORS).glob("*.wants/ffserve*")})
-        if names := [name for name in enabled if name.startswith(("ffserve.", "ffserve@"))]:
+        if names := [
+            name for name in enabled if name.startswith(("ffserve.", "ffserve@", "ffserve-mount@"))
+        ]:
             _run("systemctl", "disable", "--quiet", *names)
         with contextlib.suppress(FFServeError):  # none has failed
-            _run("systemctl", "reset-failed", *_ALL)
+            _run("systemctl", "reset-failed", *_ALL, _MOUNTS)
     for path in (*(root / _UNITS / name for name in _NAMES), root / _SYSUSERS):
         wrap_os_error(lambda p: Path(p).unlink(missing_ok=True), str(path))
     for path in _caches(root):
@@ -179,6 +184,7 @@ def units(program: str) -> Iterator[tuple[str, str]]:
         yield f"ffserve@.{kind}", text
         plain = text.replace("@%i", "").replace("-%i", "").replace("%i", "ffserve")
         yield f"ffserve.{kind}", plain
+    yield _MOUNT, (_SOURCES / _MOUNT).read_text().replace(_PROGRAM, program)
 
 
 def _caches(root: Path) -> Iterator[Path]:
@@ -192,8 +198,10 @@ def _of_administrator(root: Path) -> list[Path]:
     """Return settings, and changes to units."""
     return [
         *sorted((root / _SETTINGS).glob("*.toml")),
+        *sorted((root / _SETTINGS).glob("*.conf")),
         *sorted((root / _ADMINISTRATORS).glob("ffserve.*.d")),
         *sorted((root / _ADMINISTRATORS).glob("ffserve@*.d")),
+        *sorted((root / _ADMINISTRATORS).glob("ffserve-mount@*.d")),
         *(path for name in _NAMES if (path := root / _ADMINISTRATORS / name).exists()),
     ]
 

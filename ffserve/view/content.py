@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,23 +28,28 @@ NEAR = 64
 class SampleReader:
     """Parts of samples. Threads may use it.
 
-    Args: ends: for each file of the reader, the index behind its last sample; nothing is read ahead
-        beyond.
+    Args: wait: called before the thread may wait for a disk or for another thread.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, wait: Callable[[], object]) -> None:
         self._reader = reader
-        self._ends = [shard.first + shard.count for shard in reader.shards]
+        self._wait = wait
+        self._chunked = any(shard.format == "recordio" for shard in reader.shards)
+        """Whether lengths may have to be read first."""
         self._locks = [threading.Lock() for _ in range(64)]
         """A sample that several threads want is read once."""
         self._keeping = threading.Lock()
         self._kept: OrderedDict[int, Bytes] = OrderedDict()
         self._kept_size = 0
         self._ahead = range(0)
-        """What was read last, after a miss."""
+        """The samples that were read last because they were not in memory."""
+        self._ends = [shard.first + shard.count for shard in reader.shards]
+        """For each file the index behind its last sample; nothing is read ahead beyond."""
 
     def sizes(self, samples: list[int]) -> list[int]:
         """Return lengths in bytes; -1 where one is not known and cannot be found out."""
+        if self._chunked:
+            self._wait()
         try:
             sizes: list[int] = self._reader.sizes(samples).tolist()
         except FFServeError:
@@ -58,8 +64,11 @@ class SampleReader:
         Raises: the error of a damaged sample, if its length is not known, or 0: such a file would
             be read without another question.
         """
+        if self._chunked:
+            self._wait()
         size = int(self._reader.sizes([sample])[0])
         if size == 0:
+            self._wait()
             self._reader.read([sample])
         return size
 
@@ -67,10 +76,16 @@ class SampleReader:
         """Return a part of a sample, less at its end. Raises: as `Reader.read`."""
         found = self._kept.get(sample)
         if found is None:
-            with self._locks[sample % len(self._locks)]:
+            lock = self._locks[sample % len(self._locks)]
+            if not lock.acquire(blocking=False):
+                self._wait()
+                lock.acquire()
+            try:
                 found = self._kept.get(sample)
                 if found is None:
                     found = self._whole(sample, offset + size)
+            finally:
+                lock.release()
         return memoryview(found)[offset : offset + size]
 
     def _whole(self, sample: int, end: int) -> Bytes:
@@ -79,6 +94,7 @@ class SampleReader:
             if cached.buffer.nbytes > end:  # there is more to come
                 self._keep(sample, cached.buffer)
             return cached.buffer
+        self._wait()
         samples = self._next(sample)
         self._ahead = samples
         found = self._reader.read(samples, errors="return")

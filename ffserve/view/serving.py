@@ -3,6 +3,10 @@
 Nothing here changes after the start: nodes are numbers (`tree.py`), files do not change, and the
 kernel is told to keep names, sizes and bytes for good. So any thread of any process may answer any
 request, and forgotten nodes (FORGET) need no counting.
+
+Of a process's threads one has the turn: it takes requests and answers them at once. Before it waits
+for a disk it passes the turn on. So as long as all is in memory one thread does all the work, with
+its code and data in the processor's cache and no other one that wants the interpreter.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ffserve.errors import AccessDenied, FFServeError
+from ffserve.reader import Reader
 from ffserve.view import kernel
 from ffserve.view.content import SampleReader
 from ffserve.view.kernel import Attributes, Operation
@@ -67,7 +72,7 @@ class Server:
     """Answers requests.
 
     Args:
-        device: descriptor of /dev/fuse. files: by number of `Tree`.
+        device: descriptor of /dev/fuse. files: by number of `Tree`. reader: of their samples.
         opens: whether OPEN is answered; if not, the kernel asks no more, which is faster.
     """
 
@@ -75,7 +80,7 @@ class Server:
         self,
         device: int,
         tree: Tree,
-        samples: SampleReader,
+        reader: Reader,
         files: Sequence[ViewFile],
         *,
         opens: bool,
@@ -83,13 +88,16 @@ class Server:
     ) -> None:
         self._device = device
         self._tree = tree
-        self._samples = samples
+        self._samples = SampleReader(reader, self._pass_on)
         self._files = files
         self._opens = opens
         self._running = running
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._newest_ns = max((file.mtime_ns for file in files), default=0)
         self._said = 0
+        self._turn = threading.Lock()
+        self._leader = 0
+        """The thread that has the turn; 0: none."""
         self._answers = {
             Operation.LOOKUP: self._look_up,
             Operation.GETATTR: self._get_attributes,
@@ -120,14 +128,19 @@ class Server:
         buffer = bytearray(kernel.REQUEST_SIZE)
         request = memoryview(buffer)
         device, slots, unpack = self._device, self._running.slots, kernel.HEADER.unpack_from
+        me = threading.get_ident()
         while True:
+            if self._leader != me:
+                self._turn.acquire()
+                self._leader = me
             try:
                 size = os.readv(device, [buffer])
             except OSError as error:
                 if error.errno in _AGAIN:
                     continue
                 if error.errno not in _GONE:
-                    log.error("cannot read %s: %s", "/dev/fuse", error.strerror)
+                    log.error("cannot read /dev/fuse: %s", error.strerror)
+                self._pass_on()
                 return
             _, operation, unique, node, _, _, thread, _, _ = unpack(buffer)
             if operation in kernel.UNANSWERED:
@@ -137,13 +150,15 @@ class Server:
                 continue
             slots[at + 1] = thread
             slots[at] = unique
-            try:
-                payload, code = self._answer(operation, node, request[kernel.HEADER.size : size])
-            except BaseException:
-                self._reply(unique, b"", errno.EIO)
-                raise
+            payload, code = self._answer(operation, node, request[kernel.HEADER.size : size])
             self._reply(unique, payload, code)
             slots[at] = 0
+
+    def _pass_on(self) -> None:
+        """Let another thread take requests, since this one is going to wait."""
+        if self._leader == threading.get_ident():
+            self._leader = 0
+            self._turn.release()
 
     def _reply(self, unique: int, payload: bytes | bytearray | memoryview, code: int) -> None:
         # ENOENT: the request was ended otherwise.
@@ -164,17 +179,16 @@ class Server:
             return b"", errno.EACCES if isinstance(error, AccessDenied) else errno.EIO
         except OSError as error:
             return b"", error.errno or errno.EIO
-        except LookupError:
-            return b"", errno.ESTALE
         except MemoryError:
             return b"", errno.ENOMEM
+        except Exception:
+            log.exception("cannot answer a request (operation %d, node %d)", operation, node)
+            return b"", errno.EIO
 
     def _say(self, error: FFServeError) -> None:
         self._said += 1
         if self._said <= SAID_COUNT:
-            log.warning("cannot read a sample: %s", error)
-        if self._said == SAID_COUNT:
-            log.warning("more samples that cannot be read are not named")
+            log.warning("the view cannot read a sample: %s", error)
 
     def _interrupt(self, unique: int) -> None:
         """A program got a signal while it waits. If it was killed, it need not wait any longer;
@@ -223,6 +237,7 @@ class Server:
         found = self._tree.node(node)
         if found.sample >= 0:
             return self._samples.part(found.sample, offset, size)
+        self._pass_on()
         return os.pread(self._files[found.shard].fd, size, offset)
 
     def _statfs(self, node: int, body: memoryview) -> bytes:
@@ -262,9 +277,7 @@ class Server:
         found = [self._tree.node(node) if node else None for node in nodes]
         wanted = [each.sample for each in found if each is not None and each.sample >= 0]
         sizes = iter(self._samples.sizes(wanted) if wanted else ())
-        return [
-            0 if each is None else 1 if each.sample < 0 else next(sizes) for each in found
-        ]
+        return [0 if each is None else 1 if each.sample < 0 else next(sizes) for each in found]
 
     def _all_entries(self, directory: int, position: int) -> Iterator[tuple[bytes, int]]:
         if position == 0:

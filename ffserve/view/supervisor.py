@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ffserve import formats, reader
+from ffserve import reader
 from ffserve.compat import folder_index
 from ffserve.compat.folder_index import Folder
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
@@ -29,7 +29,6 @@ from ffserve.files import open_regular, raise_file_limit
 from ffserve.server.access import everybody_may_read
 from ffserve.store.urls import is_url, shown
 from ffserve.view import kernel, mounting
-from ffserve.view.content import SampleReader
 from ffserve.view.serving import THREADS, Running, Server, ViewFile
 from ffserve.view.tree import Shown, Tree, names_of, unusable
 
@@ -73,13 +72,13 @@ class View:
         if "/" in options.suffix or "\0" in options.suffix or len(options.suffix) > 100:
             raise UsageError(f"invalid suffix {options.suffix!r}", hint="such as .jpg")
         suffixes = reader.check_options(options.format, options.server, "raise")
-        found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
-        if url := next(filter(is_url, found), None):
+        if url := next(filter(is_url, map(os.fspath, paths)), None):
             raise UsageError(
                 "remote files cannot be mounted",
                 path=shown(url),
                 hint="copy them to a local disk first with `ffserve stage`",
             )
+        found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
         raise_file_limit()
         self._options = options
         self._reader = reader.open(found, format=options.format, server=options.server)
@@ -207,7 +206,7 @@ class View:
                 signal.signal(number, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ENDING, signal.SIGCHLD})
             Server(
-                device, self.tree, SampleReader(self._reader), self.files,
+                device, self.tree, self._reader, self.files,
                 opens=self._passthrough, running=running,
             ).run(first)  # fmt: skip
             code = 0

@@ -25,6 +25,7 @@ def test_the_service_is_written_and_removed(tmp_path: Path) -> None:
         f"{units}/ffserve.socket",
         f"{units}/ffserve@.service",
         f"{units}/ffserve@.socket",
+        f"{units}/ffserve-mount@.service",
         "usr/local/lib/sysusers.d/ffserve.conf",
         "etc/ffserve/ffserve.toml",
     }
@@ -41,6 +42,7 @@ def test_settings_outlive_upgrade_and_removal(tmp_path: Path) -> None:
     settings = tmp_path / "etc/ffserve/ffserve.toml"
     settings.write_text('roots = ["/data"]\n')
     (tmp_path / "etc/ffserve/fast.toml").write_text('arena = "1G"\n')
+    (tmp_path / "etc/ffserve/photos.conf").write_text("MOUNTPOINT=/mnt/photos\n")
     change = tmp_path / "etc/systemd/system/ffserve.service.d/override.conf"
     change.parent.mkdir(parents=True)
     change.write_text("[Service]\nMemoryMax=1G\n")
@@ -50,7 +52,7 @@ def test_settings_outlive_upgrade_and_removal(tmp_path: Path) -> None:
     assert "(kept as they are)" in text_of("install-service", "--root", tmp_path)
     assert settings.read_text() == 'roots = ["/data"]\n'
     told = text_of("uninstall-service", "--root", tmp_path)
-    kept = {"etc/ffserve/ffserve.toml", "etc/ffserve/fast.toml"}
+    kept = {f"etc/ffserve/{name}" for name in ("ffserve.toml", "fast.toml", "photos.conf")}
     assert files_below(tmp_path) == {*kept, str(change.relative_to(tmp_path))}
     assert all(f"kept {tmp_path / name}, which was changed" in told for name in kept)
     assert f"kept {change.parent}" in told

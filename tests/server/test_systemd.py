@@ -38,7 +38,11 @@ def test_systemd_reports_no_problem(units: Path) -> None:
     # Unknown keys are reported on standard error only.
     shutil.copy(units / "ffserve@.service", units / "ffserve@fast.service")
     shutil.copy(units / "ffserve@.socket", units / "ffserve@fast.socket")
-    names = ("ffserve.socket", "ffserve.service", "ffserve@fast.socket", "ffserve@fast.service")
+    shutil.copy(units / "ffserve-mount@.service", units / "ffserve-mount@photos.service")
+    names = (
+        "ffserve.socket", "ffserve.service", "ffserve@fast.socket", "ffserve@fast.service",
+        "ffserve-mount@photos.service",
+    )  # fmt: skip
     done = subprocess.run(
         [
             "systemd-analyze", "verify", "--recursive-errors=no", "--man=no",

@@ -51,12 +51,14 @@ LAYERS = {
     "testing": "engine formats dataset",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
+    # files for programs
+    "view": "formats dataset files server client compat reader store",
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "order engine formats output client ffserve",
     "doctor": "machine socket_path config engine formats dataset files memfd server client",
     "cli": "order socket_path config formats dataset files shardfile cache server client reader "
-    "compat convert inputs bench doctor store ffserve",
+    "compat convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import
