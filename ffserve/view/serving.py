@@ -17,9 +17,10 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.reader import Reader
@@ -34,6 +35,9 @@ THREADS = 4
 """Per process: reads of the disk wait side by side."""
 SAID_COUNT = 20
 """Damaged samples that a process names in its log."""
+Payload: TypeAlias = "bytes | bytearray | memoryview"
+Function: TypeAlias = Callable[[int, memoryview], Payload]
+"""Answers an operation about a node, from what follows the header."""
 _SIGKILL_PENDING = 1 << 8
 _GONE = (errno.ENODEV, errno.EBADF)
 _AGAIN = (errno.ENOENT, errno.EAGAIN, errno.EINTR)
@@ -98,7 +102,7 @@ class Server:
         self._turn = threading.Lock()
         self._leader = 0
         """The thread that has the turn; 0: none."""
-        self._answers = {
+        self._answers: dict[int, Function] = {
             Operation.LOOKUP: self._look_up,
             Operation.GETATTR: self._get_attributes,
             Operation.OPEN: self._open,
@@ -160,16 +164,14 @@ class Server:
             self._leader = 0
             self._turn.release()
 
-    def _reply(self, unique: int, payload: bytes | bytearray | memoryview, code: int) -> None:
+    def _reply(self, unique: int, payload: Payload, code: int) -> None:
         # ENOENT: the request was ended otherwise.
         with suppress(OSError):
             os.writev(self._device, [kernel.answer(unique, payload, code), payload])
 
-    def _answer(
-        self, operation: int, node: int, body: memoryview
-    ) -> tuple[bytes | bytearray | memoryview, int]:
+    def _answer(self, operation: int, node: int, body: memoryview) -> tuple[Payload, int]:
         """Return the answer, or an errno."""
-        function = self._answers.get(operation)  # type: ignore[call-overload]
+        function = self._answers.get(operation)
         if function is None:
             return b"", errno.ENOSYS
         try:

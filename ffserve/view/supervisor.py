@@ -82,6 +82,8 @@ class View:
         raise_file_limit()
         self._options = options
         self._reader = reader.open(found, format=options.format, server=options.server)
+        self._passthrough = False
+        """Whether the kernel reads files of shards/ by itself."""
         self.files: list[ViewFile] = []
         try:
             shards = self._reader.shards
@@ -91,9 +93,7 @@ class View:
             for file, public in zip(self.files, everybody_may_read(list(found), fds), strict=True):
                 file.public = bool(public)
             names = names_of(found)
-            self.tree = Tree([
-                self._shown(name, shard) for name, shard in zip(names, shards, strict=True)
-            ])  # fmt: skip
+            self.tree = Tree(list(map(self._shown, names, shards)))
         except BaseException:
             self.close()
             raise
@@ -153,6 +153,7 @@ class View:
         if mounting.check_mountpoint(path):
             log.warning("%s: removed the mount of a view whose process was killed", path)
         watched = {*_ENDING, signal.SIGCHLD}
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         processes: list[int] = []
         try:
@@ -177,7 +178,6 @@ class View:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _greet(self, path: str, device: int) -> None:
-        self._passthrough = False
         if kernel.greet(device):
             for file in self.files:
                 try:

@@ -64,8 +64,9 @@ def mounted(
     needs_fuse()
     with tempfile.TemporaryDirectory(prefix="ffs-") as directory:
         os.chmod(directory, 0o755)
-        path = Path(place or f"{directory}/view")
-        path.mkdir(exist_ok=True)
+        path = place or Path(directory) / "view"
+        if place is None:
+            path.mkdir()
         log = Path(directory) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -74,7 +75,9 @@ def mounted(
             )  # fmt: skip
         view = Mounted(path, process, log)
         try:
-            until(lambda: b"sample" in log.read_bytes() or process.poll() is not None, "mounted")
+            until(
+                lambda: b", by " in log.read_bytes() or process.poll() is not None, "it is mounted"
+            )
             assert process.poll() is None, log.read_text()
             yield view
             assert process.poll() is not None or view.end() == 0, log.read_text()

@@ -166,8 +166,10 @@ def test_programs_for_files(view: Mounted, files: Path, tmp_path: Path) -> None:
     many = view.samples / "many.tfrecord"
     found = subprocess.run(["find", many, "-type", "f"], check=True, capture_output=True)
     assert len(found.stdout.splitlines()) == COUNT
-    found = subprocess.run(["find", many, "-size", "-5c"], check=True, capture_output=True)
-    assert len(found.stdout.splitlines()) == 10_000 + 2
+    found = subprocess.run(
+        ["find", many, "-type", "f", "-size", "-5c"], check=True, capture_output=True
+    )
+    assert len(found.stdout.splitlines()) == 10_000
 
 
 def test_many_programs_read_at_once(view: Mounted) -> None:
@@ -190,10 +192,9 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
     write(tmp_path / "a.ffr", SAMPLES)
     with mounted(tmp_path / "a.ffr", options=("--server", daemon.socket)) as view:
         assert "by daemon" in view.log()
-        before = daemon.cache()["hits"] + daemon.cache()["misses"]
         found = [(view.samples / "a.ffr" / "0" / f"{k:02}").read_bytes() for k in range(14)]
         assert found == SAMPLES
-        until(lambda: daemon.cache()["hits"] + daemon.cache()["misses"] > before, "it was asked")
+        assert daemon.cache()["blocks_read"] > 0
 
 
 def readable(path: Path) -> bool:
@@ -280,7 +281,7 @@ def test_what_cannot_be_mounted(tmp_path: Path, files: Path) -> None:
     assert "missing.ffr" in error(empty, tmp_path / "missing.ffr")
     assert "ffserve stage" in error(empty, "http://127.0.0.1:9/a.ffr", "--format", "ffrecord")
     assert "suffix" in error(empty, tmp_path / "a.ffr", "--suffix", "a/b")
-    (tmp_path / "b.ffr").write_bytes((tmp_path / "a.ffr").read_bytes()[:-1])
+    (tmp_path / "b.ffr").write_bytes((tmp_path / "a.ffr").read_bytes()[:30])
     assert "b.ffr" in error(empty, tmp_path / "b.ffr", code=1)
     assert mounting.find(str(empty)) is None
     assert "Usage" in text_of("mount", "--help")
