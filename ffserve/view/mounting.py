@@ -74,7 +74,7 @@ def check_mountpoint(path: str) -> bool:
     found = find(path)
     cleaned = False
     try:
-        os.stat(path)
+        os.statvfs(path)  # stat(2) may be answered from what the kernel remembers
     except OSError as error:
         if error.errno not in _DEAD or found is None:
             hint = "create it first: mkdir" if isinstance(error, FileNotFoundError) else None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon import DEADLINE_S, sample, until, write
+from daemon import DEADLINE_S, Daemon, sample, until, write
 from fuse import READ, fuse
 from view import Mounted, mounted
 
@@ -131,6 +131,24 @@ def test_killed_programs_disturb_nobody(tmp_path: Path) -> None:
             stop.set()
             killer.join()
         assert view.process.poll() is None
+
+
+def test_a_daemon_that_is_away_for_a_while(tmp_path: Path) -> None:
+    samples = [sample(k) for k in range(14)]
+    path = write(tmp_path / "a.ffr", samples)
+    daemon = Daemon().start()
+    try:
+        with mounted(path, options=("--server", daemon.socket)) as view:
+            folder = view.samples / "a.ffr" / "0"
+            assert (folder / "05").read_bytes() == samples[5]
+            daemon.end(signal.SIGKILL)
+            with pytest.raises(OSError, match="Input/output"):
+                (folder / "06").read_bytes()
+            daemon.start()
+            assert (folder / "06").read_bytes() == samples[6]
+            assert daemon.end() == 0
+    finally:
+        daemon.close()
 
 
 @pytest.fixture
