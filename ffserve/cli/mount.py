@@ -12,7 +12,7 @@ import click
 from ffserve.cli import EXIT_BAD_DATA, report
 from ffserve.cli.options import format_option
 from ffserve.cli.terminal import counted
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError
 
 
 @click.command()
@@ -64,7 +64,9 @@ def mount(
     }
     if foreground:
         return _serve(mountpoint, paths, options)
-    return _in_background(lambda started: _serve(mountpoint, paths, options, started))
+    return _in_background(
+        lambda started: _serve(mountpoint, paths, options, started, _leave_terminal)
+    )
 
 
 def _serve(
@@ -72,10 +74,14 @@ def _serve(
     paths: tuple[str, ...],
     options: dict[str, Any],
     started: Callable[[], object] = lambda: None,
+    forked: Callable[[], object] = lambda: None,
 ) -> int:
     """Mount, serve and unmount; return the exit code.
 
-    Args: options: of `ffserve.view.supervisor.Options`. started: called when it is mounted.
+    Args:
+        options: of `ffserve.view.supervisor.Options`.
+        started: called when it is mounted.
+        forked: called in each process that answers.
     """
     from ffserve.server.fd_store import notify
     from ffserve.view.supervisor import Options, View
@@ -89,9 +95,17 @@ def _serve(
         started()
 
     try:
-        return view.serve(mountpoint, ready)
+        return view.serve(mountpoint, ready, forked)
     finally:
         view.close()
+
+
+def _leave_terminal() -> None:
+    """Keep no terminal, pipe or file system busy."""
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
 
 
 def _in_background(serve: Callable[[Callable[[], object]], int]) -> int:
@@ -111,10 +125,7 @@ def _in_background(serve: Callable[[Callable[[], object]], int]) -> int:
 
     def started() -> None:
         sys.stdout.flush()
-        os.chdir("/")  # to keep no file system from being unmounted
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
+        _leave_terminal()
         os.write(sender, b".")
 
     code = EXIT_BAD_DATA
@@ -141,8 +152,5 @@ def unmount(mountpoint: str, lazy: bool) -> int:
     """
     from ffserve.view import mounting
 
-    path = mounting.resolved(mountpoint)
-    if not mounting.is_view(path):
-        raise UsageError("no view is mounted here", path=path, hint="`mount -t fuse.ffserve` lists")
-    mounting.unmount(path, lazy=lazy)
+    mounting.unmount_view(mounting.resolved(mountpoint), lazy=lazy)
     return 0

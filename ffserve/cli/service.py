@@ -98,9 +98,9 @@ def install_service(root: Path) -> int:
 def uninstall_service(root: Path, purge: bool) -> int:
     """Stop and remove the service.
 
-    It stops all daemons and views and removes units, group, and index files. Settings that are not as they
-    were installed, and changes to units, are kept and named, unless --purge is given. Jobs that run
-    continue by reading the files themselves.
+    It stops all daemons and views and removes units, group, and index files. Settings that are not
+    as they were installed, and changes to units, are kept and named, unless --purge is given. Jobs
+    that run continue by reading the files themselves.
 
     \b
       ffserve uninstall-service              as root

@@ -34,8 +34,6 @@ class SampleReader:
     def __init__(self, reader: Reader, wait: Callable[[], object]) -> None:
         self._reader = reader
         self._wait = wait
-        self._chunked = any(shard.format == "recordio" for shard in reader.shards)
-        """Whether lengths may have to be read first."""
         self._locks = [threading.Lock() for _ in range(64)]
         """A sample that several threads want is read once."""
         self._keeping = threading.Lock()
@@ -47,9 +45,8 @@ class SampleReader:
         """For each file the index behind its last sample; nothing is read ahead beyond."""
 
     def sizes(self, samples: list[int]) -> list[int]:
-        """Return lengths in bytes; -1 where one is not known and cannot be found out."""
-        if self._chunked:
-            self._wait()
+        """Return lengths in bytes that have to be read first; -1 where one cannot be found out."""
+        self._wait()
         try:
             sizes: list[int] = self._reader.sizes(samples).tolist()
         except FFServeError:
@@ -59,16 +56,13 @@ class SampleReader:
         return sizes
 
     def size(self, sample: int) -> int:
-        """Return the length in bytes.
+        """Return the length in bytes of a sample, which is read if it is 0.
 
-        Raises: the error of a damaged sample, if its length is not known, or 0: such a file would
-            be read without another question.
+        Raises: as `Reader.read`.
         """
-        if self._chunked:
-            self._wait()
+        self._wait()
         size = int(self._reader.sizes([sample])[0])
         if size == 0:
-            self._wait()
             self._reader.read([sample])
         return size
 
@@ -86,7 +80,7 @@ class SampleReader:
                     found = self._whole(sample, offset + size)
             finally:
                 lock.release()
-        return memoryview(found)[offset : offset + size]
+        return found[offset : offset + size].data
 
     def _whole(self, sample: int, end: int) -> Bytes:
         cached = self._reader.current_source().cached_batch(np.array([sample], np.int64), None)

@@ -9,6 +9,7 @@ ffserve.
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import os
 import struct
@@ -141,9 +142,11 @@ def opened(backing: int = 0) -> bytes:
     return _OPENED.pack(0, _KEEP_CACHE | _NO_FLUSH, 0)
 
 
-def greet(device: int) -> bool:
-    """Answer the kernel's first message, INIT; return whether it takes files for passthrough.
+def greet(device: int, *, passthrough: bool) -> bool:
+    """Answer the kernel's first message, INIT.
 
+    Args: passthrough: take it if the kernel offers it.
+    Returns: whether the kernel offers it.
     Raises: ReadError: the kernel is too old, or the file system was unmounted meanwhile.
     """
     try:
@@ -154,22 +157,21 @@ def greet(device: int) -> bool:
     assert operation == Operation.INIT
     major, minor, _, low, high = _INIT_ASKED.unpack_from(request, HEADER.size)
     if (major, minor) < (7, _MINOR_LEAST):
-        os.write(device, answer(unique, error=71))  # EPROTO
+        os.write(device, answer(unique, error=errno.EPROTO))
         raise ReadError(
             f"the kernel speaks FUSE {major}.{minor}, not 7.{_MINOR_LEAST} or later",
             path="/dev/fuse",
             hint="Linux 5.4 or later is needed",
         )
     offered = low | (high << 32 if low & _EXTENDED else 0)
-    flags = offered & (_WANTED | _PASSTHROUGH)
-    depth = _STACK_DEPTH if flags & _PASSTHROUGH else 0
+    flags = offered & (_WANTED | (_PASSTHROUGH if passthrough else 0))
     payload = _INIT.pack(
         7, min(minor, _MINOR), READ_AHEAD_SIZE, flags & 0xFFFFFFFF,
         READS_IN_BACKGROUND, READS_IN_BACKGROUND * 3 // 4, 4096, 1,
-        READ_SIZE >> 12, 0, flags >> 32, depth, 0,
+        READ_SIZE >> 12, 0, flags >> 32, _STACK_DEPTH if flags & _PASSTHROUGH else 0, 0,
     )  # fmt: skip
     os.write(device, answer(unique, payload) + payload)
-    return depth > 0
+    return bool(offered & _PASSTHROUGH)
 
 
 def open_backing(device: int, fd: int) -> int:
@@ -177,4 +179,5 @@ def open_backing(device: int, fd: int) -> int:
 
     Raises: OSError: no permission (CAP_SYS_ADMIN), or a file system that does not do it.
     """
-    return fcntl.ioctl(device, _BACKING_OPEN, bytearray(_BACKING.pack(fd, 0, 0)))
+    number: int = fcntl.ioctl(device, _BACKING_OPEN, bytearray(_BACKING.pack(fd, 0, 0)))
+    return number

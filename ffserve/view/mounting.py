@@ -124,12 +124,12 @@ def mount(path: str, *, allow_other: bool) -> int:
         b"ffserve", os.fsencode(path), _TYPE.encode(), _MS_RDONLY | _MS_NOSUID | _MS_NODEV,
         ",".join(words).encode(),
     ):  # fmt: skip
-        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        failed = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         os.close(device)
-        if error.errno == errno.ENODEV:
-            raise _no_device(error) from error
+        if failed.errno == errno.ENODEV:
+            raise _no_device(failed)
         hint = "mounting needs CAP_SYS_ADMIN, which containers lack unless they are given it"
-        raise os_error(error, path, hint=hint if error.errno == errno.EPERM else None) from error
+        raise os_error(failed, path, hint=hint if failed.errno == errno.EPERM else None)
     return device
 
 
@@ -214,6 +214,22 @@ def unmount(path: str, *, lazy: bool = False) -> None:
             hint="end the programs (`fuser -vm` lists them), or use --lazy: they get errors",
         )
     raise os_error(OSError(code, os.strerror(code)), path)
+
+
+def unmount_view(path: str, *, lazy: bool) -> None:
+    """Unmount a view with its shards/; also one whose process has ended.
+
+    Args, Raises: as of `unmount`; UsageError: no view is mounted there.
+    """
+    if not is_view(path):
+        raise UsageError("no view is mounted here", path=path, hint="`mount` lists all mounts")
+    try:
+        os.statvfs(path)
+    except OSError as error:
+        lazy |= error.errno in _DEAD
+    if not lazy and is_view(inner := f"{path}/shards"):
+        unmount(inner)
+    unmount(path, lazy=lazy)
 
 
 def is_view(path: str) -> bool:

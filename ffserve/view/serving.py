@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ffserve.client.source import Int64s
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.reader import Reader
 from ffserve.view import kernel
 from ffserve.view.content import SampleReader
 from ffserve.view.kernel import Attributes, Operation
-from ffserve.view.tree import Tree
+from ffserve.view.tree import ROOT, Tree
 
 log = logging.getLogger("ffserve")
 
@@ -45,16 +46,23 @@ _AGAIN = (errno.ENOENT, errno.EAGAIN, errno.EINTR)
 
 @dataclass(slots=True)
 class ViewFile:
-    """A file of the view. public: everybody may read it, by the permissions on its path.
+    """A file of the view.
 
-    Args: fd: open for reading. backing: of `kernel.open_backing`, or 0.
+    Args:
+        fd: open for reading.
+        first, sizes: dataset index of its first sample, and the lengths of all; None: they are not
+            known before the samples are read.
+        public: everybody may read it, by the permissions on its path.
+        backing: of `kernel.open_backing`, or 0.
     """
 
     path: str
     fd: int
     size: int
     mtime_ns: int
-    public: bool
+    first: int
+    sizes: Int64s | None
+    public: bool = False
     backing: int = 0
 
 
@@ -77,6 +85,7 @@ class Server:
 
     Args:
         device: descriptor of /dev/fuse. files: by number of `Tree`. reader: of their samples.
+        root: the node that the kernel knows by the number 1.
         opens: whether OPEN is answered; if not, the kernel asks no more, which is faster.
     """
 
@@ -87,6 +96,7 @@ class Server:
         reader: Reader,
         files: Sequence[ViewFile],
         *,
+        root: int,
         opens: bool,
         running: Running,
     ) -> None:
@@ -94,6 +104,7 @@ class Server:
         self._tree = tree
         self._samples = SampleReader(reader, self._pass_on)
         self._files = files
+        self._root = root
         self._opens = opens
         self._running = running
         self._uid, self._gid = os.geteuid(), os.getegid()
@@ -175,7 +186,7 @@ class Server:
         if function is None:
             return b"", errno.ENOSYS
         try:
-            return function(node, body), 0
+            return function(self._root if node == ROOT else node, body), 0
         except FFServeError as error:
             self._say(error)
             return b"", errno.EACCES if isinstance(error, AccessDenied) else errno.EIO
@@ -224,7 +235,8 @@ class Server:
                 assert file is not None
                 size = file.size
             elif size is None:
-                size = self._samples.size(node.sample)
+                assert file is not None
+                size = self._size(file, node.sample)
         mtime_ns = self._newest_ns if file is None else file.mtime_ns
         return Attributes(size, mode, self._uid, self._gid, mtime_ns)
 
@@ -274,12 +286,29 @@ class Server:
         # Of other samples the kernel asks later, and can then be told what is wrong.
         return kernel.entry(node, self._attributes(node, size)) if size > 0 else kernel.NO_NODE
 
+    def _size(self, file: ViewFile, sample: int) -> int:
+        """Return the length of a sample. Raises: the error of a damaged sample, if its length is
+        not known, or 0: such a file would be read without another question."""
+        if file.sizes is not None and (size := int(file.sizes[sample - file.first])):
+            return size
+        return self._samples.size(sample)
+
     def _sizes(self, nodes: list[int]) -> list[int]:
         """Return the sizes of files; 1 of directories, 0 or less where it is not known."""
         found = [self._tree.node(node) if node else None for node in nodes]
-        wanted = [each.sample for each in found if each is not None and each.sample >= 0]
-        sizes = iter(self._samples.sizes(wanted) if wanted else ())
-        return [0 if each is None else 1 if each.sample < 0 else next(sizes) for each in found]
+        sizes = [0 if each is None else 1 for each in found]
+        unknown: dict[int, int] = {}
+        for k, each in enumerate(found):
+            if each is not None and each.sample >= 0:
+                file = self._files[each.shard]
+                if file.sizes is None:
+                    unknown[k] = each.sample
+                else:
+                    sizes[k] = int(file.sizes[each.sample - file.first])
+        if unknown:
+            for k, size in zip(unknown, self._samples.sizes([*unknown.values()]), strict=True):
+                sizes[k] = size
+        return sizes
 
     def _all_entries(self, directory: int, position: int) -> Iterator[tuple[bytes, int]]:
         if position == 0:

@@ -1,7 +1,12 @@
 """The processes of a view: one opens and mounts, others answer, the first waits and unmounts.
 
 The answering processes are forked, so they share the table of names. They hold the same descriptor
-of /dev/fuse, so the kernel gives each request to whichever waits. They end with the mount, and are
+of /dev/fuse, so the kernel gives each request to whichever waits.
+
+With passthrough shards/ is a file system of its own, mounted over that of the view: there OPEN must
+be answered, while samples are opened three times as fast if it is not.
+
+The processes end with the mount, and are
 killed with the first process (PR_SET_PDEATHSIG, prctl(2)); programs that wait get errors then, and
 the mount is dead until the next one, `ffserve unmount` or umount(8) removes it.
 """
@@ -13,10 +18,10 @@ import errno
 import logging
 import os
 import signal
-import stat
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -30,7 +35,7 @@ from ffserve.server.access import everybody_may_read
 from ffserve.store.urls import is_url, shown
 from ffserve.view import kernel, mounting
 from ffserve.view.serving import THREADS, Running, Server, ViewFile
-from ffserve.view.tree import Shown, Tree, names_of, unusable
+from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
 
 log = logging.getLogger("ffserve")
 
@@ -82,13 +87,11 @@ class View:
         raise_file_limit()
         self._options = options
         self._reader = reader.open(found, format=options.format, server=options.server)
-        self._passthrough = False
-        """Whether the kernel reads files of shards/ by itself."""
         self.files: list[ViewFile] = []
         try:
             shards = self._reader.shards
             for shard in shards:
-                self.files.append(_open(shard))
+                self.files.append(self._open(shard))
             fds = np.array([file.fd for file in self.files], np.int32)
             for file, public in zip(self.files, everybody_may_read(list(found), fds), strict=True):
                 file.public = bool(public)
@@ -112,6 +115,17 @@ class View:
         for file in self.files:
             os.close(file.fd)
         self.files.clear()
+
+    def _open(self, shard: ShardInfo) -> ViewFile:
+        fd = open_regular(shard.path)
+        found = os.fstat(fd)
+        if found.st_size != shard.size:
+            os.close(fd)
+            raise ReadError("the file has changed while it was opened", path=shard.path)
+        sizes = None
+        if shard.format != "recordio":  # it has no lengths in its headers
+            sizes = self._reader.sizes(range(shard.first, shard.first + shard.count))
+        return ViewFile(shard.path, fd, found.st_size, found.st_mtime_ns, shard.first, sizes)
 
     def _shown(self, name: str, shard: ShardInfo) -> Shown:
         folder = None
@@ -137,7 +151,7 @@ class View:
 
     # ---- mounted ---------------------------------------------------------------------------
 
-    def serve(self, path: str, ready: Callable[[], object]) -> int:
+    def serve(self, path: str, ready: Callable[[], object], forked: Callable[[], object]) -> int:
         """Mount the view, serve it until it is unmounted or a signal ends it, and unmount it.
 
         SIGTERM, SIGINT and SIGHUP unmount it, also if files are open: programs that have them open
@@ -145,7 +159,8 @@ class View:
 
         Args:
             path: of the mount point.
-            ready: called when the view is mounted, before other processes are forked.
+            ready: called when the view is mounted.
+            forked: called in each process that answers.
         Returns: 0, or 1 if a process that answers has died.
         Raises: UsageError, MissingFile, AccessDenied, ReadError: it cannot be mounted.
         """
@@ -155,80 +170,117 @@ class View:
         watched = {*_ENDING, signal.SIGCHLD}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-        processes: list[int] = []
+        parts: list[_Part] = []
         try:
-            device = mounting.mount(path, allow_other=self._options.allow_other)
-            mounted = mounting.find(path)
-            try:
-                self._greet(path, device)
-                count = min(os.cpu_count() or 1, PROCESSES)
-                running = Running(count * THREADS)
-                ready()  # requests wait until the processes are there
-                processes += [self._fork(device, running, k * THREADS) for k in range(count)]
-                return self._wait(path, processes, watched)
-            finally:
-                if mounted is not None and mounting.find(path) == mounted:
-                    _unmount(path)
-                for pid in processes:
-                    os.kill(pid, signal.SIGKILL)
-                for pid in processes:
-                    os.waitpid(pid, 0)
-                os.close(device)
+            parts.append(_Part(path, self._options.allow_other))
+            offered = kernel.greet(parts[0].device, passthrough=False)
+            mounting.read_ahead(path, kernel.READ_AHEAD_SIZE)
+            self._fork(parts[0], ROOT, min(os.cpu_count() or 1, PROCESSES), forked)
+            if offered and os.geteuid() == 0:
+                self._mount_shards(f"{path}/shards", parts, forked)
+            ready()
+            return _wait(parts, watched)
         finally:
+            for part in reversed(parts):
+                part.end()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _greet(self, path: str, device: int) -> None:
-        if kernel.greet(device):
-            for file in self.files:
-                try:
-                    file.backing = kernel.open_backing(device, file.fd)
-                except OSError as error:
-                    if error.errno not in _NOT_BACKED:
-                        raise ReadError(str(error.strerror), path=file.path) from error
-                self._passthrough |= file.backing > 0
-        mounting.read_ahead(path, kernel.READ_AHEAD_SIZE)
+    def _mount_shards(self, path: str, parts: list[_Part], forked: Callable[[], object]) -> None:
+        """Mount shards/ once more, as a file system whose files the kernel reads itself."""
+        part = _Part(path, self._options.allow_other)
+        parts.append(part)
+        kernel.greet(part.device, passthrough=True)
+        for file in self.files:
+            try:
+                file.backing = kernel.open_backing(part.device, file.fd)
+            except OSError as error:
+                if error.errno not in _NOT_BACKED:
+                    raise ReadError(str(error.strerror), path=file.path) from error
+        if any(file.backing for file in self.files):
+            self._fork(part, self.tree.look_up(ROOT, b"shards"), 1, forked)
+        else:
+            parts.remove(part)
+            part.end()
 
-    def _fork(self, device: int, running: Running, first: int) -> int:
-        """Start a process that answers; return its number."""
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            # Of a fork beside threads, which are the engine's: a Reader survives it.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            return pid
-        code = 1
+    def _fork(self, part: _Part, root: int, count: int, forked: Callable[[], object]) -> None:
+        """Start processes that answer for a part."""
+        running = Running(count * THREADS)
+        for k in range(count):
+            server = Server(
+                part.device, self.tree, self._reader, self.files,
+                root=root, opens=root != ROOT, running=running,
+            )  # fmt: skip
+            part.processes.append(_forked(partial(_run, server, k * THREADS, forked)))
+
+
+class _Part:
+    """A file system of the view, and the processes that answer for it.
+
+    Raises: as `mounting.mount`.
+    """
+
+    def __init__(self, path: str, allow_other: bool) -> None:
+        self.path = path
+        self.processes: list[int] = []
+        self.device = mounting.mount(path, allow_other=allow_other)
+        self._mount = mounting.find(path)
+
+    def end(self) -> None:
+        """Unmount it, if it is still mounted, and end its processes."""
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
+            if self._mount is not None and mounting.find(self.path) == self._mount:
+                _unmount(self.path)
+        finally:
+            for pid in self.processes:
+                os.kill(pid, signal.SIGKILL)
+            for pid in self.processes:
+                os.waitpid(pid, 0)
+            os.close(self.device)
+
+
+def _run(server: Server, first: int, forked: Callable[[], object]) -> None:
+    forked()
+    server.run(first)
+
+
+def _forked(run: Callable[[], object]) -> int:
+    """Run a function in a process of its own, which ends with this one; return its number."""
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Of a fork beside threads, which are the engine's: a Reader survives it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
             for number in _ENDING:  # the first process ends this one
                 signal.signal(number, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ENDING, signal.SIGCHLD})
-            Server(
-                device, self.tree, self._reader, self.files,
-                opens=self._passthrough, running=running,
-            ).run(first)  # fmt: skip
+            run()
             code = 0
-        except BaseException:
-            log.exception("a process of the view fails")
-        finally:
-            os._exit(code)
+    except BaseException:
+        log.exception("a process of the view fails")
+    finally:
+        os._exit(code)
 
-    def _wait(self, path: str, processes: list[int], watched: set[signal.Signals]) -> int:
-        """Return when the view is to end, with the exit code."""
-        while True:
-            if signal.sigwait(watched) != signal.SIGCHLD:
-                return 0
-            for pid in list(processes):
+
+def _wait(parts: list[_Part], watched: set[signal.Signals]) -> int:
+    """Return when the view is to end, with the exit code."""
+    while parts[0].processes:  # else it was unmounted
+        if signal.sigwait(watched) != signal.SIGCHLD:
+            break
+        for part in parts:
+            for pid in list(part.processes):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    processes.remove(pid)
+                    part.processes.remove(pid)
                     if status:
-                        log.error("%s: a process of the view has died; unmounting", path)
+                        log.error("%s: a process of the view has died; unmounting", part.path)
                         return 1
-            if not processes:
-                return 0  # unmounted
+    return 0
 
 
 def _unmount(path: str) -> None:
@@ -237,12 +289,3 @@ def _unmount(path: str) -> None:
     except UsageError:
         log.warning("%s: files are still open; programs that use them get errors", path)
         mounting.unmount(path, lazy=True)
-
-
-def _open(shard: ShardInfo) -> ViewFile:
-    fd = open_regular(shard.path)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != shard.size:
-        os.close(fd)
-        raise ReadError("the file has changed while it was opened", path=shard.path)
-    return ViewFile(shard.path, fd, found.st_size, found.st_mtime_ns, public=False)

@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ffserve.compat.folder_index import Folder
@@ -31,7 +32,8 @@ _FOLDERS, _SAMPLES = 1 << 40, 1 << 41
 """Node numbers of the folders, and of the samples, that have numbers for names."""
 
 
-class Shown(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shown:
     """A file of the view.
 
     Args:
