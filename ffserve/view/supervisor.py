@@ -77,7 +77,7 @@ class View:
         if "/" in options.suffix or "\0" in options.suffix or len(options.suffix) > 100:
             raise UsageError(f"invalid suffix {options.suffix!r}", hint="such as .jpg")
         suffixes = reader.check_options(options.format, options.server, "raise")
-        if url := next(filter(is_url, map(os.fspath, paths)), None):
+        for url in filter(is_url, [str(path) for path in paths]):
             raise UsageError(
                 "remote files cannot be mounted",
                 path=shown(url),
@@ -167,7 +167,8 @@ class View:
         path = mounting.resolved(path)
         if mounting.check_mountpoint(path):
             log.warning("%s: removed the mount of a view whose process was killed", path)
-        watched = {*_ENDING, signal.SIGCHLD}
+        ending = {each for each in _ENDING if signal.getsignal(each) != signal.SIG_IGN}  # nohup
+        watched = {*ending, signal.SIGCHLD}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         parts: list[_Part] = []
