@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import pickle
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -714,6 +716,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     client = Client(kind, int(number), int(seed), Path(folder), float(seconds))
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     _canary(client.folder)
     print("begun", flush=True)
     KINDS[kind](client)

@@ -27,6 +27,9 @@ EXPECT = (
     TAKEN_OVER,
 )
 STOP_DEADLINE_S = 60.0
+START_DEADLINE_S = 120.0
+TRACEBACKS = "import faulthandler as f, signal as s; f.register(s.SIGUSR2, all_threads=True)\n"
+"""A daemon that gets SIGUSR2 writes where its threads are."""
 
 
 class Control:
@@ -74,6 +77,14 @@ class Control:
         finally:
             connection.close()
 
+    def start(self, *, wait: bool = True) -> None:
+        """Start the next process, and wait until it serves."""
+        daemon = self.daemon
+        daemon.start(wait=False)
+        if wait:
+            ready = daemon._is_ready if isinstance(daemon, ManagedDaemon) else daemon._answers
+            until(ready, "the daemon is ready", START_DEADLINE_S)
+
     def end(self, number: int) -> None:
         """End it; SIGTERM must be followed by exit code 0."""
         assert self.daemon.process is not None
@@ -102,7 +113,7 @@ class Control:
             raise
         daemon.process = heir
         assert code == 0, (code, self.tail())
-        until(daemon._answers, "the successor answers", STOP_DEADLINE_S)
+        until(daemon._answers, "the successor answers", START_DEADLINE_S)
 
     def tail(self) -> str:
         """Return the end of its log."""
@@ -131,11 +142,11 @@ def make(folder: Path) -> dict[str, Control]:
                 arena=str(sizes[0]),
                 options=[*everybody, "--max-arena", str(max(sizes)), *options],
                 expect=EXPECT,
-                patch=statements,
+                patch=TRACEBACKS + statements,
             )
             daemon.environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
             made[name] = Control(daemon, sizes)
-            daemon.start()
+            made[name].start()
             os.chmod(daemon.socket, 0o666)  # a socket of a service manager is its own affair
     except BaseException:
         for control in made.values():

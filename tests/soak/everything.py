@@ -482,20 +482,20 @@ class Run:
         """SIGKILL; the next process takes the memory over."""
         if kept := self._restart_kept("kill -9 daemon", signal.SIGKILL):
             time.sleep(self.chance.choice((0.0, 0.1, 1.0)))
-            kept.daemon.start()
+            kept.start()
 
     def end_kept(self) -> None:
         """SIGTERM; the next process takes the memory over."""
         if kept := self._restart_kept("restart daemon", signal.SIGTERM):
-            kept.daemon.start()
+            kept.start()
 
     def kill_while_it_takes_over(self) -> None:
         """SIGKILL to a daemon, and to the next one while it begins."""
         if kept := self._restart_kept("kill daemon while it takes over", signal.SIGKILL):
-            kept.daemon.start(wait=False)
+            kept.start(wait=False)
             time.sleep(self.chance.uniform(0.05, 0.7))
             kept.end(signal.SIGKILL)
-            kept.daemon.start()
+            kept.start()
 
     def hand_over(self) -> None:
         """A successor takes over from a running daemon."""
@@ -512,7 +512,7 @@ class Run:
             self.story.add("kill -9 daemon without a successor", f"pid {succeeded.pid}")
             succeeded.end(signal.SIGKILL)
             time.sleep(self.chance.choice((0.0, 0.5, 7.0)))
-            succeeded.daemon.start()
+            succeeded.start()
 
     def drop_page_cache(self) -> None:
         """Files are not in the page cache any more: they are read from the disk."""
@@ -645,6 +645,17 @@ class Run:
                 shutil.copy(control.daemon.log, self.folder / f"log-{name}")
         daemons.close(self.daemons)
 
+    def take_tracebacks(self) -> None:
+        """Have all processes write where their threads are: into log, or standard error."""
+        pids = {control.daemon.process.pid: name for name, control in self.daemons.items()
+                if control.daemon.process is not None}  # fmt: skip
+        for pid, name in pids.items():
+            self.story.add("daemon", f"{name}, pid {pid}: {_waits_in(pid)}", counted=False)
+        for pid in (*pids, *(client.pid for client in self.clients.values() if client.begun())):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(1.0)
+
     def record(self) -> dict[str, Any]:
         """Return what stands in the record."""
         memory = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
@@ -666,6 +677,17 @@ class Run:
         }
 
 
+def _waits_in(pid: int) -> str:
+    """Return in which system calls the threads of a process are, for people."""
+    found = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            texts = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            found.append(f"{task.name} {' '.join(texts)} {state}")
+    return "; ".join(found)
+
+
 def main() -> int:
     """Run as the options say."""
     parser = argparse.ArgumentParser(
@@ -685,10 +707,13 @@ def main() -> int:
     folder.chmod(0o755)
     print(f"seed {given.seed}, {given.seconds:g} s, in {folder}", flush=True)
     run = Run(folder, given.seed, given.seconds, given.kinds)
+    # Its time is over: everything is looked at, and recorded, as at the end.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(run, "seconds", 0.0))
     try:
         run.go(lambda line: print(line, flush=True))
     except BaseException as error:
         run.story.add("FAILED", f"{type(error).__name__}: {error}", counted=False)
+        run.take_tracebacks()
         print(run.story.tell(), traceback.format_exc(), sep="\n", file=sys.stderr, flush=True)
         for name, control in run.daemons.items():
             print(f"---- log of {name}\n{control.tail()}", file=sys.stderr)
