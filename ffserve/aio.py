@@ -41,7 +41,6 @@ from ffserve.reader import (
     SIZES_AT_ONCE,
     BaseReader,
     check_options,
-    check_server,
     read_ahead,
     split,
 )
@@ -91,7 +90,6 @@ async def _open(
 ) -> Reader:
     suffixes = check_options(format, server, on_error)
     found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes))
-    check_server(found, server)
     tolerant = on_error == "skip"
     reader = Reader(OpenRequest(found, format, server, verify, tolerant))
     try:

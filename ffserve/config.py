@@ -32,6 +32,9 @@ CONFIG_PATH = "/etc/ffserve/ffserve.toml"
 
 MIN_ARENA_SIZE = 1 << 20
 MIN_DEFAULT_ARENA_SIZE = 64 << 20
+MIN_STORE_SIZE = 32 << 20
+TABLES = ("store",)
+"""Tables of the file; a key in one is named after both, such as store.size."""
 HUGE_PAGE_SIZE = 2 << 20
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
@@ -280,6 +283,34 @@ def _seconds(value: Any) -> float:
     if not 0 <= seconds <= 3600:
         raise UsageError(f"expected a number of seconds from 0 to 3600, not {value!r}")
     return seconds
+
+
+def _parse_store(value: Any) -> str:
+    return value if value == "" else _parse_absolute(value)
+
+
+def _parse_store_size(value: Any) -> int | None:
+    if value is None or value == "auto":
+        return None
+    size = parse_size(value)
+    if size < MIN_STORE_SIZE:
+        raise UsageError(f"expected at least {format_size(MIN_STORE_SIZE)}, not {value!r}")
+    return size
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+(@https?://[^?#\s]+)?")
+
+
+def _parse_origins(value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)):
+        raise UsageError(f"expected origins, not {value!r}")
+    for name in names:
+        if not isinstance(name, str) or _ORIGIN.fullmatch(name) is None:
+            raise UsageError(
+                f"invalid origin {name!r}", hint="such as s3://bucket or https://example.org"
+            )
+    return tuple(names)
 
 
 def _parse_rate(value: Any) -> int:
@@ -539,6 +570,44 @@ class ServerConfig:
         ),
     )
 
+    store_directory: str = field(
+        default="",
+        metadata=_documented(
+            "store.directory",
+            "--store-directory",
+            "PATH",
+            "none",
+            _parse_store,
+            "Directory, on a local disk, of what is fetched of remote files; empty: the daemon "
+            "reads no remote files. It belongs to the daemon's user alone. Needs the extra "
+            "'remote' of the package.",
+        ),
+    )
+    store_size_bytes: int | None = field(
+        default=None,
+        metadata=_documented(
+            "store.size",
+            "--store-size",
+            "SIZE",
+            "auto",
+            _parse_store_size,
+            "Limit of what the store takes on disk, such as 200GiB; at least 32 MiB. 'auto' is 0.8 "
+            "of the free space of its disk and of what it has.",
+        ),
+    )
+    store_common: tuple[str, ...] = field(
+        default=(),
+        metadata=_documented(
+            "store.common",
+            "--store-common",
+            "ORIGIN",
+            "none",
+            _parse_origins,
+            "Origins, such as s3://bucket, whose objects all clients share; the flag can be "
+            "repeated. Objects of others are kept apart for each user.",
+        ),
+    )
+
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             value = _parse_named(option, getattr(self, option.name), option.metadata["key"])
@@ -620,7 +689,7 @@ def _read_toml(path: str, *, required: bool) -> tuple[str, dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             text = file.read().decode()
-        return text, tomllib.loads(text)
+        return text, _flat(tomllib.loads(text))
     except FileNotFoundError:
         if not required:
             return "", {}
@@ -642,6 +711,17 @@ def _read_toml(path: str, *, required: bool) -> tuple[str, dict[str, Any]]:
         raise UsageError(f"invalid TOML: {reason}", path=path) from None
 
 
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return keys with those of TABLES named after both."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in TABLES and isinstance(value, dict):
+            found.update((f"{key}.{inner}", each) for inner, each in value.items())
+        else:
+            found[key] = value
+    return found
+
+
 def _line_of(key: str, text: str) -> int:
     """Return the number of the line where a key of a valid TOML text is set.
 
@@ -652,7 +732,7 @@ def _line_of(key: str, text: str) -> int:
     begun = 0
     for end in range(1, len(lines) + 1):
         try:
-            if key in tomllib.loads("\n".join(lines[:end])):
+            if key in _flat(tomllib.loads("\n".join(lines[:end]))):
                 break
         except tomllib.TOMLDecodeError:
             continue

@@ -37,7 +37,6 @@ from ffserve.errors import (
 )
 from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT
-from ffserve.store.urls import is_url, shown
 
 T = TypeVar("T")
 
@@ -102,7 +101,6 @@ def open(
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
-    check_server(files, server)
     if format in (None, "tfrecord") and is_compressed(files[0]):
         stream = StreamReader(files, server, verify=verify, tolerant=tolerant)
         if server not in ("auto", "start", "off"):
@@ -116,18 +114,6 @@ def open(
             reader.close()
             raise
     return reader
-
-
-def check_server(files: tuple[str, ...], server: str) -> None:
-    """Raise UsageError if files are remote and a daemon is required."""
-    if server in ("auto", "start", "off"):
-        return
-    if (url := next(filter(is_url, files), None)) is not None:
-        raise UsageError(
-            f"the daemon does not read remote files, and server={server!r} requires it",
-            path=shown(url),
-            hint="server='auto' reads them in this process, through the local store",
-        )
 
 
 def check_options(format: str | None, server: str, on_error: str) -> Callable[[], tuple[str, ...]]:

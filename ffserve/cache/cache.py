@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +108,8 @@ class Load:
     samples by number.
     read_s, decode_s: of the reader: the time of batches that are decoded, and of their decoding.
     right: of the reader: samples whose checksum was right at the second read only.
+    pinned, fetch_s: of the reader: what it holds of the store, and how long the load has waited for
+    the origin.
     """
 
     number: int
@@ -125,6 +127,8 @@ class Load:
     read_s: float = 0.0
     decode_s: float = 0.0
     right: list[int] = field(default_factory=list)
+    pinned: list[Any] = field(default_factory=list)
+    fetch_s: float = 0.0
 
 
 class Cache:

@@ -9,6 +9,7 @@ clock: `now` is monotonic time in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp
 
 import numpy as np
@@ -93,6 +94,8 @@ class JobProgress:
         self.low = low
         self.span = span
         self.sessions = 0
+        self.ready: Callable[[Int64s], int] | None = None
+        """How many of some samples, from the first one on, can be prefetched now; None: all."""
         self.group = 0
         self.pace = Pace()
         self.last_used: float | None = None

@@ -275,6 +275,11 @@ class Prefetcher:
             distance = max(distance - (cursor.window_count - len(cursor.window)), 0)
         else:
             numbers = order.numbers(cursor.position, cursor.position + room)
+        if progress.ready is not None:
+            numbers = numbers[: progress.ready(numbers)]
+            if not len(numbers):
+                cursor.not_before = now + RETRY_S
+                return None
         piece = Piece(numbers, now + distance / progress.rate(now), cursor.epoch, now)
         load = self._cache.advance(piece, len(numbers), self._left(cursor))
         if piece.cursor == 0:

@@ -54,8 +54,8 @@ def _load(path: str, format_name: str | None) -> _Tables:
 
 
 def _load_remote(url: str, format_name: str | None) -> _Tables:
-    from ffserve.client.remote import parsed
     from ffserve.store.fetching import identity_of, process_fetcher
+    from ffserve.store.opening import parsed
 
     fetcher = process_fetcher()
     opened = fetcher.open(identity_of(url))

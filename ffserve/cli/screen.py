@@ -249,8 +249,8 @@ def origins_table(jobs: Sequence[JobRow]) -> Table:
     )
 
 
-CAUSES = ("disk", "queue", "taken", "decode", "memory")
-_CAUSE_HEADS = ("disk", "queue", "memory taken", "decode", "no memory", "trainer")
+CAUSES = ("disk", "queue", "taken", "decode", "memory", "origin")
+_CAUSE_HEADS = ("disk", "queue", "memory taken", "decode", "no memory", "origin", "trainer")
 
 
 def causes_table(jobs: Sequence[JobRow]) -> Table:

@@ -20,15 +20,20 @@ log = logging.getLogger("ffserve")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def _name_of(key: str) -> str:
+    """Return the name of a setting among the arguments of the command."""
+    return key.replace(".", "_")
+
+
 def _setting_flags(command: Command) -> Command:
     """Add one option for every field of ServerConfig."""
     for field in reversed(dataclasses.fields(ServerConfig)):
         option = field.metadata
         command = click.option(
             option["flag"],
-            option["key"],
+            _name_of(option["key"]),
             metavar=option["metavar"],
-            multiple=option["key"] in ("roots", "file_systems"),
+            multiple=option["key"] in ("roots", "file_systems", "store.common"),
             help=f"{option['doc']}  [default: {option['shown_default']}]",
         )(command)
     return command
@@ -62,11 +67,15 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
       ffserve serve --config ffserve.toml --check
       systemctl enable --now ffserve.socket     as a service
     """
-    given = {key: value for key, value in settings.items() if value not in (None, ())}
+    keys = [field.metadata["key"] for field in dataclasses.fields(ServerConfig)]
+    given = {key: settings[_name_of(key)] for key in keys}
+    given = {key: value for key, value in given.items() if value not in (None, ())}
     if "roots" in given:
         given["roots"] = [os.path.abspath(root) for root in given["roots"]]
     if "socket" in given:
         given["socket"] = os.path.abspath(given["socket"])
+    if given.get("store.directory"):
+        given["store.directory"] = os.path.abspath(given["store.directory"])
     load = partial(load_config, config_path, given)
     config = load()
 

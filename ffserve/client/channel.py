@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.descriptors import OpenFiles
+from ffserve.client.descriptors import Files, OpenFiles
 from ffserve.client.memory import Memories
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
+from ffserve.store.origin import Identity
 
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
@@ -93,6 +94,7 @@ class DatasetRequest(Protocol):
     format: str | None
     verify: bool
     tolerant: bool
+    identities: tuple[Identity, ...]
 
 
 class PayloadSink(Protocol):
@@ -191,16 +193,18 @@ class Channel:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def open(self, request: DatasetRequest, identities: bytes) -> int:
+    def open(self, request: DatasetRequest, files: Files) -> int:
         """Queue an OPEN; return its tag. The answer may be a NEED: `pass_files` then, and wait for
         the next answer to the tag."""
-        what = {
+        what: dict[str, Any] = {
             "paths": list(request.paths),
             "format": request.format,
             "verify": request.verify,
             "tolerant": request.tolerant,
         }
-        message = protocol.Open(self._tag(), what, identities)
+        if files.tags is not None:
+            what["tags"], what["access"] = files.tags, files.access
+        message = protocol.Open(self._tag(), what, files.identities)
         with self.lock:
             tag = self._request(message)
             self._opening.add(tag)

@@ -30,7 +30,7 @@ from typing import Any
 from ffserve import protocol
 from ffserve.client import handshake
 from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s, SilentError
-from ffserve.client.descriptors import OpenFiles, identities, send
+from ffserve.client.descriptors import OpenFiles, described, send
 from ffserve.client.memory import receive
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
@@ -99,15 +99,17 @@ class Connection:
             ReadError: this process cannot open a file.
         """
         paths = request.paths
-        tag = self.channel.open(request, identities(paths))
+        files = described(paths, request.identities, self.handshake.fetches, self.path)
+        tag = self.channel.open(request, files)
         while isinstance(answer := self.wait(tag), protocol.Need):
             try:
-                files = OpenFiles.of(paths, protocol.unpack_positions(answer.positions, len(paths)))
+                positions = protocol.unpack_positions(answer.positions, len(paths))
+                passed = OpenFiles.of(paths, positions)
             except BaseException:
                 self.channel.pass_no_files(tag)
                 self.flush()
                 raise
-            self.channel.pass_files(tag, files)
+            self.channel.pass_files(tag, passed)
         opened: protocol.Opened = answer
         return opened
 

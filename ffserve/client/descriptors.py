@@ -11,15 +11,21 @@ import contextlib
 import errno
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from stat import S_IFREG
+from typing import Any
 
 import numpy as np
 
 from ffserve import formats, index_file, protocol
 from ffserve.engine.opening import KIND_BITS, close_fds, open_paths, stat_fds, stat_paths
-from ffserve.errors import FFServeError
+from ffserve.errors import FFServeError, ReadError
 from ffserve.files import REGULAR_FLAGS, open_regular, os_error
 from ffserve.formats.base import needs_scan
+from ffserve.store.access import collect
+from ffserve.store.origin import Identity
+from ffserve.store.urls import is_url
 
 AT_ONCE = 256
 """Files that are looked at in one call, which no signal interrupts."""
@@ -27,17 +33,64 @@ OPENED_AT_ONCE = 64
 """Files that are opened in one call; with index files, fewer fit into a message than there are."""
 
 
-def identities(paths: tuple[str, ...]) -> bytes:
-    """Return the states of files, for OPEN. Raises: MissingFile, AccessDenied, ReadError."""
-    packed = np.empty(len(paths), protocol.IDENTITY_DTYPE)
-    for first in range(0, len(paths), AT_ONCE):
-        some = paths[first : first + AT_ONCE]
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What OPEN says of files. identities: packed. tags, access: of remote files; see
+    [PROTOCOL.md](../../docs/PROTOCOL.md)."""
+
+    identities: bytes
+    tags: list[str] | None = None
+    access: str | None = None
+
+
+def described(
+    paths: tuple[str, ...], remote: tuple[Identity, ...], fetches: frozenset[str], daemon: str
+) -> Files:
+    """Return the states of files, for OPEN.
+
+    Args:
+        remote: the versions of those that are URLs, in order. fetches: protocols by which the
+            daemon fetches. daemon: its socket, for errors.
+    Raises: MissingFile, AccessDenied, ReadError: also if the daemon fetches no such files.
+    """
+    packed = np.zeros(len(paths), protocol.IDENTITY_DTYPE)
+    rows = [k for k, path in enumerate(paths) if is_url(path)] if remote else []
+    if not rows:
+        _describe_local(packed, paths, range(len(paths)))
+        return Files(packed.tobytes())
+    urls = [paths[k] for k in rows]
+    for url in urls:
+        protocol_name = url.partition("://")[0].lower()
+        if protocol_name not in fetches:
+            reason = (
+                f"the daemon does not fetch {protocol_name}://"
+                if fetches
+                else ("the daemon has no store for remote files, or is of an older release")
+            )
+            raise ReadError(reason, path=daemon, hint="see [store] in its configuration")
+    of_url = set(rows)
+    _describe_local(packed, paths, [k for k in range(len(paths)) if k not in of_url])
+    tags = [""] * len(paths)
+    for k, identity in zip(rows, remote, strict=True):
+        tags[k], packed["size"][k], packed["mtime"][k] = (
+            identity.tag,
+            identity.size,
+            identity.modified,
+        )
+    return Files(packed.tobytes(), tags, collect(urls))
+
+
+def _describe_local(
+    packed: np.ndarray[Any, Any], paths: tuple[str, ...], positions: Sequence[int]
+) -> None:
+    for first in range(0, len(positions), AT_ONCE):
+        rows = positions[first : first + AT_ONCE]
+        some = [paths[k] for k in rows]
         states, error = stat_paths(some)
         if error is not None:
             raise os_error(error, some[len(states)]) from error
         for name in protocol.IDENTITY_DTYPE.names or ():
-            packed[name][first : first + len(some)] = states[name]
-    return packed.tobytes()
+            packed[name][np.array(rows, np.int64)] = states[name]
 
 
 class OpenFiles:

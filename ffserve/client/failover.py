@@ -29,7 +29,7 @@ from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
-from ffserve.client.remote import RemoteSource
+from ffserve.client.remote import RemoteSource, identified
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Source
 from ffserve.dataset import check_same_content
@@ -120,8 +120,13 @@ class OpenRequest:
 
     @property
     def remote(self) -> bool:
-        """Whether files are remote. The daemon does not read those."""
+        """Whether files are remote."""
         return any(map(is_url, self.paths))
+
+    def identify(self) -> None:
+        """Ask the origins for the present versions, once. Raises: what they say."""
+        if not self.identities:
+            self.identities = identified([path for path in self.paths if is_url(path)])
 
     @property
     def socket(self) -> str:
@@ -293,7 +298,7 @@ class SourceSelection:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start = request.starts
-        while request.server != "off" and not request.remote:
+        while request.server != "off":
             try:
                 source: Source = yield OpenSource.REMOTE
                 request.unserved = ""
@@ -510,6 +515,8 @@ class SourceSelector:
     def open(self) -> None:
         """Have a source. Raises what opening the files does."""
         with self._searching:
+            if self._request.remote:
+                self._request.identify()
             self._run(self.selection.opening(0.0))
 
     def current(self) -> Source:
@@ -715,6 +722,8 @@ class LoopSelector:
 
     async def open(self) -> None:
         """Have a source. Raises what opening the files does."""
+        if self._request.remote:
+            await in_thread(self._request.identify)
         await self._run(self.selection.opening(0.0))
 
     async def current(self) -> Source:

@@ -58,6 +58,8 @@ class Handshake:
         takes_orders = about.get("orders") is True
         self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self.memories)
         self.channel.takes_times = about.get("times") is True
+        self.fetches = _texts(about.get("remote"))
+        """Protocols by which the daemon fetches remote files."""
         self.shares_prepared = about.get("prepared") is True
         """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
 
@@ -154,6 +156,12 @@ class Handshake:
         close_all(self._fds)
         if self.memories is not None:
             self.memories.close()
+
+
+def _texts(values: Any) -> frozenset[str]:
+    if not isinstance(values, list):
+        return frozenset()
+    return frozenset(value for value in values if isinstance(value, str))
 
 
 def _described() -> dict[str, str]:

@@ -21,7 +21,7 @@ from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client import handshake
 from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s
-from ffserve.client.descriptors import OpenFiles, identities, send
+from ffserve.client.descriptors import OpenFiles, described, send
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.memory import receive
@@ -87,8 +87,9 @@ class LoopConnection:
             ReadError: this process cannot open a file.
         """
         paths = request.paths
-        states = await in_thread(lambda: identities(paths))
-        tag = self.channel.open(request, states)
+        known, fetches = request.identities, self.handshake.fetches
+        described_files = await in_thread(lambda: described(paths, known, fetches, self.path))
+        tag = self.channel.open(request, described_files)
         while isinstance(answer := await self._ask(tag), protocol.Need):
             try:
                 positions = protocol.unpack_positions(answer.positions, len(paths))

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats, index_file
 from ffserve.client.ahead import AheadRequest
 from ffserve.client.local import (
     ChunkedRequest,
@@ -40,12 +39,10 @@ from ffserve.client.local import (
 )
 from ffserve.client.source import Batch, Bytes, Indices, Int64s, Target
 from ffserve.dataset import as_int64
-from ffserve.engine.codec import crc32c
 from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, FormatError, ReadError
 from ffserve.files import raise_file_limit
-from ffserve.formats.base import HEAD_SIZE, needs_scan, read_exactly
-from ffserve.shardfile import FileState, watched
+from ffserve.shardfile import FileState
 from ffserve.store.blocks import PRESENT
 from ffserve.store.fetching import (
     NOW,
@@ -55,6 +52,7 @@ from ffserve.store.fetching import (
     identity_of,
     process_fetcher,
 )
+from ffserve.store.opening import parsed
 from ffserve.store.origin import Identity
 from ffserve.store.planning import BlockOrder, Progress
 from ffserve.store.urls import is_url
@@ -146,7 +144,7 @@ class RemoteSource(LocalSource):
         urls = [path for path in paths if is_url(path)]
         if len(urls) > MANY:
             raise_file_limit()
-        self.identities = identities if len(identities) == len(urls) else _identified(urls)
+        self.identities = identities if len(identities) == len(urls) else identified(urls)
         try:
             self._own(self._open_objects(paths))
             super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
@@ -561,54 +559,13 @@ class RemoteSource(LocalSource):
         return not self._closed and not self._forked and not self._settled
 
 
-def parsed(
-    fetcher: Fetcher,
-    opened: OpenObject,
-    format: str | None = None,
-    *,
-    verify: bool = True,
-    tolerant: bool = False,
-    seen: Callable[[int], object] | None = None,
-) -> formats.Shard:
-    """Read an object's tables, or its index, which is kept beside it in the store.
-
-    Args: as of `shardfile.open_shard`.
-    Raises: as that; AccessDenied, ReadError of the origin.
-    """
-    read_at, size, name = fetcher.read_at(opened), opened.stored.size, opened.shown
-    head = bytearray(min(size, HEAD_SIZE))
-    read_exactly(read_at, 0, memoryview(head), name)
-    chosen = formats.by_name(format) if format else formats.detect(bytes(head), name, size)
-    if not needs_scan(chosen):
-        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant)
-    tail = bytearray(min(size, index_file.END_SIZE))
-    read_exactly(read_at, size - len(tail), memoryview(tail), name)
-    ends = crc32c(bytes(head[: index_file.END_SIZE])), crc32c(bytes(tail))
-    identity = index_file.Identity(chosen.name, size, 0, *ends)
-    kept = f"index-{chosen.name}"
-    if seen is None:
-        content = opened.stored.read_index(kept)
-        indexed = index_file.decode(content, identity)
-        if indexed is not None:
-            tables = indexed.lengths, indexed.checksums, indexed.kept
-            if (shard := chosen.restore(*tables, size, name)) is not None:
-                return shard
-    if seen is not None:
-        read_at = watched(read_at, seen)
-    scanned = chosen.open(read_at, size, name, verify=verify, tolerant=tolerant)
-    if verify and scanned.sound:
-        content = index_file.encode(identity, scanned.lengths, scanned.checksums, scanned.kept)
-        fetcher.store.keep_index(opened.stored, kept, content)
-    return scanned
-
-
 def _close_all(fetcher: Fetcher, objects: list[OpenObject | None]) -> None:
     for opened in objects:
         if opened is not None:
             fetcher.close(opened)
 
 
-def _identified(urls: list[str]) -> tuple[Identity, ...]:
+def identified(urls: list[str]) -> tuple[Identity, ...]:
     """Ask the origins for the present versions, several at once."""
     if len(urls) < 2:
         return tuple(map(identity_of, urls))

@@ -40,11 +40,12 @@ from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, viewer_of
+from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, Viewer, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
 from ffserve.server.opening import IdentifiedFiles, Opener, close_passed
 from ffserve.server.prepared import Preparation, Preparations
+from ffserve.server.remote import FDS_OF_OBJECT, RemoteFiles, Wanted
 from ffserve.server.shards import (
     Alias,
     Key,
@@ -68,6 +69,8 @@ MOST_ALIASES = 64
 """How many aliases of a shard are known; under others its users pass descriptors each time."""
 SILENT_S = 5.0
 """Files of a device that does not answer for so long are not looked at before it does."""
+REMOTE_COUNT = 64
+"""Remote files that are opened together."""
 MOST_CLOSED = 16_384
 """Closed shards whose samples are kept; beyond, those of the shard closed first are evicted."""
 
@@ -80,6 +83,7 @@ class Catalog:
         inventory: where the shards are entered for a successor.
         forgotten: called with the number of the first sample of each shard that leaves the tables:
             it may become another shard's.
+        remote: the store; None: remote files are not served.
     """
 
     def __init__(
@@ -94,9 +98,13 @@ class Catalog:
         close_after_s: float,
         inventory: Inventory,
         forgotten: Callable[[int], object],
+        remote: RemoteFiles | None = None,
     ) -> None:
         self._domains = domains
         self._forgotten = forgotten
+        self.remote = remote
+        self._remote_count = 0
+        """Shards that are objects of the store."""
         self._inventory = inventory
         self._directory = directory
         self._table = table
@@ -159,8 +167,14 @@ class Catalog:
             for first in range(0, len(request.paths), HOLD_COUNT):
                 some = range(first, min(first + HOLD_COUNT, len(request.paths)))
                 request.name(some)
-                left += self._hold_proven(request, some, peer, found)
+                local = [k for k in some if k not in request.remote] if request.remote else some
+                left += self._hold_proven(request, local, peer, found)
                 await asyncio.sleep(0)
+            if request.remote:
+                positions = sorted(request.remote)
+                with self._promising(request, positions, peer):
+                    await self._make_room(request, positions, peer)
+                    await self._open_remote(request, positions, peer, found)
             if left:
                 with self._promising(request, left, peer):
                     await self._make_room(request, left, peer)
@@ -207,6 +221,145 @@ class Catalog:
                     unused = await asking
                     await in_thread(partial(close_passed, unused))
             raise
+
+    # ---- remote files ---------------------------------------------------------------------
+
+    async def _open_remote(
+        self, request: Request, positions: list[int], peer: Peer, found: dict[int, OpenShard]
+    ) -> None:
+        """Open the remote files of an OPEN, some at a time."""
+        remote, access = self.remote, request.access
+        if remote is None or access is None:
+            raise ReadError(
+                "the daemon has no store for remote files",
+                path=request.paths[positions[0]],
+                hint="set [store] directory in its configuration",
+            )
+        access = remote.access_for(peer.owner, access)
+        for first in range(0, len(positions), REMOTE_COUNT):
+            wanted = [
+                remote.wanted(k, request.remote[k], access, peer)
+                for k in positions[first : first + REMOTE_COUNT]
+            ]
+            keys = [self._remote_key(request, one) for one in wanted]
+            new = [o for o, k in zip(wanted, keys, strict=True) if not self._may_read(o, k, peer)]
+            if new:
+                await in_thread(partial(remote.check, new, peer))
+            left = list(zip(wanted, keys, strict=True))
+            while left:
+                await self._open_objects(remote, request, left, peer)
+                left = await self._hold_objects(remote, request, left, peer, found)
+                others = [f for _, key in left if (f := self._opening.get(key))]
+                if others:
+                    await asyncio.wait(others)
+
+    @staticmethod
+    def _remote_key(request: Request, one: Wanted) -> Key:
+        # The name without a format decides as the content does: a user's own choice.
+        return one.file, request.format, request.verify, request.tolerant, one.owner, -1
+
+    def _may_read(self, one: Wanted, key: Key, peer: Peer) -> bool:
+        """Whether the origin has let this user read an open object with the same access."""
+        shard = self._open.get(key)
+        if shard is None or shard.remote is None or not shard.sessions:
+            return False
+        return shard.remote.proofs.get(peer.owner) == one.access.digest
+
+    async def _open_objects(
+        self, remote: RemoteFiles, request: Request, left: list[tuple[Wanted, Key]], peer: Peer
+    ) -> None:
+        """Open those objects that no session has opened or is opening."""
+        mine = {key: one for one, key in left if key not in self._open and key not in self._opening}
+        if not mine:
+            return
+        for owner in {key[4] for key in mine}:
+            while self._domains.is_full(owner) and await self._drop_oldest():
+                pass
+        ended = asyncio.get_running_loop().create_future()
+        self._opening.update(dict.fromkeys(mine, ended))
+        domains: list[Domain] = []
+        wanted, keys = list(mine.values()), list(mine)
+        try:
+            with self._opener.lock:
+                for key in keys:
+                    domains.append(self._domains.obtain(key[4]))
+                    domains[-1].shards += 1
+            shards = await in_thread(
+                lambda: self._opener.open_remote(remote, request, wanted, keys, peer, domains)
+            )
+            self._remote_count += len(shards)
+            self._enter(shards)
+            for shard in shards:
+                self._idle[shard.key] = shard
+                shard.idle_since = time.monotonic()
+            domains = []
+        except OSError as error:
+            failure = self._opening_error(error, request.paths[wanted[0].position])
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            for domain in domains:
+                domain.shards -= 1
+            for key in keys:
+                del self._opening[key]
+            ended.set_result(None)
+
+    async def _hold_objects(
+        self,
+        remote: RemoteFiles,
+        request: Request,
+        left: list[tuple[Wanted, Key]],
+        peer: Peer,
+        found: dict[int, OpenShard],
+    ) -> list[tuple[Wanted, Key]]:
+        """Hold those objects that are open; return the others."""
+        owner, viewer = peer.owner, viewer_of(peer.owner)
+        later, rest = [], []
+        for one, key in left:
+            shard = self._open.get(key)
+            if shard is None or shard.remote is None:
+                rest.append((one, key))
+                continue
+            known = shard.remote.objects.get(owner)
+            if known is None or known.access is None or known.access.digest != one.access.digest:
+                later.append((one, key))
+                continue
+            self._hold_object(shard, one, request.paths[one.position], viewer, owner)
+            found[one.position] = shard
+        for one, key in later:
+            # Later reads use the access that came last: credentials expire.
+            opened = await in_thread(partial(remote.open_object, one, owner))
+            shard = self._open.get(key)
+            if shard is None or shard.remote is None:
+                run_in_thread(partial(remote.close, [opened]))
+                rest.append((one, key))
+                continue
+            before = shard.remote.objects.get(owner)
+            shard.remote.objects[owner] = opened
+            if before is not None:
+                run_in_thread(partial(remote.close, [before]))
+            self._hold_object(shard, one, request.paths[one.position], viewer, owner)
+            found[one.position] = shard
+        return rest
+
+    def _hold_object(
+        self, shard: OpenShard, one: Wanted, path: str, viewer: Viewer, owner: Owner
+    ) -> None:
+        assert shard.remote is not None
+        shard.names[viewer] = path
+        shard.remote.proofs[owner] = one.access.digest
+        self._hold([shard], owner)
+
+    def _close_objects(self, shard: OpenShard) -> None:
+        """Give back the object of a shard that is closed."""
+        if shard.remote is not None and self.remote is not None:
+            objects = list(shard.remote.objects.values())
+            if self._engines.fetches is not None and shard.count:
+                self._engines.fetches.remove(shard.base)
+            shard.remote = None
+            self._remote_count -= 1
+            run_in_thread(partial(self.remote.close, objects))
 
     def _hold_proven(
         self,
@@ -275,7 +428,8 @@ class Catalog:
 
     def _extra(self) -> int:
         """Return the second descriptors of shards, and those of domains beyond the first."""
-        return self._opener.cached_count + self._domains.fd_count
+        objects = FDS_OF_OBJECT * self._remote_count
+        return self._opener.cached_count + self._domains.fd_count + objects
 
     def _room(self) -> int:
         """Return how many shards may be open: fewer once domains need more than their part."""
@@ -431,6 +585,8 @@ class Catalog:
             )
             for shard, file in zip(some, files.tolist(), strict=True):
                 closed = self._inherit(shard)
+                if shard.remote is not None:
+                    self._engines.set_remote(engine, file, shard.base, shard.remote)
                 if closed is None:
                     fresh.append(shard)
                     numbers.append((file, engine))
@@ -525,6 +681,7 @@ class Catalog:
 
     def _taken_fds(self, shard: OpenShard) -> list[int]:
         """Return the descriptors of a shard, which has none any more."""
+        self._close_objects(shard)
         fds = [fd for fd in (shard.fd, shard.cached_fd) if fd >= 0]
         if shard.cached_fd >= 0:
             with self._opener.lock:
@@ -637,6 +794,12 @@ class Catalog:
         # that nobody else gets its number, does not.
         if shard.holders or owner[1] not in (OWN, HOST):
             shard.proven -= {owner}
+        if shard.remote is not None and shard.holders and len(shard.remote.objects) > 1:
+            # Others share it, with their own access.
+            shard.remote.proofs.pop(owner, None)
+            opened = shard.remote.objects.pop(owner, None)
+            if opened is not None and self.remote is not None:
+                run_in_thread(partial(self.remote.close, [opened]))
         if viewer_of(owner) == owner:
             shard.names.pop(owner, None)
 
@@ -654,6 +817,8 @@ class Catalog:
     ) -> FFServeError:
         """Return the error of a sample of a shard that a session has open; see
         `FileState.explain`. Nobody else gets tables that contradict their file."""
+        if shard.remote is not None:
+            return error  # the store's file changes with each block
         scanned = shard.scanned
         opened, fd, path = shard.opened, shard.fd, shard.path
         found = opened.explain(error, fd, path, scanned, record, shard.chunked, "inode")

@@ -60,6 +60,8 @@ class ChunkLoader:
         ended: called in the loop's thread when one of the `batches` of a load has ended.
         file_numbers: by which extents are read, of their engines, files, begins and ends.
         fd_of: returns the descriptor of a file that is being read (engine, file), in any thread.
+        mend: called in a thread before an extent (engine, file, begin, end) is read again; returns
+            whether it has been mended.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ChunkLoader:
         ended: Callable[[Load], None],
         file_numbers: Callable[[Int32s, Int32s, Int64s, Int64s], Int32s],
         fd_of: Callable[[int, int], int],
+        mend: Callable[[int, int, int, int], bool],
     ) -> None:
         self._submit = submit
         self._memory = memory
@@ -79,6 +82,7 @@ class ChunkLoader:
         self._ended = ended
         self._file_numbers = file_numbers
         self._fd_of = fd_of
+        self._mend = mend
         self._waiting: deque[tuple[Load, int, list[_Block], int]] = deque()
         """Batches to be read: load, engine, blocks, size in bytes."""
         self._reading: dict[EngineBatch, tuple[Load, int, ChunkBatch[_Block]]] = {}
@@ -95,15 +99,16 @@ class ChunkLoader:
         """Report to this loop."""
         self._loop = loop
 
-    def submit(self, load: Load, rows: Int64s) -> None:
-        """Read and decode some of the blocks of a load into their slots."""
-        for engine, blocks in batches(self._blocks(load, rows)):
+    def submit(self, load: Load, rows: Int64s, file: int = -1) -> None:
+        """Read and decode some of the blocks of a load into their slots. Args: file: to read from,
+        in the place of their own."""
+        for engine, blocks in batches(self._blocks(load, rows, file)):
             size = sum(block.end - block.begin for block in blocks)
             self._waiting.append((load, engine, blocks, size))
             load.batches += 1
         self._pump()
 
-    def _blocks(self, load: Load, rows: Int64s) -> Iterator[tuple[int, _Block]]:
+    def _blocks(self, load: Load, rows: Int64s, file: int) -> Iterator[tuple[int, _Block]]:
         """Yield each block and the engine that reads it, in order."""
         table, blocks, offsets = self._table, load.blocks.take(rows), load.offsets[rows]
         lows, highs = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
@@ -115,7 +120,11 @@ class ChunkLoader:
             lows[inside] = shard.chunks.holding(starts)
             highs[inside] = shard.chunks.holding(starts + blocks.counts[inside] - 1) + 1
         engines = table.engines[blocks.shards]
-        files = self._file_numbers(engines, table.files[blocks.shards], blocks.begins, blocks.ends)
+        files = table.files[blocks.shards]
+        if file < 0:
+            files = self._file_numbers(engines, files, blocks.begins, blocks.ends)
+        else:
+            files = np.full_like(files, file)
         runs = (lows, highs, blocks.begins, blocks.ends, files, blocks.firsts, offsets)
         columns = [column.tolist() for column in (*runs, engines, blocks.shards)]
         for *run, engine, row in zip(*columns, strict=True):
@@ -158,15 +167,17 @@ class ChunkLoader:
         """Return samples that were right at the second read only, and failures."""
         right: list[int] = []
         failures: Failures = {}
-        entries = self._directory.entries_memory.address
+        entries, mended = self._directory.entries_memory.address, False
         for block, chunk, offset, outcome in chunks.decode(self._slot):
             firsts = block.shard.chunks.firsts
             first = block.first + int(firsts[chunk] - firsts[block.low])
             if isinstance(outcome, FormatError):
+                mended = self._mend(engine, block.file, block.begin, block.end) or mended
                 fd = self._fd_of(engine, block.file)
                 again = read_again(block, chunk, fd, self._slot, offset)
                 if again is not None:
-                    right.append(first)
+                    if not mended:
+                        right.append(first)
                     outcome = again
             if isinstance(outcome, DecodedChunk):
                 publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)

@@ -38,6 +38,7 @@ from ffserve.server.access import may_read_everything
 from ffserve.server.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.log import start_logging
+from ffserve.server.remote import log_text, store_fault, try_store
 from ffserve.server.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.server import Server, listen
 from ffserve.server.state import ServerState
@@ -74,6 +75,7 @@ def check(config: ServerConfig) -> None:
         file_limit_fault(most_files),
         common_fault(config),
         memory_fault(config, usable_memory()),
+        store_fault(config),
     ):
         if fault is not None:
             raise fault
@@ -100,6 +102,7 @@ def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: b
     """
     start_logging(config.log_level, config.log_format)
     check(config)  # all of it before another daemon hands over, which ends that one
+    try_store(config)
     signals = _Signals()
     sockets, kept = passed()
     lock: int | None = None
@@ -333,6 +336,8 @@ def _log_start(server: Server) -> None:
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
     )
+    if state.remote is not None:
+        log.info("remote files: %s", log_text(state.remote))
 
 
 def _end_at_once(

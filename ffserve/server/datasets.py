@@ -49,6 +49,8 @@ class Dataset:
     """they come through this file (see `Engines.add_memory`) and are made of those of"""
     source: JobProgress | None = None
     """this data set."""
+    remote: bool = False
+    """Whether there are remote files among its shards."""
 
 
 @dataclass(slots=True)

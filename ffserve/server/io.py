@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,8 +22,12 @@ from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.memfd import SharedMemory
 from ffserve.server.chunks import ChunkLoader
 from ffserve.server.damage import SecondReader, WrongSample
+from ffserve.server.fetches import Fetches, Gate, Waiting
 from ffserve.server.page_cache import CachedFiles, Int32s
+from ffserve.server.remote import RemoteShard
+from ffserve.server.scheduler import SampleRequest
 from ffserve.server.statistics import Histogram
+from ffserve.store.fetching import Fetcher
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
@@ -56,6 +61,7 @@ class Engines:
 
     Args:
         kind, depth: of every engine.
+        fetcher: brings the blocks of remote files; None: there are none.
     """
 
     def __init__(
@@ -66,9 +72,9 @@ class Engines:
         arena: Arena,
         directory: Directory,
         table: ShardTable,
+        fetcher: Fetcher | None = None,
     ) -> None:
-        self._kind = kind
-        self._depth = depth
+        self._kind, self._depth = kind, depth
         self._memory = memory
         self._directory = directory
         self._table = table
@@ -93,8 +99,17 @@ class Engines:
             self._decoded,
             self._file_numbers,
             self._fd_of,
+            self._mend_file,
         )
-        self._second = SecondReader(memory, directory, self._decoded)
+        self.fetches = (
+            None if fetcher is None else Fetches(fetcher, table, directory, self._fetched)
+        )
+        self._remote: dict[tuple[int, int], RemoteShard] = {}
+        """By engine and number of the file: those of remote files."""
+        # The second is for samples of remote files, which may wait for an origin.
+        self._second, self._mending = (
+            SecondReader(memory, directory, self._decoded) for _ in range(2)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
         """Called in the loop's thread when a load has ended, with its failures and the time:
@@ -130,6 +145,9 @@ class Engines:
         self._loop = loop
         self._chunks.attach(loop)
         self._second.attach(loop)
+        self._mending.attach(loop)
+        if self.fetches is not None:
+            self.fetches.attach(loop)
         for number, engine in enumerate(self._engines):
             loop.add_reader(engine.fileno(), self._reap, number)
 
@@ -151,7 +169,9 @@ class Engines:
     @property
     def in_flight(self) -> int:
         """Batches submitted and not yet reported."""
-        return len(self._batches) + self._chunks.in_flight + self._second.in_flight
+        fetching = 0 if self.fetches is None else self.fetches.in_flight
+        again = self._second.in_flight + self._mending.in_flight
+        return len(self._batches) + self._chunks.in_flight + again + fetching
 
     def _start_engine(self) -> int:
         engine = Engine(self._kind, depth=self._depth)
@@ -220,7 +240,27 @@ class Engines:
         """Forget a file of which no read is queued or in flight."""
         for number in (file, self._cached[engine].remove(file)):
             if number >= 0:
+                self._remote.pop((engine, number), None)
                 self._engines[engine].remove_file(number)
+
+    def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
+        """A file that was added is that of a remote shard. Args: base: its first number."""
+        assert self.fetches is not None
+        (cached,) = self._cached[engine].numbers(np.array([file], np.int32)).tolist()
+        for number in (file, cached):
+            if number >= 0:
+                self._remote[engine, number] = remote
+        self.fetches.add(base, remote)
+
+    def _mend_file(self, engine: int, file: int, begin: int, end: int) -> bool:
+        """Have an extent of a file fetched again if it is remote and damaged on this disk; return
+        whether it was. In a thread that may wait."""
+        remote = self._remote.get((engine, file))
+        return (
+            remote is not None
+            and self.fetches is not None
+            and self.fetches.mend(remote, begin, end)
+        )
 
     def add_memory(self, fd: int) -> int:
         """Take a memory file that prepared samples are read from; return its number for
@@ -268,21 +308,81 @@ class Engines:
             self._memory_files[load.file].loads += 1
             load.reads = self._read(0, load, None, MERGED_MOST, reply)
             return
+        if self.fetches is not None and (waiting := self._hold(self.fetches, load)) is not None:
+            if reply is not None:
+                reply.hold()
+            load.reads, load.batches = 1, load.batches + 1
+            self.fetches.fetch(waiting)
+            return
+        load.reads = self._submit_rows(load, None, reply)
+
+    def _submit_rows(self, load: Load, rows: Int64s | None, reply: DirectReply | None) -> int:
+        """Read blocks of a load (None: all) from their files; return the number of reads."""
         if self._table.has_chunks:
-            chunked = self._table.chunked[load.blocks.shards]
+            shards = load.blocks.shards if rows is None else load.blocks.shards[rows]
+            chunked = self._table.chunked[shards]
             if chunked.any():
                 if reply is not None:
                     reply.hold()
-                rows, plain = np.flatnonzero(chunked), np.flatnonzero(~chunked)
-                load.reads = len(rows)
+                every = np.arange(len(shards)) if rows is None else rows
+                plain = every[~chunked]
+                reads = len(every) - len(plain)
                 if len(plain):
-                    load.reads += self._read_by_engine(load, plain)
-                self._chunks.submit(load, rows)
-                return
+                    reads += self._read_by_engine(load, plain)
+                self._chunks.submit(load, every[chunked])
+                return reads
         if len(self._engines) == 1:
-            load.reads = self._read(0, load, None, MERGED_MOST, reply)
+            return self._read(0, load, rows, MERGED_MOST, reply)
+        return self._read_by_engine(load, rows, reply)
+
+    # ---- remote files ---------------------------------------------------------------------
+
+    @staticmethod
+    def _hold(fetches: Fetches, load: Load) -> Waiting | None:
+        asking = load.fetches[0]
+        if not isinstance(asking, SampleRequest):
+            return fetches.hold(load, None)
+        waiting = fetches.hold(load, asking.owner.who)
+        if waiting is not None and isinstance(asking.gate, Gate):
+            waiting.known = asking.gate.errors
+        return waiting
+
+    def _fetched(self, waiting: Waiting) -> None:
+        """The blocks of a load came, or cannot be had."""
+        load, fetches = waiting.load, self.fetches
+        assert fetches is not None
+        load.fetch_s = time.monotonic() - waiting.begun
+        load.failures.update(fetches.failures(waiting))
+        # Shards were opened and closed meanwhile.
+        load.blocks.shards[:] = self._table.rows(load.blocks.firsts)
+        left = np.ones(len(load.blocks.firsts), np.bool_)
+        left[list(waiting.errors)] = False
+        for passed, rows in waiting.passed:
+            mine = rows[left[rows]]
+            left[mine] = False
+            self._read_passed(load, passed.fd, mine)
+        if left.any():
+            rest = None if left.all() else np.flatnonzero(left)
+            self._submit_rows(load, rest, None)
+        self._decoded(load)
+
+    def _read_passed(self, load: Load, fd: int, rows: Int64s) -> None:
+        """Read blocks of one shard from a memory file, which is closed with the load."""
+        if not len(rows):
+            os.close(fd)
+            return
+        number = int(self._table.engines[load.blocks.shards[rows[0]]])
+        (file,) = self._engines[number].add_files(np.array([fd], np.int32), np.ones(1, np.int64))
+        file = int(file)
+        if file >= len(self._fds[number]):
+            more = np.full(file + 1 - len(self._fds[number]), -1, np.int32)
+            self._fds[number] = np.append(self._fds[number], more)
+        self._fds[number][file] = fd
+        load.pinned.append((_PassedFile(self._engines[number], file, fd), None))
+        if self._table.chunked[load.blocks.shards[rows[0]]]:
+            self._chunks.submit(load, rows, file)
         else:
-            load.reads = self._read_by_engine(load, None, reply)
+            self._read_from(number, load, rows, MERGED_MOST, None, cached=False, file=file)
 
     def _read_by_engine(
         self, load: Load, rows: Int64s | None, reply: DirectReply | None = None
@@ -342,8 +442,12 @@ class Engines:
         reply: DirectReply | None,
         *,
         cached: bool,
+        file: int = -1,
     ) -> int:
-        """Read blocks, all of them from the page cache or all of them past it."""
+        """Read blocks, all of them from the page cache or all of them past it.
+
+        Args: file: to read from, in the place of their own.
+        """
         blocks, offsets, sizes = load.blocks, load.offsets, load.sizes
         if rows is not None:
             blocks, offsets, sizes = blocks.take(rows), offsets[rows], sizes[rows]
@@ -354,10 +458,10 @@ class Engines:
             sizes,
             self._memory.address,
             (merged_most, MERGED_GAP, MERGED_SIZE),
-            cached=cached,
+            cached=cached or file >= 0,
         )
-        if load.file >= 0:
-            batch.reads["file"] = load.file
+        if load.file >= 0 or file >= 0:
+            batch.reads["file"] = load.file if file < 0 else file
         elif cached:
             batch.reads["file"] = self._cached[number].numbers(batch.reads["file"])
             self.cached_size += int((blocks.ends - blocks.begins).sum())
@@ -469,7 +573,9 @@ class Engines:
         wrong = (records["status"] == STATUS_CHECKSUM) & (records["length"] > 0)
         wrong[np.flatnonzero(wrong)[MOST_AGAIN:]] = False
         if wrong.any():
-            self._second.submit(load, self._wrong_samples(number, batch, np.flatnonzero(wrong)))
+            samples = self._wrong_samples(number, batch, np.flatnonzero(wrong))
+            remote = any(sample.mend is not None for sample in samples)
+            (self._mending if remote else self._second).submit(load, samples)
         failed = records[(records["status"] != 0) & ~wrong]
         columns = (failed[name].tolist() for name in ("entry", "status", "found", "checksum"))
         for entry, *about in zip(*columns, strict=True):
@@ -484,6 +590,7 @@ class Engines:
         for read, record, shard in zip(*columns, strict=True):
             file = int(read["file"])
             place = int(record["dest"]) - self._memory.address
+            extent = int(record["offset"]), int(record["offset"]) + int(record["length"])
             if int(read["slot"]) != NOWHERE:
                 # As the engine reads it: from the beginning of a disk block on.
                 direct = file == int(self._table.files[shard])
@@ -500,6 +607,9 @@ class Engines:
                     int(read["checksum_kind"]),
                     int(record["checksum"]),
                     int(record["found"]),
+                    partial(self._mend_file, number, file, *extent)
+                    if (number, file) in self._remote
+                    else None,
                 )
             )
         return samples
@@ -508,6 +618,8 @@ class Engines:
         """One batch of a load has ended."""
         load.batches -= 1
         if load.batches == 0:
+            if load.pinned and self.fetches is not None:
+                self.fetches.release(load)
             if load.file >= 0:
                 file = self._memory_files[load.file]
                 file.loads -= 1
@@ -530,12 +642,29 @@ class Engines:
 
     def close(self) -> None:
         """Wait for the reads in flight and end the I/O threads."""
+        if self.fetches is not None:
+            self.fetches.close()
         for engine in self._engines:
             if self._loop is not None:
                 self._loop.remove_reader(engine.fileno())
             engine.close()
         self._chunks.close()
         self._second.close()
+        self._mending.close()
+
+
+@dataclass(slots=True)
+class _PassedFile:
+    """A memory file that a load reads from, among what it holds of the store."""
+
+    engine: Engine
+    number: int
+    fd: int
+
+    def unpin(self, _: object) -> None:
+        """The load has ended."""
+        self.engine.remove_file(self.number)
+        os.close(self.fd)
 
 
 def _samples(blocks: Blocks) -> Int64s:

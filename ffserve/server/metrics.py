@@ -31,6 +31,7 @@ from prometheus_client.utils import floatToGoString
 from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import BY_CODE, printable
+from ffserve.server.remote import store_facts
 from ffserve.server.report import arena_facts, domain_facts, progress_facts
 from ffserve.server.server import Server
 from ffserve.server.state import Job, ServerState
@@ -90,6 +91,7 @@ def _families(server: Server, jobs: bool, now: float) -> Steps[None]:
     yield from _process(state)
     yield from _samples(state)
     yield from _disk(state)
+    yield from _store(state)
     yield from _memory(state)
     yield from _clients(server, running)
     yield from _durations(state)
@@ -170,6 +172,15 @@ def _disk(state: ServerState) -> Iterator[Metric]:
     yield _counter("scrub_passes", "Passes through all open files.", state.scrubber.passes)
     yield _gauge("reads_in_flight", "Reads that devices carry out.", engine["inflight"])
     yield _gauge("reads_queued", "Reads that wait for a device.", engine["queued"])
+
+
+def _store(state: ServerState) -> Iterator[Metric]:
+    """Yield what is known of remote files; zeros without a store."""
+    facts = store_facts(state.remote)
+    yield _gauge("store_used_bytes", "Blocks of remote files on disk.", facts["used"], "bytes")
+    yield _gauge("store_limit_bytes", "Limit of these.", facts["limit"], "bytes")
+    yield _counter("fetched_bytes", "Bytes that came from origins.", facts["fetched"])
+    yield _counter("store_evicted_blocks", "Blocks evicted from disk.", facts["evicted"])
 
 
 def _memory(state: ServerState) -> Iterator[Metric]:

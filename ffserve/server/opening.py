@@ -48,8 +48,10 @@ from ffserve.formats.tfrecord import FORMAT as TFRECORD
 from ffserve.server.access import Peer, Rules
 from ffserve.server.domains import Domain
 from ffserve.server.page_cache import open_cached
+from ffserve.server.remote import RemoteFiles, RemoteShard, Wanted, blocks_of
 from ffserve.server.shards import Identity, Key, OpenShard, PassedFile, Request
 from ffserve.shardfile import open_shard, scanned_as
+from ffserve.store.fetching import OpenObject
 
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of a message of 253 descriptors."""
@@ -323,6 +325,103 @@ class Opener:
             single=parsed,
             chunked=chunked,
             scanned=scanned_as(parsed),
+        )
+
+    # ---- remote files ---------------------------------------------------------------------------
+
+    def open_remote(
+        self,
+        remote: RemoteFiles,
+        request: Request,
+        wanted: list[Wanted],
+        keys: list[Key],
+        peer: Peer,
+        domains: list[Domain],
+    ) -> list[OpenShard]:
+        """Open the shards of remote files. Args: keys, domains: of each.
+
+        Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
+        """
+        how = {"verify": request.verify, "tolerant": request.tolerant}
+        found = remote.open(wanted, peer, request.format, **how)
+        shards: list[OpenShard] = []
+        try:
+            for one, (opened, shard), key, domain in zip(wanted, found, keys, domains, strict=True):
+                path = request.paths[one.position]
+                shards.append(self._remote_shard(request, opened, shard, key, domain, path, peer))
+        except BaseException:
+            remote.close([opened for opened, _ in found])
+            for each in shards:
+                close_fds(np.array([f for f in (each.fd, each.cached_fd) if f >= 0], np.int32))
+                self._release([each.base], [each.count], [each.domain])
+            with self.lock:
+                self.cached_count -= sum(each.cached_fd >= 0 for each in shards)
+            raise
+        return shards
+
+    def _remote_shard(
+        self,
+        request: Request,
+        opened: OpenObject,
+        shard: Shard,
+        key: Key,
+        domain: Domain,
+        path: str,
+        peer: Peer,
+    ) -> OpenShard:
+        chunked = shard if is_chunked(shard) else None
+        if chunked is not None:
+            chunked.limit(self.max_chunk_size)
+        tables = _Tables(
+            format=shard.format,
+            count=shard.count,
+            kind=shard.checksum_kind,
+            fingerprint=shard.fingerprint,
+            single=shard,
+            chunked=chunked,
+            scanned=None,
+        )
+        (base,) = self._reserve([shard.count], [domain])
+        fd = -1
+        try:
+            self._load(tables, base, shard.size, path)
+            rows = slice(base, base + shard.count)
+            directory = self._directory
+            offsets = directory.offsets[rows].astype(np.int64)
+            lengths = directory.lengths(np.arange(base, base + shard.count))
+            blocks = blocks_of(shard, chunked, offsets, lengths, opened.stored.block_size)
+            fd = opened.stored.open_data()
+            (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
+        except BaseException:
+            self._release([base], [shard.count], [domain])
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        # Blocks that have just come are in the page cache, and not on the disk yet.
+        cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
+        if cached >= 0:
+            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
+            with self.lock:
+                self.cached_count += 1
+        return OpenShard(
+            key=key,
+            path=path,
+            format=shard.format,
+            fd=int(direct),
+            size=shard.size,
+            count=shard.count,
+            base=base,
+            checksum_kind=shard.checksum_kind if request.verify else 0,
+            fingerprint=shard.fingerprint,
+            alignment=int(alignments[0]),
+            cached_fd=cached,
+            payload_size=tables.payload_size,
+            domain=domain,
+            chunked=chunked,
+            device=key[0][0],
+            scanned=None,
+            remote=RemoteShard(opened.stored, {peer.owner: opened}, *blocks),
         )
 
     # ---- their numbers --------------------------------------------------------------------------

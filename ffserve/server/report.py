@@ -12,6 +12,7 @@ from ffserve import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.server.access import Peer, Viewer, viewer_of
 from ffserve.server.log import NOBODY, latest
+from ffserve.server.remote import store_facts
 from ffserve.server.shards import OpenShard
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 
@@ -78,6 +79,7 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
             "prefetched": counters.prefetched,
             "wasted": counters.wasted,
         },
+        "store": store_facts(state.remote),
         "scrub": {
             "rate": state.scrubber.rate,
             "size": state.scrubber.size,

@@ -100,6 +100,21 @@ class Reply(Protocol):
         ...
 
 
+class Gate(Protocol):
+    """Where a request waits for blocks of remote files before it takes memory: `fetches.Gate`."""
+
+    def begin(self, opened: Callable[[int, float], object]) -> None:
+        """Begin to wait.
+
+        Args: opened: called once, with the number of samples that can be read, and the time.
+        """
+        ...
+
+    def close(self) -> None:
+        """The request is answered, or dropped."""
+        ...
+
+
 class SampleRequest(Fetch):
     """One GET or LEASE, on its way through scheduler and cache.
 
@@ -116,6 +131,7 @@ class SampleRequest(Fetch):
         "count",
         "dataset",
         "enough",
+        "gate",
         "indices",
         "lease",
         "owner",
@@ -144,6 +160,8 @@ class SampleRequest(Fetch):
         self.indices = numbers if indices is None else indices
         self.asked = asked
         self.reply = reply
+        self.gate: Gate | None = None
+        """Where it waits before its first turn; None: nowhere."""
         self.blocked_since: float | None = None
         self.turned = False
         """Whether the request has had a turn."""
@@ -193,6 +211,8 @@ class Owner:
     leases: dict[int, Lease] = field(default_factory=dict)
     """Granted leases that pin something, by tag."""
     time: SessionTime = field(default_factory=SessionTime)
+    who: tuple[int, int] | None = None
+    """User and namespace."""
     queued: bool = False
     gone: bool = False
 
@@ -317,12 +337,32 @@ class Scheduler:
         self.request_count += 1
         owner.waiting[request.tag] = request
         owner.time.ask(now)
+        if request.gate is not None:
+            owner.time.fetch(now, 1)
+            request.gate.begin(lambda count, opened: self._fetched(request, count, opened))
+            return
         owner.runnable.append(request)
         self._queue(owner)
         if not self._waking:
             self.pump(now)
         elif self._active > 1 and self._share.is_due(owner.user):
             self._serve_at_once(owner.user, now)
+
+    def _fetched(self, request: SampleRequest, count: int, now: float) -> None:
+        """The blocks of the first `count` samples of a request are there, or cannot be had."""
+        owner = request.owner
+        owner.time.fetch(now, -1)
+        self._turns_of(owner.user).seen = now
+        owner.user.asked.give(len(request.numbers) - count)
+        request.numbers, request.indices = request.numbers[:count], request.indices[:count]
+        owner.runnable.append(request)
+        self._queue(owner)
+        if self.wake is None:
+            self.pump(now)
+        elif not self._waking:
+            # Who is woken also sets the timers of requests that are blocked then.
+            self._waking = True
+            self.wake()
 
     def _serve_at_once(self, user: User, now: float) -> None:
         """Give a turn to a user that would have the next one anyway."""
@@ -389,7 +429,7 @@ class Scheduler:
             self._busy_size += load.size
             self._measure(now)
         turns, of_job, reads, begun = self._reading.pop(load.number)
-        of_job.end(reads, now - begun, load.read_s, load.decode_s)
+        of_job.end(reads, now - begun, load.read_s, load.decode_s, load.fetch_s)
         if turns is not None:
             turns.reads -= reads
             turns.read_size -= load.size
@@ -418,6 +458,8 @@ class Scheduler:
         owner.gone = True
         user, turns = owner.user, self._turns_of(owner.user)
         for request in owner.waiting.values():
+            if request.gate is not None:
+                request.gate.close()
             self.request_count -= 1
             user.requests.give(1)
             user.asked.give(len(request.numbers))
@@ -457,7 +499,7 @@ class Scheduler:
         return min(deadlines, default=None)
 
     def stop(self) -> None:
-        """Read nothing any more.
+        """Read nothing any more, also when blocks of remote files come.
 
         A client may go on reading its leased samples after its session ended, so no slot may be
         written to from now on, and a successor finds all leases in the cache's table.
@@ -687,6 +729,8 @@ class Scheduler:
         request.count = request.cursor
         self.request_count -= 1
         owner.waiting.pop(request.tag, None)
+        if request.gate is not None:
+            request.gate.close()
         turns.pinning_size -= request.pinned_size
         if request.blocked_since is not None:
             self.blocked.note(now - request.blocked_since)

@@ -195,7 +195,8 @@ class Scrubber:
 
 def _is_scrubbed(shard: OpenShard) -> bool:
     """Whether a file is open in a session and has checksums."""
-    checked = shard.chunked is not None or shard.checksum_kind
+    # Blocks of a remote file may not be there; they have checksums of their own.
+    checked = (shard.chunked is not None or shard.checksum_kind) and shard.remote is None
     return bool(shard.sessions and shard.fd >= 0 and not shard.stale and checked)
 
 

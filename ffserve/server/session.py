@@ -43,12 +43,16 @@ from ffserve.server import handover
 from ffserve.server.access import Peer
 from ffserve.server.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
 from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
+from ffserve.server.remote import identity_from
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sharing import PrepareRequest, Sharing
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 from ffserve.server.users import MOST_USER_DATASETS, User
+from ffserve.store.access import Access
+from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.urls import is_url, shown
 
 NEW, READY, OVER = "new", "ready", "over"
 
@@ -133,7 +137,7 @@ class Session:
         self._heir = heir
         self._takes_over = False
         """Whether the client is a daemon that will take this one over."""
-        self.owner = Owner(self.finished, user=self.user)
+        self.owner = Owner(self.finished, user=self.user, who=peer.owner)
         self._datasets: dict[int, Dataset] = {}
         self._closing: set[Dataset] = set()
         self._mapped: set[int] = set()
@@ -292,13 +296,14 @@ class Session:
             paths = []
         valid = bool(paths)
         identities: list[Identity] = []
+        remote = _Remote(what, len(paths))
         for first in range(0, len(paths), FEW):
             part = paths[first : first + FEW]
-            valid = valid and all(
-                isinstance(p, str) and p.startswith("/") and "\0" not in p for p in part
-            )
+            valid = valid and all(isinstance(p, str) and "\0" not in p for p in part)
             rows = message.identities[ROW_SIZE * first : ROW_SIZE * (first + len(part))]
             identities += protocol.unpack_identities(rows, len(part))
+            if valid:
+                valid = remote.take(paths, identities, first)
             yield None
         if len(message.identities) != ROW_SIZE * len(paths):
             raise ProtocolError("invalid OPEN message: not one identity for each path")
@@ -309,6 +314,9 @@ class Session:
             or not isinstance(tolerant, bool)
         ):
             raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
+        if remote.error is not None:
+            self.fail(message.tag, remote.error)
+            return
         if (most := self.most_datasets()) is not None:
             hint = "close readers, or open many files as one data set"
             self.fail(message.tag, UsageError(most, hint=hint))
@@ -317,7 +325,8 @@ class Session:
             yield user.opening
         self._join_job(now)
         self.begin_opening()
-        self._opener(message.tag, Request(paths, identities, name, verify, tolerant))
+        found = remote.versions, remote.access
+        self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
 
     def need(
         self,
@@ -413,7 +422,14 @@ class Session:
         if not self.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self.job.paths = paths[0] + more
-        self.enter(tag, Dataset(paths, shards, Layout(counts, bases), progress))
+        fetches = self._state.engines.fetches
+        dataset = Dataset(paths, shards, Layout(counts, bases), progress)
+        if fetches is not None:
+            remote = [each.base for each in shards if each.remote is not None and each.count]
+            dataset.remote = bool(remote)
+            if remote:
+                fetches.follow(progress, remote)
+        self.enter(tag, dataset)
 
     def begin_opening(self) -> None:
         """A data set is being opened; `enter` or `not_opened` ends that."""
@@ -497,6 +513,9 @@ class Session:
 
     def _leave_progress(self, dataset: Dataset) -> None:
         self._state.next_use.leave(dataset.progress, dataset)
+        fetches = self._state.engines.fetches
+        if dataset.remote and fetches is not None and not dataset.progress.sessions:
+            fetches.leave(dataset.progress)
         self._state.scheduler.prefetcher.advanced(dataset.progress)
 
     def dataset_of(self, number: int, message: str) -> Dataset:
@@ -573,11 +592,15 @@ class Session:
             self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
         )
         crowded = self.owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
+        if dataset.remote and self._state.engines.fetches is not None:
+            request.gate = self._state.engines.fetches.gate(numbers, self.peer.owner)
+        crowded = crowded or request.gate is not None
         if self._direct_reply is not None and not (crowded or lease or self.inline):
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
             self._direct_tag = tag
         dataset.requests += 1
         if len(indices) == 0 or (lease and not self._locks):
+            request.gate = None
             self.finished(request)
             return
         scheduler.add(request, now)
@@ -864,6 +887,46 @@ class Session:
             yield from self._state.claims.leave(dataset)
             yield from self._close_shards(dataset)
         self._datasets.clear()
+
+
+class _Remote:
+    """The remote files of an OPEN, from what the client says of them.
+
+    Args: what: of the message. count: of its paths.
+    """
+
+    def __init__(self, what: dict[str, Any], count: int) -> None:
+        self.versions: dict[int, RemoteIdentity] = {}
+        self.access: Access | None = None
+        self.error: FFServeError | None = None
+        """Why they cannot be opened."""
+        self._tags: Any = what.get("tags")
+        self._access: Any = what.get("access")
+        self._count = count
+
+    def take(self, paths: list[str], identities: list[Identity], first: int) -> bool:
+        """Take the next paths, from this position on, and give URLs without secrets and identities
+        that are no files'; return False if one is neither a path nor a URL with a version."""
+        for k in range(first, len(identities)):
+            if paths[k].startswith("/"):
+                continue
+            tags = self._tags
+            if not isinstance(tags, list) or len(tags) != self._count or not is_url(paths[k]):
+                return False
+            if not isinstance(self._access, str):
+                return False
+            _, _, size, modified, _ = identities[k]
+            try:
+                if self.access is None:
+                    self.access = Access(self._access)
+                if self.error is None:
+                    self.versions[k] = identity_from(paths[k], size, tags[k], modified)
+            except FFServeError as error:
+                self.error = error
+            paths[k] = shown(paths[k])
+            # No file has it; the catalog makes one of the object.
+            identities[k] = 0, k, size, modified, -1
+        return True
 
 
 def _at_once(steps: Steps) -> None:

@@ -16,7 +16,10 @@ from ffserve.formats.base import ChunkedShard
 from ffserve.server.access import Owner, Viewer, viewer_of
 from ffserve.server.domains import Domain
 from ffserve.server.prepared import Preparation, Preparations
+from ffserve.server.remote import RemoteShard
 from ffserve.shardfile import FileState
+from ffserve.store.access import Access
+from ffserve.store.origin import Identity as RemoteIdentity
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
 """Device, inode, size, mtime, ctime."""
@@ -75,6 +78,8 @@ class OpenShard:
     """Samples that were found damaged."""
     _damaged: bytearray = field(default_factory=bytearray)
     """A bit for each sample, once one was found."""
+    remote: RemoteShard | None = None
+    """Its file is an object of the store."""
     adopted: bool = False
     """It is a predecessor's, and nobody has passed a descriptor of it yet."""
 
@@ -105,7 +110,9 @@ class PassedFile:
 class Request:
     """An OPEN: which files, and how.
 
-    paths: the client's names; nothing is opened by them. identities: as the client sees the files.
+    paths: the client's names; nothing is opened by them. URLs are without secrets. identities: as
+    the client sees the files. remote: the versions of remote files, by position, and with what the
+    client reaches their origins.
     """
 
     paths: list[str]
@@ -113,6 +120,8 @@ class Request:
     format: str | None
     verify: bool
     tolerant: bool
+    remote: dict[int, RemoteIdentity] = field(default_factory=dict)
+    access: Access | None = None
     aliases: list[Alias] = field(default_factory=list)
     """By position, as the client sees the files; `name` makes them."""
 

@@ -44,6 +44,7 @@ from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
 from ffserve.server.prepared import Claims
+from ffserve.server.remote import PROTOCOLS, RemoteFiles
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.scheduler import Scheduler
@@ -164,17 +165,8 @@ class ServerState:
             self.inventory.states,
             self.inventory.leases,
         )
-        self.engines = Engines(
-            config.engine,
-            config.depth,
-            self.memory,
-            self.arena,
-            self.directory,
-            self.table,
-        )
-        self.engines.on_slow = self._slow_disk
-        self.engines.on_right = self._wrong_once
-        self.engines.on_slow_read = self._slow_read
+        self.remote = RemoteFiles(config) if config.store_directory else None
+        self.engines = self._new_engines()
         self.pages = Pages(self.memory, self.engines, self.arena.size)
         self.domains = Domains(
             self.cache,
@@ -197,6 +189,7 @@ class ServerState:
             config.close_after_s,
             self.inventory,
             lambda base: self.slow_reads.pop(base, None),
+            self.remote,
         )
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.scrubber = Scrubber(
@@ -221,6 +214,16 @@ class ServerState:
         self.most_memory_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // MEMORY_FILES_SHARE
         self.adopted = None if kept is None else self._adopt(kept)
         """What was taken over."""
+
+    def _new_engines(self) -> Engines:
+        config, memory, arena = self.config, self.memory, self.arena
+        fetcher = None if self.remote is None else self.remote.fetcher
+        tables = self.directory, self.table
+        engines = Engines(config.engine, config.depth, memory, arena, *tables, fetcher)
+        engines.on_slow = self._slow_disk
+        engines.on_right = self._wrong_once
+        engines.on_slow_read = self._slow_read
+        return engines
 
     def _new_inventory(self) -> Inventory:
         arena = self.arena
@@ -452,6 +455,7 @@ class ServerState:
             "generation": self.inventory.get("generation"),
             "times": True,
             "prepared": True,
+            "remote": [] if self.remote is None else PROTOCOLS,
         }
 
     def close(self) -> None:

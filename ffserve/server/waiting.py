@@ -2,10 +2,12 @@
 
 At each moment a session waits, while a GET or LEASE of it is not answered, or it is the trainer's
 own. With several requests under way the moment is divided among them equally: the part of those
-that wait for memory is `memory`. The other waiting is divided by what the job's reads were like:
+that wait for memory is `memory`, and that of those that wait for blocks of remote files `origin`.
+The other waiting is divided by what the job's reads were like:
 
-* `taken`: the part of its bytes read that it would not have read with all memory to itself
-  (`JobTime.alone_size`).
+* `origin`, too: the part of the time of its loads in which they waited for such blocks.
+* `taken`: of the rest, the part of its bytes read that it would not have read with all memory to
+  itself (`JobTime.alone_size`).
 * `decode`: of the rest, the part of the time of its loads in which chunks were decoded.
 * `queue`: of that rest, the part of the reads in flight that were of other jobs when its own began:
   a device divides its time among them.
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-CAUSES = ("disk", "queue", "taken", "decode", "memory", "trainer")
+CAUSES = ("disk", "queue", "taken", "decode", "memory", "origin", "trainer")
 RECENT_S = 60.0
 """The time of which the recent parts are."""
 ABSENT_S = 60.0
@@ -34,15 +36,15 @@ class JobReads:
     that began it.
 
     size: their bytes. count: the reads. others: the sum of the parts of the reads in flight that
-    were of other jobs. loads_s, decode_s: the time of its loads; the part in which they were
-    decoded.
+    were of other jobs. loads_s, decode_s, origin_s: the time of its loads; the parts in which they
+    were decoded, and waited for blocks of remote files.
     """
 
-    __slots__ = ("count", "decode_s", "in_flight", "loads_s", "others", "size")
+    __slots__ = ("count", "decode_s", "in_flight", "loads_s", "origin_s", "others", "size")
 
     def __init__(self) -> None:
         self.size = self.count = self.in_flight = 0
-        self.others = self.loads_s = self.decode_s = 0.0
+        self.others = self.loads_s = self.decode_s = self.origin_s = 0.0
 
     def begin(self, reads: int, all_reads: int) -> None:
         """Reads begin; `all_reads` are in flight then, these included."""
@@ -51,12 +53,17 @@ class JobReads:
         if all_reads > self.in_flight:
             self.others += reads * (all_reads - self.in_flight) / all_reads
 
-    def end(self, reads: int, seconds: float, read_s: float, decode_s: float) -> None:
-        """A load has ended after some time; its batches were read and decoded for so long."""
+    def end(
+        self, reads: int, seconds: float, read_s: float, decode_s: float, origin_s: float = 0.0
+    ) -> None:
+        """A load has ended after some time; its batches were read and decoded for so long, and
+        before that it waited for its blocks."""
         self.in_flight -= reads
         self.loads_s += seconds
+        origin_s = min(origin_s, seconds)
+        self.origin_s += origin_s
         if decode_s:
-            self.decode_s += seconds * decode_s / (decode_s + read_s)
+            self.decode_s += (seconds - origin_s) * decode_s / (decode_s + read_s)
 
 
 @dataclass(slots=True)
@@ -77,13 +84,17 @@ class Use:
 class SessionTime:
     """The time of one session since it was last taken, by what it did."""
 
-    __slots__ = ("asked", "blocked", "memory_s", "now", "used_at", "waited_s", "whole_s")
+    __slots__ = (
+        "asked", "blocked", "fetching", "memory_s", "now", "origin_s", "used_at", "waited_s",
+        "whole_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.now = self.used_at = 0.0
-        self.asked = self.blocked = 0
-        """Requests without an answer; those of them that wait for memory."""
-        self.whole_s = self.waited_s = self.memory_s = 0.0
+        self.asked = self.blocked = self.fetching = 0
+        """Requests without an answer; those of them that wait for memory; for blocks of remote
+        files."""
+        self.whole_s = self.waited_s = self.memory_s = self.origin_s = 0.0
 
     def advance(self, now: float) -> None:
         """Count the time until now; called before `asked` or `blocked` change."""
@@ -96,6 +107,8 @@ class SessionTime:
             self.waited_s += elapsed
             if self.blocked:
                 self.memory_s += elapsed * self.blocked / self.asked
+            if self.fetching:
+                self.origin_s += elapsed * self.fetching / self.asked
 
     def ask(self, now: float) -> None:
         """A request begins."""
@@ -113,6 +126,11 @@ class SessionTime:
         self.advance(now)
         self.blocked += change
 
+    def fetch(self, now: float, change: int) -> None:
+        """A request begins to wait for blocks of remote files (1), or ends it (-1)."""
+        self.advance(now)
+        self.fetching += change
+
 
 class JobTime:
     """The time of all sessions of one job; see the module."""
@@ -123,8 +141,9 @@ class JobTime:
         """Seconds since the job was first seen."""
         self.taken_by: str | None = None
         """The job that took most of the memory."""
-        self._ended = [0.0, 0.0, 0.0]
-        """The time of sessions that have ended: whole, waited, waited for memory."""
+        self._ended = [0.0, 0.0, 0.0, 0.0]
+        """The time of sessions that have ended: whole, waited, waited for memory, for blocks of
+        remote files."""
         self._recent: deque[tuple[float, dict[str, float]]] = deque()
         """When steps ended, and their parts."""
         self._reads = JobReads()
@@ -135,7 +154,7 @@ class JobTime:
         self._scale = 1.0
         """Bytes read in its first epoch for each byte used."""
         self._extra_size = 0
-        self._taken = self._decode = self._others = 0.0
+        self._taken = self._decode = self._others = self._origin = 0.0
 
     @property
     def idle(self) -> bool:
@@ -156,9 +175,9 @@ class JobTime:
                 self._take(session)
 
     def _take(self, session: SessionTime) -> None:
-        parts = session.whole_s, session.waited_s, session.memory_s
+        parts = session.whole_s, session.waited_s, session.memory_s, session.origin_s
         self._ended = [a + b for a, b in zip(self._ended, parts, strict=True)]
-        session.whole_s = session.waited_s = session.memory_s = 0.0
+        session.whole_s = session.waited_s = session.memory_s = session.origin_s = 0.0
 
     def step(self, now: float, reads: JobReads, use: Use) -> None:
         """Compute the parts of the time since the last step."""
@@ -167,18 +186,22 @@ class JobTime:
         for session in self.sessions:
             session.advance(now)
             if present and not (session.asked or now - session.used_at < ABSENT_S):
-                session.whole_s = session.waited_s = session.memory_s = 0.0
+                session.whole_s = session.waited_s = session.memory_s = session.origin_s = 0.0
             else:
                 self._take(session)
-        whole_s, waited_s, memory_s = self._ended
-        self._ended = [0.0, 0.0, 0.0]
+        whole_s, waited_s, memory_s, fetch_s = self._ended
+        self._ended = [0.0, 0.0, 0.0, 0.0]
         if not whole_s:
             return
-        taken_s = (waited_s - memory_s) * self._taken
-        decode_s = (waited_s - memory_s - taken_s) * self._decode
-        device_s = waited_s - memory_s - taken_s - decode_s
+        left_s = waited_s - memory_s - fetch_s
+        origin_s = left_s * self._origin
+        taken_s = (left_s - origin_s) * self._taken
+        decode_s = (left_s - origin_s - taken_s) * self._decode
+        device_s = left_s - origin_s - taken_s - decode_s
         queue_s = device_s * self._others
-        parts = (device_s - queue_s, queue_s, taken_s, decode_s, memory_s, whole_s - waited_s)
+        origin_s += fetch_s
+        reading = device_s - queue_s, queue_s, taken_s, decode_s
+        parts = (*reading, memory_s, origin_s, whole_s - waited_s)
         causes = dict(zip(CAUSES, parts, strict=True))
         for cause, seconds in causes.items():
             self.causes[cause] += seconds
@@ -210,8 +233,13 @@ class JobTime:
             self._others = (reads.others - before.others) / count
             before.count, before.others = reads.count, reads.others
         if loads_s > 0.0:
-            self._decode = min((reads.decode_s - before.decode_s) / loads_s, 1.0)
+            origin_s = reads.origin_s - before.origin_s
+            self._origin = min(origin_s / loads_s, 1.0)
+            self._decode = min(
+                (reads.decode_s - before.decode_s) / max(loads_s - origin_s, 1e-9), 1.0
+            )
             before.loads_s, before.decode_s = reads.loads_s, reads.decode_s
+            before.origin_s = reads.origin_s
 
     def recent(self, now: float) -> dict[str, float]:
         """Return the shares of the time of the last RECENT_S; their sum is 1, or 0 without any."""

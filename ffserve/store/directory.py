@@ -67,6 +67,8 @@ CANDIDATES_S = 1.0
 AGAIN_S = 0.1
 """How old such a list must be to be made anew because it has nothing for a block."""
 DIRECTORY_SIZE = 2 * PAGE
+OVERHEAD_SHARE = 8
+"""The state of one object takes at most 1 part in OVERHEAD_SHARE of the store."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
@@ -97,12 +99,31 @@ def default_directory() -> str:
     return directory
 
 
+def usual_limit(directory: str) -> int:
+    """Return the limit of a store for which none is set: a share of the free disk."""
+    there = directory
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    free = shutil.disk_usage(there).free
+    used = 0
+    with contextlib.suppress(OSError), open(os.path.join(directory, "state"), "rb") as state:
+        state.seek(64)
+        used = int.from_bytes(state.read(8), "little")
+    return int(DEFAULT_SHARE * (free + used))
+
+
 def _problem(error: OSError, directory: str) -> FFServeError:
     text = error.strerror or str(error)
-    hint = "set FFSERVE_STORE to a writable directory on a local disk"
+    hint = "choose a writable directory on a local disk (FFSERVE_STORE; store.directory)"
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return AccessDenied(f"cannot write to the store: {text}", path=directory, hint=hint)
     return ReadError(f"cannot use the store: {text}", path=directory, hint=hint)
+
+
+def name_of(identity: Identity, domain: str = "") -> str:
+    """Return the name of the directory of an object of a domain."""
+    seed = f"{domain}\n{identity.key}" if domain else identity.key
+    return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class Store:
@@ -150,7 +171,7 @@ class Store:
             raise UsageError(
                 "the store's directory belongs to another user, or others may write to it",
                 path=self.directory,
-                hint="set FFSERVE_STORE to a directory of your own with mode 0700",
+                hint="choose a directory of this user alone (FFSERVE_STORE; store.directory)",
             )
         os.makedirs(self._objects, 0o700, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -176,7 +197,7 @@ class Store:
                 raise UsageError(
                     f"the file system of the store cannot make holes in files: {error.strerror}",
                     path=self.directory,
-                    hint="set FFSERVE_STORE to a directory on a local disk (ext4, xfs, btrfs)",
+                    hint="choose a local disk: ext4, xfs, btrfs (FFSERVE_STORE; store.directory)",
                 ) from None
             os.ftruncate(self._fd, _STATE_SIZE)
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, _VERSION, self.block_size, boot_id()), 0)
@@ -193,7 +214,7 @@ class Store:
             raise UsageError(
                 f"the store is of version {version}, this program has {_VERSION}",
                 path=self.directory,
-                hint="set FFSERVE_STORE to another directory, or remove this one",
+                hint="remove it, or choose another directory (FFSERVE_STORE; store.directory)",
             )
         self.block_size = block_size
 
@@ -257,14 +278,20 @@ class Store:
 
     # ---- objects --------------------------------------------------------------------------
 
-    def open(self, identity: Identity) -> StoredObject:
+    def open(self, identity: Identity, domain: str = "") -> StoredObject:
         """Return the object of this version; `close` it as often as it was opened.
 
+        Args: domain: objects of two domains are never the same; "": that of the store's user.
         Raises: AccessDenied, ReadError, UsageError.
         """
-        key = hashlib.blake2b(identity.key.encode("utf-8", "surrogateescape"), digest_size=16)
-        name = key.hexdigest()
+        name = name_of(identity, domain)
         try:
+            if self._overhead(identity.size, self.block_size) > self.limit / OVERHEAD_SHARE:
+                raise ReadError(
+                    f"an object of {identity.size} bytes is too large for the store",
+                    path=urls.shown(identity.url),
+                    hint="a larger limit of the store",
+                )
             with self._alone():
                 found = self._open.get(name)
                 if found is None:

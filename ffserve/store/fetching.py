@@ -9,14 +9,12 @@ double and vary. An origin that failed several times in a row is asked by one th
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import math
 import os
 import random
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +28,9 @@ import numpy as np
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
+from ffserve.store.access import Access
 from ffserve.store.blocks import PRESENT, UNCHECKED, Blocks, StoredObject
-from ffserve.store.directory import DEFAULT_SHARE, Store, default_directory
+from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import Identity, OriginError, RemoteFile
 
 log = logging.getLogger("ffserve")
@@ -61,9 +60,13 @@ it past the store. bytes: it was fetched, but could not be written."""
 
 
 class Breaker:
-    """What is known of one origin: whether it answers. Threads share it."""
+    """What is known of one origin: whether it answers. Threads share it.
 
-    def __init__(self) -> None:
+    Args: give_up_s: in the place of GIVE_UP_S.
+    """
+
+    def __init__(self, give_up_s: float | None = None) -> None:
+        self._give_up_s = give_up_s
         self._changed = threading.Condition()
         self._failures = 0
         self._probing = False
@@ -103,7 +106,9 @@ class Breaker:
 
     @property
     def _patience_s(self) -> float:
-        return GIVE_UP_S if self._known else CONTACT_S
+        if not self._known:
+            return CONTACT_S
+        return GIVE_UP_S if self._give_up_s is None else self._give_up_s
 
     def _admit(self, deadline: float) -> bool:
         """Wait until the origin may be asked; return whether this thread probes for the others.
@@ -203,12 +208,18 @@ class _Threads:
 
 
 class OpenObject:
-    """An object of the store together with its origin. Made by `Fetcher.open`."""
+    """An object of the store together with its origin. Made by `Fetcher.open`.
 
-    def __init__(self, stored: StoredObject, identity: Identity) -> None:
-        self.stored, self.identity = stored, identity
-        self.remote = RemoteFile(identity)
+    pool: whose threads fetch it, and who shares what is known of the origin.
+    """
+
+    def __init__(
+        self, stored: StoredObject, identity: Identity, access: Access | None, pool: str
+    ) -> None:
+        self.stored, self.identity, self.access = stored, identity, access
+        self.remote = RemoteFile(identity, access)
         self.shown = urls.shown(identity.url)
+        self.pool = pool
 
     def blocks(self, start: int, end: int) -> Blocks:
         """Return the blocks of an extent."""
@@ -217,10 +228,14 @@ class OpenObject:
 
 
 class Fetcher:
-    """Brings blocks into one store. Threads may call it."""
+    """Brings blocks into one store. Threads may call it.
 
-    def __init__(self, store: Store) -> None:
+    Args: give_up_s: see `Breaker`.
+    """
+
+    def __init__(self, store: Store, give_up_s: float | None = None) -> None:
         self.store = store
+        self._give_up_s = give_up_s
         self._lock = threading.Lock()
         self._tasks: dict[tuple[StoredObject, int], Future[Outcome]] = {}
         self._threads: dict[str, _Threads] = {}
@@ -228,20 +243,44 @@ class Fetcher:
         self.fetched = 0
         """Bytes that came from origins."""
 
-    def open(self, identity: Identity) -> OpenObject:
-        """Open an object, without asking its origin. Raises: as `Store.open`."""
-        return OpenObject(self.store.open(identity), identity)
+    def open(
+        self,
+        identity: Identity,
+        *,
+        domain: str = "",
+        access: Access | None = None,
+        pool: str | None = None,
+    ) -> OpenObject:
+        """Open an object, without asking its origin.
+
+        Args:
+            domain: as of `Store.open`. access: with what the origin is reached; None: with what
+                this process has. pool: see `OpenObject`; None: that of the origin.
+        Raises: as `Store.open`.
+        """
+        name = urls.origin_of(identity.url) if pool is None else pool
+        return OpenObject(self.store.open(identity, domain), identity, access, name)
+
+    def breaker(self, pool: str) -> Breaker:
+        """Return what is known of the origin of a pool."""
+        return _breaker(pool, self._give_up_s)
 
     def close(self, opened: OpenObject) -> None:
         """Give an object back."""
         self.store.close(opened.stored)
 
-    def _of(self, opened: OpenObject) -> _Threads:
-        name = urls.origin_of(opened.identity.url)
+    def forget(self, pool: str) -> None:
+        """Nobody has an object of a pool open any more: what is under way is finished."""
         with self._lock:
-            if name not in self._threads:
-                self._threads[name] = _Threads("ffserve-fetch")
-            return self._threads[name]
+            self._threads.pop(pool, None)
+        with _lock:
+            _breakers.pop(pool, None)
+
+    def _of(self, opened: OpenObject) -> _Threads:
+        with self._lock:
+            if opened.pool not in self._threads:
+                self._threads[opened.pool] = _Threads("ffserve-fetch")
+            return self._threads[opened.pool]
 
     def ask(
         self, opened: OpenObject, blocks: Iterable[int], due: float, use: float | None
@@ -292,7 +331,7 @@ class Fetcher:
         return future
 
     def _download(self, opened: OpenObject, start: int, end: int) -> bytes:
-        content = breaker_of(opened.identity.url).call(lambda: opened.remote.read(start, end))
+        content = self.breaker(opened.pool).call(lambda: opened.remote.read(start, end))
         self.fetched += len(content)
         return content
 
@@ -435,10 +474,14 @@ _breakers: dict[str, Breaker] = {}
 _listed: dict[str, tuple[float, Identity]] = {}
 
 
+def _breaker(name: str, give_up_s: float | None = None) -> Breaker:
+    with _lock:
+        return _breakers.setdefault(name, Breaker(give_up_s))
+
+
 def breaker_of(url: str) -> Breaker:
     """Return what this process knows of the origin of a URL."""
-    with _lock:
-        return _breakers.setdefault(urls.origin_of(url), Breaker())
+    return _breaker(urls.origin_of(url))
 
 
 def process_fetcher() -> Fetcher:
@@ -464,15 +507,7 @@ def _limit(directory: str) -> int:
             return parse_size(named)
         except UsageError as error:
             raise UsageError(f"FFSERVE_STORE_SIZE: {error.message}", hint=error.hint) from None
-    there = directory
-    while not os.path.isdir(there):
-        there = os.path.dirname(there)
-    free = shutil.disk_usage(there).free
-    used = 0
-    with contextlib.suppress(OSError), open(os.path.join(directory, "state"), "rb") as state:
-        state.seek(64)
-        used = int.from_bytes(state.read(8), "little")
-    return int(DEFAULT_SHARE * (free + used))
+    return usual_limit(directory)
 
 
 def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:

@@ -9,7 +9,8 @@ modification time. Whether bytes belong to the object that was identified is che
 read, unless the origin checks it itself. So no two versions of an object are ever mixed.
 
 Nothing is written to an origin, and nothing is deleted there. Credentials are those that fsspec's
-packages find (environment, their own files); they stay in this process and in no message.
+packages find (environment, their own files), or those of an `Access` and no others; they are in no
+message.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import urls
+from ffserve.store.access import CONNECT_S, SILENT_S, Access
 
-CONNECT_S, SILENT_S = 10.0, 30.0
-"""An origin that does not accept a connection, or sends nothing, for so long has failed."""
 _TAGS = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
     "fileId", "checksum",
@@ -119,16 +119,20 @@ def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in conf}
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _file_system(url: str, access: Access | None) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
+    Args: access: with what it is reached; None: with what this process has.
     Raises: UsageError for an unknown protocol or a package that is missing; OriginError.
     """
     fsspec = _fsspec()
     protocol = url.partition("://")[0].lower()
     conf = fsspec.config.conf.get(protocol, {})
     try:
-        found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
+        if access is not None:
+            found, path = access.file_system(url)
+        else:
+            found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else None
@@ -289,9 +293,9 @@ def _identity(url: str, facts: dict[str, Any]) -> Identity:
     return Identity(url, size, tag, modified)
 
 
-def identify(url: str) -> Identity:
+def identify(url: str, access: Access | None = None) -> Identity:
     """Return the present version of an object. Raises: UsageError, OriginError."""
-    system, path = _file_system(url)
+    system, path = _file_system(url, access)
     with _failures(url):
         system.invalidate_cache()
         return _identity(url, system.info(path))
@@ -305,7 +309,7 @@ def expand(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> li
             hidden. below: also the files in directories below it.
     Raises: UsageError, OriginError; MissingFile if there is none.
     """
-    system, path = _file_system(url)
+    system, path = _file_system(url, None)
     with _failures(url):
         system.invalidate_cache()
         if urls.has_magic(url):
@@ -365,8 +369,9 @@ def _listed(
 class RemoteFile:
     """Reads ranges of one version of a remote object. Threads may call it."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, access: Access | None = None) -> None:
         self.identity = identity
+        self._access = access
         self._free: list[tuple[int, Any]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
@@ -390,7 +395,7 @@ class RemoteFile:
             hint = "the origin ignores ranges, or the object was cut: open it again"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
-        if not conditional and not self._same(identify(identity.url)):
+        if not conditional and not self._same(identify(identity.url, self._access)):
             raise OriginError(changed(identity.url), again=False)
         shared = getattr(getattr(file, "fs", None), "async_impl", False)
         with self._lock:
@@ -417,12 +422,13 @@ class RemoteFile:
 
     def _open(self) -> Any:
         identity = self.identity
-        system, path = _file_system(identity.url)
+        system, path = _file_system(identity.url, self._access)
         protocol = identity.url.partition("://")[0].lower()
         options: dict[str, Any] = {}
         if protocol in ("http", "https"):
             # Offsets are those of the file, not of its compressed form.
-            options = {"size": identity.size, "headers": {"Accept-Encoding": "identity"}}
+            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+            options = {"size": identity.size, "headers": headers}
             if identity.tag and not identity.tag.startswith("W/"):
                 options["headers"]["If-Match"] = f'"{identity.tag}"'
         try:

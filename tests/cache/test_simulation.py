@@ -213,7 +213,10 @@ class World:
     config = ServerConfig()
     repeated = RepeatedLines()
     statistics = Statistics()
-    engines = SimpleNamespace(kind="simulated", read_size=0, checksum_failures=0, counters=dict)
+    engines = SimpleNamespace(
+        kind="simulated", read_size=0, checksum_failures=0, counters=dict, fetches=None
+    )
+    remote = None
     scrubber = SimpleNamespace(rate=0, size=0, passes=0)
     slow_reads: ClassVar[dict[int, Any]] = {}
     session_count, most_sessions = 0, 1

@@ -219,10 +219,35 @@ def test_overlapping_requests_of_a_session_count_once_and_sessions_add_up() -> N
     session_of(job, (5.0, 6.0), until=10.0)
     job.step(10.0, JobReads(), NOTHING)
     assert job.causes == pytest.approx(
-        {"disk": 4.0, "queue": 0, "taken": 0, "decode": 0, "memory": 0, "trainer": 16.0}
+        {
+            "disk": 4.0,
+            "queue": 0,
+            "taken": 0,
+            "decode": 0,
+            "memory": 0,
+            "origin": 0,
+            "trainer": 16.0,
+        }
     )
     assert job.recent(10.0)["trainer"] == pytest.approx(0.8)
     assert sum(job.recent(10.0 + RECENT_S).values()) == 0
+
+
+def test_blocks_of_remote_files_that_requests_and_loads_wait_for_are_the_origin() -> None:
+    job, session = JobTime(), SessionTime()
+    job.begin(session, 0.0)
+    session.ask(0.0)
+    session.fetch(0.0, 1)
+    session.fetch(3.0, -1)
+    session.answer(7.0)
+    reads = JobReads()
+    reads.begin(1, 1)
+    reads.end(1, 4.0, 0.0, 0.0, 3.0)
+    job.step(10.0, reads, NOTHING)
+    # 3 s before the load, and three quarters of the 4 s of the load.
+    expected = {"origin": 3.0 + 3.0, "disk": 1.0, "trainer": 3.0}
+    rest = dict.fromkeys(set(CAUSES) - set(expected), 0.0)
+    assert job.causes == pytest.approx({**expected, **rest})
 
 
 def test_a_request_without_an_answer_counts_and_memory_by_its_share() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,13 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from daemon import Daemon, Raw, run_python, started, until
+from origins import http_origin
 
 import ffserve
-from ffserve.errors import AccessDenied, MissingFile, ReadError
+from ffserve import protocol
+from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.store import fetching
+from ffserve.store.access import Access, collect
 from ffserve.store.directory import Store
-from ffserve.store.fetching import Fetcher
+from ffserve.store.fetching import Fetcher, identity_of
 
 pytestmark = pytest.mark.stores
 BLOCK = 64 << 10
@@ -202,3 +208,119 @@ def test_sftp(sftp: str, tmp_path: Path) -> None:
         assert reader.shards[1].path == f"{sftp}{data}/train-1.ffr"
     with pytest.raises(MissingFile):
         ffserve.open(f"{sftp}{data}/none.ffr")
+
+
+# ---- through a daemon, which has nothing of its own ----------------------------------------------
+
+
+def reading_daemon(tmp_path: Path, *options: str) -> Daemon:
+    """A daemon with a store, and without the environment and home of this process."""
+    directory = str(tmp_path / "daemon-store")
+    daemon = Daemon(
+        options=["--store-directory", directory, "--store-size", "1GiB", *options],
+        expect=[r"remote files: store /.*"],
+    )
+    secret = "AWS_", "HOME", "FSSPEC_"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(secret)}
+    daemon.environment = {**kept, "HOME": str(tmp_path / "nobody"), "AWS_ACCESS_KEY_ID": "own"}
+    return daemon
+
+
+def test_s3_through_a_daemon(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    system, name = bucket
+    path, samples = written(tmp_path, "a.ffr", 1)
+    system.put_file(str(path), f"{name}/a.ffr")
+    url = f"s3://{name}/a.ffr"
+    with started(reading_daemon(tmp_path)) as daemon:
+        with daemon.open(url) as reader:
+            assert [bytes(s) for s in reader.read(range(300))] == samples
+            assert reader.source.startswith("daemon ")
+            fetched = daemon.status()["store"]["fetched"]
+            assert fetched == path.stat().st_size
+        shown = json.dumps(daemon.status()) + daemon.text()
+        assert "geheim" not in shown and url in shown
+        # What the daemon is not told it does not have: neither endpoint nor credentials.
+        found = json.loads(collect([url]))["s3"]
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
+        assert (found["key"], found["secret"]) == ("key", "geheim")
+        assert (found["endpoint_url"], found["region"]) == (endpoint, "us-east-1")
+        access = Access(json.dumps({"s3": {"endpoint_url": endpoint}}))
+        made, _ = access.file_system(url)
+        assert made.anon and made.key is None and made.endpoint_url == endpoint
+        assert access.place(url) == f"s3://{name}@{endpoint}"
+        (new_path, new) = written(tmp_path, "b.ffr", 2)
+        time.sleep(1.1)
+        system.put_file(str(new_path), f"{name}/a.ffr")
+        with daemon.open(url) as reader:
+            assert [bytes(s) for s in reader.read(range(300))] == new
+        monkeypatch.setitem(fsspec.config.conf, "s3", {"client_kwargs": {"verify": False}})
+        with pytest.raises(ReadError, match="cannot be passed to the daemon"):
+            daemon.open(url)
+
+
+def test_sftp_through_a_daemon(sftp: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    whole = []
+    for k in range(2):
+        whole += written(data, f"train-{k}.ffr", k)[1]
+    with started(reading_daemon(tmp_path)) as daemon:
+        with daemon.open(f"{sftp}{data}/train-*.ffr") as reader:
+            assert [bytes(s) for s in reader] == whole
+        (Path(os.environ["HOME"]) / ".ssh" / "id_ed25519").unlink()
+        with pytest.raises(FFServeError):
+            daemon.open(f"{sftp}{data}/train-1.ffr")
+        assert "PRIVATE KEY" not in daemon.text()
+
+
+def _is_idle(daemon: Daemon) -> bool:
+    return not any(shard["sessions"] for shard in daemon.status()["shards"])
+
+
+READ = """
+import os, sys
+import ffserve
+url, socket, user, warm = sys.argv[1:]
+with ffserve.open(warm, server="off") as reader:  # all modules, while they can be read
+    reader.read([0])
+os.setgroups([]); os.setgid(int(user)); os.setuid(int(user))
+os.environ["HOME"] = "/nonexistent"
+with ffserve.open(url, server=socket) as reader:
+    print(len(reader), sum(len(s) for s in reader.read(range(len(reader)))))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("common", [False, True])
+def test_users_share_nothing_of_an_origin_that_is_not_common(tmp_path: Path, common: bool) -> None:
+    path, samples = written(tmp_path, "a.ffr", 1)
+    with http_origin() as origin:
+        url = origin.put("a.ffr", path.read_bytes())
+        warm = origin.put("warm.ffr", written(tmp_path, "warm.ffr", 2)[0].read_bytes())
+        size = len(origin.files["a.ffr"])
+        options = ["--socket-mode", "0666"]
+        if common:
+            options += ["--store-common", origin.url]
+        with started(reading_daemon(tmp_path, *options)) as daemon:
+            for user in (4001, 4002):
+                done = run_python(READ, url, daemon.socket, user, warm)
+                assert done.stdout.split() == ["300", str(sum(map(len, samples)))]
+            assert origin.sent["a.ffr"] == (size if common else 2 * size)
+            users = {domain["user"] for domain in daemon.status()["domains"]}
+            assert users == ({None} if common else {4001, 4002})
+            # Whom the origin refuses gets nothing, whatever is in memory and on disk.
+            known = identity_of(url)
+            row = np.zeros(1, protocol.IDENTITY_DTYPE)
+            row["size"], row["mtime"] = known.size, known.modified
+            what = {"paths": [url], "format": None, "verify": True, "access": "{}"}
+            asked = protocol.Open(1, {**what, "tags": [known.tag]}, row.tobytes())
+            for status, answers in ((0, protocol.Opened), (403, protocol.Fail)):
+                origin.status = status
+                with Raw(daemon.socket) as raw:
+                    raw.send(asked)
+                    answer = raw.receive()
+                    assert isinstance(answer, answers)
+                until(lambda: _is_idle(daemon), "the session has ended")
+            assert isinstance(answer, protocol.Fail) and answer.error[0] == "access"

@@ -22,7 +22,7 @@ from origins import HttpOrigin, settled
 import ffserve
 from ffserve.cli import run
 from ffserve.client.remote import RemoteSource
-from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
+from ffserve.errors import FFServeError, MissingFile, ReadError, ServerUnavailable, UsageError
 from ffserve.order import epoch_order
 from ffserve.store import fetching
 from ffserve.store.directory import Store
@@ -352,8 +352,8 @@ def test_bad_input(server: HttpOrigin, tmp_path: Path) -> None:
     url = served(server, tmp_path, "ffrecord", [b"a"])
     with pytest.raises(MissingFile, match="no such file at the origin"):
         ffserve.open(f"{server.url}/other.ffr")
-    with pytest.raises(UsageError, match="the daemon does not read remote files"):
-        ffserve.open(url, server="require")
+    with pytest.raises(ServerUnavailable, match="no daemon answers"):
+        ffserve.open(url, server=str(tmp_path / "none"))
     server.put("text.bin", b"hello" * 100)
     with pytest.raises(FFServeError, match="unknown format"):
         ffserve.open(f"{server.url}/text.bin")

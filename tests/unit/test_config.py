@@ -56,6 +56,9 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "log_format": ("json", "json"),
     "http": ("127.0.0.1:9469", "127.0.0.1:9469"),
     "http_jobs": ("all", "all"),
+    "store.directory": ("/store", "/store"),
+    "store.size": ("33MiB", 33 << 20),
+    "store.common": (["s3://a", "https://b:8443"], ("s3://a", "https://b:8443")),
 }
 """Every key, a value that is not the default, and what the setting is then."""
 
@@ -228,7 +231,7 @@ def test_every_key_is_a_flag_of_serve_and_wins(
 ) -> None:
     key, flag = field.metadata["key"], field.metadata["flag"]
     option = next(o for o in serve.params if isinstance(o, click.Option) and flag in o.opts)
-    assert option.name == key
+    assert option.name == key.replace(".", "_")
     assert option.help is not None and field.metadata["doc"] in option.help
     value, expected = VALUES[key]
     path = tmp_path / "ffserve.toml"
@@ -238,7 +241,8 @@ def test_every_key_is_a_flag_of_serve_and_wins(
     texts = value if isinstance(value, list) else [value]
     arguments = [word for text in texts for word in (flag, str(text))]
     given_settings = serve.make_context("serve", arguments).params
-    assert getattr(load_config(str(path), {key: given_settings[key]}), field.name) == expected
+    given = {key: given_settings[key.replace(".", "_")]}
+    assert getattr(load_config(str(path), given), field.name) == expected
 
 
 def test_serve_has_no_flag_that_is_no_setting() -> None:
@@ -256,7 +260,7 @@ def test_the_document_names_the_keys_that_can_be_reloaded() -> None:
 
 def test_every_key_is_documented_with_its_flag_and_default() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| `(--[\w-]+) \w+` \| (.+?) \| (.+) \|$",
+        r"^\| `([\w.]+)` \| `(--[\w-]+) \w+` \| (.+?) \| (.+) \|$",
         (ROOT / "docs" / "CONFIGURATION.md").read_text(),
         re.MULTILINE,
     )
@@ -276,8 +280,9 @@ def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path
     for field in FIELDS:
         [comment] = re.findall(rf"((?:^# .*\n)+)#{field.metadata['key']} = ", text, re.MULTILINE)
         assert " ".join(re.findall(r"^# (.*)$", comment, re.M)) == field.metadata["doc"]
-    live = re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE)
+    live = re.sub(r"^#([\w.]+ = )", r"\1", text, flags=re.MULTILINE)
     values = tomllib.loads(live)
+    values.update((f"store.{key}", value) for key, value in values.pop("store").items())
     assert set(values) == set(VALUES)
     for key in ("socket", "socket_group"):
         del values[key]
@@ -306,6 +311,10 @@ def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path
         (f'socket = "/{"x" * 107}"', "more than the limit of 107"),
         ("drain_timeout = nan", "drain_timeout: "),
         ("socket_group = 3", "socket_group: "),
+        ('store.directory = "x"', "store.directory: expected an absolute path"),
+        ('store.size = "1M"', "store.size: expected at least"),
+        ('store.common = ["s3://a/b"]', "store.common: invalid origin 's3://a/b'"),
+        ("store = 3", "unknown key 'store'"),
         ("depth = ", "invalid TOML"),
     ],
 )
@@ -327,7 +336,8 @@ def test_a_wrong_file_is_refused_by_name(text: str, message: str, tmp_path: Path
         ("depth = 3\r\narena = 1\r\n", 2),
         ('socket = """\n/arena\n"""\narena = 1', 4),
         ("depth = 1\n[arena]\nsize = 1", 2),
-        ("depth = 1\n[store]\ndirectory = '/x'", 2),
+        ("depth = 1\n[store]\ndirectory = 'x'", 3),
+        ("depth = 1\n[store]\nsizes = 3", 3),
         ("depth = 1\narena.size = 1", 2),
     ],
 )

@@ -22,7 +22,7 @@ LAYERS = {
     # files
     "files": "formats",
     "memfd": "files",
-    "store": "config engine formats memfd files",
+    "store": "config engine formats memfd files index_file shardfile",
     "dataset": "engine formats files store",
     "output": "files",
     "index_file": "engine formats files",
@@ -31,11 +31,11 @@ LAYERS = {
     # the daemon
     "cache": "neighbours engine formats memfd",
     "server": "machine protocol socket_path config engine formats decoding dataset "
-    "files memfd index_file shardfile cache second_read",
+    "files memfd index_file shardfile cache second_read store",
     # the client
     "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
     "memfd index_file shardfile second_read store",
-    "reader": "formats dataset files client store",
+    "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # inputs of programs
     "inputs": "order formats files output reader store",

@@ -7,7 +7,7 @@
 const POINTS = 150;
 const JOB_POINTS = 30;
 const LATE_MS = 15000;
-const CAUSES = ["disk", "queue", "taken", "decode", "memory"];
+const CAUSES = ["disk", "queue", "taken", "decode", "memory", "origin"];
 const WAITS_CAREFUL = 0.2;
 const WAITS_WRONG = 0.5;
 const SVG = "http://www.w3.org/2000/svg";

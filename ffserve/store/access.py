@@ -1,0 +1,379 @@
+"""Access: with what a client reaches origins, so that the daemon can fetch for it.
+
+A client collects the options of its file systems (`collect`): the credentials that the packages
+find in its environment and files, and where an endpoint of S3 is. They travel to the daemon as
+text, and the daemon uses nothing else (`Access`): neither credentials, keys nor configuration of
+its own, so that nobody reads with the rights of the daemon. Only options of a short list are taken,
+of few protocols; what cannot travel (Kerberos tickets, keys in an agent) is left to the client.
+
+Nothing here is logged or shown. `Access` has no secrets in its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import importlib
+import io
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.store import urls
+
+FAMILIES = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"}
+"""Protocols that the daemon fetches by, and the family whose options each has."""
+MOST_TEXT = 64 << 10
+"""Bytes of the text of an access."""
+MOST_KEYS = 8
+"""Private keys of one user that are tried."""
+CONNECT_S, SILENT_S = 10.0, 30.0
+"""An origin that does not accept a connection, or sends nothing, for so long has failed."""
+
+_OPTIONS: dict[str, dict[str, type[Any]]] = {
+    "s3": {
+        "key": str, "secret": str, "token": str, "endpoint_url": str, "region": str,
+        "addressing_style": str, "requester_pays": bool,
+    },
+    "http": {"headers": dict},
+    "sftp": {"username": str, "password": str, "port": int, "keys": list},
+}  # fmt: skip
+_TALKING = (
+    "aiobotocore", "aiohttp", "asyncio", "asyncssh", "boto3", "botocore", "fsspec", "paramiko",
+    "s3fs", "urllib3",
+)  # fmt: skip
+_REGION = re.compile(r"[a-z0-9-]{1,64}")
+_USUAL_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!gov|iso)[a-z]+-\d+")
+"""Regions of one name space of buckets; in others a bucket's name may be somebody else's."""
+Options: TypeAlias = dict[str, dict[str, Any]]
+
+
+def _no_travel(what: str) -> ReadError:
+    return ReadError(
+        f"{what} cannot be passed to the daemon, which could not read these files",
+        hint="this process reads them by itself, through its own store",
+    )
+
+
+# ---- in the client -------------------------------------------------------------------------------
+
+
+def collect(some: Iterable[str]) -> str:
+    """Return the access of this process to the origins of URLs, as text for the daemon.
+
+    It reads files, and may ask services for credentials.
+    Raises: ReadError: the daemon cannot have what is needed.
+    """
+    protocols = sorted({url.partition("://")[0].lower() for url in some})
+    found: Options = {}
+    for protocol in protocols:
+        family = FAMILIES.get(protocol)
+        if family is None:
+            raise _no_travel(f"the access to {protocol}://")
+        try:
+            options = _COLLECTORS[family](_settings(protocol))
+        except FFServeError:
+            raise
+        except Exception as error:  # of the packages; the reader says what it is
+            raise _no_travel(f"the access to {protocol}:// ({type(error).__name__})") from error
+        if found.setdefault(family, options) != options:
+            raise _no_travel(f"an access to {protocol}:// that differs from that to its like")
+    text = json.dumps(found, separators=(",", ":"))
+    if len(text) > MOST_TEXT:
+        raise _no_travel(f"an access of {len(text)} bytes")
+    return text
+
+
+def _settings(protocol: str) -> dict[str, Any]:
+    """Return what the user has set for a protocol in fsspec's configuration."""
+    fsspec = importlib.import_module("fsspec")
+    return dict(fsspec.config.conf.get(protocol, {}))
+
+
+def _left(settings: dict[str, Any], protocol: str) -> None:
+    """Raise a ReadError for settings that are not understood: the daemon would do without."""
+    for name in settings:
+        raise _no_travel(f"the option {name!r} of {protocol}:// in fsspec's configuration")
+
+
+def _collect_s3(settings: dict[str, Any]) -> dict[str, Any]:
+    botocore = importlib.import_module("botocore.session")
+    session = botocore.Session(profile=settings.pop("profile", None))
+    scoped: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # a profile that is not there: the reader says so
+        scoped = session.get_scoped_config()
+    client = dict(settings.pop("client_kwargs", {}))
+    found = {
+        "key": settings.pop("key", settings.pop("username", None)),
+        "secret": settings.pop("secret", settings.pop("password", None)),
+        "token": settings.pop("token", None),
+        "endpoint_url": settings.pop("endpoint_url", None) or client.pop("endpoint_url", None),
+        "region": client.pop("region_name", None) or session.get_config_variable("region"),
+        "requester_pays": settings.pop("requester_pays", None),
+        "addressing_style": (scoped.get("s3") or {}).get("addressing_style"),
+    }
+    if found["endpoint_url"] is None:
+        names = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
+        named = (os.environ[name] for name in names if os.environ.get(name))
+        found["endpoint_url"] = next(named, scoped.get("endpoint_url"))
+    anonymous = settings.pop("anon", False)
+    _left({**settings, **client}, "s3")
+    encrypted = not str(found["endpoint_url"]).startswith("http://")
+    own = encrypted and (os.environ.get("AWS_CA_BUNDLE") or scoped.get("ca_bundle"))
+    if "services" in scoped or own:
+        raise _no_travel("this configuration of S3 (services, or certificates of its own)")
+    if found["key"] is None and not anonymous:
+        credentials = session.get_credentials()
+        if credentials is None:
+            raise _no_travel("the access to S3 without credentials")
+        frozen = credentials.get_frozen_credentials()
+        found.update(key=frozen.access_key, secret=frozen.secret_key, token=frozen.token)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _collect_http(settings: dict[str, Any]) -> dict[str, Any]:
+    headers = {**settings.pop("headers", {})}
+    client = dict(settings.pop("client_kwargs", {}))
+    headers.update(client.pop("headers", {}))
+    _left({**settings, **client}, "http")
+    return {"headers": headers} if headers else {}
+
+
+def _collect_sftp(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"username": settings.pop("username", None) or getpass.getuser()}
+    for name in ("password", "port"):
+        if name in settings:
+            found[name] = settings.pop(name)
+    named = settings.pop("key_filename", None)
+    _left(settings, "sftp")
+    if named is None:
+        directory = os.path.expanduser("~/.ssh")
+        named = [os.path.join(directory, f"id_{kind}") for kind in ("ed25519", "ecdsa", "rsa")]
+    keys: list[str] = []
+    for path in [named] if isinstance(named, str) else named:
+        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+            text = file.read()
+            if len(keys) < MOST_KEYS and _private_key(text) is not None:
+                keys.append(text)
+    if keys:
+        found["keys"] = keys
+    return found
+
+
+_COLLECTORS = {"s3": _collect_s3, "http": _collect_http, "sftp": _collect_sftp}
+
+
+def _private_key(text: str) -> Any:
+    """Return a private key, None if it is none, or has a passphrase."""
+    paramiko = importlib.import_module("paramiko")
+    for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
+        with contextlib.suppress(Exception):
+            return kind.from_private_key(io.StringIO(text))
+    return None
+
+
+# ---- in the daemon -------------------------------------------------------------------------------
+
+
+def forget_own_settings() -> None:
+    """Have no configuration of fsspec in this process, which reads for others, and log nothing of
+    the packages below it but warnings: their other lines have headers of requests."""
+    importlib.import_module("fsspec").config.conf.clear()
+    for name in _TALKING:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class Access:
+    """What a client passed; used for that client's user only. Threads may call it.
+
+    Args: text: of `collect`.
+    Raises: UsageError: it is not one.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._options = _checked(text)
+        self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
+        """Another one for each access."""
+        self._lock = threading.Lock()
+        self._shared: dict[tuple[str, str], Any] = {}
+        """File systems that all threads may use, by protocol and host."""
+        self._own = threading.local()
+
+    def __repr__(self) -> str:
+        return "Access(…)"
+
+    def place(self, url: str) -> str:
+        """Return where the bytes of a URL come from, for people and `[store] common`: its origin,
+        and what leads elsewhere under the same name."""
+        protocol = url.partition("://")[0].lower()
+        family, origin = FAMILIES[protocol], urls.origin_of(url)
+        options = self._options.get(family, {})
+        if family == "s3":
+            if endpoint := options.get("endpoint_url"):
+                return f"{origin}@{urls.shown(endpoint)}"
+            region = options.get("region", "")
+            return origin if not region or _USUAL_REGION.fullmatch(region) else f"{origin}@{region}"
+        if family == "http" and options.get("headers"):
+            # An origin may answer another name, or another user.
+            return f"{origin} with headers {self.digest.hex()[:16]}"
+        if family == "sftp":
+            parts = urlsplit(url)
+            user = parts.username or options.get("username", "")
+            port = f":{options['port']}" if "port" in options and parts.port is None else ""
+            return f"{protocol}://{user}@{origin.partition('://')[2].rpartition('@')[2]}{port}"
+        return origin
+
+    def file_system(self, url: str) -> tuple[Any, str]:
+        """Return the file system of a URL, and the path in it. Raises: what fsspec raises."""
+        core = importlib.import_module("fsspec.core")
+        protocol, _, rest = url.partition("://")
+        key = protocol.lower(), rest.partition("/")[0]
+        own: dict[tuple[str, str], Any] = self._own.__dict__.setdefault("systems", {})
+        with self._lock:
+            found = self._shared.get(key) or own.get(key)
+        if found is not None:
+            return found, str(type(found)._strip_protocol(url))
+        found, path = self._made(core, url, key[0])
+        with self._lock:
+            if getattr(found, "async_impl", False):
+                found = self._shared.setdefault(key, found)
+            else:
+                own[key] = found
+        return found, path
+
+    def _made(self, core: Any, url: str, protocol: str) -> tuple[Any, str]:
+        family = FAMILIES[protocol]
+        options = self._options.get(family, {})
+        make = _maker(core, url)
+        if family == "s3":
+            return make(**_s3(options))
+        if family == "http":
+            return make(client_kwargs=_http(options))
+        return _sftp(make, url, options)
+
+
+def _maker(core: Any, url: str) -> Callable[..., tuple[Any, str]]:
+    """Return a function that makes a file system that nobody else gets."""
+
+    def make(**options: Any) -> tuple[Any, str]:
+        system, path = core.url_to_fs(url, skip_instance_cache=True, **options)
+        return system, str(path)
+
+    return make
+
+
+def _s3(options: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "connect_timeout": CONNECT_S,
+        "read_timeout": SILENT_S,
+        "retries": {"max_attempts": 1},
+        "max_pool_connections": 64,
+        "ignore_configured_endpoint_urls": True,
+    }
+    if style := options.get("addressing_style"):
+        config["s3"] = {"addressing_style": style}
+    made: dict[str, Any] = {"config_kwargs": config, "anon": "key" not in options}
+    for name in ("key", "secret", "token", "endpoint_url", "requester_pays"):
+        if name in options:
+            made[name] = options[name]
+    if region := options.get("region"):
+        made["client_kwargs"] = {"region_name": region}
+    return made
+
+
+def _http(options: dict[str, Any]) -> dict[str, Any]:
+    aiohttp = importlib.import_module("aiohttp")
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
+    made: dict[str, Any] = {"timeout": timeout, "trust_env": False}
+    if options.get("headers"):
+        made["headers"] = options["headers"]
+    return made
+
+
+def _sftp(
+    make: Callable[..., tuple[Any, str]], url: str, options: dict[str, Any]
+) -> tuple[Any, str]:
+    paramiko = importlib.import_module("paramiko")
+    usual: dict[str, Any] = {"look_for_keys": False, "allow_agent": False, "timeout": CONNECT_S}
+    parts = urlsplit(url)
+    for name in ("username", "password", "port"):
+        if name in options and getattr(parts, name) is None:
+            usual[name] = options[name]
+    keys = [key for text in options.get("keys", ()) if (key := _private_key(text)) is not None]
+    ways = [{"pkey": key} for key in keys]
+    if parts.password or "password" in options or not ways:
+        ways.insert(0, {})
+    refused: Exception | None = None
+    for way in ways:
+        try:
+            found = make(**usual, **way)
+        except (paramiko.AuthenticationException, paramiko.BadAuthenticationType) as error:
+            refused = error
+        except paramiko.SSHException as error:
+            if "No authentication methods" not in str(error):
+                raise
+            refused = paramiko.AuthenticationException(str(error))
+        else:
+            return found
+    assert refused is not None
+    raise refused
+
+
+def _checked(text: str) -> Options:
+    """Return the options in a text. Raises: UsageError."""
+    if len(text) > MOST_TEXT:
+        raise UsageError("invalid access to an origin: it is too long")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError("invalid access to an origin: not a map of options")
+    for family, options in found.items():
+        known = _OPTIONS.get(family)
+        if known is None or not isinstance(options, dict):
+            raise UsageError(f"invalid access to an origin: {family[:40]!r}")
+        for name, value in options.items():
+            if not isinstance(value, known.get(name, ())) or not _is_valid(name, value):
+                raise UsageError(f"invalid access to an origin: {family}, {name[:40]!r}")
+    return found
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    if isinstance(value, dict):
+        texts = [*value, *value.values()]
+        if not all(isinstance(text, str) for text in texts):
+            return False
+        return not any("\r" in text or "\n" in text or "\0" in text for text in texts)
+    if name == "keys":
+        return len(texts) <= MOST_KEYS and all(isinstance(text, str) for text in texts)
+    if name == "region":
+        return _REGION.fullmatch(value) is not None
+    if name == "endpoint_url":
+        return str(value).startswith(("http://", "https://"))
+    if name == "addressing_style":
+        return value in ("auto", "path", "virtual")
+    if name == "port":
+        return not isinstance(value, bool) and 0 < value < 65536
+    return True
+
+
+def served(url: str) -> bool:
+    """Whether the daemon fetches this URL: of a known protocol, and of no other below it (`::`)."""
+    protocol = url.partition("://")[0].lower()
+    if protocol not in FAMILIES or "::" in url or any(ord(letter) < 32 for letter in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    return bool(parts.netloc) and (port is None or port > 0)

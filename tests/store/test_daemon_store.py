@@ -1,0 +1,490 @@
+"""Remote files through a daemon with a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon import Daemon, Raw, serving, started, until
+from origins import HttpOrigin, http_origin
+
+import ffserve
+from ffserve import protocol
+from ffserve.client import failover
+from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.server import fetches
+from ffserve.server.remote import RemoteShard
+from ffserve.store.directory import Store
+from ffserve.store.origin import Identity
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+BLOCK = 64 << 10
+PATCH = (
+    "import ffserve.config as c, ffserve.store.directory as d, ffserve.store.fetching as f\n"
+    f"c.MIN_STORE_SIZE = 0\nd.Store.__init__.__defaults__ = (None, {BLOCK})\n"
+    "f.FIRST_PAUSE_S = 0.01\n"
+)
+LINES = [r"remote files: store /.*, .* of .*"]
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    ("ffrecord", {}), ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("recordio", {}),
+    ("recordio", {"compression": "snappy", "max_chunk_size": 30_000}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def origin() -> Iterator[HttpOrigin]:
+    with http_origin() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read without the daemon goes to another store."""
+    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "own-store"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(failover, "_logged", set())
+
+
+def daemon_options(
+    tmp_path: Path, size: int = 1 << 30, options: tuple[str, ...] = (), **others: Any
+) -> dict[str, Any]:
+    where = "--store-directory", str(tmp_path / "store"), "--store-size", str(size)
+    expect = [*LINES, *others.pop("expect", [])]
+    patch = PATCH + others.pop("patch", "")
+    return {"options": [*where, *options], "expect": expect, "patch": patch, **others}
+
+
+def samples_of(count: int, size: int, seed: int = 0) -> list[bytes]:
+    rng = random.Random(seed)
+    return [rng.randbytes(rng.randrange(size)) for _ in range(count)]
+
+
+def served(
+    origin: HttpOrigin, tmp_path: Path, samples: list[bytes], name: str = "a.ffr",
+    format: str = "ffrecord", **options: Any,
+) -> str:  # fmt: skip
+    path = tmp_path / f"file-{name}"
+    with ffserve.create(path, format=format, **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    url = origin.put(name, path.read_bytes())
+    path.unlink()
+    return url
+
+
+def plain(arrays: Any) -> list[bytes]:
+    return [bytes(array) for array in arrays]
+
+
+def on_disk_size(directory: Path) -> int:
+    found = subprocess.run(["du", "-s", "-B1", str(directory)], capture_output=True, check=True)
+    return int(found.stdout.split()[0])
+
+
+def test_every_format_is_read_through_the_store_once(origin: HttpOrigin, tmp_path: Path) -> None:
+    urls, wanted = [], []
+    for k, (format, options) in enumerate(FORMATS):
+        samples = samples_of(200, 6000, k)
+        urls.append(served(origin, tmp_path, samples, f"{k}.data", format, **options))
+        wanted += samples
+    order = random.Random(3).sample(range(len(wanted)), len(wanted))
+    with serving(**daemon_options(tmp_path)) as daemon:
+        for _ in range(2):
+            with daemon.open(urls[:1]) as reader:
+                assert reader.source.startswith("daemon ")
+        for url, k in zip(urls, range(len(urls)), strict=True):
+            mine = wanted[200 * k : 200 * (k + 1)]
+            with daemon.open(url) as reader:
+                assert plain(reader.read(range(100))) == mine[:100]
+                with reader.lease([150, 3]) as leased:
+                    assert plain(leased) == [mine[150], mine[3]]
+                assert plain(reader.read_batch(range(200))) == mine
+        store = daemon.status()["store"]
+        assert store["fetched"] == origin.total == sum(map(len, origin.files.values()))
+        assert os.path.samefile(store["directory"], tmp_path / "store")
+        with daemon.open([urls[0], urls[1]]) as first, daemon.open([urls[1], urls[0]]) as second:
+            some = [k for k in order if k < 400]
+            assert plain(first.read(some)) == [wanted[k] for k in some]
+            assert plain(second.read(some)) == [wanted[(k + 200) % 400] for k in some]
+        assert origin.total == store["fetched"]
+    # The store of the daemon's user is that of its own processes as well.
+    os.environ["FFSERVE_STORE"] = str(tmp_path / "store")
+    with ffserve.open(urls[0], server="off") as reader:
+        assert plain(reader.read_batch(range(200))) == wanted[:200]
+    assert origin.total == store["fetched"]
+
+
+@pytest.mark.stores
+def test_remote_and_local_files_are_one_data_set(origin: HttpOrigin, tmp_path: Path) -> None:
+    parts = [samples_of(50, 3000, k) for k in range(3)]
+    urls = [served(origin, tmp_path, parts[k], f"part-{k}.ffr") for k in range(2)]
+    local = tmp_path / "local.ffr"
+    with ffserve.create(local) as writer:
+        for sample in parts[2]:
+            writer.write(sample)
+    with serving(**daemon_options(tmp_path)) as daemon:
+        with daemon.open([urls[0], str(local), urls[1]]) as reader:
+            whole = parts[0] + parts[2] + parts[1]
+            order = random.Random(5).sample(range(150), 150)
+            assert plain(reader.read(order)) == [whole[k] for k in order]
+        assert origin.total == sum(map(len, origin.files.values()))
+
+
+@pytest.mark.stores
+def test_jobs_that_start_together_fetch_each_byte_once(origin: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(1000, 4000)
+    url = served(origin, tmp_path, samples)
+    wrong: list[int] = []
+    with serving(**daemon_options(tmp_path)) as daemon:
+
+        def read(seed: int) -> None:
+            order = random.Random(seed).sample(range(1000), 1000)
+            with daemon.open(url) as reader:
+                reader.announce(order)
+                for start in range(0, 1000, 100):
+                    some = order[start : start + 100]
+                    if plain(reader.read(some)) != [samples[k] for k in some]:
+                        wrong.append(seed)
+
+        threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert origin.total == len(origin.files["a.ffr"])
+
+
+@pytest.mark.stores
+def test_an_announced_order_is_fetched_ahead_by_the_daemon(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(500, 6000)
+    url = served(origin, tmp_path, samples)
+    with serving(**daemon_options(tmp_path)) as daemon, daemon.open(url) as reader:
+        reader.announce(np.arange(499, -1, -1))
+        until(lambda: origin.total == len(origin.files["a.ffr"]), "all is fetched")
+        assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
+
+
+@pytest.mark.parametrize("case", [0, pytest.param(4, marks=pytest.mark.stores)])
+def test_with_little_room_samples_pass_the_store(
+    origin: HttpOrigin, tmp_path: Path, case: int
+) -> None:
+    limit = 9 * BLOCK
+    format, options = FORMATS[case]
+    samples = samples_of(300, 6000)
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    order = random.Random(1).sample(range(300), 300)
+    with serving(**daemon_options(tmp_path, limit, arena="2MiB")) as daemon:
+        with daemon.open(url) as reader:
+            for start in range(0, 300, 100):
+                some = order[start : start + 100]
+                assert plain(reader.read(some)) == [samples[k] for k in some]
+            assert on_disk_size(tmp_path / "store") <= limit
+        assert daemon.status()["store"]["used"] <= limit
+
+
+@pytest.mark.stores
+def test_a_killed_daemon_finds_what_was_fetched(origin: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(300, 6000)
+    url = served(origin, tmp_path, samples)
+    with started(Daemon(**daemon_options(tmp_path))) as daemon:
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(300))) == samples
+        daemon.end(9)
+        daemon.start()
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(300))) == samples
+        assert origin.total == len(origin.files["a.ffr"])
+        daemon.end(9)
+        # Another version is another object, whatever is in the store.
+        new = samples_of(300, 6000, 1)
+        served(origin, tmp_path, new)
+        daemon.start()
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(300))) == new
+
+
+def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(300, 6000)
+    local = tmp_path / "local.ffr"
+    with ffserve.create(local) as writer:
+        for sample in samples:
+            writer.write(sample)
+    patch = "import ffserve.server.server as s; s.ALIVE_INTERVAL_S = 0.1"
+    options = daemon_options(tmp_path, arena="2MiB", patch=patch)
+    with http_origin() as other, serving(**options) as daemon:
+        slow = daemon.open(served(origin, tmp_path, samples))
+        fine = daemon.open(served(other, tmp_path, samples))
+        near = daemon.open(local)
+        origin.stalled.set()
+        got: list[Any] = []
+        thread = threading.Thread(target=lambda: got.extend(slow.read(range(10, 300))))
+        thread.start()
+        until(lambda: daemon.status()["clients"]["requests"] > 0, "the request waits")
+        for reader in (near, fine):
+            for _ in range(2):
+                assert plain(reader.read_batch(range(300))) == samples
+        assert not got
+        origin.stalled.clear()
+        thread.join()
+        assert plain(got) == samples[10:]
+        until(
+            lambda: sum(job["time_s"]["origin"] for job in daemon.status()["jobs"]) > 0,
+            "the wait has its cause",
+        )
+        for reader in (slow, fine, near):
+            reader.close()
+
+
+def test_errors_of_an_origin_are_those_of_the_caller(origin: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(300, 6000)
+    url = served(origin, tmp_path, samples)
+    expect = [r"cannot read a sample: .*", r"cannot open files for user .*"]
+    with serving(**daemon_options(tmp_path, expect=expect)) as daemon:
+        with daemon.open(url) as reader:
+            assert bytes(reader[0]) == samples[0]
+            served(origin, tmp_path, samples_of(300, 6000, 1))
+            found = reader.read(range(300), errors="return")
+            assert bytes(found[0]) == samples[0]
+            errors = [each for each in found if isinstance(each, FFServeError)]
+            assert errors and all(isinstance(each, ReadError) for each in errors)
+            assert "changed at the origin" in str(errors[0]) and url in str(errors[0])
+            assert daemon.status()["jobs"][0]["errors"] == len(errors)
+        with daemon.open(url) as reader:
+            origin.status = 403
+            with pytest.raises(AccessDenied, match="denies access"):
+                reader.read(range(300))
+            origin.status = 0
+            assert len(reader.read(range(300))) == 300
+
+
+def test_secrets_are_neither_shown_nor_logged(
+    origin: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    samples = samples_of(100, 6000)
+    origin.password = "geheim-1"
+    url = served(origin, tmp_path, samples) + "?token=geheim-1"
+    monkeypatch.setitem(
+        fsspec.config.conf, "http", {"headers": {"Authorization": "Bearer geheim-2"}}
+    )
+    expect = [r"cannot read a sample: .*", r"cannot open files for user .*"]
+    with serving(**daemon_options(tmp_path, expect=expect)) as daemon:
+        with daemon.open(url) as reader:
+            assert bytes(reader[0]) == samples[0]
+            origin.status = 403
+            with pytest.raises(AccessDenied):
+                reader.read(range(100))
+            origin.status = 0
+            shown = json.dumps(daemon.status())
+            assert f"{origin.url}/a.ffr?…" in json.loads(shown)["shards"][0]["path"]
+            assert "geheim" not in shown
+        with pytest.raises(AccessDenied):
+            daemon.open(url.replace("geheim-1", "geheim-3"))
+        assert "geheim" not in daemon.text()
+        for place, _, names in os.walk(tmp_path / "store"):
+            for name in names:
+                assert b"geheim" not in Path(place, name).read_bytes()
+
+
+@pytest.mark.stores
+def test_what_somebody_edited_in_the_store_is_fetched_again(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    expect = [r"store: block \d+ of .* was damaged on disk"]
+
+    def check(url: str, samples: list[bytes]) -> None:
+        with (
+            serving(**daemon_options(tmp_path, expect=expect)) as daemon,
+            daemon.open(url) as reader,
+        ):
+            assert plain(reader.read_batch(range(200))) == samples
+
+    for format, options in (FORMATS[0], FORMATS[4]):
+        samples = samples_of(200, 6000)
+        url = served(origin, tmp_path, samples, f"{format}.data", format, **options)
+        check(url, samples)
+        largest = max((tmp_path / "store").rglob("data"), key=lambda p: p.stat().st_mtime)
+        with open(largest, "r+b") as file:
+            file.seek(3 * BLOCK + 100)
+            file.write(b"somebody's" * 1000)
+        check(url, samples)
+
+
+def test_a_daemon_without_a_store_is_left_out_once(
+    origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    samples = samples_of(50, 3000)
+    url = served(origin, tmp_path, samples)
+    with serving() as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        for _ in range(2):
+            with ffserve.open(url) as reader:
+                assert reader.source.startswith("store ")
+                assert plain(reader.read(range(50))) == samples
+        with pytest.raises(ReadError, match="no store for remote files"):
+            ffserve.open(url, server="require")
+    texts = [record.getMessage() for record in caplog.records if "without" in record.getMessage()]
+    assert len(texts) == 1 and "no store for remote files" in texts[0]
+    caplog.clear()
+
+
+@pytest.mark.stores
+def test_a_lost_daemon_is_replaced_by_the_own_store(
+    origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    samples = samples_of(50, 3000)
+    url = served(origin, tmp_path, samples)
+    monkeypatch.setitem(failover.RECONNECT_S, "auto", 0.1)
+    with started(Daemon(**daemon_options(tmp_path))) as daemon:
+        monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+        with ffserve.open(url) as reader:
+            assert reader.source.startswith("daemon ")
+            assert bytes(reader[0]) == samples[0]
+            # Its version stays that which was opened, and its samples what they were.
+            daemon.end(9)
+            assert plain(reader.read(range(50))) == samples
+            assert reader.source.startswith("store ")
+    caplog.clear()
+
+
+def test_a_handed_over_daemon_serves_remote_samples_from_memory(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(200, 6000)
+    url = served(origin, tmp_path, samples)
+    expect = [r"took over .*", r"stopping: .*", r"shown by .*"]
+    with started(Daemon(**daemon_options(tmp_path, expect=expect))) as daemon:
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(200))) == samples
+        before = daemon.process
+        assert before is not None
+        daemon.process, daemon.command = None, [*daemon.command, "--handover"]
+        daemon.start(wait=False)
+        assert before.wait(60) == 0
+        until(daemon._answers, "the successor answers")
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(200))) == samples
+            status = daemon.status()
+            assert status["cache"]["blocks_read"] == 0, "they are the predecessor's"
+        served(origin, tmp_path, samples_of(200, 6000, 7))
+        with daemon.open(url) as reader:
+            assert plain(reader.read_batch(range(200))) == samples_of(200, 6000, 7)
+
+
+def opening(url: str, **what: Any) -> protocol.Open:
+    row = np.zeros(1, protocol.IDENTITY_DTYPE)
+    row["size"], row["mtime"] = what.pop("size", 10), what.pop("modified", 0)
+    usual = {"paths": [url], "format": None, "verify": True, "tags": [""], "access": "{}"}
+    return protocol.Open(1, {**usual, **what}, row.tobytes())
+
+
+def test_hostile_openings_are_refused(origin: HttpOrigin, tmp_path: Path) -> None:
+    url = served(origin, tmp_path, samples_of(5, 100))
+    expect = [r"cannot open files for user .*", r"closed a session .*"]
+    with serving(**daemon_options(tmp_path, expect=expect)) as daemon:
+        for message, code in (
+            (opening("file:///etc/passwd"), "protocol"),
+            (opening("local:///etc/passwd"), "read"),
+            (opening("simplecache::http://127.0.0.1/x"), "protocol"),
+            (opening("http://127.0.0.1:1::zip://x"), "read"),
+            (opening("http://[::1/x"), "read"),
+            (opening("hdfs://host/x"), "read"),
+            (opening("http:///x"), "read"),
+            (opening(url), "read"),
+            (opening(url, modified=-1), "usage"),
+            (opening(url, size=1 << 63), "read"),
+            (opening(url, tags=None), "protocol"),
+            (opening(url, tags=["", ""]), "protocol"),
+            (opening(url, tags=[7]), "usage"),
+            (opening(url, access=None), "protocol"),
+            (opening(url, access="["), "usage"),
+            (opening(url, access="[" * 60_000), "usage"),
+            (opening(url, access='{"file": {}}'), "usage"),
+            (opening(url, access='{"s3": {"profile": "x"}}'), "usage"),
+            (opening(url, access='{"s3": {"endpoint_url": "file:///etc"}}'), "usage"),
+            (opening(url, access='{"http": {"headers": {"a": "b\\r\\nc: d"}}}'), "usage"),
+            (opening(url, access='{"sftp": {"port": true}}'), "usage"),
+            (opening(url, access=json.dumps({"s3": {"key": "x" * 70_000}})), "usage"),
+        ):
+            with Raw(daemon.socket) as raw:
+                raw.send(message)
+                answer = raw.receive()
+                assert isinstance(answer, protocol.Fail), message
+                assert answer.error[0] == code, (message, answer)
+        content = json.dumps(daemon.status())
+        assert "passwd" not in content
+
+
+@pytest.mark.stores
+def test_a_store_that_cannot_be_used_stops_the_daemon(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = subprocess.run(
+            [sys.executable, "-m", "ffserve", "serve", "--socket", str(tmp_path / "s"),
+             "--arena", "8MiB", "--store-directory", str(place)],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode != 0 and str(place) in done.stderr, done
+
+
+def test_next_uses_of_blocks_are_those_of_their_samples(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "blocks"), 1 << 30, BLOCK)
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        sizes = rng.integers(0, rng.integers(2, 3 * BLOCK), 300)
+        ends = np.cumsum(sizes)
+        stored = store.open(Identity("http://a/x", int(ends[-1]), "", 0))
+        begins = np.where(rng.random(300) < 0.5, ends - sizes, np.sort(ends - sizes))
+        size = np.maximum(np.minimum(begins + sizes, stored.size) - begins, 0)
+        most = stored.count - 1
+        firsts = np.minimum(begins // BLOCK, most).astype(np.int32)
+        lasts = np.maximum(np.minimum((begins + size - 1) // BLOCK, most), firsts).astype(np.int32)
+        remote = RemoteShard(stored, {}, firsts, lasts)
+        table = np.concatenate((rng.integers(0, 4, 5), rng.integers(0, 251, 300))).astype(np.uint8)
+        expected = np.zeros(stored.count, np.uint8)
+        for part, first, last in zip(table[5:], firsts, lasts, strict=True):
+            for block in range(first, last + 1):
+                if part and (not expected[block] or part < expected[block]):
+                    expected[block] = part
+        assert fetches._next_parts(remote, table, 5).tolist() == expected.tolist()
+        store.close(stored)
+    store.abandon()
+
+
+@pytest.mark.stores
+def test_epochs_in_windows_over_a_small_store(origin: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(1500, 3000)
+    url = served(origin, tmp_path, samples)
+    limit = 16 * BLOCK
+    rng = random.Random(3)
+    with (
+        serving(**daemon_options(tmp_path, limit, arena="2MiB")) as daemon,
+        daemon.open(url) as reader,
+    ):
+        for epoch in range(2):
+            order: list[int] = []
+            for first in range(0, 1500, 250):
+                order += rng.sample(range(first, first + 250), 250)
+            reader.announce(order, epoch)
+            for start in range(0, 1500, 50):
+                some = order[start : start + 50]
+                assert plain(reader.read(some)) == [samples[k] for k in some]
+                reader.reached(epoch, start + 50)
+            assert on_disk_size(tmp_path / "store") <= limit
