@@ -2,9 +2,9 @@
 
 Each program is the leader of a session of its own, so a signal reaches exactly those processes that
 it is meant for: one of the terminal comes to this process, which passes it on once. A program is
-killed with this process (PR_SET_PDEATHSIG, prctl(2)), for a program that reads its samples from a
-pipe would take the death of the writer for the end of the data. When a program has ended, whatever
-it has left running in its session's first process group is ended too.
+killed with this process (PR_SET_PDEATHSIG, prctl(2)), and if its input is a pipe of samples, before
+that ends (`Guard`): it would take the death of the writer for the end of the data. When a program
+has ended, whatever it has left running in its session's first process group is ended too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
 from ffserve.errors import FFServeError, MissingFile, UsageError
 from ffserve.inputs.stream import Stream, write_all
@@ -58,9 +59,56 @@ class Worker:
     environment: Mapping[str, str]
     stream: Stream | None = None
     process: subprocess.Popen[bytes] | None = None
+    guard: Guard | None = None
+    """Of a program that has a stream."""
     code: int | None = None
     """Exit code of the program; 128 + N if signal N has killed it."""
     pipes: list[Prefixed] = field(default_factory=list)
+
+
+class Guard:
+    """A process that holds the pipe of a stream open until the program is killed, if this process
+    dies: the kernel closes the files of a dying process before it sends PR_SET_PDEATHSIG, and sends
+    that to the program only, not to what the program has started.
+
+    Args: program: leader of its process group. pipe: the end that we write to.
+    """
+
+    def __init__(self, program: int, pipe: int) -> None:
+        self._lock = threading.Lock()
+        here, self._there = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                self._pid = os.fork()
+            if not self._pid:
+                _guard(program, pipe, here)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(here)
+
+    def end(self) -> None:
+        """End it: the data are at their end, or the program is. Any thread; safe to call twice."""
+        with self._lock:
+            if self._there >= 0:
+                with contextlib.suppress(BrokenPipeError):  # it was killed
+                    os.write(self._there, b".")
+                os.close(self._there)
+                self._there = -1
+                os.waitpid(self._pid, 0)
+
+
+def _guard(program: int, pipe: int, control: int) -> NoReturn:
+    try:
+        os.setsid()
+        low, high = sorted((pipe, control))
+        for first, end in ((0, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(first, end)
+        if not os.read(control, 1):
+            os.killpg(program, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 class Prefixed:
@@ -295,6 +343,9 @@ class Processes:
                         preexec_fn=die_with_parent,  # noqa: PLW1509
                         bufsize=0,
                     )
+                if worker.stream is not None:
+                    assert worker.process.stdin is not None
+                    worker.guard = Guard(worker.process.pid, worker.process.stdin.fileno())
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 raise start_error(error, self._command[0], worker) from error
             self._signals.workers.append(worker)
@@ -315,6 +366,8 @@ class Processes:
             try:
                 with contextlib.closing(worker.stream.blocks()) as blocks:
                     write_all(pipe.fileno(), blocks)
+                assert worker.guard is not None
+                worker.guard.end()
                 pipe.close()
             except BaseException as error:
                 if not _has_reader(pipe.fileno()):
@@ -407,6 +460,9 @@ class Processes:
         for thread in feeders:
             if thread.ident is not None:
                 thread.join(_LEFT_S)
+        for worker in started:
+            if worker.guard is not None:
+                worker.guard.end()
         for worker, _ in self._failed:
             assert worker.process is not None and worker.process.stdin is not None
             worker.process.stdin.close()
