@@ -24,7 +24,7 @@
 # make release both, and their tests: installed in empty systems, on aarch64 under qemu
 #              (20 min; needs root)
 # make view    record files as a file system: a million samples, storage that hangs, other users
-#              (1 min; needs root and /dev/fuse, brings fuse3)
+#              (3 min; needs root and /dev/fuse, brings fuse3)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
 #              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
@@ -97,7 +97,7 @@ stores:
 
 view:
 	@bash .ci/setup --view
-	@$(pytest) -q -rs -m view tests/view --timeout 300
+	@$(pytest) -q -rs -m view tests/view --timeout 1200
 
 systemd:
 	@bash .ci/setup --systemd

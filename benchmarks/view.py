@@ -85,6 +85,17 @@ def files_once(case: Case) -> Delivered:
         yield 1, _read_file(names[k], into)
 
 
+def plain_files(case: Case) -> Delivered:
+    """Read random ordinary files of the same size."""
+    folder, into = Path(case["folder"]), bytearray(2 * case["sample_size"])
+    names = [str(folder / str(k)) for k in range(case["count"])]
+
+    def read(indices: NDArray[np.int64]) -> int:
+        return sum(_read_file(names[k], into) for k in indices.tolist())
+
+    return delivering(case, read)
+
+
 def listing(case: Case) -> Delivered:
     """List all samples, folder by folder."""
     top = Path(_names(case)[0]).parents[1]
@@ -162,6 +173,15 @@ def _samples(bench: Bench, data: BenchmarkData) -> Group:
                 f"{HERE}:{function}", data, clients=READERS, place=place, **options
             )  # fmt: skip
 
+    def plain() -> Result:
+        with tempfile.TemporaryDirectory(prefix="files-", dir=bench.folder) as folder:
+            content = os.urandom(data.mean)
+            for k in range(data.count):
+                (Path(folder) / str(k)).write_bytes(content)
+            return bench.run(
+                f"{HERE}:plain_files", data, clients=READERS, folder=folder, batch=64, warm=1
+            )
+
     name = f"view/{data.name}/readers{READERS}"
     return Group(
         f"samples of a view, {data.name}, {READERS} readers",
@@ -174,6 +194,10 @@ def _samples(bench: Bench, data: BenchmarkData) -> Group:
             Contestant(
                 "ffserve mount, samples/, once", lambda: shown("files_once"),
                 (Row(f"{name}/first", "files that were not read before", ratio),),
+            ),
+            Contestant(
+                "ordinary files", plain,
+                (Row(f"{name}/plain", "ordinary files in the page cache", ratio),),
             ),
         ),
         data.make, {"state": "view", "bytes": data.mean, "batch": 64, "clients": READERS},

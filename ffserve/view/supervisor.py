@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ log = logging.getLogger("ffserve")
 
 PROCESSES = 4
 """At most; one per core."""
+END_S = 1.0
+"""A killed process that waits for a disk that hangs ends when that answers, or never."""
 _PR_SET_PDEATHSIG = 1
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_BACKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ELOOP)
@@ -232,11 +235,15 @@ class _Part:
             if self._mount is not None and mounting.find(self.path) == self._mount:
                 _unmount(self.path)
         finally:
+            os.close(self.device)
             for pid in self.processes:
                 os.kill(pid, signal.SIGKILL)
-            for pid in self.processes:
-                os.waitpid(pid, 0)
-            os.close(self.device)
+            deadline = time.monotonic() + END_S
+            while self.processes and time.monotonic() < deadline:
+                self.processes = [
+                    pid for pid in self.processes if not os.waitpid(pid, os.WNOHANG)[0]
+                ]
+                time.sleep(0.01)
 
 
 def _run(server: Server, first: int, forked: Callable[[], object]) -> None:
