@@ -189,7 +189,7 @@ def test_the_package_is_a_service_until_it_is_purged(machine: Container) -> None
     assert machine.property("ffserve.socket", "UnitFileState") == "enabled"
     assert machine.property("ffserve.service", "ActiveState") == "inactive"
     machine.write("/etc/ffserve/ffserve.toml", SETTINGS)
-    assert "arena" in machine.run("ffserve", "status", user="alice"), "a job starts the daemon"
+    assert "of 64.0 MiB" in machine.run("ffserve", "status", user="alice"), "it starts the daemon"
     found = json.loads(machine.run("ffserve", "doctor", "--json", code=None))
     assert "Traceback" not in str(found), found
     pid = machine.pid()
