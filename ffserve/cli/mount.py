@@ -52,7 +52,8 @@ def mount(
     'ffserve unmount' removes the view.
 
     \b
-      mkdir view && ffserve mount view photos.ffr
+      mkdir view
+      ffserve mount view photos.ffr
       ls view/samples/photos.ffr
       ffserve unmount view
     """

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from origins import HttpOrigin, http_origin
+from origins import HttpOrigin, http_origin, settled
 
 from ffserve.store import fetching
 
 
 @pytest.fixture
-def server() -> Iterator[HttpOrigin]:
+def server(own_store: None) -> Iterator[HttpOrigin]:
     """A running origin without files."""
     with http_origin() as running:
         yield running
+        # Else it would be asked in vain during the tests that follow.
+        running.recover()
+        settled()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from daemon import until
+
+from ffserve.store import fetching
+
 
 @dataclass
 class HttpOrigin:
@@ -189,3 +193,9 @@ def http_origin() -> Iterator[HttpOrigin]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def settled() -> None:
+    """Wait until the stores of this process have nothing on its way."""
+    fetchers = list(fetching._fetchers.values())
+    until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
