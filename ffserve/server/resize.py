@@ -246,7 +246,11 @@ class Pages:
         if start < self._free_to <= wanted:
             return True
         size = min(_CHECKED_SIZE, wanted - start)
-        if free_memory() >= size:
+        try:
+            free = free_memory()
+        except OSError:  # no descriptor is left: it looks again later
+            return False
+        if free >= size:
             self._free_to = start + size
             return True
         if not self._waits:

@@ -414,10 +414,17 @@ class ServerState:
 
         Raises:
             UsageError: the arena cannot have that size.
-            ReadError: too little memory is free.
+            ReadError: too little memory is free, or it cannot be told how much is.
         """
         size = self.resizing.rounded(size)
-        more, free = size - max(self.pages.populated, self.arena.used_size), free_memory()
+        more = size - max(self.pages.populated, self.arena.used_size)
+        try:
+            free = free_memory()
+        except OSError as error:
+            raise ReadError(
+                f"cannot tell how much memory is free: {error.strerror}",
+                hint="raise the limit on open files (ulimit -n)",
+            ) from error
         if size > self.arena.size and more > free:
             raise ReadError(
                 f"an arena of {format_size(size)} needs another {format_size(more)}, but only "

@@ -93,8 +93,9 @@ def test_two_announced_jobs_read_little_more_than_one(daemon: Daemon, paths: lis
         for job in jobs:
             job.done()
     for job in jobs:
-        job.go_on()
         assert job.end() == 4 * COUNT
+        assert job.process.stdin is not None
+        job.process.stdin.close()
     # Both read the same order at the same time, so each finds what the other has read.
     assert daemon.cache()["blocks_read"] < 1.2 * 4 * COUNT
 

@@ -249,6 +249,20 @@ def test_more_than_is_free_is_refused() -> None:
         assert daemon.status()["arena"]["target"] == 16 * MIB
 
 
+def test_a_daemon_without_a_free_descriptor_took_no_more_memory() -> None:
+    """The thread that takes it ended with an exception."""
+    patch = (
+        "import ffserve.server.resize as r\nreal, calls = r.free_memory, []\n"
+        "def failing():\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 1: raise OSError(24, 'Too many open files')\n"
+        "    return real()\n"
+        "r.free_memory, r.CALM_S = failing, 0.1"
+    )
+    with serving(arena="16MiB", patch=patch) as daemon:
+        until(lambda: daemon.status()["arena"]["populated"] == 16 * MIB, "all memory is taken")
+
+
 def test_another_user_may_not_resize() -> None:
     program = """
 import os
