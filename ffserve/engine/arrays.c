@@ -6,6 +6,8 @@
  * the core, by the addresses that `connect` was given. This file keeps to the stable ABI.
  * engine/arrays.py and engine/cached.py do without it where it is not built.
  */
+#include <pyconfig.h> /* Py_GIL_DISABLED */
+
 #ifndef Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030A0000
 #endif
