@@ -55,6 +55,19 @@ assert not arrays.MISSING, arrays.MISSING
 print(io.describe())
 print("Python", *sys.version_info[:2])
 """
+CORE = """
+import os
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+
+path = "/ffserve/engine/_core.abi3.so"
+loader = ExtensionFileLoader("ffserve.engine._core", path)
+core = loader.create_module(ModuleSpec("ffserve.engine._core", loader, origin=path))
+engine = core.ffi.new("ffs_engine **")
+print(os.confstr("CS_GNU_LIBC_VERSION").split()[1])
+print(core.ffi.string(core.lib.ffs_checksum_library()).decode())
+print(core.lib.ffs_built() == 0b11110)  # all engines
+print(core.lib.ffs_engine_open(engine, 2, 2, 1))  # Linux AIO
+"""
 
 
 def wheel(architecture: str, tag: str = "abi3") -> Path:
@@ -133,6 +146,17 @@ def test_one_wheel_serves_empty_systems_of_several_pythons(name: str, tmp_path: 
     assert lines[7] == f"Python {python.replace('.', ' ')}"
     done = run_in(root, ["/opt/ffserve/bin/ffserve", "doctor"], tmp_path)
     assert "Traceback" not in done.stdout, done.stdout
+
+
+def test_the_core_works_with_an_older_glibc(tmp_path: Path) -> None:
+    """Debian 11 has glibc 2.31; its Python is too old for the package, but not for the core."""
+    root = empty("bullseye", ["python3", "python3-cffi-backend"])
+    with zipfile.ZipFile(wheel("x86_64")) as archive:
+        archive.extract("ffserve/engine/_core.abi3.so", tmp_path)
+    shown = [(tmp_path / "ffserve", "/ffserve")]
+    done = run_in(root, ["python3", "-c", CORE], tmp_path, shown)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.split() == ["2.31", "ISA-L", "True", "0"], done.stdout
 
 
 @pytest.fixture(scope="module")
