@@ -52,15 +52,15 @@ from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.order import epoch_order
 
 RATES = {
-    "reading": 8000,
-    "ordered": 6000,
-    "windowed": 6000,
+    "reading": 10_000,
+    "ordered": 8000,
+    "windowed": 8000,
     "loaded": 5000,
     "threaded": 3000,
     "mixture": 3000,
     "prepared": 1500,
     "awaiting": 5000,
-    "alone": 6000,
+    "alone": 15_000,
     "dropin": 3000,
 }
 """Samples a second that a client of a kind asks for at most; so the run is one of many kinds, and
@@ -68,6 +68,8 @@ leaves the machine time for what happens to them."""
 BURST_S = 5.0
 """A client that was held up catches up with so many seconds."""
 BATCH = 1024
+MOST_SIZE = 4 << 20
+"""Bytes of a request, about; the arenas are small."""
 SAVE_EVERY = 20
 """Batches between two checkpoints of a loader."""
 
@@ -130,8 +132,11 @@ class Client:
         count = int(self.rng.integers(1, most))
         if self.chance.random() < 0.5:
             first = int(self.rng.integers(0, max(1, len(truth) - count)))
-            return np.arange(first, min(first + count, len(truth)), dtype=np.int64)
-        return self.rng.integers(0, len(truth), count)
+            found = np.arange(first, min(first + count, len(truth)), dtype=np.int64)
+        else:
+            found = self.rng.integers(0, len(truth), count)
+        fits = int(np.searchsorted(np.cumsum(truth.sizes[found]), MOST_SIZE)) + 1
+        return found[:fits]
 
 
 # ---- by index -----------------------------------------------------------------------------------

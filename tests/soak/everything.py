@@ -50,8 +50,9 @@ from measure import Series, growth  # noqa: E402
 
 START_DEADLINE_S = 180.0
 """For a client to begin: torch takes seconds to import, and all of them begin together."""
-STILL_S = 300.0
-"""A client that counts nothing for so long is stuck. It may have waited 120 s for a reply."""
+SLOW_S, STILL_S = 100.0, 600.0
+"""A client that counts nothing for so long is noted with its traceback; it is stuck. A reply may
+take 120 s, and a request has several."""
 END_DEADLINE_S = 180.0
 LIFE_S = (40.0, 240.0)
 """How long a client of those that come and go lives, if it is not killed."""
@@ -144,9 +145,11 @@ class Process:
 
     def __init__(self, place: Place, seed: int, seconds: float, run: Run) -> None:
         self.place = place
+        self._story = run.story
         self.name = f"{place.kind}.{place.number}"
         self.errors = run.folder / "errors" / f"{self.name}.{seed}"
         self.stopped_until: float | None = None
+        self._slow = False
         self._begun = False
         self._steps = -1
         self._moved = time.monotonic()
@@ -198,7 +201,11 @@ class Process:
         steps = self._counts.read()["steps"]
         now = time.monotonic()
         if steps != self._steps or self.stopped_until is not None:
-            self._steps, self._moved = steps, now
+            self._steps, self._moved, self._slow = steps, now, False
+        elif now - self._moved > SLOW_S and not self._slow and self._begun:
+            self._slow = True
+            self._story.add("slow client", f"{self.name}, pid {self.pid}")
+            os.kill(self.pid, signal.SIGUSR2)
         elif now - self._moved > STILL_S:
             raise Failure(f"{self.name} (pid {self.pid}) has done nothing for {STILL_S:.0f} s")
         return False
