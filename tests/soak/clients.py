@@ -515,7 +515,7 @@ def command(client: Client) -> None:
     )
     while client.going():
         client.chance.choice(steps)()
-        time.sleep(2.0)
+        time.sleep(8.0)
 
 
 # ---- files that change, and damaged ones --------------------------------------------------------

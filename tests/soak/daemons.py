@@ -133,9 +133,9 @@ def make(folder: Path) -> dict[str, Control]:
     made: dict[str, Control] = {}
     try:
         for name, kind, arenas, options, statements in (
-            ("steady", Daemon, (64, 32, 96, 128), ("--config", str(settings)), patch),
-            ("kept", ManagedDaemon, (32, 24, 48), (), brief),
-            ("succeeded", Daemon, (24, 16, 32), (), brief),
+            ("steady", Daemon, (128, 64, 96, 192), ("--config", str(settings)), patch),
+            ("kept", ManagedDaemon, (64, 32, 96), (), brief),
+            ("succeeded", Daemon, (64, 32, 96), (), brief),
         ):
             sizes = tuple(size * MIB for size in arenas)
             daemon = kind(

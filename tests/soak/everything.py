@@ -54,7 +54,7 @@ SLOW_S, STILL_S = 100.0, 600.0
 """A client that counts nothing for so long is noted with its traceback; it is stuck. A reply may
 take 120 s, and a request has several."""
 END_DEADLINE_S = 180.0
-LIFE_S = (40.0, 240.0)
+LIFE_S = (60.0, 400.0)
 """How long a client of those that come and go lives, if it is not killed."""
 SEEN_LINES = 400
 """Of the story that is printed when something is wrong."""

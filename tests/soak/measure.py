@@ -32,7 +32,7 @@ GROWTH: dict[str, tuple[float, int]] = {
     "mappings": (1.1, 32),
 }
 """The median of the last third of a run may be so many times that of the second third, and so much
-more: an arena is 16 to 128 MiB by chance. RSS and PSS are recorded and not judged: they count
+more: an arena is 64 to 192 MiB by chance. RSS and PSS are recorded and not judged: they count
 shared pages that others map or not."""
 FEWEST = 5
 """Measurements in a third, below which nothing is said."""
