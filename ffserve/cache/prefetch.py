@@ -355,7 +355,7 @@ class Prefetcher:
             self.forget(progress)
 
     def replaced(self, progress: JobProgress, epoch: int) -> None:
-        """A job is about to get an order for an epoch."""
+        """A job has got an order for an epoch."""
         cursor = self._cursors.get(progress)
         if cursor is not None and epoch <= cursor.epoch:
             self.forget(progress)

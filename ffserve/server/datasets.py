@@ -149,10 +149,11 @@ class OrderReceiver:
             assert error.index is not None
             raise error.located(index=dataset.layout.index(error.index)) from None
         progress = dataset.progress
-        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
         yield from self._state.next_use.announcing(
             progress, current.epoch, whole, current.name, dataset, self._user.uid
         )
+        # Not before: between two steps the old order would be followed again.
+        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
         self._send(protocol.Ready(current.tag, whole.count, []))
         self._state.scheduler.pump(self._state.next_use.now)
 

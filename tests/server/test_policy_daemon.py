@@ -260,6 +260,32 @@ def test_an_order_changed_in_mid_epoch_blocks_nothing(daemon: Daemon, paths: lis
         assert daemon.status()["cache"]["blocked"] == 0
 
 
+SLOWLY = """
+import time
+from ffserve.cache.next_use import NextUse
+announcing = NextUse.announcing
+def slowly(*args):
+    for _ in range(100):
+        time.sleep(0.002)
+        yield None
+    return (yield from announcing(*args))
+NextUse.announcing = slowly
+"""
+
+
+def test_an_order_that_was_replaced_in_steps_was_not_prefetched(paths: list[str]) -> None:
+    """Between two steps the prefetching began again where the old order was, far ahead."""
+    with serving(arena="6MiB", patch=SLOWLY) as daemon:
+        other = Job(daemon, paths[1], kind="silent", seed=1, epochs=10_000)
+        try:
+            with daemon.open(paths[0]) as reader:
+                for seed in (6, 7):
+                    reader.announce(order(seed, 0), 0)
+                    read_slowly(reader, 0, order(seed, 0)[: 5 * BATCH])
+        finally:
+            other.kill()
+
+
 def test_a_restarted_rank_announces_its_order_again(daemon: Daemon, paths: list[str]) -> None:
     other = Job(daemon, paths[0], seed=8, epochs=10_000)
     rank = Job(daemon, paths[0], seed=9, epochs=10_000)
