@@ -622,7 +622,6 @@ def test_a_daemon_that_started_again_in_its_container_was_killed_for_memory(grou
         until(lambda: daemon.status()["arena"]["populated"] == 192 << 20, "all has its pages")
         with idle_job(groups, daemon.socket, path) as job:
             daemon.end(signal.SIGKILL)
-            groups.limit(330 << 20)
             daemon.start()
             until(lambda: "waiting for memory" in daemon.text(), "it waits")
             assert daemon.status()["arena"]["populated"] < 192 << 20
