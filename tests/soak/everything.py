@@ -614,8 +614,8 @@ class Run:
         deadline = time.monotonic() + END_DEADLINE_S
         for client in self.clients.values():
             client.process.wait(max(deadline - time.monotonic(), 0.1))
-            if not client.ended() or not client._all_gone():
-                raise Failure(f"{client.name} is not gone")
+            assert client.ended()
+            until(client._all_gone, f"the children of {client.name} have ended", 60)
         self.clients.clear()
         for name, control in self.daemons.items():
             daemon = control.daemon
