@@ -56,10 +56,7 @@ GET_SIZE = 8 << 20
 daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
 """The daemon works on the next while this side copies the last."""
-_FEW_EMPTY_ROUNDS, _MOST_EMPTY_ROUNDS, _MOST_EMPTY_S = 10, 1000, 20.0
-"""Answers in a row of which every sample was evicted before it was copied: after a few the client
-pauses before each copy, and it gives up after so many, or after this time, which on a machine with
-too much to do comes first."""
+_MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
 """How long the daemon is not asked again for what its arena could not hold: the arena can be
 resized, and leases end."""
@@ -470,26 +467,19 @@ class ReadRequest:
 
     def _collect(self) -> Steps[None]:
         """Wait for what was asked for and copy it, until nothing is missing."""
-        empty_rounds, copied_at = 0, time.monotonic()
+        empty_rounds = 0
         while self._todo or self._asked:
             self.ask()
             tag, _ = self._asked[0]
             ready: protocol.Ready = yield tag
             done, rest = self._take(ready)
-            tired = empty_rounds > _FEW_EMPTY_ROUNDS
-            if tired:
+            if empty_rounds > 10:
                 yield 0.001
             vanished = yield done
             self._channel.acknowledge(tag)
             progress = bool(ready.errors) or len(vanished) < len(done)
-            now = time.monotonic()
-            if progress:
-                empty_rounds, copied_at = 0, now
-            else:
-                empty_rounds += 1
-            if empty_rounds > _MOST_EMPTY_ROUNDS or (
-                tired and not progress and now - copied_at > _MOST_EMPTY_S
-            ):
+            empty_rounds = 0 if progress else empty_rounds + 1
+            if empty_rounds > _MOST_EMPTY_ROUNDS:
                 raise ArenaBusyError(
                     "the daemon's arena is too busy: samples are evicted before they are copied",
                     hint="start the daemon with a larger --arena",
