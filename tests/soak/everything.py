@@ -637,7 +637,8 @@ class Run:
             control.end(signal.SIGTERM)
         self.check_logs()
         self.thirds = self.series.thirds(self.lasted)
-        if found := growth(self.thirds):
+        # In a shorter run everything still grows to its size.
+        if self.lasted >= contents.FULL_SECONDS and (found := growth(self.thirds)):
             raise Failure("it grows: " + "; ".join(found))
 
     def close(self) -> None:
