@@ -418,7 +418,7 @@ def _epochs(
 
 
 def _save(client: Client, epoch: int, used: int, loader: Any) -> None:
-    part = client.state_path.with_suffix(".part")
+    part = client.state_path.with_name(client.state_path.name + ".part")
     state = {"epoch": epoch, "used": used, "loader": loader.state_dict()}
     part.write_bytes(pickle.dumps(state))
     part.rename(client.state_path)
