@@ -188,7 +188,7 @@ def test_the_installation_of_the_readme_starts_the_daemon_with_the_first_client(
     assert machine.run("systemctl", "is-enabled", "ffserve.socket").strip() == "enabled"
     assert machine.property("ffserve.service", "ActiveState") == "inactive"
     assert machine.last == "/opt/ffserve/bin/ffserve status"
-    assert "arena" in machine.run(*machine.last.split(), user="alice")
+    assert "memory " in machine.run(*machine.last.split(), user="alice")
     assert machine.property("ffserve.service", "ActiveState") == "active"
     assert "clients: " in machine.property("ffserve.service", "StatusText")
     assert machine.property("ffserve.service", "User") == "ffserved"
