@@ -382,9 +382,9 @@ class Fetches:
             waiting.left += len(missing)
         futures = self.ask(remote.object_for(waiting.owner), missing, remote.worth)
         for block, future in zip(missing.tolist(), futures, strict=True):
-            future.add_done_callback(_Came(self, waiting, base, remote, block))
+            future.add_done_callback(partial(self._came, waiting, base, remote, block))
 
-    def came(
+    def _came(
         self, waiting: Waiting, base: int, remote: RemoteShard, block: int, future: Future[Outcome]
     ) -> None:
         """A block is there, or cannot be had. Any thread."""
@@ -460,9 +460,9 @@ class Fetches:
             with waiting.lock:
                 waiting.left += 1
             future = self._fetcher.ask_bytes(opened, begin, min(end, remote.stored.size))
-            future.add_done_callback(_Passed(self, waiting, fd, begin, some))
+            future.add_done_callback(partial(self._passed, waiting, fd, begin, some))
 
-    def passed(
+    def _passed(
         self, waiting: Waiting, fd: int, begin: int, rows: list[int], future: Future[Outcome]
     ) -> None:
         """Bytes have come past the store, or cannot be had. Any thread."""
@@ -609,7 +609,7 @@ class Fetches:
                 most -= 1
                 opened, refused = remote.object_for(None), self._refused
                 future = self._fetcher.ask(opened, [block], due, due)[block]
-                future.add_done_callback(_Refusal(refused, key))
+                future.add_done_callback(partial(_note_refusal, refused, key))
 
     def close(self) -> None:
         """End the threads."""
@@ -617,44 +617,12 @@ class Fetches:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """Notes a block that could not be fetched ahead."""
-
-    refused: set[tuple[StoredObject, int]]
-    key: tuple[StoredObject, int]
-
-    def __call__(self, future: Future[Outcome]) -> None:
-        if future.exception() is not None or future.result() is not True:
-            self.refused.add(self.key)
-
-
-@dataclass(frozen=True, slots=True)
-class _Came:
-    """Tells that a block of a load came."""
-
-    fetches: Fetches
-    waiting: Waiting
-    base: int
-    remote: RemoteShard
-    block: int
-
-    def __call__(self, future: Future[Outcome]) -> None:
-        self.fetches.came(self.waiting, self.base, self.remote, self.block, future)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """Tells that bytes of a load came past the store."""
-
-    fetches: Fetches
-    waiting: Waiting
-    fd: int
-    begin: int
-    rows: list[int]
-
-    def __call__(self, future: Future[Outcome]) -> None:
-        self.fetches.passed(self.waiting, self.fd, self.begin, self.rows, future)
+def _note_refusal(
+    refused: set[tuple[StoredObject, int]], key: tuple[StoredObject, int], future: Future[Outcome]
+) -> None:
+    """Note a block that could not be fetched ahead."""
+    if future.exception() is not None or future.result() is not True:
+        refused.add(key)
 
 
 def _guarded(call: Callable[[], object]) -> None:

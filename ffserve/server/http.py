@@ -20,6 +20,7 @@ import logging
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 
 import h11
@@ -168,7 +169,7 @@ class HttpServer:
             events.stop()
 
 
-class _Made:
+class _Made(ABC):
     """Bytes that are made in steps, for all connections that wait for them; a worker of `turns`."""
 
     def __init__(self, http: HttpServer, names: bool) -> None:
@@ -197,13 +198,13 @@ class _Made:
         self._end(made)
         return False
 
+    @abstractmethod
     def _log(self) -> None:
         """Log the exception that ended the steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, made: bytes | None) -> None:
         """Send what was made; None: there was an exception."""
-        raise NotImplementedError
 
 
 class _Scrape(_Made):
