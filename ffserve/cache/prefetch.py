@@ -140,6 +140,8 @@ class Prefetcher:
         self._pinned_size = 0
         self._first = 0
         """The first job that is looked at."""
+        self.paused_until = 0.0
+        """When the last pause of a job ends; all pauses are equally long."""
 
     def window(self, progress: JobProgress, now: float) -> int:
         """Return how many positions beyond its front a job is prefetched."""
@@ -246,11 +248,12 @@ class Prefetcher:
             order = progress.orders.get(cursor.epoch)
         if order is None:
             return
+        if cursor.epoch == progress.epoch:
+            # No window is looked for where the order has dropped what the job has used.
+            known = cursor.windowed and cursor.position < cursor.window_end
+            if (cursor.window_end if known else cursor.position) <= progress.front:
+                cursor.move_to(progress.epoch, progress.front)
         self._find_window(cursor, order)
-        passed = cursor.window_end if cursor.windowed else cursor.position
-        if cursor.epoch == progress.epoch and passed < progress.front:
-            cursor.move_to(progress.epoch, progress.front)
-            self._find_window(cursor, order)
 
     def _distance(self, progress: JobProgress, cursor: _Cursor) -> int | None:
         """Return how many positions the cursor is ahead of the job; None: the orders have ended."""
@@ -278,12 +281,12 @@ class Prefetcher:
         if progress.ready is not None:
             numbers = numbers[: progress.ready(numbers)]
             if not len(numbers):
-                cursor.not_before = now + RETRY_S
+                self._pause(cursor, now)
                 return None
         piece = Piece(numbers, now + distance / progress.rate(now), cursor.epoch, now)
         load = self._cache.advance(piece, len(numbers), self._left(cursor))
         if piece.cursor == 0:
-            cursor.not_before = now + RETRY_S
+            self._pause(cursor, now)
             return None
         resident = load is None and not piece.waiting
         cursor.most = min(2 * cursor.most, LONGEST_PIECE) if resident else PIECE_COUNT
@@ -298,6 +301,9 @@ class Prefetcher:
         cursor.sample_size += (piece.pinned_size / piece.cursor - cursor.sample_size) / 8
         cursor.pieces.append(piece)
         return load
+
+    def _pause(self, cursor: _Cursor, now: float) -> None:
+        cursor.not_before = self.paused_until = now + RETRY_S
 
     def _left(self, cursor: _Cursor) -> int:
         """Return how many more bytes may be pinned for a job."""

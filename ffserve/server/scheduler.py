@@ -486,7 +486,9 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """Return when `pump` must be called again if nothing else happens; None: never."""
         if not self.blocked_count:
-            return None
+            # While something is read, its end is soon enough.
+            paused = self.prefetcher.paused_until
+            return paused if paused > self._pumped and not self._reads else None
         blocked = [turns.blocked[0] for turns in self._users.values() if turns.blocked]
         since = min(map(self._since, blocked))
         deadlines = [t for edge in (*FAVOUR_S, GIVE_UP_S) if (t := since + edge) > self._pumped]

@@ -731,7 +731,7 @@ class Server:
                 log.exception("internal error while closing files")
 
     def arm(self) -> None:
-        """Set the timers for blocked requests and for a resize."""
+        """Set the timers for blocked requests, prefetching that pauses, and a resize."""
         if self._resize_timer is None and self.state.resizing.under_way:
             self._resize_timer = self.loop.call_later(RESIZE_STEP_S, self._resize)
         deadline = self.state.scheduler.next_deadline()
@@ -749,10 +749,8 @@ class Server:
         self.arm()
 
     def _reaped(self, now: float) -> None:
-        scheduler = self.state.scheduler
-        scheduler.go_on(now)
-        if scheduler.blocked_count:
-            self.arm()
+        self.state.scheduler.go_on(now)
+        self.arm()
 
     def _pump_soon(self) -> None:
         if not self._pumping:

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from ffserve.cache import prefetch
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Fetch
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import Order
-from ffserve.cache.prefetch import PIECE_COUNT, Piece, Prefetcher
+from ffserve.cache.prefetch import PIECE_COUNT, RETRY_S, Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.order import epoch_order
+from ffserve.server.scheduler import Scheduler
 
 COUNT, ARENA = 4096, 16 << 20
 
@@ -255,4 +256,40 @@ def test_the_last_samples_of_a_batch_were_left_to_a_request(
         if position >= 100:  # the usual step is known
             ahead = node.order[position : position + 20]
             assert all(node.cache.holds(number, number + 1) for number in ahead.tolist()), position
+    node.directory.close()
+
+
+def test_a_job_is_far_into_an_order_when_its_prefetching_begins() -> None:
+    """All was in memory until then, so nobody had looked at the order, and what the job had used of
+    it was dropped."""
+    node = Node(300, np.arange(COUNT))
+    node.prefetched()
+    for start in range(0, COUNT, 64):
+        node.ask(node.order[start : start + 64])
+        node.use(start + 64)
+        node.prefetched()
+    node.next_use.announced(node.progress, 1, node.announced(), None, node)
+    node.cache.invalidate(node.progress.advance_to(1, 0, 1.0))
+    node.cache.invalidate(node.progress.advance_to(1, 1000, 1.0))
+    node.prefetcher.advanced(node.progress)
+    assert node.cache.allocator.evict(node.base, node.base + COUNT)
+    assert set(node.prefetched()) <= set(node.blocks[1000 - 8 :])
+
+
+def test_prefetching_goes_on_after_a_pause_that_nothing_ends() -> None:
+    """Memory came free within the pause; then no job sent anything for a while."""
+    node = Node(ARENA // 256, np.arange(COUNT))
+    loads: list[Load] = []
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
+    held = Fetch(node.base + np.arange(COUNT - 256, COUNT))
+    while (load := node.cache.advance(held, 256, ARENA)) is not None:
+        node.cache.loaded(load, {})
+    scheduler.pump(1.0)
+    assert scheduler.next_deadline() == 1.0 + RETRY_S
+    node.cache.release(held.pins)
+    scheduler.pump(1.0 + RETRY_S / 2)
+    assert not loads, "it is paused"
+    assert scheduler.next_deadline() == 1.0 + RETRY_S
+    scheduler.pump(1.0 + RETRY_S)
+    assert loads and scheduler.next_deadline() is None
     node.directory.close()
