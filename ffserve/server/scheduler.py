@@ -389,6 +389,8 @@ class Scheduler:
     def _turns_of(self, user: User) -> _Turns:
         turns = self._users.get(user)
         if turns is None:
+            for each in self._users.values():
+                self._sweep(each)
             gone = [u for u, t in self._users.items() if t.idle and not u.sessions]
             for other in [each for each in gone if not each.requests.held]:
                 del self._users[other]

@@ -885,6 +885,20 @@ def test_leases_on_their_way_together_took_more_than_their_half() -> None:
     node.directory.close()
 
 
+def test_users_that_came_and_went_were_kept_with_their_last_answer() -> None:
+    node = Node([[1000] * 10])
+    scheduler, loads, _finished, _owner = scheduled(node)
+    for k in range(20):
+        owner = Owner(lambda _: None, user=User(k))
+        scheduler.add(asked(owner, 1, [k % 10]), 0.0)
+        while loads:
+            ended(scheduler, loads.pop(), 0.0)
+        assert owner.unacknowledged
+        list(scheduler.leave(owner, 0.0))
+    assert len(scheduler._users) <= 2
+    node.directory.close()
+
+
 def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     node = Node([[900_000] * 3])
     scheduler, _loads, finished, owner = scheduled(node)
