@@ -39,7 +39,10 @@ MODULE = "ffserve.engine._core"
 ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "arrays.c"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-HEADERS = ("codec.h", "example.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h")
+HEADERS = (
+    "codec.h", "example.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h",
+    "fuse.h",
+)  # fmt: skip
 """Headers whose declarations Python sees, each after those that it includes."""
 STABLE_ABI = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
 """The oldest Python that a build serves; arrays.c says the same. Empty: only this Python."""

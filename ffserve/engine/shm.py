@@ -139,6 +139,11 @@ class View:
         self._taken = self._times.copy()
         """What `take_times` has returned so far."""
 
+    @property
+    def c(self) -> Any:
+        """The C structure, for other calls of the core."""
+        return self._c
+
     def take_times(self) -> UInt64s | None:
         """Return how long it took to copy batches since the last call: the sum in nanoseconds, then
         counts below 1, 2, 4, … us and of all others. None: no batch was timed; one in eight is."""

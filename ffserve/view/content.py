@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ffserve.client.shared_memory import SharedMemorySource
 from ffserve.client.source import Batch, Bytes
+from ffserve.engine.fuse import Requests
 from ffserve.errors import FFServeError
 from ffserve.reader import Reader
 
@@ -41,8 +43,22 @@ class SampleReader:
         self._kept_size = 0
         self._ahead = range(0)
         """The samples that were read last because they were not in memory."""
+        self._source: SharedMemorySource | None = None
+        """Where samples came from lately, if that is the daemon's memory."""
         self._ends = [shard.first + shard.count for shard in reader.shards]
         """For each file the index behind its last sample; nothing is read ahead beyond."""
+
+    def next(self, requests: Requests) -> int:
+        """Wait for a request that cannot be answered from the daemon's memory, as `Requests.next`;
+        until samples were read from there, none can."""
+        source = self._source
+        if source is None or source.look_due:
+            return requests.next(None)
+        size = requests.next(source.view)  # `source` keeps the memory mapped meanwhile
+        samples, total = requests.take_hits()
+        if len(samples):
+            source.statistics.add_hits(samples, total)
+        return size
 
     def sizes(self, samples: list[int]) -> list[int]:
         """Return lengths in bytes that have to be read first; -1 where one cannot be found out."""
@@ -83,7 +99,9 @@ class SampleReader:
         return found[offset : offset + size].data
 
     def _whole(self, sample: int, end: int) -> Bytes:
-        cached = self._reader.current_source().cached_batch(np.array([sample], np.int64), None)
+        source = self._reader.current_source()
+        self._source = source if isinstance(source, SharedMemorySource) else None
+        cached = source.cached_batch(np.array([sample], np.int64), None)
         if isinstance(cached, Batch):
             if cached.buffer.nbytes > end:  # there is more to come
                 self._keep(sample, cached.buffer)

@@ -13,16 +13,15 @@ import errno
 import fcntl
 import os
 import struct
-from dataclasses import dataclass
 
 from ffserve.errors import ReadError
 
 HEADER = struct.Struct("<IIQQIIIHH")
 """Of a request: size, operation, number, node, uid, gid, thread, two that are not used here."""
 _ANSWER = struct.Struct("<IiQ")
-_ATTRIBUTES = struct.Struct("<6Q10I")
-_ENTRY = struct.Struct("<4Q2I6Q10I")
-_ATTRIBUTES_FOR = struct.Struct("<Q2I")
+_ENTRY = struct.Struct("<4Q2I3Q")
+_ATTRIBUTES_FOR = struct.Struct("<Q2I3Q")
+_COMMON = struct.Struct("<3Q10I")
 _DIRENT = struct.Struct("<2Q2I")
 _STATFS = struct.Struct("<5Q10I")
 _OPENED = struct.Struct("<Q2i")
@@ -43,12 +42,12 @@ READS_IN_BACKGROUND = 64
 
 _MINOR_LEAST, _MINOR = 31, 41
 
-_ASYNC_READ, _READDIRPLUS, _READDIRPLUS_AUTO = 1 << 0, 1 << 13, 1 << 14
+_ASYNC_READ, _READDIRPLUS = 1 << 0, 1 << 13
 _ASYNC_DIO, _NO_OPEN, _PARALLEL_DIROPS = 1 << 15, 1 << 17, 1 << 18
 _MAX_PAGES, _NO_OPENDIR, _EXTENDED, _PASSTHROUGH = 1 << 22, 1 << 24, 1 << 30, 1 << 37
 _WANTED = (
-    _ASYNC_READ | _READDIRPLUS | _READDIRPLUS_AUTO | _ASYNC_DIO | _NO_OPEN | _PARALLEL_DIROPS
-    | _MAX_PAGES | _NO_OPENDIR | _EXTENDED
+    _ASYNC_READ | _READDIRPLUS | _ASYNC_DIO | _NO_OPEN | _PARALLEL_DIROPS | _MAX_PAGES
+    | _NO_OPENDIR | _EXTENDED
 )  # fmt: skip
 _KEEP_CACHE, _NO_FLUSH, _OPEN_PASSTHROUGH = 1 << 1, 1 << 5, 1 << 7
 _STACK_DEPTH = 2
@@ -58,10 +57,9 @@ _BACKING = struct.Struct("<iIQ")
 
 
 class Operation(enum.IntEnum):
-    """The operations that a read-only file system answers."""
+    """The operations that a read-only file system answers, beside those of `engine/fuse.c`."""
 
     LOOKUP = 1
-    FORGET = 2
     GETATTR = 3
     OPEN = 14
     READ = 15
@@ -72,22 +70,7 @@ class Operation(enum.IntEnum):
     READDIR = 28
     INTERRUPT = 36
     DESTROY = 38
-    BATCH_FORGET = 42
     READDIRPLUS = 44
-
-
-UNANSWERED = {Operation.FORGET, Operation.BATCH_FORGET}
-
-
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """What stat(2) shows. size: bytes. mode: with the type. mtime_ns: since 1970."""
-
-    size: int
-    mode: int
-    uid: int
-    gid: int
-    mtime_ns: int
 
 
 def answer(unique: int, payload: bytes | bytearray | memoryview = b"", error: int = 0) -> bytes:
@@ -95,29 +78,33 @@ def answer(unique: int, payload: bytes | bytearray | memoryview = b"", error: in
     return _ANSWER.pack(_ANSWER.size + len(payload), -error, unique)
 
 
-def _packed(node: int, found: Attributes) -> tuple[int, ...]:
-    seconds, rest = divmod(found.mtime_ns, 1_000_000_000)
-    blocks = -(-found.size // BLOCK_SIZE)
+def common(mode: int, uid: int, gid: int, mtime_ns: int) -> bytes:
+    """Return what many nodes have in common of `attributes` and `entry`.
+
+    Args: mode: with the type. mtime_ns: since 1970.
+    """
+    seconds, rest = divmod(mtime_ns, 1_000_000_000)
     # 1 link, also of directories: find(1) then does not count subdirectories by it.
-    return (
-        node, found.size, blocks, seconds, seconds, seconds, rest, rest, rest,
-        found.mode, 1, found.uid, found.gid, 0, 4096, 0,
+    return _COMMON.pack(
+        seconds, seconds, seconds, rest, rest, rest, mode, 1, uid, gid, 0, 4096, 0
     )  # fmt: skip
 
 
-def attributes(node: int, found: Attributes) -> bytes:
-    """Return the answer to GETATTR."""
-    return _ATTRIBUTES_FOR.pack(FOREVER_S, 0, 0) + _ATTRIBUTES.pack(*_packed(node, found))
+def attributes(node: int, size: int, common: bytes) -> bytes:
+    """Return the answer to GETATTR. size: bytes of a file, 0 of a directory."""
+    blocks = -(-size // BLOCK_SIZE)
+    return _ATTRIBUTES_FOR.pack(FOREVER_S, 0, 0, node, size, blocks) + common
 
 
-def entry(node: int, found: Attributes) -> bytes:
-    """Return the answer to LOOKUP."""
-    return _ENTRY.pack(node, 0, FOREVER_S, FOREVER_S, 0, 0, *_packed(node, found))
+def entry(node: int, size: int, common: bytes) -> bytes:
+    """Return the answer to LOOKUP. size: as of `attributes`."""
+    blocks = -(-size // BLOCK_SIZE)
+    return _ENTRY.pack(node, 0, FOREVER_S, FOREVER_S, 0, 0, node, size, blocks) + common
 
 
-NO_ENTRY = _ENTRY.pack(0, 0, FOREVER_S, *[0] * 19)
+ENTRY_SIZE = _ENTRY.size + _COMMON.size
+NO_ENTRY = _ENTRY.pack(0, 0, FOREVER_S, *[0] * 6) + bytes(_COMMON.size)
 """The answer to LOOKUP of a name that does not exist; the kernel remembers it."""
-ENTRY_SIZE = _ENTRY.size
 NO_NODE = bytes(ENTRY_SIZE)
 """Before an entry of READDIRPLUS: the kernel asks for the file when it is needed."""
 

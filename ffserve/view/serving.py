@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ffserve.client.source import Int64s
+from ffserve.engine.fuse import Requests
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.reader import Reader
 from ffserve.view import kernel
 from ffserve.view.content import SampleReader
-from ffserve.view.kernel import Attributes, Operation
-from ffserve.view.tree import ROOT, Tree
+from ffserve.view.kernel import Operation
+from ffserve.view.tree import ROOT, SAMPLES, Node, Tree
 
 log = logging.getLogger("ffserve")
 
@@ -54,6 +55,7 @@ class ViewFile:
             known before the samples are read.
         public: everybody may read it, by the permissions on its path.
         backing: of `kernel.open_backing`, or 0.
+        asked: somebody wants sizes that are not known.
     """
 
     path: str
@@ -64,6 +66,7 @@ class ViewFile:
     sizes: Int64s | None
     public: bool = False
     backing: int = 0
+    asked: bool = False
 
 
 class Running:
@@ -107,8 +110,9 @@ class Server:
         self._root = root
         self._opens = opens
         self._running = running
-        self._uid, self._gid = os.geteuid(), os.getegid()
-        self._newest_ns = max((file.mtime_ns for file in files), default=0)
+        self._regular = [self._common(file, stat.S_IFREG) for file in files]
+        self._directories = [self._common(file, stat.S_IFDIR) for file in (*files, None)]
+        """`kernel.common` of the nodes of each file; the last one of those above the files."""
         self._said = 0
         self._turn = threading.Lock()
         self._leader = 0
@@ -140,16 +144,19 @@ class Server:
             thread.join()
 
     def _loop(self, at: int) -> None:
-        buffer = bytearray(kernel.REQUEST_SIZE)
-        request = memoryview(buffer)
-        device, slots, unpack = self._device, self._running.slots, kernel.HEADER.unpack_from
+        requests = Requests(
+            self._device, self._tree.samples(), SAMPLES,
+            request_size=kernel.REQUEST_SIZE, content_size=kernel.READ_SIZE,
+        )  # fmt: skip
+        request = requests.buffer.data
+        slots, unpack = self._running.slots, kernel.HEADER.unpack_from
         me = threading.get_ident()
         while True:
             if self._leader != me:
                 self._turn.acquire()
                 self._leader = me
             try:
-                size = os.readv(device, [buffer])
+                size = self._samples.next(requests)
             except OSError as error:
                 if error.errno in _AGAIN:
                     continue
@@ -157,9 +164,9 @@ class Server:
                     log.error("cannot read /dev/fuse: %s", error.strerror)
                 self._pass_on()
                 return
-            _, operation, unique, node, _, _, thread, _, _ = unpack(buffer)
-            if operation in kernel.UNANSWERED:
+            if not size:
                 continue
+            _, operation, unique, node, _, _, thread, _, _ = unpack(request)
             if operation == Operation.INTERRUPT:
                 self._interrupt(int.from_bytes(request[40:48], "little"))
                 continue
@@ -217,28 +224,28 @@ class Server:
 
     def _look_up(self, node: int, body: memoryview) -> bytes:
         found = self._tree.look_up(node, bytes(body[:-1]))
-        return kernel.entry(found, self._attributes(found)) if found else kernel.NO_ENTRY
+        return kernel.entry(found, *self._attributes(found)) if found else kernel.NO_ENTRY
 
     def _get_attributes(self, node: int, body: memoryview) -> bytes:
-        return kernel.attributes(node, self._attributes(node))
+        return kernel.attributes(node, *self._attributes(node))
 
-    def _attributes(self, number: int, size: int | None = None) -> Attributes:
-        """Return attributes; raise the error of a sample whose length is not known."""
+    def _attributes(self, number: int) -> tuple[int, bytes]:
+        """Return the size of a file and `kernel.common`; raise the error of a sample whose length
+        is not known."""
         node = self._tree.node(number)
-        file = self._files[node.shard] if node.shard >= 0 else None
-        mode = 0o444 if file is None or file.public else 0o400
         if node.directory:
-            mode, size = stat.S_IFDIR | mode | mode >> 2, 0
-        else:
-            mode |= stat.S_IFREG
-            if node.sample < 0:
-                assert file is not None
-                size = file.size
-            elif size is None:
-                assert file is not None
-                size = self._size(file, node.sample)
-        mtime_ns = self._newest_ns if file is None else file.mtime_ns
-        return Attributes(size, mode, self._uid, self._gid, mtime_ns)
+            return 0, self._directories[node.shard]
+        file = self._files[node.shard]
+        size = file.size if node.sample < 0 else self._size(file, node.sample)
+        return size, self._regular[node.shard]
+
+    def _common(self, file: ViewFile | None, kind: int) -> bytes:
+        mode = 0o444 if file is None or file.public else 0o400
+        if kind == stat.S_IFDIR:
+            mode |= mode >> 2
+        newest_ns = max((each.mtime_ns for each in self._files), default=0)
+        mtime_ns = newest_ns if file is None else file.mtime_ns
+        return kernel.common(kind | mode, os.geteuid(), os.getegid(), mtime_ns)
 
     def _open(self, node: int, body: memoryview) -> bytes:
         if not self._opens:
@@ -269,45 +276,65 @@ class Server:
             raise NotADirectoryError(errno.ENOTDIR, "")
         nodes, entries = [], []
         for number, (name, node) in enumerate(self._all_entries(directory, position), position + 1):
-            kind = stat.S_IFDIR if self._tree.node(node).directory else stat.S_IFREG
+            found = self._tree.node(node)
+            kind = stat.S_IFDIR if found.directory else stat.S_IFREG
             entry = kernel.directory_entry(name, node, kind, number)
             left -= len(entry) + (kernel.ENTRY_SIZE if plus else 0)
             if left < 0:
                 break
             entries.append(entry)
-            # The kernel has "." and ".." without asking.
-            nodes.append(0 if number <= 2 else node)
-        if not plus:
-            return bytearray().join(entries)
-        heads = map(self._entry, nodes, self._sizes(nodes))
-        return bytearray().join(part for pair in zip(heads, entries, strict=True) for part in pair)
+            nodes.append((node, found))
+        if plus:
+            heads = self._entries(nodes, position)
+            return bytearray().join(
+                part for pair in zip(heads, entries, strict=True) for part in pair
+            )
+        return bytearray().join(entries)
 
-    def _entry(self, node: int, size: int) -> bytes:
-        # Of other samples the kernel asks later, and can then be told what is wrong.
-        return kernel.entry(node, self._attributes(node, size)) if size > 0 else kernel.NO_NODE
+    def _entries(self, nodes: list[tuple[int, Node]], position: int) -> Iterator[bytes]:
+        """Return what LOOKUP would answer. Of a sample whose size is not known or 0 the kernel asks
+        later, and can then be told what is wrong."""
+        sizes = self._sizes([found for _, found in nodes])
+        for number, ((node, found), size) in enumerate(zip(nodes, sizes, strict=True), position):
+            if number < 2:  # the kernel has "." and ".." without asking
+                yield kernel.NO_NODE
+            elif found.directory:
+                yield kernel.entry(node, 0, self._directories[found.shard])
+            elif size > 0:
+                yield kernel.entry(node, size, self._regular[found.shard])
+            else:
+                yield kernel.NO_NODE
 
     def _size(self, file: ViewFile, sample: int) -> int:
         """Return the length of a sample. Raises: the error of a damaged sample, if its length is
         not known, or 0: such a file would be read without another question."""
         if file.sizes is not None and (size := int(file.sizes[sample - file.first])):
             return size
+        file.asked = True
         return self._samples.size(sample)
 
-    def _sizes(self, nodes: list[int]) -> list[int]:
-        """Return the sizes of files; 1 of directories, 0 or less where it is not known."""
-        found = [self._tree.node(node) if node else None for node in nodes]
-        sizes = [0 if each is None else 1 for each in found]
+    def _sizes(self, nodes: list[Node]) -> list[int]:
+        """Return the sizes of files; 0 or less where it is not known, and of directories.
+
+        Sizes that have to be read first are read only if a program has asked for one since the last
+        time: the next ones will be asked for as well. Others only want the names.
+        """
+        sizes = [0] * len(nodes)
         unknown: dict[int, int] = {}
-        for k, each in enumerate(found):
-            if each is not None and each.sample >= 0:
-                file = self._files[each.shard]
-                if file.sizes is None:
-                    unknown[k] = each.sample
-                else:
-                    sizes[k] = int(file.sizes[each.sample - file.first])
+        for k, each in enumerate(nodes):
+            if each.directory:
+                continue
+            file = self._files[each.shard]
+            if each.sample < 0:
+                sizes[k] = file.size
+            elif file.sizes is not None:
+                sizes[k] = int(file.sizes[each.sample - file.first])
+            elif file.asked:
+                unknown[k] = each.sample
         if unknown:
             for k, size in zip(unknown, self._samples.sizes([*unknown.values()]), strict=True):
                 sizes[k] = size
+                self._files[nodes[k].shard].asked = False
         return sizes
 
     def _all_entries(self, directory: int, position: int) -> Iterator[tuple[bytes, int]]:

@@ -20,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ffserve.compat.folder_index import Folder
 from ffserve.errors import UsageError
 
@@ -28,7 +31,7 @@ FOLDER_COUNT = 10_000
 """Numbered samples in a folder."""
 NAME_SIZE = 255
 """Bytes of the longest name that the kernel takes."""
-_FOLDERS, _SAMPLES = 1 << 40, 1 << 41
+_FOLDERS, SAMPLES = 1 << 40, 1 << 41
 """Node numbers of the folders, and of the samples, that have numbers for names."""
 
 
@@ -149,12 +152,17 @@ class Tree:
         numbered = sum(each.count for each in self._files if each.folder is None)
         return len(self._kind) + self._folder_total + numbered
 
+    def samples(self) -> NDArray[np.int64]:
+        """Return of node k + 1 the sample that it is, or -1; other samples are nodes from `SAMPLES`
+        on."""
+        return np.frombuffer(self._sample, np.int64)
+
     # ---- questions of the kernel -----------------------------------------------------------
 
     def node(self, number: int) -> Node:
         """Return what a node is. Raises: LookupError: there is no such node."""
-        if number >= _SAMPLES:
-            sample = number - _SAMPLES
+        if number >= SAMPLES:
+            sample = number - SAMPLES
             return Node(False, bisect_right(self._first_samples, sample) - 1, sample)
         if number >= _FOLDERS:
             return Node(True, self._shard_of_folder(number - _FOLDERS))
@@ -171,7 +179,7 @@ class Tree:
 
     def look_up(self, directory: int, name: bytes) -> int:
         """Return the node of a name in a directory; 0: there is none."""
-        if directory >= _SAMPLES:
+        if directory >= SAMPLES:
             return 0
         if directory >= _FOLDERS:
             folder = directory - _FOLDERS
@@ -197,7 +205,7 @@ class Tree:
         file = self._files[shard]
         number = _number(name, _digits(file.count), os.fsencode(file.suffix))
         if number >= 0 and number // FOLDER_COUNT == folder and number < file.count:
-            return _SAMPLES + file.first + number
+            return SAMPLES + file.first + number
         return 0
 
     def entries(self, directory: int, position: int) -> Iterator[tuple[bytes, int]]:
@@ -221,7 +229,7 @@ class Tree:
 
     def _numbers(self, shard: int, folder: int, position: int) -> Iterator[tuple[bytes, int]]:
         file = self._files[shard]
-        digits, suffix, node = _digits(file.count), os.fsencode(file.suffix), _SAMPLES + file.first
+        digits, suffix, node = _digits(file.count), os.fsencode(file.suffix), SAMPLES + file.first
         begin = folder * FOLDER_COUNT
         for number in range(begin + position, min(begin + FOLDER_COUNT, file.count)):
             yield b"%0*d%s" % (digits, number, suffix), node + number
