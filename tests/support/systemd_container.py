@@ -152,6 +152,7 @@ def booted(directory: Path) -> Iterator[Container]:
                     *("systemd-nspawn", "--directory=root", "--boot", "--console=pipe"),
                     *("--register=no", "--keep-unit", "--link-journal=no", "--resolv-conf=off"),
                     *(f"--bind-ro={ROOT}:{SOURCE}", f"--bind={directory}/data:{DATA}"),
+                    *(["--bind=/dev/fuse"] if os.path.exists("/dev/fuse") else []),
                     # Other services of the machine have no business here.
                     "systemd.unit=sysinit.target",
                 ],

@@ -4,6 +4,7 @@ service installed and sound, and the last one removes it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -447,6 +448,87 @@ def test_the_commands_of_doctor_mend_what_it_finds(machine: Container) -> None:
     machine.write(SETTINGS, SMALL + 'roots = ["/data", "/srv"]\n')
     mend(findings(), "settings-old")
     assert findings() == {}
+
+
+VIEW = "ffserve-mount@photos.service"
+PLACE = "/mnt/photos"
+SHOWN = f"{PLACE}/samples/a.ffr/0/003"
+
+
+@pytest.fixture
+def photos(machine: Container) -> Iterator[None]:
+    """A view that is mounted by the words of the documents, and removed at the end."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("no /dev/fuse here")
+    (machine.data / "photos").mkdir(exist_ok=True)
+    write(machine.data / "photos" / "a.ffr", [sample(index) for index in range(COUNT)])
+    section = (ROOT / "docs/howto/mount.md").read_text().split("\n## As a service\n")[1]
+    commands = section.split("```sh\n")[1].split("```")[0].replace("sudo ", "")
+    try:
+        machine.run("sh", "-ec", commands)
+        yield
+    finally:
+        machine.run("systemctl", "disable", "--now", "--quiet", VIEW)
+        machine.run("systemctl", "reset-failed", VIEW, code=None)
+        machine.run("rm", "-rf", "/etc/ffserve/photos.conf", PLACE)
+
+
+def views(machine: Container) -> int:
+    """Return how many file systems are mounted by views; passthrough makes two of one view."""
+    return machine.run("cat", "/proc/mounts").count(" fuse.ffserve ")
+
+
+def shows(machine: Container) -> bool:
+    """Whether the view is mounted, with its samples and files, for users as well."""
+    digest = machine.run("sha256sum", SHOWN, user="bob", code=None).split()[0]
+    return digest == hashlib.sha256(sample(3)).hexdigest() and 1 <= views(machine) <= 2
+
+
+@pytest.mark.usefixtures("photos")
+def test_a_view_as_a_service_is_mounted_again_when_it_was_killed(machine: Container) -> None:
+    assert shows(machine), machine.log(VIEW)
+    machine.run("cmp", f"{PLACE}/shards/a.ffr", f"{DATA}/photos/a.ffr", user="bob")
+    assert ", by daemon /run/ffserve/ffserve.sock" in machine.log(VIEW)
+    pid = machine.pid(VIEW)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: machine.property(VIEW, "NRestarts") == "1", "systemd starts it again")
+    until(lambda: machine.property(VIEW, "ActiveState") == "active", "it is mounted again")
+    assert machine.pid(VIEW) not in (0, pid) and shows(machine)
+    assert "removed the mount of a view whose process was killed" in machine.log(VIEW)
+    machine.run("systemctl", "stop", VIEW)
+    assert views(machine) == 0 and machine.run("ls", PLACE) == ""
+    assert machine.property(VIEW, "Result") == "success"
+
+
+@pytest.mark.usefixtures("photos")
+def test_a_view_as_a_service_ends_while_files_are_open(machine: Container) -> None:
+    program = machine.start("sh", "-c", f"exec 3< {SHOWN}; echo open; sleep 1000", user="bob")
+    try:
+        assert program.stdout is not None and program.stdout.readline() == "open\n"
+        machine.run("systemctl", "stop", VIEW)
+        assert views(machine) == 0
+        assert machine.property(VIEW, "Result") == "success"
+        assert "files are still open" in machine.log(VIEW)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+@pytest.mark.usefixtures("photos")
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("/etc/hostname", "is not a directory"), ("/etc", "is not empty")],
+)
+def test_a_view_as_a_service_says_what_is_wrong_with_its_mount_point(
+    place: str, error: str, machine: Container
+) -> None:
+    machine.run("systemctl", "stop", VIEW)
+    machine.write("/etc/ffserve/photos.conf", f"MOUNTPOINT={place}\nPATHS={DATA}/photos/*.ffr\n")
+    machine.run("systemctl", "start", VIEW, code=1)
+    until(lambda: machine.property(VIEW, "ActiveState") == "failed", "systemd gives up")
+    said = machine.log(VIEW)
+    assert f"error: {place}: " in said and error in said
+    assert views(machine) == 0
 
 
 def test_removal_leaves_nothing(machine: Container) -> None:
