@@ -35,6 +35,8 @@ LISTED_COUNT = 100_000
 FOLDER_COUNT = 10_000
 """Samples in a folder of the view."""
 READ_SIZE = 1 << 20
+TMPFS = "/dev/shm"
+"""A file system that has its files in pages of 4 KiB, as FUSE has them."""
 
 Note = Callable[[str], None]
 
@@ -132,7 +134,7 @@ def groups(bench: Bench, data: BenchmarkData, many: BenchmarkData, note: Note) -
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         note("view: not measured, it needs root and /dev/fuse")
         return []
-    return [_shards(bench, data), _samples(bench, data), _listing(bench, many)]
+    return [_shards(bench, data), *_samples(bench, data), _listing(bench, many)]
 
 
 def _shards(bench: Bench, data: BenchmarkData) -> Group:
@@ -155,26 +157,29 @@ def _shards(bench: Bench, data: BenchmarkData) -> Group:
     )  # fmt: skip
 
 
-def _samples(bench: Bench, data: BenchmarkData) -> Group:
+def _samples(bench: Bench, data: BenchmarkData) -> list[Group]:
     def batches() -> Result:
         return bench.run(
             "ffserve.bench.contestants:read_batch", data, batch=64, clients=READERS,
             daemon=bench.hot_daemon(data), warm=8,
         )  # fmt: skip
 
-    def shown(function: str, **options: int) -> Result:
-        daemon = bench.hot_daemon(data)
-        with mounted(bench, data, daemon.socket) as place:
-            if function == "files":
-                with contextlib.closing(files_of(place, data)) as rest:
-                    for _ in rest:
-                        pass
+    def again() -> Result:
+        with mounted(bench, data, bench.hot_daemon(data).socket) as place:
+            for _ in files_of(place, data):
+                pass
             return bench.run(
-                f"{HERE}:{function}", data, clients=READERS, place=place, **options
+                f"{HERE}:files", data, clients=READERS, place=place, batch=64, warm=1
             )  # fmt: skip
 
-    def plain() -> Result:
-        with tempfile.TemporaryDirectory(prefix="files-", dir=bench.folder) as folder:
+    def first() -> Result:
+        with mounted(bench, data, bench.hot_daemon(data).socket) as place:
+            for folder in {os.path.dirname(name) for name in _names(_case(place, data))}:
+                os.listdir(folder)
+            return bench.run(f"{HERE}:files_once", data, clients=READERS, place=place)
+
+    def plain(top: str) -> Result:
+        with tempfile.TemporaryDirectory(prefix="ffserve-files-", dir=top) as folder:
             content = os.urandom(data.mean)
             for k in range(data.count):
                 (Path(folder) / str(k)).write_bytes(content)
@@ -183,32 +188,50 @@ def _samples(bench: Bench, data: BenchmarkData) -> Group:
             )
 
     name = f"view/{data.name}/readers{READERS}"
-    return Group(
-        f"samples of a view, {data.name}, {READERS} readers",
-        Yardstick("read_batch of 64", batches),
-        (
-            Contestant(
-                "ffserve mount, samples/", lambda: shown("files", batch=64, warm=1),
-                (Row(f"{name}/again", "files that were read before", ratio, limit=0.5),),
+    of = {"state": "view", "bytes": data.mean, "batch": 64, "clients": READERS}
+    shown = "ffserve mount, samples/"
+    return [
+        Group(
+            f"samples of a view, {data.name}, {READERS} readers",
+            Yardstick("read_batch of 64", batches),
+            (
+                Contestant(shown, again, (Row(f"{name}/again", "read before", ratio),)),
+                Contestant(
+                    f"{shown}, once", first,
+                    (Row(f"{name}/first", "listed, not read before", ratio),),
+                ),
+                Contestant(
+                    "ordinary files", lambda: plain(bench.folder),
+                    (Row(f"{name}/plain", "ordinary files in the page cache", ratio),),
+                ),
+                Contestant(
+                    "files in tmpfs", lambda: plain(TMPFS),
+                    (Row(f"{name}/tmpfs", "files in tmpfs", ratio),),
+                ),
             ),
-            Contestant(
-                "ffserve mount, samples/, once", lambda: shown("files_once"),
-                (Row(f"{name}/first", "files that were not read before", ratio),),
-            ),
-            Contestant(
-                "ordinary files", plain,
-                (Row(f"{name}/plain", "ordinary files in the page cache", ratio),),
-            ),
+            data.make, of,
         ),
-        data.make, {"state": "view", "bytes": data.mean, "batch": 64, "clients": READERS},
-    )  # fmt: skip
+        Group(
+            f"samples of a view and files in tmpfs, {data.name}, {READERS} readers",
+            Yardstick("files in tmpfs", lambda: plain(TMPFS)),
+            (
+                Contestant(
+                    shown, again, (Row(f"{name}/again/tmpfs", "read before", ratio, limit=0.8),)
+                ),
+            ),
+            data.make, of,
+        ),
+    ]  # fmt: skip
+
+
+def _case(place: str, data: BenchmarkData) -> Case:
+    return {"paths": data.paths, "count": data.count, "place": place}
 
 
 def files_of(place: str, data: BenchmarkData) -> Iterator[int]:
     """Read every sample as a file, once."""
     into = bytearray(2 * data.mean)
-    case = {"paths": data.paths, "count": data.count, "place": place}
-    for name in _names(case):
+    for name in _names(_case(place, data)):
         yield _read_file(name, into)
 
 
