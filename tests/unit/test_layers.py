@@ -52,7 +52,7 @@ LAYERS = {
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
     # files for programs
-    "view": "dataset files server client compat reader store",
+    "view": "engine dataset files server client compat reader store",
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "order engine formats output client ffserve",
