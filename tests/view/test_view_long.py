@@ -53,12 +53,13 @@ def test_tar_of_a_million_samples_takes_bounded_memory(tmp_path: Path) -> None:
         top = view.samples / "a.ffr"
 
         def archived(*names: str) -> int:
-            tar = subprocess.Popen(["tar", "-C", top, "-cf", "-", *names], stdout=subprocess.PIPE)
-            assert tar.stdout is not None
             size = 0
-            while piece := tar.stdout.read(1 << 20):
-                size += len(piece)
-            assert tar.wait() == 0
+            words = ["tar", "-C", top, "-cf", "-", *names]
+            with subprocess.Popen(words, stdout=subprocess.PIPE) as tar:
+                assert tar.stdout is not None
+                while piece := tar.stdout.read(1 << 20):
+                    size += len(piece)
+            assert tar.returncode == 0
             return size
 
         archived("00", "01")
