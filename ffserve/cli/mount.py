@@ -47,9 +47,9 @@ def mount(
 
     MOUNTPOINT is an empty directory. Below it are the files themselves in shards/, and the samples
     of each, one file a sample, in samples/NAME/: by name if the file was packed or converted from
-    files, else by number, in folders of 10,000. Only you see the view, unless you give
-    --allow-other. A sample that is damaged gives an I/O error; the others are served.
-    'ffserve unmount' removes the view.
+    files, else by number, in folders of 10,000. Of URLs only the samples are shown. Only you see
+    the view, unless you give --allow-other. A sample that is damaged gives an I/O error; the others
+    are served. 'ffserve unmount' removes the view.
 
     \b
       mkdir view

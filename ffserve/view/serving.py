@@ -50,7 +50,7 @@ class ViewFile:
     """A file of the view.
 
     Args:
-        fd: open for reading.
+        fd: open for reading; -1: it is remote.
         first, sizes: dataset index of its first sample, and the lengths of all; None: they are not
             known before the samples are read.
         public: everybody may read it, by the permissions on its path.
@@ -67,6 +67,11 @@ class ViewFile:
     public: bool = False
     backing: int = 0
     asked: bool = False
+
+    @property
+    def remote(self) -> bool:
+        """Whether only its samples can be read."""
+        return self.fd < 0
 
 
 class Running:

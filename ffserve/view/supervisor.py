@@ -33,7 +33,7 @@ from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import open_regular, raise_file_limit
 from ffserve.server.access import everybody_may_read
-from ffserve.store.urls import is_url, shown
+from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
 from ffserve.view.serving import THREADS, Running, Server, ViewFile
 from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
@@ -70,9 +70,10 @@ class View:
     """Record files as a file system, not mounted yet.
 
     Args:
-        paths: as of `ffserve.open`, without URLs; a file that is named twice is shown once.
+        paths: as of `ffserve.open`; a file that is named twice is shown once, and of remote files
+            only the samples are shown, to the mounting user alone.
         options: how.
-    Raises: as `ffserve.open`; UsageError: a URL, or a suffix that cannot be part of a name.
+    Raises: as `ffserve.open`; UsageError: a suffix that cannot be part of a name.
     Cost: opens all files; reads the names of packed folders, one to two seconds a million.
     """
 
@@ -80,12 +81,6 @@ class View:
         if "/" in options.suffix or "\0" in options.suffix or len(options.suffix) > 100:
             raise UsageError(f"invalid suffix {options.suffix!r}", hint="such as .jpg")
         suffixes = reader.check_options(options.format, options.server, "raise")
-        for url in filter(is_url, [str(path) for path in paths]):
-            raise UsageError(
-                "remote files cannot be mounted",
-                path=shown(url),
-                hint="copy them to a local disk first with `ffserve stage`",
-            )
         found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
         raise_file_limit()
         self._options = options
@@ -95,10 +90,14 @@ class View:
             shards = self._reader.shards
             for shard in shards:
                 self.files.append(self._open(shard))
-            fds = np.array([file.fd for file in self.files], np.int32)
-            for file, public in zip(self.files, everybody_may_read(list(found), fds), strict=True):
+            local = [file for file in self.files if not file.remote]
+            if len(local) < len(self.files):
+                log.warning("remote files are not in shards/, only their samples are shown")
+            fds = np.array([file.fd for file in local], np.int32)
+            readable = everybody_may_read([file.path for file in local], fds)
+            for file, public in zip(local, readable, strict=True):
                 file.public = bool(public)
-            names = names_of(found)
+            names = names_of([shard.path for shard in shards])
             self.tree = Tree(list(map(self._shown, names, shards)))
         except BaseException:
             self.close()
@@ -116,18 +115,21 @@ class View:
         """Close the files."""
         self._reader.close()
         for file in self.files:
-            os.close(file.fd)
+            if not file.remote:
+                os.close(file.fd)
         self.files.clear()
 
     def _open(self, shard: ShardInfo) -> ViewFile:
+        sizes = None
+        if shard.format != "recordio":  # it has no lengths in its headers
+            sizes = self._reader.sizes(range(shard.first, shard.first + shard.count))
+        if is_url(shard.path):
+            return ViewFile(shard.path, -1, shard.size, 0, shard.first, sizes)
         fd = open_regular(shard.path)
         found = os.fstat(fd)
         if found.st_size != shard.size:
             os.close(fd)
             raise ReadError("the file has changed while it was opened", path=shard.path)
-        sizes = None
-        if shard.format != "recordio":  # it has no lengths in its headers
-            sizes = self._reader.sizes(range(shard.first, shard.first + shard.count))
         return ViewFile(shard.path, fd, found.st_size, found.st_mtime_ns, shard.first, sizes)
 
     def _shown(self, name: str, shard: ShardInfo) -> Shown:
@@ -139,7 +141,8 @@ class View:
         if folder is not None and (reason := unusable(folder)) is not None:
             log.warning("%s: the samples go by number: %s", shard.path, reason)
             folder = None
-        return Shown(name, shard.first, shard.count, folder, self._options.suffix)
+        remote = is_url(shard.path)
+        return Shown(name, shard.first, shard.count, folder, self._options.suffix, remote)
 
     def _folder(self, shard: ShardInfo) -> Folder | None:
         """Return the names of a packed folder; None: the file is none. Raises: as `Reader.read`."""
@@ -195,6 +198,8 @@ class View:
         parts.append(part)
         kernel.greet(part.device, passthrough=True)
         for file in self.files:
+            if file.remote:
+                continue
             try:
                 file.backing = kernel.open_backing(part.device, file.fd)
             except OSError as error:

@@ -16,7 +16,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ffserve.compat.folder_index import Folder
 from ffserve.errors import UsageError
+from ffserve.store.urls import is_url, shown
 
 ROOT = 1
 FOLDER_COUNT = 10_000
@@ -44,6 +45,7 @@ class Shown:
         first, count: the dataset indices of its samples.
         folder: their names; None: they go by number.
         suffix: of the names of numbered samples.
+        remote: it is not in shards/.
     """
 
     path: str
@@ -51,6 +53,7 @@ class Shown:
     count: int
     folder: Folder | None = None
     suffix: str = ""
+    remote: bool = False
 
 
 class Node(NamedTuple):
@@ -96,18 +99,11 @@ class Tree:
     # ---- the table of names ------------------------------------------------------------------
 
     def _build(self) -> None:
-        top: dict[str, Any] = {}
-        for number, each in enumerate(self._files):
-            node = top
-            *above, last = each.path.split("/")
-            for part in above:
-                node = node.setdefault(part, {})
-            if last in node:
-                raise UsageError("two files have the same name in the view", path=each.path)
-            node[last] = number
+        all_files = self._paths(range(len(self._files)))
+        local = self._paths(k for k, each in enumerate(self._files) if not each.remote)
         self._add(b"", _DIRECTORY, -1, -1, 0)
         waiting: deque[tuple[int, Any, int, bool]] = deque(
-            [(0, {"shards": top, "samples": top}, -1, False)]
+            [(0, {"shards": local, "samples": all_files}, -1, False)]
         )
         while waiting:
             position, content, shard, samples = waiting.popleft()
@@ -132,6 +128,20 @@ class Tree:
                     waiting.append((at, folder, each, True))
                 else:
                     self._add(name, _NUMBERED, each, -1, position)
+
+    def _paths(self, numbers: Iterable[int]) -> dict[str, Any]:
+        """Return the numbers of files by their paths, as dictionaries of dictionaries."""
+        top: dict[str, Any] = {}
+        for number in numbers:
+            node = top
+            *above, last = self._files[number].path.split("/")
+            for part in above:
+                node = node.setdefault(part, {})
+            if last in node:
+                path = self._files[number].path
+                raise UsageError("two files have the same name in the view", path=path)
+            node[last] = number
+        return top
 
     def _add(self, name: bytes, kind: int, shard: int, sample: int, parent: int) -> None:
         self._names += name
@@ -287,9 +297,17 @@ def unusable(folder: Folder) -> str | None:
 
 def names_of(paths: Sequence[str]) -> list[str]:
     """Return the names of files in the view: their own, or with their directories below the common
-    one where two files have the same."""
-    names = [os.path.basename(path) for path in paths]
+    one where two files have the same. Of a URL, protocol and host are directories."""
+    places = [_place(path) for path in paths]
+    names = [os.path.basename(place) for place in places]
     if len(set(names)) == len(names):
         return names
-    above = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [os.path.relpath(path, above) for path in paths]
+    above = os.path.commonpath([os.path.dirname(place) for place in places])
+    return [os.path.relpath(place, above) for place in places]
+
+
+def _place(path: str) -> str:
+    if not is_url(path):
+        return path
+    protocol, _, rest = shown(path).partition("://")
+    return os.path.normpath(f"/{protocol}/{rest.removesuffix('?…')}")

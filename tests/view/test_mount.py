@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import error_of, run, spawned, text_of
+from command import ENVIRONMENT, error_of, run, spawned, text_of
 from daemon import DEADLINE_S, Daemon, damage, run_python, sample, until, write
+from origins import http_origin
 from view import Mounted, clear, mounted, needs_fuse
 
 from ffserve.view import mounting
@@ -197,6 +198,28 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
         assert daemon.cache()["blocks_read"] > 0
 
 
+def test_samples_of_remote_files_come_through_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(ENVIRONMENT, "FFSERVE_STORE", str(tmp_path / "store"))
+    write(tmp_path / "a.ffr", SAMPLES)
+    write(tmp_path / "b.rio", SAMPLES)
+    with http_origin() as origin:
+        urls = [origin.put(name, (tmp_path / name).read_bytes()) for name in ("a.ffr", "b.rio")]
+        with mounted(*urls, tmp_path / "a.ffr") as view:
+            shown = [*view.samples.glob("**/a.ffr"), *view.samples.glob("**/b.rio")]
+            assert len(shown) == 3
+            for folder in shown:
+                found = [(folder / "0" / f"{k:02}").read_bytes() for k in range(14)]
+                assert found == SAMPLES
+            files = [path for path in view.shards.rglob("*") if path.is_file()]
+            assert [path.name for path in files] == ["a.ffr"]
+            assert files[0].read_bytes() == (tmp_path / "a.ffr").read_bytes()
+            assert "remote files are not in shards/" in view.log()
+
+
 def readable(path: Path) -> bool:
     """Whether a user without rights can read a file."""
     done = run_python(
@@ -279,7 +302,6 @@ def test_what_cannot_be_mounted(tmp_path: Path, files: Path) -> None:
     assert "not a directory" in error(tmp_path / "a.ffr", tmp_path / "a.ffr")
     assert "not empty" in error(tmp_path, tmp_path / "a.ffr")
     assert "missing.ffr" in error(empty, tmp_path / "missing.ffr")
-    assert "ffserve stage" in error(empty, "http://127.0.0.1:9/a.ffr", "--format", "ffrecord")
     assert "suffix" in error(empty, tmp_path / "a.ffr", "--suffix", "a/b")
     (tmp_path / "b.ffr").write_bytes((tmp_path / "a.ffr").read_bytes()[:30])
     assert "b.ffr" in error(empty, tmp_path / "b.ffr", code=1)

@@ -93,7 +93,11 @@ def test_no_other_text_is_a_number(name: bytes) -> None:
 def test_files_of_one_name_are_told_apart_by_their_directories() -> None:
     assert names_of(["/a/x", "/a/y"]) == ["x", "y"]
     assert names_of(["/d/a/x", "/d/b/x", "/d/y"]) == ["a/x", "b/x", "y"]
-    tree = Tree([Shown("a/x", 0, 1), Shown("b/x", 1, 1)])
+    remote = ["s3://bucket/a/x?versionId=1", "https://host/b/x?secret", "/d/x"]
+    assert names_of(remote) == ["s3/bucket/a/x?versionId=1", "https/host/b/x", "d/x"]
+    assert names_of(["https://host/b/x?secret"]) == ["x"]
+    tree = Tree([Shown("a/x", 0, 1), Shown("b/x", 1, 1, remote=True)])
+    assert "/shards/b/x" not in walk(tree)
     assert "/shards/a/x" in walk(tree) and "/samples/b/x/0/0" in walk(tree)
     with pytest.raises(UsageError, match="same name"):
         Tree([Shown("x", 0, 1), Shown("x", 1, 1)])
