@@ -181,8 +181,12 @@ def _samples(bench: Bench, data: BenchmarkData) -> list[Group]:
     def plain(top: str) -> Result:
         with tempfile.TemporaryDirectory(prefix="ffserve-files-", dir=top) as folder:
             content = os.urandom(data.mean)
-            for k in range(data.count):
-                (Path(folder) / str(k)).write_bytes(content)
+            names = [f"{folder}/{k}" for k in range(data.count)]
+            for name in names:
+                Path(name).write_bytes(content)
+            os.sync()
+            for name in names:
+                _read_in(name)
             return bench.run(
                 f"{HERE}:plain_files", data, clients=READERS, folder=folder, batch=64, warm=1
             )
@@ -222,6 +226,13 @@ def _samples(bench: Bench, data: BenchmarkData) -> list[Group]:
             data.make, of,
         ),
     ]  # fmt: skip
+
+
+def _read_in(name: str) -> None:
+    """Have a file in the page cache as it was read: written ones are in larger pages."""
+    with open(name, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.read()
 
 
 def _case(place: str, data: BenchmarkData) -> Case:
