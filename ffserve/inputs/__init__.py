@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from ffserve.errors import MissingFile, UsageError, printable
-from ffserve.inputs.places import EMPTY, HIDDEN, SPECIAL, InputFile, Listing, find
+from ffserve.inputs.places import EMPTY, InputFile, Listing, find
+from ffserve.store.origin import HIDDEN, SPECIAL
 from ffserve.store.urls import shown
 
 __all__ = ["DEFAULT_ALIAS", "InputFile", "Listing", "assign", "find_inputs", "parse_input", "share"]

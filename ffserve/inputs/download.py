@@ -13,21 +13,22 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import UsageError
 from ffserve.files import os_error
 from ffserve.inputs.places import InputFile, fetch, local_path
 from ffserve.output import temporary_name, writing
 from ffserve.store.urls import shown
 
 RECORD = ".ffserve-inputs.json"
-"""Name of the record in a worker's directory: {alias: {name: [URI, size, version, placed]}}."""
+"""Name of the record in a worker's directory: {alias: {name: [version, placed]}}."""
 SCRATCH = ".ffserve-inputs.tmp"
 """Directory of incomplete files beside it; what an interrupted run has left there is removed."""
 
@@ -148,25 +149,43 @@ def _check_apart(directory: str, wanted: Mapping[str, Placed]) -> None:
 
 
 def _fetch_all(files: list[tuple[InputFile, str]], scratch: str) -> None:
-    """Fetch files, some at the same time; raise the first error and begin no more after it."""
-    failed: list[FFServeError] = []
+    """Fetch files, some at the same time; raise the first error. An error or an interruption ends
+    it at once: what is still under way is dropped."""
+    waiting: queue.SimpleQueue[tuple[InputFile, str]] = queue.SimpleQueue()
+    for item in files:
+        waiting.put(item)
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    stopped = threading.Event()
 
-    def one(item: tuple[InputFile, str]) -> None:
-        if not failed:
-            try:
-                fetch(*item, scratch)
-            except FFServeError as error:
-                failed.append(error)
+    def check() -> None:
+        if stopped.is_set():
+            raise _NotWanted
 
-    with ThreadPoolExecutor(min(_THREADS, max(len(files), 1))) as pool:
-        try:
-            for _ in pool.map(one, files):
-                pass
-        except BaseException:  # also an interruption: the rest of the queue is dropped
-            pool.shutdown(cancel_futures=True)
-            raise
-    if failed:
-        raise failed[0]
+    def work() -> None:
+        with contextlib.suppress(queue.Empty, _NotWanted):
+            while True:
+                item = waiting.get_nowait()
+                check()
+                try:
+                    fetch(*item, scratch, check)
+                except BaseException as error:
+                    ended.put(error)
+                else:
+                    ended.put(None)
+
+    for _ in range(min(_THREADS, len(files))):
+        threading.Thread(target=work, name="ffserve-inputs", daemon=True).start()
+    try:
+        for _ in files:
+            error = ended.get()
+            if error is not None:
+                raise error
+    finally:
+        stopped.set()
+
+
+class _NotWanted(Exception):
+    """The other files are not fetched: one has failed, or the run was interrupted."""
 
 
 def _clear(directory: str, wanted: Placed, earlier: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -196,7 +215,7 @@ def _clear(directory: str, wanted: Placed, earlier: Mapping[str, Any]) -> dict[s
             row: Any = earlier.get(place)
             if not _is_ours(path, row):
                 foreign.append(path)
-            elif place in wanted and row == _row(wanted[place], row[3]) and row[3]:
+            elif place in wanted and row == _row(wanted[place], row[1]) and row[1]:
                 kept[place] = row
             else:
                 old.append(path)
@@ -217,7 +236,7 @@ def _clear(directory: str, wanted: Placed, earlier: Mapping[str, Any]) -> dict[s
 
 
 def _row(file: InputFile, placed: list[int] | None) -> list[Any]:
-    return [file.uri, file.size, file.version, placed]
+    return [file.identity.key, placed]
 
 
 def _identity(state: os.stat_result) -> list[int]:
@@ -232,7 +251,7 @@ def _identity(state: os.stat_result) -> list[int]:
 
 def _is_ours(path: str, row: Any) -> bool:
     """Whether a path is what a row of the record tells, or was begun by an interrupted run."""
-    if not isinstance(row, list) or len(row) != 4:
+    if not isinstance(row, list) or len(row) != 2:
         return False
     try:
         state = os.lstat(path)
@@ -240,7 +259,7 @@ def _is_ours(path: str, row: Any) -> bool:
         raise os_error(error, path) from error
     if stat.S_ISDIR(state.st_mode):
         return False
-    return row[3] in (None, [state.st_ino], _identity(state))
+    return row[1] in (None, [state.st_ino], _identity(state))
 
 
 def _read(record: str) -> dict[str, dict[str, Any]]:

@@ -268,10 +268,7 @@ def _worker(
     stream = None
     if job.strategy == "stream":
         shares = [share_of(splits_of(each.files), rank, job.workers) for each in found.values()]
-        stream = Stream(
-            shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank,
-            scratch=directory,
-        )  # fmt: skip
+        stream = Stream(shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank)
     return Worker(rank, directory, environment, stream)
 
 

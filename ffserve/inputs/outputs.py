@@ -15,19 +15,24 @@ the result is the same.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ffserve.errors import ReadError, UsageError, printable
 from ffserve.files import open_regular, os_error, wrap_os_error
-from ffserve.inputs.places import at_place, file_system, local_path
+from ffserve.inputs.places import local_path
 from ffserve.output import sync_directory, writing
+from ffserve.store import fetching as store
+from ffserve.store.origin import file_system
 from ffserve.store.urls import shown
+
+T = TypeVar("T")
 
 TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 
@@ -192,65 +197,101 @@ class LocalTarget:
 
 
 class RemoteTarget:
-    """A directory of another place, by fsspec."""
+    """A directory of another place, by fsspec. What fails and may pass is tried again; all calls
+    may be repeated."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._places, path = file_system(uri)
-        self._path = path.rstrip("/")
+        self._path = file_system(uri)[1].rstrip("/")
+
+    @property
+    def _places(self) -> Any:
+        # Another one after a lost connection.
+        return file_system(self._uri)[0]
+
+    def _call(self, attempt: Callable[[], T]) -> T:
+        return store.call(self._uri, attempt)
 
     def exists(self) -> bool:
         """Whether the directory exists."""
-        with at_place(self._uri):
-            return bool(self._places.exists(self._path))
+        return self._call(lambda: self._is_there(self._path))
+
+    def _is_there(self, whole: str) -> bool:
+        # For `exists` of fsspec every failure is an absence.
+        self._places.invalidate_cache()
+        try:
+            self._places.info(whole)
+        except FileNotFoundError:
+            return False
+        return True
 
     def entries(self, path: str) -> list[str]:
         """Return the names in a directory; none if it does not exist."""
-        with at_place(self._uri):
+        whole = self._whole(path)
+
+        def listed() -> list[str]:
             self._places.invalidate_cache()
             try:
-                found = self._places.ls(self._whole(path), detail=False)
+                return list(self._places.ls(whole, detail=False))
             except FileNotFoundError:
                 return []
-        whole = self._whole(path)
-        names = [str(name).rstrip("/") for name in found]
+
+        names = [str(name).rstrip("/") for name in self._call(listed)]
         return [name.rpartition("/")[2] for name in names if name != whole]
 
     def files(self, path: str) -> list[str]:
         """Return all files below a directory, relative to it."""
         whole = self._whole(path)
-        with at_place(self._uri):
-            self._places.invalidate_cache()
-            return sorted(str(name)[len(whole) + 1 :] for name in self._places.find(whole))
+        return [name[len(whole) + 1 :] for name in self._call(lambda: self._below(whole))]
+
+    def _below(self, whole: str) -> list[str]:
+        self._places.invalidate_cache()
+        return sorted(str(name) for name in self._places.find(whole))
 
     def make(self, path: str) -> None:
         """Create a directory and those above it."""
-        with at_place(self._uri):
-            self._places.makedirs(self._whole(path), exist_ok=True)
+        self._call(lambda: self._places.makedirs(self._whole(path), exist_ok=True))
 
     def put(self, source: str, path: str) -> None:
         """Write a local file."""
         whole = self._whole(path)
         os.close(open_regular(source))
-        with at_place(self._uri):
+
+        def written() -> None:
             self._places.makedirs(whole.rpartition("/")[0], exist_ok=True)
             self._places.put_file(source, whole)
 
+        self._call(written)
+
     def mark(self, path: str) -> None:
         """Write an empty file."""
-        with at_place(self._uri):
-            self._places.pipe_file(self._whole(path), b"")
+        self._call(lambda: self._places.pipe_file(self._whole(path), b""))
 
     def rename(self, old: str, new: str) -> bool:
         """Rename a file or directory; False if it is not there."""
-        end = self._whole(new)
-        with at_place(self._uri):
-            try:
-                self._places.makedirs(end.rpartition("/")[0], exist_ok=True)
-                self._places.mv(self._whole(old), end, recursive=True)
-            except FileNotFoundError:
-                return False
-        return True
+        begin, end, attempts = self._whole(old), self._whole(new), 0
+
+        def renamed() -> bool:
+            nonlocal attempts
+            attempts += 1
+            system = self._places
+            system.makedirs(end.rpartition("/")[0], exist_ok=True)
+            if type(system).mv is not importlib.import_module("fsspec").AbstractFileSystem.mv:
+                if attempts > 1 and not self._is_there(begin):
+                    return self._is_there(end)  # it was done, only the answer was lost
+                try:
+                    system.mv(begin, end)
+                except FileNotFoundError:
+                    return False
+                return True
+            # An object store. What the attempt before this one has moved is no longer there.
+            if not (names := self._below(begin)):
+                return attempts > 1 and self._is_there(end)
+            system.copy(names, [end + name[len(begin) :] for name in names], on_error="raise")
+            system.rm(names)
+            return True
+
+        return self._call(renamed)
 
     def remove(self, path: str) -> None:
         """Remove a directory and all below it, if it is there."""

@@ -1,4 +1,4 @@
-"""Places of input files: local paths and ``file://`` directly, all other URLs by fsspec.
+"""Places of input files: local paths and ``file://`` directly, all other URLs through the store.
 
 Three functions are all that the rest of the package knows of places: `find` lists the files of a
 URI, `fetch` brings one file to a local path under its name only when it is complete, and
@@ -11,28 +11,29 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
-import importlib
+import io
 import os
 import re
 import secrets
-import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
+from ffserve.errors import MissingFile, ReadError, UsageError
 from ffserve.files import open_regular, opener, wrap_os_error
 from ffserve.output import writing
-from ffserve.store.origin import failure
-from ffserve.store.urls import is_url, name_of, shown
+from ffserve.store import fetching as store
+from ffserve.store.blocks import write_at
+from ffserve.store.origin import HIDDEN, SPECIAL, Identity, file_system
+from ffserve.store.urls import check_name, is_url, is_web, name_of, shown
 
-HIDDEN, EMPTY, SPECIAL = "hidden", "empty", "not a regular file"
-"""Why a file is left out."""
+EMPTY = "empty"
+"""Why a file is left out; others: HIDDEN, SPECIAL."""
 
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)", re.I)
 _MAGIC = re.compile(r"[*?\[{]")
-_BLOCK_SIZE = 8 << 20
+_COPY_SIZE = 1 << 20
 _FICLONE = 0x40049409  # linux/fs.h
 
 
@@ -41,16 +42,23 @@ class InputFile:
     """One input file.
 
     Args:
-        uri: as the program is told it; an absolute path for a local file that was given by path.
+        identity: its version. The URL is as the program is told it, an absolute path for a local
+            file that was given by path; the tag of a local file is its time.
         name: its place in the directory of its alias, parts joined by "/".
-        size: bytes; -1 if the place does not say.
-        version: text that is another one after a change, as far as the place says.
     """
 
-    uri: str
+    identity: Identity
     name: str
-    size: int
-    version: str
+
+    @property
+    def uri(self) -> str:
+        """The URL, or the path."""
+        return self.identity.url
+
+    @property
+    def size(self) -> int:
+        """Bytes; -1 if the origin does not say."""
+        return self.identity.size
 
 
 @dataclass(slots=True)
@@ -200,9 +208,9 @@ class _LocalSearch:
             elif state.st_size == 0:
                 self._leave_out(path, EMPTY)
             else:
-                uri = self._prefix + path
-                version = str(state.st_mtime_ns)
-                self.listing.files.append(InputFile(uri, name, state.st_size, version))
+                changed = str(state.st_mtime_ns)
+                identity = Identity(self._prefix + path, state.st_size, changed, 0)
+                self.listing.files.append(InputFile(identity, name))
 
     def _entries(self, directory: str) -> list[str]:
         names = sorted(wrap_os_error(os.listdir, directory), key=os.fsencode)
@@ -231,199 +239,170 @@ def _check_circle(path: str, chain: _Chain) -> None:
 # ---- remote files --------------------------------------------------------------------------------
 
 
-def file_system(uri: str) -> tuple[Any, str]:
-    """Return the file system of fsspec for a URL, and the path in it.
-
-    Raises: UsageError: fsspec or the package for this protocol is missing.
-    """
-    try:
-        fsspec = importlib.import_module("fsspec")
-    except ImportError:
-        raise UsageError(
-            "remote files need the package fsspec",
-            path=shown(uri),
-            hint="pip install 'ffserve[remote]'",
-        ) from None
-    try:
-        found, path = fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"cannot use this URL: {str(error).replace(uri, shown(uri))}",
-            path=shown(uri),
-            hint="check the protocol, and install the package that fsspec names",
-        ) from None
-    except Exception as error:
-        raise place_error(error, uri) from error
-    return found, str(path)
-
-
-def place_error(error: BaseException, uri: str) -> FFServeError:
-    """Return the error for an exception of fsspec, or of a package below it."""
-    return error if isinstance(error, FFServeError) else failure(error, uri).error
-
-
-@contextlib.contextmanager
-def at_place(uri: str) -> Iterator[None]:
-    """Convert exceptions of fsspec in the block to errors that name the URL."""
-    try:
-        yield
-    except Exception as error:
-        raise place_error(error, uri) from error
-
-
 def _find_remote(uri: str) -> Listing:
-    search = _RemoteSearch(uri)
-    web = uri.lower().startswith(("http://", "https://"))  # "?" begins a query there
-    if web or not _MAGIC.search(search.path):
-        with at_place(uri):
-            only = search.places.info(search.path)
-        search.add([only])
-        return search.listing
-    search.root = _root(search.path)
-    search.pattern = search.path[len(search.root) + 1 :].split("/")
-    found = False
-    for each in alternatives(search.path):
-        with at_place(uri):
-            infos = list(search.places.glob(each, detail=True).values())
-        search.add(infos)
-        found = found or bool(infos)
-    if not found:
+    # In web addresses a question mark begins the query.
+    given, mark, query = uri.partition("?") if is_web(uri) else (uri, "", "")
+    root = _root(given) if _MAGIC.search(given) else given.rstrip("/")
+    listing, found = Listing(), False
+    for each in alternatives(given):
+        try:
+            files, left_out = store.find(each + mark + query, hidden="._", below=True)
+        except MissingFile:
+            if each == given:
+                raise
+            continue
+        found = found or bool(files or left_out)
+        listing.left_out += left_out
+        for identity in sorted(files, key=lambda identity: identity.url.split("/")):
+            if identity.size == 0:
+                listing.left_out.append((identity.url, EMPTY))
+                continue
+            name = identity.url.removeprefix(root).strip("/")
+            name = name_of(identity.url) if identity.url == uri else name
+            check_name(name, identity.url)
+            listing.files.append(InputFile(identity, name))
+    if not found and _MAGIC.search(given):
         raise _unmatched(uri)
-    return search.listing
+    return listing
 
 
-class _RemoteSearch:
-    """The files of one URL.
+class _Stored(io.RawIOBase):
+    """A remote file as a stream that can seek, through the store."""
 
-    root: the path that names are relative to. pattern: the parts of the pattern below it.
-    """
+    def __init__(self, identity: Identity) -> None:
+        self._fetcher = store.process_fetcher()
+        self._opened = self._fetcher.open(identity)
+        self._read_at = self._fetcher.read_at(self._opened)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._opened.stored.size}
+        self._at = origins[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._read_at(self._at, memoryview(buffer).cast("B"))
+        self._at += size
+        return size
+
+    def close(self) -> None:
+        if not self.closed:
+            self._fetcher.close(self._opened)
+        super().close()
+
+
+class _Unsized(io.RawIOBase):
+    """A remote file of unknown size, from its begin: no range of it can be read again."""
 
     def __init__(self, uri: str) -> None:
-        self.listing = Listing()
-        self.places, path = file_system(uri)
-        self.root = self.path = path.rstrip("/")
-        self.pattern: list[str] = []
         self._uri = uri
-        given = uri.rstrip("/")
-        # `unstrip_protocol` loses user, host and port of SFTP.
-        ends = bool(self.path) and given.endswith(self.path)
-        self._prefix = given[: len(given) - len(self.path)] if ends else None
+        self._file = store.call(uri, self._open)
 
-    def add(self, infos: Iterable[dict[str, Any]]) -> None:
-        """Add files, and all files below directories."""
-        for info in sorted(infos, key=lambda info: str(info["name"]).split("/")):
-            place = str(info["name"]).rstrip("/")
-            uri = self._uri_of(place)
-            name = place[len(self.root) :].lstrip("/") or name_of(place)
-            if place != self.root and self._is_hidden(name):
-                self.listing.left_out.append((uri, HIDDEN))
-            elif info.get("type") == "directory":
-                with at_place(uri):
-                    inner = self.places.find(info["name"], detail=True)
-                self.add(each for each in inner.values() if each["name"].rstrip("/") != place)
-            elif info.get("size") == 0:
-                self.listing.left_out.append((uri, EMPTY))
-            else:
-                _check_name(name, uri)
-                size = info.get("size")
-                version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-                file = InputFile(uri, name, -1 if size is None else int(size), version)
-                self.listing.files.append(file)
+    def _open(self) -> Any:
+        system, path = file_system(self._uri)
+        return system.open(path, "rb")
 
-    def _uri_of(self, place: str) -> str:
-        if self._prefix is None:
-            return str(self.places.unstrip_protocol(place))
-        return self._prefix + place
+    def readable(self) -> bool:
+        return True
 
-    def _is_hidden(self, name: str) -> bool:
-        given = [part[:1] for part in self.pattern]
-        return any(
-            _is_hidden(part) and given[number : number + 1] != [part[0]]
-            for number, part in enumerate(name.split("/"))
-        )
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._file.read(len(view))
+        view[: len(content)] = content
+        return len(content)
 
-
-_VERSIONS = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "updated")
-
-
-def _check_name(name: str, uri: str) -> None:
-    """Refuse the name of an object that would lead out of a directory: stores allow any name."""
-    if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name:
-        raise UsageError(
-            f"the name {name!r} cannot be a path below a directory",
-            path=shown(uri),
-            hint="rename the object, or exclude it by a pattern",
-        )
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 # ---- fetching and opening ------------------------------------------------------------------------
 
 
 def open_file(file: InputFile) -> IO[bytes]:
-    """Open an input file as a stream of bytes that can seek.
+    """Open an input file as a stream of bytes, which can seek unless its size is unknown.
 
     Raises: MissingFile, AccessDenied, ReadError.
     """
     path = local_path(file.uri)
-    if path is not None:
-        os.close(open_regular(path))
-        return wrap_os_error(lambda p: open(p, "rb", buffering=0, opener=opener), path)
-    places, inner = file_system(file.uri)
-    with at_place(file.uri):
-        stream: IO[bytes] = places.open(inner, "rb", block_size=_BLOCK_SIZE)
-        return stream
+    if path is None:
+        remote = _Unsized(file.uri) if file.size < 0 else _Stored(file.identity)
+        return cast(IO[bytes], remote)
+    os.close(open_regular(path))
+    return wrap_os_error(lambda p: open(p, "rb", buffering=0, opener=opener), path)
 
 
-def fetch(file: InputFile, target: str, scratch: str) -> None:
+def fetch(file: InputFile, target: str, scratch: str, check: Callable[[], object]) -> None:
     """Bring a file to a local path, where it appears when it is complete.
 
     A local file is linked where the file system can: it is cloned (the blocks are shared until one
     of both is changed), else it gets a second name. A file of another user, to which the kernel
-    allows no second name, gets a symbolic link. From another file system it is copied.
+    allows no second name, gets a symbolic link. From another file system it is copied. A remote
+    file comes through the store, whose blocks are cloned where the file system can, else copied.
 
     Args:    target: a path that does not exist, in a directory that does. scratch: a directory of
-             the same file system for incomplete files.
+             the same file system for incomplete files. check: called now and then; it raises when
+             the file is no longer wanted.
     Raises:  MissingFile, AccessDenied, ReadError; UsageError if the target exists.
     """
     path = local_path(file.uri)
     if path is not None:
-        _link_or_copy(file, os.path.realpath(path), target, scratch)
+        _link_or_copy(file, os.path.realpath(path), target, scratch, check)
         return
-    places, inner = file_system(file.uri)
+    with _appearing(target, scratch) as fd:
+        if file.size < 0:
+            store.call(file.uri, lambda: _fetch_unsized(file, target, fd, check))
+            return
+        fetcher = store.process_fetcher()
+        opened = fetcher.open(file.identity)
+        try:
+            fetcher.copy(opened, fd, check)
+        finally:
+            fetcher.close(opened)
+        if modified := file.identity.modified:
+            os.utime(fd, (modified, modified))
+
+
+@contextlib.contextmanager
+def _appearing(target: str, scratch: str) -> Iterator[int]:
+    """Make a file that gets its name when the block ends without an error."""
     temporary = os.path.join(scratch, secrets.token_hex(8))
     try:
-        with writing(target), at_place_or_disk(file.uri):
-            places.get_file(inner, temporary)
-            size = os.stat(temporary).st_size
-            if file.size not in (-1, size):
-                raise _changed(file, f"{size} bytes came instead of {file.size}")
+        with writing(target):
+            with open(temporary, "xb", buffering=0) as out:
+                yield out.fileno()
             os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
 
 
-@contextlib.contextmanager
-def at_place_or_disk(uri: str) -> Iterator[None]:
-    """Convert exceptions of fsspec as `at_place` does, but leave those of the local disk."""
-    try:
-        yield
-    except Exception as error:
-        local = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
-        if isinstance(error, OSError) and error.errno in local:
-            raise
-        raise place_error(error, uri) from error
+def _fetch_unsized(file: InputFile, target: str, fd: int, check: Callable[[], object]) -> None:
+    """Write a file of unknown size as a whole, as often as this is called."""
+    size = 0
+    with open_file(file) as source:
+        while content := source.read(_COPY_SIZE):
+            check()
+            with writing(target):
+                write_at(fd, content, size)
+            size += len(content)
+    with writing(target):
+        os.ftruncate(fd, size)
 
 
-def _changed(file: InputFile, how: str) -> ReadError:
-    return ReadError(
-        f"the file changed while it was fetched: {how}",
-        path=shown(file.uri),
-        hint="run it again when nothing writes the file",
-    )
-
-
-def _link_or_copy(file: InputFile, path: str, target: str, scratch: str) -> None:
+def _link_or_copy(
+    file: InputFile, path: str, target: str, scratch: str, check: Callable[[], object]
+) -> None:
     fd = open_regular(path)
     try:
         if _clone(fd, target, scratch):
@@ -443,42 +422,44 @@ def _link_or_copy(file: InputFile, path: str, target: str, scratch: str) -> None
             if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP):
                 with writing(target):
                     raise
-            _copy(fd, file, target, scratch)
+            _copy(fd, file, target, scratch, check)
     finally:
         os.close(fd)
 
 
 def _clone(fd: int, target: str, scratch: str) -> bool:
     """Make `target` a clone of an open file; False where the file systems cannot."""
-    temporary = os.path.join(scratch, secrets.token_hex(8))
     try:
-        with open(temporary, "xb", buffering=0) as out:
-            fcntl.ioctl(out.fileno(), _FICLONE, fd)
-        state = os.fstat(fd)
-        os.utime(temporary, ns=(state.st_atime_ns, state.st_mtime_ns))
-        os.link(temporary, target)
+        with _appearing(target, scratch) as out:
+            fcntl.ioctl(out, _FICLONE, fd)
+            _copy_times(os.fstat(fd), out)
     except OSError:
         return False  # what is wrong with the directory is found, and said, by the next attempt
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
     return True
 
 
-def _copy(fd: int, file: InputFile, target: str, scratch: str) -> None:
-    temporary = os.path.join(scratch, secrets.token_hex(8))
-    try:
-        with writing(target):
-            before = os.fstat(fd)
-            with open(fd, "rb", closefd=False) as source, open(temporary, "xb") as out:
-                shutil.copyfileobj(source, out, 1 << 20)
-            after, copied = os.fstat(fd), os.stat(temporary)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise _changed(file, "its size or time is another one")
-            if copied.st_size != after.st_size:
-                raise _changed(file, f"{copied.st_size} bytes came instead of {after.st_size}")
-            os.utime(temporary, ns=(after.st_atime_ns, after.st_mtime_ns))
-            os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+def _copy(fd: int, file: InputFile, target: str, scratch: str, check: Callable[[], object]) -> None:
+    before, at = os.fstat(fd), 0
+    with _appearing(target, scratch) as out:
+        while content := os.pread(fd, _COPY_SIZE, at):
+            check()
+            write_at(out, content, at)
+            at += len(content)
+        after = os.fstat(fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise _changed(file, "its size or time is another one")
+        if at != after.st_size:
+            raise _changed(file, f"{at} bytes came instead of {after.st_size}")
+        _copy_times(after, out)
+
+
+def _copy_times(state: os.stat_result, fd: int) -> None:
+    os.utime(fd, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _changed(file: InputFile, how: str) -> ReadError:
+    return ReadError(
+        f"the file changed while it was fetched: {how}",
+        path=shown(file.uri),
+        hint="run it again when nothing writes the file",
+    )

@@ -17,11 +17,9 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
-import io
 import lzma
 import math
 import os
-import secrets
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,9 +32,10 @@ from ffserve import reader as readers
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.files import os_error
 from ffserve.formats.base import HEAD_SIZE
-from ffserve.inputs.places import InputFile, fetch, local_path, open_file, place_error
+from ffserve.inputs.places import InputFile, local_path, open_file
 from ffserve.order import permutation
-from ffserve.store.urls import shown
+from ffserve.store.origin import failure
+from ffserve.store.urls import literal, shown
 
 Framing = Literal["lines", "length"]
 
@@ -101,7 +100,7 @@ class Stream:
         framing: "lines" ends each line or sample with a line feed, "length" puts its size before
             it, as an unsigned 64-bit little-endian number.
         epochs: how often everything is given. seed: of the shuffle, None for none. rank: of the
-            worker. scratch: an existing directory for copies of remote record files.
+            worker.
     """
 
     def __init__(
@@ -112,17 +111,14 @@ class Stream:
         epochs: int,
         seed: int | None,
         rank: int,
-        scratch: str,
     ) -> None:
         self._shares = shares
         self._framing = framing
         self._epochs = epochs
         self._seed = seed
         self._rank = rank
-        self._scratch = scratch
         self._kinds: dict[str, bool] = {}
         self._readers: dict[str, Any] = {}
-        self._copies: dict[str, str] = {}
 
     def blocks(self) -> Generator[bytes, None, None]:
         """Yield what the program reads.
@@ -140,9 +136,6 @@ class Stream:
         finally:
             for reader in self._readers.values():
                 reader.close()
-            for path in self._copies.values():
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
 
     def _in_order(self, split: Split) -> Iterator[bytes]:
         if self._framing == "lines" and not self._has_records(split.file):
@@ -217,15 +210,7 @@ class Stream:
             return self._readers[file.uri]
         while len(self._readers) >= _OPEN_READERS:
             self._readers.pop(next(iter(self._readers))).close()
-        path = local_path(file.uri)
-        if path is None:
-            path = self._copies.get(file.uri)
-        if path is None:
-            suffix = os.path.splitext(file.name)[1][:20]  # it may tell the format
-            path = os.path.join(self._scratch, f".ffserve-{secrets.token_hex(8)}{suffix}")
-            fetch(file, path, self._scratch)
-            self._copies[file.uri] = path
-        self._readers[file.uri] = readers.open(path)
+        self._readers[file.uri] = readers.open(local_path(file.uri) or literal(file.uri))
         return self._readers[file.uri]
 
 
@@ -249,13 +234,9 @@ def _line_blocks(split: Split) -> Iterator[bytes]:
         if _is_compressed(file):
             yield from _cut_lines(_decompressed(stream, file), 0, None, file)
             return
-        size = file.size
-        if size < 0:
-            size = stream.seek(0, io.SEEK_END)
-            stream.seek(0)
-        start = size * split.part // split.parts
+        start = file.size * split.part // split.parts
         last = split.part + 1 == split.parts
-        stop = None if last else size * (split.part + 1) // split.parts
+        stop = None if last else file.size * (split.part + 1) // split.parts
         yield from _cut_lines(stream, start, stop, file)
 
 
@@ -336,7 +317,7 @@ def _reading(file: InputFile) -> Iterator[None]:
     except Exception as error:
         path = local_path(file.uri)
         if path is None:
-            raise place_error(error, file.uri) from error
+            raise failure(error, file.uri).error from error
         if isinstance(error, OSError) and error.errno is not None:
             raise os_error(error, path) from error
         if isinstance(error, (OSError, ValueError)):  # of bz2

@@ -159,6 +159,7 @@ class Store:
             raise UsageError(
                 f"the store needs at least {MIN_BLOCKS * self.block_size} bytes, not {limit}",
                 path=directory,
+                hint="free space, or choose another directory (FFSERVE_STORE; store.directory)",
             )
         with self._alone():
             if self.used > self.limit:
@@ -422,6 +423,26 @@ class Store:
                 file.write(content)
             os.replace(temporary, place)
             self._add(size if new else 0)
+
+    def give_way(self, stored: StoredObject, copied: int, fd: int) -> bool:
+        """The disk of a file is full: evict some of the blocks below `copied`, which the file has,
+        else some of which nobody has said when they will be used. Return whether there is more room
+        for the file."""
+        with self._alone():
+            if os.fstat(fd).st_dev != os.fstat(self._fd).st_dev:
+                return False
+            before, limit = self.used, self.limit
+            there = np.flatnonzero(stored.state.words[:copied] != ABSENT)
+            for block in there[:MIN_BLOCKS].tolist():
+                self._evict_block(stored.state, block)
+            if self.used == before:
+                self.limit = max(before - MIN_BLOCKS * self.block_size, 0)
+                self._sort()
+                try:
+                    self._evict_some(0, _UNKNOWN - 1)
+                finally:
+                    self.limit = limit
+            return self.used < before
 
     def _evict(self, size: int, use: float | None) -> bool:
         """Evict until `size` more bytes fit; return whether they do."""

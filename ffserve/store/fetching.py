@@ -9,6 +9,7 @@ double and vary. An origin that failed several times in a row is asked by one th
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import logging
@@ -25,11 +26,11 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
 from ffserve.store.access import Access
-from ffserve.store.blocks import PRESENT, UNCHECKED, Blocks, StoredObject
+from ffserve.store.blocks import PRESENT, UNCHECKED, Blocks, StoredObject, write_at
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import Identity, OriginError, RemoteFile
 
@@ -431,15 +432,50 @@ class Fetcher:
             for block in blocks.tolist():
                 begin = max(start, block * stored.block_size)
                 stop = min(end, stored.state.end(block))
-                parts.append(self._part(opened, block, begin, stop, waiting.get(block)))
+                outcome = self.wait(opened, block, waiting[block]) if block in waiting else True
+                parts.append(self._part(opened, block, begin, stop, outcome))
         finally:
             stored.unpin(blocks)
         return b"".join(parts)
 
+    def copy(self, opened: OpenObject, fd: int, check: Callable[[], object]) -> None:
+        """Write an object to an empty file. The file shares the disk's blocks with the store where
+        the file system can, and has copies elsewhere; so it stays what it is whatever becomes of
+        the store's. Of an object that the store has no room for as a whole, the rest comes past it.
+
+        Args:   check: called before each block; it raises when the file is no longer wanted.
+        Raises: FFServeError; OSError of the file.
+        """
+        stored = opened.stored
+        for number in range(stored.count):
+            check()
+            block = np.array([number])
+            stored.pin(block)
+            try:
+                self.ask_ahead(opened, number)
+                waiting = self.ask(opened, stored.missing(block).tolist(), NOW, None)
+                outcome = self.wait(opened, number, waiting[number]) if waiting else True
+                self._copy_block(opened, number, outcome, fd)
+            finally:
+                stored.unpin(block)
+
+    def _copy_block(self, opened: OpenObject, block: int, outcome: Outcome, fd: int) -> None:
+        stored = opened.stored
+        start, end = block * stored.block_size, stored.state.end(block)
+        content = b"" if outcome is True else self._part(opened, block, start, end, outcome)
+        while True:
+            try:
+                if content or not stored.copy_to(fd, start, end):
+                    write_at(fd, content or self._part(opened, block, start, end, True), start)
+                return
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if not full or not self.store.give_way(stored, block, fd):
+                    raise
+
     def _part(
-        self, opened: OpenObject, block: int, start: int, end: int, future: Future[Outcome] | None
+        self, opened: OpenObject, block: int, start: int, end: int, outcome: Outcome
     ) -> bytes:
-        outcome = True if future is None else self.wait(opened, block, future)
         if isinstance(outcome, bytes):
             first = block * opened.stored.block_size
             return outcome[start - first : end - first]
@@ -510,16 +546,47 @@ def _limit(directory: str) -> int:
     return usual_limit(directory)
 
 
-def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
-    """Return the objects that a URL denotes, as `origin.expand`; asked again where that may help.
+def call(url: str, attempt: Callable[[], T]) -> T:
+    """Return the result of a call of the origin of a URL, made again while that may help. What
+    fsspec raises in it becomes an error that names the URL. Raises: FFServeError."""
+
+    def once() -> T:
+        with origin.failures(url):
+            return attempt()
+
+    return breaker_of(url).call(once)
+
+
+def find(
+    url: str, *, hidden: str = ".", below: bool = False
+) -> tuple[list[Identity], list[tuple[str, str]]]:
+    """Return the files that a URL denotes, and what is left out, as `origin.find`.
 
     Raises: FFServeError.
     """
-    found = breaker_of(url).call(lambda: origin.expand(url, suffixes, below=below))
+    files, left_out = call(url, lambda: origin.find(url, hidden=hidden, below=below))
     now = time.monotonic()
     with _lock:
-        _listed.update((each.url, (now, each)) for each in found)
-    return found
+        _listed.update((each.url, (now, each)) for each in files if each.size >= 0)
+    return files, left_out
+
+
+def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
+    """Return the objects that a URL denotes, sorted by URL; of a directory those that have one of
+    `suffixes` and are not hidden.
+
+    Args: below: also those in directories below the directory.
+    Raises: FFServeError: MissingFile if there is none; ReadError for one of unknown size.
+    """
+    files, _ = find(url, below=below and not urls.has_magic(url))
+    nothing = "no file at the origin matches this pattern"
+    if not urls.has_magic(url) and [each.url for each in files] != [url]:
+        files = [each for each in files if each.url.endswith(tuple(suffixes) or "")]
+        wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
+        nothing = f"the directory contains no {wanted}"
+    if not files:
+        raise MissingFile(nothing, path=urls.shown(url), hint="check the URL")
+    return [origin.sized(each) for each in files]
 
 
 def identity_of(url: str) -> Identity:
@@ -531,7 +598,7 @@ def identity_of(url: str) -> Identity:
         at, found = _listed.pop(url, (-math.inf, None))
     if found is not None and time.monotonic() - at < LISTED_S:
         return found
-    return breaker_of(url).call(lambda: origin.identify(url))
+    return call(url, lambda: origin.identify(url))
 
 
 def _forget() -> None:

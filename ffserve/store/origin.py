@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import glob
 import importlib
 import os
 import re
@@ -48,6 +49,8 @@ _CREDENTIALS = (
 """Exception classes of the packages below fsspec, which are not imported here."""
 _DENIED_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied")
 _BUSY_CODES = ("SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling", "InternalError")
+HIDDEN, SPECIAL = "hidden", "not a regular file"
+"""Why a file is left out of a listing."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 
@@ -71,7 +74,7 @@ class Identity:
 
     Args:
         url: as it was given, or listed.
-        size: bytes.
+        size: bytes; -1 if the origin does not say.
         tag: ETag, or the version that the origin has instead; "" if it has none.
         modified: seconds since 1970; 0 if unknown.
     """
@@ -119,7 +122,7 @@ def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in conf}
 
 
-def _file_system(url: str, access: Access | None) -> tuple[Any, str]:
+def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
     Args: access: with what it is reached; None: with what this process has.
@@ -247,7 +250,8 @@ def changed(url: str) -> ReadError:
 
 
 @contextlib.contextmanager
-def _failures(url: str) -> Iterator[None]:
+def failures(url: str) -> Iterator[None]:
+    """Raise exceptions of fsspec in the block as OriginErrors."""
     try:
         yield
     except (OriginError, FFServeError):
@@ -276,63 +280,120 @@ def _seconds(value: Any) -> int:
 
 
 def _identity(url: str, facts: dict[str, Any]) -> Identity:
-    """Raises: OriginError for a directory, or an object of unknown size."""
-    where = urls.shown(url)
+    """Raises: OriginError for a directory."""
     if facts.get("type") == "directory":
-        raise OriginError(
-            MissingFile("a directory, not a file", path=where, hint="give its files, or a pattern"),
-            again=False,
-        )
+        hint = "give its files, or a pattern"
+        error = MissingFile("a directory, not a file", path=urls.shown(url), hint=hint)
+        raise OriginError(error, again=False)
     size = facts.get("size")
     if not isinstance(size, int) or size < 0:
-        message = "the origin does not say how large the file is"
-        hint = "copy it to a local disk, or to an origin that says so"
-        raise OriginError(ReadError(message, path=where, hint=hint), again=False)
+        size = -1
     tag = next((str(facts[name]) for name in _TAGS if facts.get(name)), "").strip('"')
     modified = next((_seconds(facts[name]) for name in _TIMES if facts.get(name)), 0)
     return Identity(url, size, tag, modified)
 
 
+def sized(identity: Identity) -> Identity:
+    """Return an identity. Raises: ReadError if its size is unknown: no range of it can be read."""
+    if identity.size < 0:
+        raise ReadError(
+            "the origin does not say how large the file is",
+            path=urls.shown(identity.url),
+            hint="copy it to a local disk, or to an origin that says so",
+        )
+    return identity
+
+
 def identify(url: str, access: Access | None = None) -> Identity:
-    """Return the present version of an object. Raises: UsageError, OriginError."""
-    system, path = _file_system(url, access)
-    with _failures(url):
+    """Return the present version of an object. Raises: UsageError, ReadError, OriginError."""
+    system, path = file_system(url, access)
+    with failures(url):
         system.invalidate_cache()
-        return _identity(url, system.info(path))
+        return sized(_identity(url, system.info(path)))
 
 
-def expand(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
-    """Return the objects that a URL denotes, sorted by name.
+def find(
+    url: str, *, hidden: str = ".", below: bool = False
+) -> tuple[list[Identity], list[tuple[str, str]]]:
+    """Return the files that a URL denotes, and what is left out of them.
 
     Args:
-        url: a file, a pattern, or a directory: its files with one of `suffixes` that are not
-            hidden. below: also the files in directories below it.
-    Raises: UsageError, OriginError; MissingFile if there is none.
+        url: a file, a directory, or a pattern with ``*``, ``?``, ``[…]`` and ``[!…]``.
+        hidden: first characters of names that are left out, with all below them, unless the URL
+            names them or has a pattern that begins with the same character.
+        below: also the files in directories below a directory, and below those that match.
+    Returns: files sorted by URL, those of unknown size and empty ones as well; URL and reason of
+        what is left out (HIDDEN, SPECIAL).
+    Raises: UsageError; OriginError, also for a file that does not exist or a directory that cannot
+        be listed.
     """
-    system, path = _file_system(url, None)
-    with _failures(url):
+    system, path = file_system(url)
+    begin, files = _prefix(url, path), dict[str, Identity]()
+    left_out: dict[str, str] = {}
+
+    def add(entries: dict[str, dict[str, Any]], root: str, given: Sequence[str]) -> None:
+        for name, facts in entries.items():
+            inner = name.removeprefix(root).strip("/")
+            shown = _hidden_part(inner, hidden, given)
+            if shown is not None:
+                left_out[_joined(begin, name[: name.rindex(inner)] + shown)] = HIDDEN
+            elif facts.get("type") != "directory" and not name.endswith("/"):
+                add_file(name, facts)
+            elif given and below:
+                add(_below(system, name), root, given)
+
+    def add_file(name: str, facts: dict[str, Any]) -> None:
+        # Listings over HTTP have names only; those of links have the size of the link.
+        if facts.get("type") != "file" or facts.get("islink") or facts.get("size") is None:
+            facts = system.info(name)
+        place = _joined(begin, name)
+        if facts.get("type") == "file":
+            files[place] = _identity(place, facts)
+        else:
+            left_out[place] = SPECIAL
+
+    with failures(url):
         system.invalidate_cache()
         if urls.has_magic(url):
-            found = system.glob(path, detail=True)
-            facts = [f for f in found.values() if f.get("type") != "directory"]
-            nothing = "no file at the origin matches this pattern"
-            return _listed(system, url, path, facts, nothing)
-        single = None if url.endswith("/") else _info(system, path)
-        if single is not None and single.get("type") != "directory":
-            return [_identity(url, single)]
-        if below:
-            facts = list(system.find(path, detail=True).values())
+            parts = path.split("/")
+            first = next((k for k, part in enumerate(parts) if glob.has_magic(part)), 0)
+            found = system.glob(path.replace("[^", "[!"), detail=True)
+            add(found, "/".join(parts[:first]), parts[first:])
         else:
-            facts = system.ls(path, detail=True)
-        ends = tuple(suffixes) or ""
-        chosen = []
-        for each in facts:
-            parts = str(each["name"]).removeprefix(path).strip("/").split("/")
-            hidden = any(part.startswith(".") or not part for part in parts)
-            if each.get("type") != "directory" and not hidden and parts[-1].endswith(ends):
-                chosen.append(each)
-        wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
-        return _listed(system, url, path, chosen, f"the directory contains no {wanted}")
+            single = None if url.endswith("/") else _info(system, path)
+            if single is not None and single.get("type") != "directory":
+                return [_identity(url, single)], []
+            listed = _below(system, path) if below else _entries(system, path)
+            add(listed, path.partition("?")[0] if urls.is_web(url) else path, ())
+    return sorted(files.values(), key=lambda each: each.url), list(left_out.items())
+
+
+def _hidden_part(name: str, hidden: str, given: Sequence[str]) -> str | None:
+    """Return a name up to its first hidden part; None if it has none."""
+    parts = name.split("/")
+    for k, part in enumerate(parts):
+        named = k < len(given) and given[k].startswith(part[:1])
+        if part and part[0] in hidden and not named:
+            return "/".join(parts[: k + 1])
+    return None
+
+
+def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Return all files below a directory. Raises: what the file system raises."""
+    kind = type(system)
+    walking = importlib.import_module("fsspec.spec").AbstractFileSystem.find
+    if getattr(kind, "async_impl", False):
+        flat = kind._find is not importlib.import_module("fsspec.asyn").AsyncFileSystem._find
+    else:
+        flat = kind.find is not walking
+    # A walk leaves directories out that cannot be listed, unless it is told to raise.
+    options = {} if flat else {"on_error": "raise"}
+    found: dict[str, dict[str, Any]] = system.find(path, detail=True, **options)
+    return found
+
+
+def _entries(system: Any, path: str) -> dict[str, dict[str, Any]]:
+    return {str(each["name"]): each for each in system.ls(path, detail=True)}
 
 
 def _info(system: Any, path: str) -> dict[str, Any] | None:
@@ -343,24 +404,17 @@ def _info(system: Any, path: str) -> dict[str, Any] | None:
     return facts
 
 
-def _listed(
-    system: Any, url: str, path: str, facts: list[dict[str, Any]], nothing: str
-) -> list[Identity]:
+def _prefix(url: str, path: str) -> str:
+    """Return what stands before the path of a file system in URLs like this one."""
     # `unstrip_protocol` of fsspec drops user, host and port of SFTP.
-    begin = url[: len(url) - len(path)] if url.rstrip("/").endswith(path.rstrip("/")) else ""
-    if url.endswith("/") and not path.endswith("/"):
-        begin = url[: len(url) - len(path) - 1]
-    if not begin and not urls.is_url(path):
-        begin = url.partition("://")[0] + "://"
-    listed = []
-    for each in facts:
-        name = each["name"] if urls.is_url(each["name"]) else begin + each["name"]
-        # Listings over HTTP have names only.
-        known = each if each.get("size") is not None else system.info(each["name"])
-        listed.append(_identity(name, known))
-    if not listed:
-        raise MissingFile(nothing, path=urls.shown(url), hint="check the URL")
-    return sorted(listed, key=lambda each: each.url)
+    given, path = url.rstrip("/"), path.rstrip("/")
+    if path and given.endswith(path):
+        return given[: len(given) - len(path)]
+    return url.partition("://")[0] + "://"
+
+
+def _joined(begin: str, name: str) -> str:
+    return name if urls.is_url(name) else begin + name
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -384,7 +438,7 @@ class RemoteFile:
         Raises: UsageError; OriginError, for bytes of another version as well.
         """
         identity = self.identity
-        with _failures(identity.url):
+        with failures(identity.url):
             file, conditional = self._take()
             file.seek(start)
             content: bytes = file.read(end - start)
@@ -422,7 +476,7 @@ class RemoteFile:
 
     def _open(self) -> Any:
         identity = self.identity
-        system, path = _file_system(identity.url, self._access)
+        system, path = file_system(identity.url, self._access)
         protocol = identity.url.partition("://")[0].lower()
         options: dict[str, Any] = {}
         if protocol in ("http", "https"):

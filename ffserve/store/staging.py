@@ -32,7 +32,6 @@ from ffserve.store.origin import Identity
 
 HIDDEN = ".ffserve-stage"
 FILES_AT_ONCE = 4
-NAME_MAX = 255
 _FINISH = 1 << 42
 """Lock of an object's state file: who holds it gives the file its name."""
 
@@ -73,7 +72,8 @@ def plan(given: Sequence[str]) -> list[Item]:
             name = urls.name_of(identity.url)
             if below:
                 name = identity.url.removeprefix(url.rstrip("/")).strip("/")
-            item = Item(identity, _checked(name, identity.url))
+            urls.check_name(name, identity.url, reserved=HIDDEN)
+            item = Item(identity, name)
             other = items.setdefault(item.name, item)
             if other.identity.url != identity.url:
                 raise UsageError(
@@ -89,20 +89,6 @@ def plan(given: Sequence[str]) -> list[Item]:
                 raise UsageError(f"{shown} is a file and the directory of another one")
             above = os.path.dirname(above)
     return list(items.values())
-
-
-def _checked(name: str, url: str) -> str:
-    parts = name.split("/")
-    wrong = next((p for p in parts if p in ("", ".", "..", HIDDEN) or "\0" in p), None)
-    if wrong is None:
-        wrong = next((p for p in parts if len(os.fsencode(p)) > NAME_MAX), None)
-    if wrong is not None:
-        raise UsageError(
-            f"no local file can have the name {wrong[:80]!r}",
-            path=urls.shown(url),
-            hint="rename the object, or leave it out",
-        )
-    return name
 
 
 class Staging:

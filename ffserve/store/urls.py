@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from urllib.parse import urlsplit, urlunsplit
 
+from ffserve.errors import UsageError
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _WEB = ("http", "https")
+NAME_MAX = 255
+"""Bytes of a part of a path."""
 
 
 def is_url(path: str) -> bool:
     """Whether a path is the URL of a remote file (`s3://…`), not the name of a local one."""
     return _URL.match(path) is not None and not path.lower().startswith("file://")
+
+
+def is_web(url: str) -> bool:
+    """Whether a URL is one of HTTP: a question mark begins its query."""
+    return url.partition("://")[0].lower() in _WEB
 
 
 def shown(url: str) -> str:
@@ -40,15 +50,40 @@ def origin_of(url: str) -> str:
 
 def has_magic(url: str) -> bool:
     """Whether a URL is a pattern. In web addresses a question mark begins the query."""
-    scheme, _, rest = url.partition("://")
-    if scheme.lower() in _WEB:
+    rest = url.partition("://")[2]
+    if is_web(url):
         path = rest.partition("?")[0].partition("/")[2]
         return "*" in path or "[" in path
     return glob.has_magic(rest)
 
 
+def literal(url: str) -> str:
+    """Return the pattern that matches this URL only."""
+    if not has_magic(url):
+        return url
+    scheme, mark, rest = url.partition("://")
+    return scheme + mark + re.sub(r"[*[]" if is_web(url) else r"[*?[]", r"[\g<0>]", rest)
+
+
 def name_of(url: str) -> str:
     """Return the last part of a URL: the name of the file."""
-    if url.partition("://")[0].lower() in _WEB:
+    if is_web(url):
         url = url.partition("?")[0].partition("#")[0]
     return url.rstrip("/").rpartition("/")[2]
+
+
+def check_name(name: str, url: str, *, reserved: str = "") -> None:
+    """Raise UsageError unless the name of an object can be a path below a directory: stores allow
+    any name."""
+    parts = name.split("/")
+    wrong = next(
+        (part for part in parts if part in ("", ".", "..", reserved) or "\0" in part), None
+    )
+    if wrong is None:
+        wrong = next((part for part in parts if len(os.fsencode(part)) > NAME_MAX), None)
+    if wrong is not None:
+        raise UsageError(
+            f"no local file can have the name {wrong[:80]!r}",
+            path=shown(url),
+            hint="rename the object, or leave it out",
+        )

@@ -17,11 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import Daemon, Raw, run_python, started, until
+from failing_proxy import failing_proxy
 from origins import http_origin
 
 import ffserve
 from ffserve import protocol
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
+from ffserve.inputs import download, find_inputs
+from ffserve.inputs.outputs import Output, OutputJob
+from ffserve.inputs.stream import Stream, splits_of
 from ffserve.store import fetching
 from ffserve.store.access import Access, collect
 from ffserve.store.directory import Store
@@ -163,6 +167,51 @@ def test_errors_of_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ReadError, match="connection to the origin failed") as failed:
         ffserve.open(f"s3://{name}/none.ffr")
     assert "geheim" not in str(failed.value)
+
+
+@pytest.mark.parametrize("how", ["refused", "unanswered"])
+def test_a_run_survives_that_every_request_fails_once(
+    bucket: Any, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    """Inputs and output of a job: each request is refused, or done without an answer, and made
+    again."""
+    system, name = bucket
+    files = {"a.txt": b"one\n", "sub/b.txt": b"two\n" * 100_000, "sub/_hidden": b"x"}
+    for key, content in files.items():
+        system.pipe_file(f"{name}/in/{key}", content)
+    with failing_proxy(s3_port, how) as (url, failures):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        type(system).clear_instance_cache()
+        [listing] = find_inputs([f"s3://{name}/in"]).values()
+        wanted = download.names_of(listing.files, rename=False)
+        download.place(str(tmp_path), {"input": wanted})
+        lines = Stream([splits_of(listing.files)], framing="lines", epochs=1, seed=None, rank=0)
+        assert b"".join(lines.blocks()) == files["a.txt"] + files["sub/b.txt"]
+        for key in ("a.txt", "sub/b.txt"):
+            assert (tmp_path / "input" / key).read_bytes() == files[key]
+        for rank in range(2):
+            (tmp_path / f"{rank}" / "out").mkdir(parents=True)
+            (tmp_path / f"{rank}" / "out" / f"part-{rank}").write_bytes(b"%d" % rank * 1000)
+            (tmp_path / f"{rank}" / "out" / "log").write_bytes(b"log of %d" % rank)
+        output = OutputJob(
+            Output("out", f"s3://{name}/out"), job="job", workers=2, ranks=range(2),
+            say=lambda _: None,
+        )  # fmt: skip
+        output.begin()
+        for rank in range(2):
+            output.put(rank, str(tmp_path / f"{rank}"))
+        assert output.commit()
+        assert {"GET", "PUT"} < set(failures)
+    system.invalidate_cache()
+    found = {key.removeprefix(f"{name}/out/"): system.cat_file(key)
+             for key in system.find(f"{name}/out")}  # fmt: skip
+    assert found == {
+        "_SUCCESS": b"",
+        "part-0": b"0" * 1000,
+        "part-1": b"1" * 1000,
+        "worker-0/log": b"log of 0",
+        "worker-1/log": b"log of 1",
+    }
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ class HttpOrigin:
     """Whether If-Match is looked at."""
     ranges: bool = True
     etags: bool = True
+    unsized: set[str] = field(default_factory=set)
+    """Names of files whose length it does not say, and of which it has no ranges."""
     status: int = 0
     """Of all answers, if it is not 0."""
     fail_until: float = 0.0
@@ -113,6 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._list(name, body=body)
         if name not in origin.files:
             return self._refuse(404)
+        if name in origin.unsized:
+            return self._send_unsized(origin.files[name], body=body)
         content, tag = origin.files[name], origin.etag(name)
         wanted = self.headers.get("If-Match")
         if origin.conditional and wanted and wanted != tag:
@@ -158,6 +162,19 @@ class _Handler(BaseHTTPRequestHandler):
                     if at == end:
                         origin.spans.remove((name, begin, end))
                 return
+
+    def _send_unsized(self, content: bytes, *, body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        origin = self.origin
+        cut = origin.cut_after if origin.cut_after and origin.cuts > 0 else 0
+        for part in (content[: cut or None], b"") if body else ():
+            if cut and not part:
+                origin.cuts -= 1
+                self.close_connection = True
+                return
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
 
     def _list(self, name: str, *, body: bool) -> None:
         names = sorted(n for n in self.origin.files if n.startswith(name))
