@@ -190,6 +190,12 @@ def forget_own_settings() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def is_connected(system: Any) -> bool:
+    """Whether a file system can be used: fsspec keeps those of SFTP whose connection was lost."""
+    transport = getattr(getattr(system, "client", None), "get_transport", None)
+    return transport is None or bool((found := transport()) and found.is_active())
+
+
 class Access:
     """What a client passed; used for that client's user only. Threads may call it.
 
@@ -238,7 +244,7 @@ class Access:
         own: dict[tuple[str, str], Any] = self._own.__dict__.setdefault("systems", {})
         with self._lock:
             found = self._shared.get(key) or own.get(key)
-        if found is not None:
+        if found is not None and is_connected(found):
             return found, str(type(found)._strip_protocol(url))
         found, path = self._made(core, url, key[0])
         with self._lock:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import urls
-from ffserve.store.access import CONNECT_S, SILENT_S, Access
+from ffserve.store.access import CONNECT_S, SILENT_S, Access, is_connected
 
 _TAGS = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
@@ -136,6 +136,9 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
             found, path = access.file_system(url)
         else:
             found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
+            if not is_connected(found):
+                type(found).clear_instance_cache()
+                found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else None
@@ -225,7 +228,11 @@ def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
                 "ConnectionClosedError", "SSHException", "gaierror"}:  # fmt: skip
         return True
     broken = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO}
-    return any(isinstance(each, OSError) and each.errno in broken for each in chain)
+    closed = ("Socket is closed", "Server connection dropped")  # of paramiko
+    return any(
+        isinstance(each, OSError) and (each.errno in broken or str(each).startswith(closed))
+        for each in chain
+    )
 
 
 def _later(message: str, where: str, *, answered: bool = True) -> OriginError:

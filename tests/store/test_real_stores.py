@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from ffserve.store.fetching import Fetcher, identity_of
 
 pytestmark = pytest.mark.stores
 BLOCK = 64 << 10
+SERVERS: dict[str, int] = {}
+"""Processes of OpenSSH by the beginning of their URLs."""
 
 
 def free_port() -> int:
@@ -240,7 +243,8 @@ def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
     try:
         wait_for(port, server)
-        yield f"sftp://root@127.0.0.1:{port}"
+        SERVERS[url := f"sftp://root@127.0.0.1:{port}"] = server.pid
+        yield url
     finally:
         server.terminate()
         server.wait()
@@ -260,6 +264,45 @@ def test_sftp(sftp: str, tmp_path: Path) -> None:
 
 
 # ---- through a daemon, which has nothing of its own ----------------------------------------------
+
+
+def test_a_run_over_sftp(sftp: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Inputs with links, and an output. The server ends its connections in between."""
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "a.txt").write_bytes(b"one\n")
+    (data / "sub" / "b.txt").write_bytes(b"two\n" * 3 * BLOCK)
+    (data / "link.txt").symlink_to("sub/b.txt")
+    (data / "linked").symlink_to("sub")
+    listing = find_inputs([f"{sftp}{data}"])["input"]
+    assert [file.name for file in listing.files] == ["a.txt", "link.txt", "sub/b.txt"]
+    assert listing.left_out == [(f"{sftp}{data}/linked", "not a regular file")]
+    drop_connections(sftp)
+    place = tmp_path / "place"
+    (place / "out").mkdir(parents=True)
+    download.place(str(place), {"input": download.names_of(listing.files, rename=False)})
+    for name in ("a.txt", "link.txt", "sub/b.txt"):
+        assert (place / "input" / name).read_bytes() == (data / name).read_bytes()
+    (place / "out" / "part").write_bytes(b"part")
+    output = OutputJob(
+        Output("out", f"{sftp}{tmp_path}/target"), job="job", workers=1, ranks=[0],
+        say=lambda _: None,
+    )  # fmt: skip
+    output.begin()
+    drop_connections(sftp)
+    output.put(0, str(place))
+    drop_connections(sftp)
+    assert output.commit()
+    found = {path.name: path.read_bytes() for path in (tmp_path / "target").rglob("*")}
+    assert found == {"part": b"part", "_SUCCESS": b""}
+    caplog.clear()  # paramiko's lines about lost connections
+
+
+def drop_connections(sftp: str) -> None:
+    """End the connections of a server, as its restart does."""
+    server = SERVERS[sftp]
+    for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def reading_daemon(tmp_path: Path, *options: str) -> Daemon:
