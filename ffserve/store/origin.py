@@ -335,44 +335,59 @@ def find(
         be listed.
     """
     system, path = file_system(url)
-    begin, files = _prefix(url, path), dict[str, Identity]()
-    left_out: dict[str, str] = {}
-
-    def add(entries: dict[str, dict[str, Any]], root: str, given: Sequence[str]) -> None:
-        for name, facts in entries.items():
-            inner = name.removeprefix(root).strip("/")
-            shown = _hidden_part(inner, hidden, given)
-            if shown is not None:
-                left_out[_joined(begin, name[: name.rindex(inner)] + shown)] = HIDDEN
-            elif facts.get("type") != "directory" and not name.endswith("/"):
-                add_file(name, facts)
-            elif given and below:
-                add(_below(system, name), root, given)
-
-    def add_file(name: str, facts: dict[str, Any]) -> None:
-        # Listings over HTTP have names only; those of links have the size of the link.
-        if facts.get("type") != "file" or facts.get("islink") or facts.get("size") is None:
-            facts = system.info(name)
-        place = _joined(begin, name)
-        if facts.get("type") == "file":
-            files[place] = _identity(place, facts)
-        else:
-            left_out[place] = SPECIAL
-
+    search = _Search(system, _prefix(url, path), hidden, below)
     with failures(url):
         system.invalidate_cache()
         if urls.has_magic(url):
             parts = path.split("/")
             first = next((k for k, part in enumerate(parts) if glob.has_magic(part)), 0)
             found = system.glob(path.replace("[^", "[!"), detail=True)
-            add(found, "/".join(parts[:first]), parts[first:])
+            search.add(found, "/".join(parts[:first]), parts[first:])
         else:
             single = None if url.endswith("/") else _info(system, path)
             if single is not None and single.get("type") != "directory":
                 return [_identity(url, single)], []
             listed = _below(system, path) if below else _entries(system, path)
-            add(listed, path.partition("?")[0] if urls.is_web(url) else path, ())
-    return sorted(files.values(), key=lambda each: each.url), list(left_out.items())
+            if not listed:
+                system.info(path)  # raises if there is no such directory
+            search.add(listed, path.partition("?")[0] if urls.is_web(url) else path, ())
+    files = sorted(search.files.values(), key=lambda each: each.url)
+    return files, list(search.left_out.items())
+
+
+class _Search:
+    """The files of one URL. begin: what stands before paths in URLs; others as of `find`."""
+
+    def __init__(self, system: Any, begin: str, hidden: str, below: bool) -> None:
+        self.files: dict[str, Identity] = {}
+        self.left_out: dict[str, str] = {}
+        self._system, self._begin, self._hidden, self._below = system, begin, hidden, below
+
+    def add(self, entries: dict[str, dict[str, Any]], root: str, pattern: Sequence[str]) -> None:
+        """Add entries below a root, which the parts of a pattern match; () for no pattern."""
+        for name, facts in entries.items():
+            inner = name.removeprefix(root).strip("/")
+            shown = _hidden_part(inner, self._hidden, pattern)
+            if shown is not None:
+                self.left_out[self._url(name[: name.rindex(inner)] + shown)] = HIDDEN
+            elif facts.get("type") == "directory":
+                if pattern and self._below:
+                    self.add(_below(self._system, name), root, pattern)
+            elif not name.endswith("/"):  # else an object that stands for a directory
+                self._add_file(name, facts)
+
+    def _add_file(self, name: str, facts: dict[str, Any]) -> None:
+        # Listings over HTTP have names only; those of links have the size of the link.
+        if facts.get("type") != "file" or facts.get("islink") or facts.get("size") is None:
+            facts = self._system.info(name)
+        url = self._url(name)
+        if facts.get("type") == "file":
+            self.files[url] = _identity(url, facts)
+        else:
+            self.left_out[url] = SPECIAL
+
+    def _url(self, name: str) -> str:
+        return name if urls.is_url(name) else self._begin + name
 
 
 def _hidden_part(name: str, hidden: str, given: Sequence[str]) -> str | None:
@@ -396,7 +411,8 @@ def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     # A walk leaves directories out that cannot be listed, unless it is told to raise.
     options = {} if flat else {"on_error": "raise"}
     found: dict[str, dict[str, Any]] = system.find(path, detail=True, **options)
-    return found
+    # Some list directories, too.
+    return {name: facts for name, facts in found.items() if facts.get("type") != "directory"}
 
 
 def _entries(system: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -418,10 +434,6 @@ def _prefix(url: str, path: str) -> str:
     if path and given.endswith(path):
         return given[: len(given) - len(path)]
     return url.partition("://")[0] + "://"
-
-
-def _joined(begin: str, name: str) -> str:
-    return name if urls.is_url(name) else begin + name
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ffserve import protocol
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.inputs import download, find_inputs
 from ffserve.inputs.outputs import Output, OutputJob
+from ffserve.inputs.places import find
 from ffserve.inputs.stream import Stream, splits_of
 from ffserve.store import fetching
 from ffserve.store.access import Access, collect
@@ -170,6 +171,32 @@ def test_errors_of_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ReadError, match="connection to the origin failed") as failed:
         ffserve.open(f"s3://{name}/none.ffr")
     assert "geheim" not in str(failed.value)
+
+
+def test_listings_of_s3(bucket: Any) -> None:
+    system, name = bucket
+    for key in ("a.txt", "_x/y", "sub/b.txt", "sub/_z", "sub/odd[1].txt"):
+        system.pipe_file(f"{name}/in/{key}", b"x")
+    system.pipe_file(f"{name}/in/empty", b"")
+    system.call_s3("put_object", Bucket=name, Key="in/marker/", Body=b"")
+    for given, names in (
+        ("in", ["a.txt", "sub/b.txt", "sub/odd[1].txt"]),
+        ("in/", ["a.txt", "sub/b.txt", "sub/odd[1].txt"]),
+        ("in/*", ["a.txt", "sub/b.txt", "sub/odd[1].txt"]),
+        ("in/{sub,_x}", ["sub/b.txt", "sub/odd[1].txt", "_x/y"]),
+        ("in/_*", ["_x/y"]),
+        ("i*/[^a-r]*/b.txt", ["in/sub/b.txt"]),
+        ("in/sub/odd[[]1].txt", ["odd[1].txt"]),
+    ):
+        assert [file.name for file in find(f"s3://{name}/{given}").files] == names, given
+    assert dict(find(f"s3://{name}/in").left_out) == {
+        f"s3://{name}/in/_x": "hidden",
+        f"s3://{name}/in/sub/_z": "hidden",
+        f"s3://{name}/in/empty": "empty",
+    }
+    for missing in ("none", "none/", "none*", "in/none*/x"):
+        with pytest.raises(MissingFile, match=missing.replace("*", r"\*")):
+            find(f"s3://{name}/{missing}")
 
 
 @pytest.mark.parametrize("how", ["refused", "unanswered"])
