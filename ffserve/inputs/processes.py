@@ -429,7 +429,7 @@ class Processes:
         killed = worker.process.returncode < 0
         how = f"was killed by {_signal_name(worker.code)}" if killed else f"exited {worker.code}"
         if len(self._workers) == 1:
-            if killed and not self._signals.received:
+            if killed and not self._signals.received and not self._failed:
                 self._say(f"the program {how}")
         elif first and not self._signals.received:
             others = "; the other workers are ended" if self._signals.workers else ""

@@ -34,6 +34,7 @@ from ffserve.files import os_error
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.inputs.places import InputFile, local_path, open_file
 from ffserve.order import permutation
+from ffserve.store.fetching import process_fetcher
 from ffserve.store.origin import failure
 from ffserve.store.urls import literal, shown
 
@@ -101,6 +102,8 @@ class Stream:
             it, as an unsigned 64-bit little-endian number.
         epochs: how often everything is given. seed: of the shuffle, None for none. rank: of the
             worker.
+    Raises: UsageError, AccessDenied, ReadError: there are remote files, and the store cannot be
+        used.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class Stream:
         self._seed = seed
         self._rank = rank
         self._kinds: dict[str, bool] = {}
+        if any(local_path(split.file.uri) is None for splits in shares for split in splits):
+            process_fetcher()  # what is wrong with the store is said before a program starts
         self._readers: dict[str, Any] = {}
 
     def blocks(self) -> Generator[bytes, None, None]:

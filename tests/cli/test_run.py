@@ -318,7 +318,7 @@ def test_a_failing_source_is_an_error_and_no_end_of_the_data(data: Path, place: 
         "--output", f"out={place}/target",
         *shell("echo x > out/x; cat > got; echo complete > marker"), code=1,
     )  # fmt: skip
-    assert "_broken.gz: the compressed file ends too early" in err
+    assert "_broken.gz: the compressed file ends too early" in err and "killed" not in err
     assert not (place / "marker").exists()
     assert not (place / "target").exists()
 

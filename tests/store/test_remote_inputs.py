@@ -141,6 +141,7 @@ def test_each_job_has_files_of_its_own(server: HttpOrigin, tmp_path: Path) -> No
     assert "changed since (2 of them)" in err
 
 
+@pytest.mark.stores
 def test_a_killed_run_is_continued(server: HttpOrigin, tmp_path: Path) -> None:
     content = noise(1, 12 * SIZE)
     url = server.put("a.bin", content)
@@ -241,6 +242,7 @@ def on_a_small_disk(place: Path, size: str, *urls: str) -> subprocess.CompletedP
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.stores
 def test_a_full_disk(server: HttpOrigin, tmp_path: Path) -> None:
     """Store and inputs are on one disk: the store gives way, and then it is an error."""
     import hashlib
@@ -350,6 +352,19 @@ def test_a_stream_that_fails_ends_the_run(server: HttpOrigin, tmp_path: Path) ->
     server.put("a.txt", b"another")
     _, err = ended(run, 1)
     assert "a.txt: the object changed at the origin" in err
+    assert not (tmp_path / "run" / "marker").exists()
+
+
+def test_a_store_that_cannot_be_used_is_said_before_the_program_starts(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    url = server.put("a.txt", b"x\n")
+    (tmp_path / "file").write_bytes(b"")
+    for strategy in ("stream", "download"):
+        words = ["--input-strategy", strategy, "--input", url, *shell("touch marker")]
+        run = start(tmp_path / "run", *words, FFSERVE_STORE=f"{tmp_path}/file/store")
+        _, err = run.communicate(timeout=100)
+        assert run.returncode and b"FFSERVE_STORE" in err, err
     assert not (tmp_path / "run" / "marker").exists()
 
 
