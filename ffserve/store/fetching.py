@@ -558,13 +558,13 @@ def call(url: str, attempt: Callable[[], T]) -> T:
 
 
 def find(
-    url: str, *, hidden: str = ".", below: bool = False
+    url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
 ) -> tuple[list[Identity], list[tuple[str, str]]]:
     """Return the files that a URL denotes, and what is left out, as `origin.find`.
 
     Raises: FFServeError.
     """
-    files, left_out = call(url, lambda: origin.find(url, hidden=hidden, below=below))
+    files, left_out = call(url, lambda: origin.find(url, suffixes, hidden=hidden, below=below))
     now = time.monotonic()
     with _lock:
         _listed.update((each.url, (now, each)) for each in files if each.size >= 0)
@@ -578,13 +578,12 @@ def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> l
     Args: below: also those in directories below the directory.
     Raises: FFServeError: MissingFile if there is none; ReadError for one of unknown size.
     """
-    files, _ = find(url, below=below and not urls.has_magic(url))
-    nothing = "no file at the origin matches this pattern"
-    if not urls.has_magic(url) and [each.url for each in files] != [url]:
-        files = [each for each in files if each.url.endswith(tuple(suffixes) or "")]
-        wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
-        nothing = f"the directory contains no {wanted}"
+    files, _ = find(url, suffixes, below=below and not urls.has_magic(url))
     if not files:
+        nothing = "no file at the origin matches this pattern"
+        if not urls.has_magic(url):
+            wanted = ", ".join("*" + suffix for suffix in suffixes) or "files"
+            nothing = f"the directory contains no {wanted}"
         raise MissingFile(nothing, path=urls.shown(url), hint="check the URL")
     return [origin.sized(each) for each in files]
 

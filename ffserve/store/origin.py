@@ -24,6 +24,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,8 @@ _DENIED_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", 
 _BUSY_CODES = ("SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling", "InternalError")
 HIDDEN, SPECIAL = "hidden", "not a regular file"
 """Why a file is left out of a listing."""
+ASKED_AT_ONCE = 16
+"""Requests about files of a listing."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 
@@ -320,12 +323,13 @@ def identify(url: str, access: Access | None = None) -> Identity:
 
 
 def find(
-    url: str, *, hidden: str = ".", below: bool = False
+    url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
 ) -> tuple[list[Identity], list[tuple[str, str]]]:
     """Return the files that a URL denotes, and what is left out of them.
 
     Args:
         url: a file, a directory, or a pattern with ``*``, ``?``, ``[…]`` and ``[!…]``.
+        suffixes: files of a directory that have none of them are passed over; (): none are.
         hidden: first characters of names that are left out, with all below them, unless the URL
             names them or has a pattern that begins with the same character.
         below: also the files in directories below a directory, and below those that match.
@@ -350,7 +354,10 @@ def find(
             listed = _below(system, path) if below else _entries(system, path)
             if not listed:
                 system.info(path)  # raises if there is no such directory
+            ends = tuple(suffixes) or ""
+            listed = {n: f for n, f in listed.items() if n.endswith(ends)}
             search.add(listed, path.partition("?")[0] if urls.is_web(url) else path, ())
+        search.ask()
     files = sorted(search.files.values(), key=lambda each: each.url)
     return files, list(search.left_out.items())
 
@@ -362,6 +369,7 @@ class _Search:
         self.files: dict[str, Identity] = {}
         self.left_out: dict[str, str] = {}
         self._system, self._begin, self._hidden, self._below = system, begin, hidden, below
+        self._asked: list[str] = []
 
     def add(self, entries: dict[str, dict[str, Any]], root: str, pattern: Sequence[str]) -> None:
         """Add entries below a root, which the parts of a pattern match; () for no pattern."""
@@ -373,13 +381,34 @@ class _Search:
             elif facts.get("type") == "directory":
                 if pattern and self._below:
                     self.add(_below(self._system, name), root, pattern)
-            elif not name.endswith("/"):  # else an object that stands for a directory
+            elif name.endswith("/"):
+                pass  # an object that stands for a directory
+            elif (
+                facts.get("type") == "file"
+                and not facts.get("islink")
+                and facts.get("size") is not None
+            ):
                 self._add_file(name, facts)
+            else:  # over HTTP there are names only, and links have a size of their own
+                self._asked.append(name)
+
+    def ask(self) -> None:
+        """Add the files of which their listing does not say enough, several at once."""
+
+        def info(name: str) -> dict[str, Any]:
+            with failures(self._url(name)):
+                facts: dict[str, Any] = self._system.info(name)
+                return facts
+
+        if self._asked and getattr(self._system, "async_impl", False):
+            with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+                found = list(pool.map(info, self._asked))
+        else:
+            found = [info(name) for name in self._asked]
+        for name, facts in zip(self._asked, found, strict=True):
+            self._add_file(name, facts)
 
     def _add_file(self, name: str, facts: dict[str, Any]) -> None:
-        # Listings over HTTP have names only; those of links have the size of the link.
-        if facts.get("type") != "file" or facts.get("islink") or facts.get("size") is None:
-            facts = self._system.info(name)
         url = self._url(name)
         if facts.get("type") == "file":
             self.files[url] = _identity(url, facts)

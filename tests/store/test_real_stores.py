@@ -304,6 +304,9 @@ def test_a_run_over_sftp(sftp: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     listing = find_inputs([f"{sftp}{data}"])["input"]
     assert [file.name for file in listing.files] == ["a.txt", "link.txt", "sub/b.txt"]
     assert listing.left_out == [(f"{sftp}{data}/linked", "not a regular file")]
+    (data / "broken").symlink_to("nowhere")
+    with pytest.raises(MissingFile, match=f"{data}/broken"):
+        find_inputs([f"{sftp}{data}"])
     drop_connections(sftp)
     place = tmp_path / "place"
     (place / "out").mkdir(parents=True)

@@ -238,7 +238,9 @@ def test_patterns_and_directories(server: HttpOrigin) -> None:
         server.put(name, name.encode())
     found = [each.url for each in listing(f"{server.url}/d/*.ffr")]
     assert found[-2:] == [f"{server.url}/d/a.ffr", f"{server.url}/d/b.ffr"]
+    before = server.requests["HEAD"]
     assert [each.url for each in listing(f"{server.url}/d/", (".ffr",))] == found[-2:]
+    assert server.requests["HEAD"] - before < 5, "of other files nothing is asked"
     with pytest.raises(MissingFile, match="no file at the origin matches this pattern"):
         listing(f"{server.url}/d/*.rec")
     with pytest.raises(MissingFile, match=r"contains no \*.rec"):
