@@ -431,17 +431,25 @@ def _hidden_part(name: str, hidden: str, given: Sequence[str]) -> str | None:
 
 def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     """Return all files below a directory. Raises: what the file system raises."""
+    spec, asyn = importlib.import_module("fsspec.spec"), importlib.import_module("fsspec.asyn")
     kind = type(system)
-    walking = importlib.import_module("fsspec.spec").AbstractFileSystem.find
     if getattr(kind, "async_impl", False):
-        flat = kind._find is not importlib.import_module("fsspec.asyn").AsyncFileSystem._find
+        flat = kind._find is not asyn.AsyncFileSystem._find
     else:
-        flat = kind.find is not walking
-    # A walk leaves directories out that cannot be listed, unless it is told to raise.
-    options = {} if flat else {"on_error": "raise"}
-    found: dict[str, dict[str, Any]] = system.find(path, detail=True, **options)
-    # Some list directories, too.
-    return {name: facts for name, facts in found.items() if facts.get("type") != "directory"}
+        flat = kind.find is not spec.AbstractFileSystem.find
+    if flat:  # an object store lists all in one go
+        found: dict[str, dict[str, Any]] = system.find(path, detail=True)
+        return {name: facts for name, facts in found.items() if facts.get("type") != "directory"}
+    # `find` and `walk` of fsspec leave directories out that cannot be listed.
+    files, waiting, seen = dict[str, dict[str, Any]](), [path], {path.rstrip("/")}
+    while waiting:
+        for name, facts in _entries(system, waiting.pop()).items():
+            if facts.get("type") != "directory":
+                files[name] = facts
+            elif name.rstrip("/") not in seen:
+                seen.add(name.rstrip("/"))
+                waiting.append(name)
+    return files
 
 
 def _entries(system: Any, path: str) -> dict[str, dict[str, Any]]:

@@ -221,7 +221,7 @@ def test_a_directory_without_permission_is_an_error(tmp_path: Path) -> None:
             above.chmod(0o755)
     os.seteuid(65534)
     try:
-        for uri in (f"{tmp_path}", f"{tmp_path}/locked/*"):
+        for uri in (f"{tmp_path}", f"{tmp_path}/locked/*", f"local://{tmp_path}"):
             with pytest.raises(AccessDenied, match="locked"):
                 find(uri)
     finally:
