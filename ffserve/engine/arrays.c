@@ -5,6 +5,10 @@
  * copied and verified in the time of a few Python statements; it calls cached.c, which is linked into
  * the core, by the addresses that `connect` was given. This file keeps to the stable ABI.
  * engine/arrays.py and engine/cached.py do without it where it is not built.
+ *
+ * It needs no GIL. Its results are its own until they are returned. Of what callers pass, a list may
+ * change while it is read, an array's numbers too; tables outlive the call, and cached.c reads them
+ * from several threads at a time. The addresses of `connect` are written once, on import.
  */
 #include <pyconfig.h> /* Py_GIL_DISABLED */
 
@@ -15,6 +19,7 @@
 #include <Python.h>
 
 #include <numpy/arrayobject.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
 
 #include "cached.h"
@@ -34,14 +39,17 @@
 #endif
 
 /* Integers from 0 to `count` - 1 out of a list or tuple of n. Returns whether it has only such. */
-static int take_integers(PyObject *from, int is_list, npy_intp n, uint64_t count, int64_t *to)
+static int take_integers(PyObject *from, npy_intp n, uint64_t count, int64_t *to)
 {
     for (npy_intp k = 0; k < n; k++) {
-        PyObject *item = is_list ? PyList_GetItem(from, k) : PyTuple_GetItem(from, k);
+        PyObject *item = PySequence_GetItem(from, k); /* owned: another thread may remove it */
         int outside = 1;
         int64_t value = 0;
-        if (item && PyLong_CheckExact(item))
+        if (!item)
+            PyErr_Clear(); /* the list has become shorter */
+        else if (PyLong_CheckExact(item))
             value = PyLong_AsLongLongAndOverflow(item, &outside);
+        Py_XDECREF(item);
         if (outside || (uint64_t)value >= count)
             return 0;
         to[k] = value;
@@ -58,12 +66,11 @@ static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_
     uint64_t count = PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    int is_list = PyList_CheckExact(from);
-    if (!is_list && !PyTuple_CheckExact(from))
+    if (!PyList_CheckExact(from) && !PyTuple_CheckExact(from))
         Py_RETURN_NONE;
-    npy_intp n = is_list ? PyList_Size(from) : PyTuple_Size(from);
+    npy_intp n = PySequence_Size(from);
     PyObject *found = PyArray_SimpleNew(1, &n, NPY_INT64);
-    if (found && !take_integers(from, is_list, n, count, PyArray_DATA((PyArrayObject *)found))) {
+    if (found && !take_integers(from, n, count, PyArray_DATA((PyArrayObject *)found))) {
         Py_DECREF(found);
         Py_RETURN_NONE;
     }
@@ -76,7 +83,7 @@ static PyObject *integers(PyObject *self, PyObject *const *args, Py_ssize_t arg_
  * belongs to malloc, too. */
 static void use_huge_pages(const uint64_t *offsets, npy_intp n, const uint64_t *addresses)
 {
-    static int without; /* lists to come that do without; a lost count does no harm */
+    static atomic_int without; /* lists to come that do without */
     uint64_t low = UINT64_MAX, high = 0, total = offsets[n] - offsets[0];
     if (total < HUGE_FROM)
         return;
@@ -186,10 +193,10 @@ static int make_room(numbers *of)
  * indices, or -1. */
 static int take_indices(const ffs_local *t, PyObject *from, numbers *to)
 {
-    int is_list = PyList_CheckExact(from), is_tuple = PyTuple_CheckExact(from);
+    int is_sequence = PyList_CheckExact(from) || PyTuple_CheckExact(from);
     PyArrayObject *array = (PyArrayObject *)from;
-    if (is_list || is_tuple)
-        to->n = is_list ? PyList_Size(from) : PyTuple_Size(from);
+    if (is_sequence)
+        to->n = PySequence_Size(from);
     else if (PyArray_Check(from) && PyArray_NDIM(array) == 1 && PyArray_ISSIGNED(array) &&
              PyArray_ITEMSIZE(array) == sizeof(int64_t) && PyArray_ISCARRAY_RO(array))
         to->n = PyArray_DIM(array, 0);
@@ -197,9 +204,9 @@ static int take_indices(const ffs_local *t, PyObject *from, numbers *to)
         return 0;
     if (!make_room(to))
         return -1;
-    if (!is_list && !is_tuple) /* a copy: other threads may write to the array */
+    if (!is_sequence) /* a copy: other threads may write to the array */
         memcpy(to->indices, PyArray_DATA(array), (size_t)to->n * sizeof(int64_t));
-    else if (!take_integers(from, is_list, to->n, (uint64_t)t->sample_count, to->indices))
+    else if (!take_integers(from, to->n, (uint64_t)t->sample_count, to->indices))
         return 0;
     return !local_edges(t, to->indices, to->n, to->edges);
 }
@@ -322,6 +329,10 @@ PyMODINIT_FUNC PyInit__arrays(void)
 {
     import_array();
     PyObject *module = PyModule_Create(&definition);
+#ifdef Py_GIL_DISABLED
+    if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED) < 0)
+        Py_CLEAR(module);
+#endif
     PyObject *sources = PyLong_FromUnsignedLong(FFS_SOURCES);
     if (module && PyModule_AddObjectRef(module, "SOURCES", sources) < 0)
         Py_CLEAR(module);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from typing import Any
 
@@ -101,3 +102,52 @@ def test_what_may_be_indices_in_another_shape_is_left_to_others() -> None:
         arrays.integers([1], -1)
     with pytest.raises(TypeError):
         arrays.integers([1])  # type: ignore[call-arg]
+
+
+def test_a_list_may_change_while_it_is_read() -> None:
+    """Without the GIL, within a call; position k always holds 1000 + k, or nothing."""
+    values = [1000 + k for k in range(200)]
+    end = threading.Event()
+
+    def change() -> None:
+        while not end.is_set():
+            del values[50:]
+            values.extend([1000 + k for k in range(50, 200)])
+
+    threads = [threading.Thread(target=change)]
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(arrays.integers(values, 2000) for _ in range(3000))
+
+    threads += [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    end.set()
+    threads[0].join()
+    assert len(found) == 9000
+    for each in found:  # None: it became shorter meanwhile
+        assert each is None or (each == np.arange(1000, 1000 + len(each))).all()
+    assert any(each is not None for each in found)
+
+
+@pytest.mark.parametrize("separate", WAYS)
+def test_lists_of_arrays_are_made_by_several_threads_at_a_time(separate: Any) -> None:
+    def make(seed: int) -> None:
+        sizes = np.random.default_rng(seed).integers(0, 100_000, 60)
+        for _ in range(40):
+            made, places = separate(np.concatenate(([0], np.cumsum(sizes))))
+            for one in made:
+                one[:] = seed
+            right = [one.__array_interface__["data"][0] for one in made]
+            done.append(places.tolist() == right and all((one == seed).all() for one in made))
+
+    done: list[bool] = []
+    threads = [threading.Thread(target=make, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * 160
