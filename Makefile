@@ -21,8 +21,8 @@
 #              or takes FFSERVE_LAST=WHEEL)
 # make wheels  wheels for x86_64 and aarch64 and every Python, in dist/ (1 min; brings a compiler,
 #              450 MB); make deb: Debian packages of them (2 min)
-# make release both, and their tests: installed in empty systems, on aarch64 under qemu
-#              (20 min; needs root)
+# make release both, and their tests: installed in empty systems, on aarch64 under qemu, and in
+#              containers of the image (30 min; needs root)
 # make view    record files as a file system: a million samples, storage that hangs, other users
 #              (3 min; needs root and /dev/fuse, brings fuse3)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);

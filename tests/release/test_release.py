@@ -4,8 +4,11 @@ systems without a compiler and without a network."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +36,8 @@ TESTS = [
     for folder in ("engine", "formats")
     for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
 ]
+TOOLS = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
+"""What those tests need."""
 SUFFIXES = ("ffr", "recordio", "tfrecord")
 SETTINGS = 'arena = "64M"\nmax_arena = "256M"\n'
 PROGRAM = """
@@ -47,13 +52,46 @@ for suffix in ("ffr", "recordio", "tfrecord"):
     with ffserve.create(path) as writer:
         for sample in samples:
             writer.write(sample)
-    for server in ("off", "start"):
+    ffserve.open(path, server="start").close()
+    for server in ("off", "require"):  # which waits for a daemon that starts slowly
         with ffserve.open(path, server=server) as reader:
             assert [bytes(sample) for sample in reader.read(range(500))] == samples
             print(suffix, reader.source.split()[0])
 assert not arrays.MISSING, arrays.MISSING
 print(io.describe())
 print("Python", *sys.version_info[:2])
+"""
+THREADS = """
+import hashlib, sys, threading
+import ffserve
+from ffserve.engine import arrays
+
+assert not sys._is_gil_enabled(), "something needs the GIL"
+assert not arrays.MISSING, arrays.MISSING
+samples = [hashlib.sha256(b"%d" % k).digest() * (k % 999 + 1) for k in range(2000)]
+with ffserve.create(sys.argv[1]) as writer:
+    for sample in samples:
+        writer.write(sample)
+
+
+def read(reader, shift):
+    for k in range(300):
+        indices = [(k * 7 + j * 13 + shift * 101) % 2000 for j in range(1 + k % 64)]
+        assert [bytes(each) for each in reader.read(indices)] == [samples[j] for j in indices]
+    done.append(shift)
+
+
+for server in ("off", "start"):
+    done = []
+    with ffserve.open(sys.argv[1], server=server) as reader:
+        threads = [threading.Thread(target=read, args=(reader, shift)) for shift in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(done) == list(range(8)), done
+        print(reader.source.split()[0])
+assert not sys._is_gil_enabled(), "something switched the GIL on"
 """
 CORE = """
 import os
@@ -96,6 +134,14 @@ def empty(name: str, packages: Sequence[str], architecture: str = "amd64") -> Pa
         return release(name, packages, architecture)
     except NoRoot as error:
         pytest.skip(str(error))
+
+
+def test_the_workflows_are_what_github_takes() -> None:
+    program = str(Path(sys.executable).with_name("check-jsonschema"))
+    files = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    words = [program, "--builtin-schema", "vendor.github-workflows", *files]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert files and done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
@@ -160,12 +206,54 @@ def test_the_core_works_with_an_older_glibc(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def free_threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A free-threaded interpreter with its wheel and pytest. Skips where `make wheels` has none."""
+    found = runpy.run_path(str(ROOT / ".ci/wheels.py"))["free_threaded"]()
+    if found is None:
+        pytest.skip("no free-threaded Python: FFSERVE_FREE_THREADED names none")
+    place = tmp_path_factory.mktemp("free-threaded")
+    subprocess.run([found, "-m", "venv", place / "env"], check=True, timeout=300)
+    python = place / "env/bin/python"
+    words = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    words += [str(wheel("x86_64", "cp3*t")), *TOOLS]
+    done = subprocess.run([python, *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return python
+
+
+def test_without_a_gil_threads_read_at_the_same_time(free_threaded: Path, tmp_path: Path) -> None:
+    program = tmp_path / "threads.py"
+    program.write_text(THREADS)
+    command = [free_threaded, "-W", "error", program, tmp_path / "a.ffr"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["engine", "daemon"]
+
+
+def test_engine_and_formats_without_a_gil(free_threaded: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
+    words += ["-k", "not torch_loader"]  # PyTorch is not installed
+    done = subprocess.run(
+        [free_threaded, *words, *TESTS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "tests/support")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1100,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
+
+
+@pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the wheel for aarch64, what it needs, and pytest."""
     site = tmp_path_factory.mktemp("packages")
-    tools = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"]
     options = ["-q", "--target", site, *platform("aarch64", "3.11")]
-    pip("install", *options, wheel("aarch64"), *tools)
+    pip("install", *options, wheel("aarch64"), *TOOLS)
     return site
 
 
@@ -182,6 +270,27 @@ def test_engine_and_formats_under_emulation(tests: str, packages: Path, tmp_path
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
+
+
+def test_the_package_for_aarch64_serves(tmp_path: Path) -> None:
+    """Installed by dpkg and used, all under qemu."""
+    [package] = DIST.glob(f"ffserve_{VERSION}-1+python*_arm64.deb")
+    names = [name for name, python in RELEASES.items() if f"+python{python}_" in package.name]
+    assert names, f"no release of Debian is known for {package.name}"
+    root = empty(names[0], ["python3", "python3-venv"], "arm64")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    shown = [(package, "/root/ffserve.deb"), (program, "/root/program.py")]
+    for command in (
+        ["dpkg", "--install", "/root/ffserve.deb"],
+        ["/opt/ffserve/bin/python", "/root/program.py"],
+        ["ffserve", "verify", "/root/data.ffr"],
+    ):
+        done = run_in(root, command, tmp_path, shown, emulated=True, timeout_s=900)
+        assert done.returncode == 0, done.stdout
+        for suffix in SUFFIXES if "program.py" in command[-1] else ():
+            assert re.search(f"^{suffix} engine$", done.stdout, re.M), done.stdout
+            assert re.search(f"^{suffix} daemon$", done.stdout, re.M), done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,12 @@ class NoRoot(Exception):
 def release(name: str, packages: Sequence[str], architecture: str = "amd64") -> Path:
     """Return a release of Debian with a few packages; it is made once.
 
-    One of another processor is only unpacked: no script of a package has run.
+    One of another processor is only unpacked: no script of a package has run. dpkg knows what is
+    there, so that further packages can be installed.
 
     Raises: NoRoot.
     """
-    place = CACHE / f"{name}-{architecture}"
+    place = CACHE / "-".join((name, architecture, *packages))
     if (CACHE / f"{place.name}.complete").exists():
         return place
     if os.geteuid() != 0:
@@ -48,8 +49,8 @@ def release(name: str, packages: Sequence[str], architecture: str = "amd64") -> 
     foreign = architecture != _architecture()
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    words = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}"]
-    words += [f"--arch={architecture}", *(["--foreign"] if foreign else [])]
+    words = ["debootstrap", "--variant=minbase", f"--arch={architecture}"]
+    words += [f"--include={','.join(packages)}"] * bool(packages) + ["--foreign"] * foreign
     done = subprocess.run([*words, name, place], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise NoRoot(f"debootstrap {name} failed: {(done.stdout + done.stderr)[-1000:]}")
@@ -59,16 +60,29 @@ def release(name: str, packages: Sequence[str], architecture: str = "amd64") -> 
     return place
 
 
+def _output(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
 def _architecture() -> str:
     return {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
 
 
 def _unpack(place: Path) -> None:
-    for package in (place / "var/cache/apt/archives").glob("*.deb"):
+    known = []
+    for package in sorted((place / "var/cache/apt/archives").glob("*.deb")):
         words = (
-            f"dpkg-deb --fsys-tarfile '{package}' | tar -x --keep-directory-symlink -C '{place}'"
+            f"dpkg-deb --fsys-tarfile '{package}' | tar -xv --keep-directory-symlink -C '{place}'"
         )
-        subprocess.run(["bash", "-ec", f"set -o pipefail; {words}"], check=True)
+        names = _output("bash", "-ec", f"set -o pipefail; {words}").splitlines()
+        fields = _output("dpkg-deb", "--field", str(package))
+        known.append(f"{fields}Status: install ok installed\n")
+        name, architecture = package.name.partition("_")[0], package.stem.rpartition("_")[2]
+        if "\nMulti-Arch: same\n" in fields:
+            name = f"{name}:{architecture}"
+        listed = [each[1:].rstrip("/") or "/." for each in names]
+        (place / "var/lib/dpkg/info" / f"{name}.list").write_text("\n".join(listed) + "\n")
+    (place / "var/lib/dpkg/status").write_text("\n".join(known))
     if (place / "proc").is_symlink():
         (place / "proc").unlink()
     for name, text in (("passwd", "root:x:0:0:root:/root:/bin/sh\n"), ("group", "root:x:0:\n")):
@@ -95,7 +109,9 @@ def run_in(
     merged = directory / "merged"
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
     environment |= variables or {}
-    steps = [f"mount -t overlay overlay -o lowerdir={root},upperdir=changed,workdir=work merged"]
+    # In a user namespace only with such attributes can a directory be renamed, as dpkg does.
+    options = f"userxattr,lowerdir={root},upperdir=changed,workdir=work"
+    steps = [f"mount -t overlay overlay -o {options} merged"]
     if emulated:
         if not Path(QEMU).exists():
             raise NoRoot(f"{QEMU} is missing: apt-get install qemu-user-static")
