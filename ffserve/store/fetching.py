@@ -393,7 +393,7 @@ class Fetcher:
     def read_at(self, opened: OpenObject) -> ReadAt:
         """Return a `ReadAt` over an object, which fetches what is missing, ahead of it as well if
         it is read in order. Raises: FFServeError."""
-        last, run = -1, 0
+        last, run = -2, 0  # the first read is not one in order, also if it is of the first block
 
         def read(offset: int, into: memoryview, /) -> int:
             nonlocal last, run

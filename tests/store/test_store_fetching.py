@@ -111,6 +111,17 @@ def test_soonest_needed_first(
     assert order == [20, 59, *range(20), *range(21, 59)]
 
 
+def test_only_reads_in_order_fetch_ahead(server: HttpOrigin, fetcher: Fetcher) -> None:
+    file = opened(fetcher, server.put("a.bin", noise(20 * BLOCK)))
+    read, into = fetcher.read_at(file), memoryview(bytearray(BLOCK))
+    read(0, into)  # the head of a file, at its opening
+    until(lambda: not fetcher._tasks, "nothing is on its way")
+    assert server.sent["a.bin"] == BLOCK
+    read(BLOCK, into)
+    until(lambda: not fetcher._tasks, "nothing is on its way")
+    assert server.sent["a.bin"] > 2 * BLOCK
+
+
 def test_failures_that_pass_are_survived(server: HttpOrigin, fetcher: Fetcher) -> None:
     content = noise(20 * BLOCK)
     file = opened(fetcher, server.put("a.bin", content))
