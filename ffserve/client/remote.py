@@ -43,7 +43,7 @@ from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, FormatError, ReadError
 from ffserve.files import raise_file_limit
 from ffserve.shardfile import FileState
-from ffserve.store.blocks import PRESENT
+from ffserve.store.blocks import PRESENT, WHOLE
 from ffserve.store.fetching import (
     NOW,
     Fetcher,
@@ -65,10 +65,12 @@ CHECK_S = 0.25
 """How often a source looks whether all of it is in the store."""
 PLAN_S, USES_S = 0.05, 2.0
 """How often blocks are asked for ahead, and next uses are written."""
-AHEAD_BLOCKS = 64
-"""Blocks that an order asks for ahead, or a quarter of the store if that is less."""
-HORIZON = 1 << 20
-"""How many samples ahead of a job are looked at."""
+AHEAD_SIZE = 256 << 20
+"""Bytes that an order asks for ahead, or a quarter of the store if that is less."""
+NEAR_HORIZON, HORIZON = 4096, 1 << 20
+"""How many samples ahead of a job are looked at; if the data do not fit into the store."""
+SOON_S = 60.0
+"""How far the pace of a job may be behind what was expected of it."""
 WORTH = 0.25
 """Part of a block that an order must use soon for the block to be worth its fetch, if the data do
 not fit into the store. Else its samples are fetched singly."""
@@ -330,9 +332,13 @@ class RemoteSource(LocalSource):
         for k, opened, blocks in self._blocks(request.extents):
             opened.stored.pin(blocks)
             request.pinned[k] = blocks
+            now, uses = time.time(), opened.stored.state.uses
             for block in opened.stored.missing(blocks).tolist():
-                wanted = worth is not None and bool(worth[self._bases[k] + block])
-                use = time.time() if wanted else None
+                if worth is None:  # of a process that announces nothing: a worker
+                    wanted = bool(uses[block] & WHOLE) and int(uses[block]) + SOON_S > now
+                else:
+                    wanted = bool(worth[self._bases[k] + block])
+                use = now if wanted else None
                 asked = self._fetcher.ask(opened, [block], NOW, use)
                 request.waiting[k, block] = asked[block]
             if len(blocks) and not self._progress.orders:
@@ -486,11 +492,11 @@ class RemoteSource(LocalSource):
         """Return the blocks to fetch, soonest needed first; note which are worth it."""
         store = self._fetcher.store
         size = sum(o.stored.size for o in self._objects if o is not None)
-        horizon, least = 64 * AHEAD_BLOCKS, 1
+        horizon, least = NEAR_HORIZON, 1
         if size > store.limit:
             mean = max(int(self._sizes.sum()) // max(self.count, 1), 1)
             horizon = min(int(store.limit) // 2 // mean + 1, HORIZON)
-            least = max(int(WORTH * store.block_size) // mean, 1)
+            least = -(-int(WORTH * store.block_size) // mean)
         with self._planning:
             found = self._progress.upcoming(horizon, least)
         worth = np.zeros(self._block_count, np.bool_)
@@ -506,15 +512,16 @@ class RemoteSource(LocalSource):
             # A tenth of a processor at most.
             self._looked_at = begun + 10 * (time.monotonic() - begun)
         now, rate = time.time(), self._progress.rate
-        most = int(min(store.limit / store.block_size / 4, AHEAD_BLOCKS))
+        most = int(min(store.limit / 4, AHEAD_SIZE)) // store.block_size
         for position, block in enumerate(self._upcoming[:most].tolist()):
             shard = int(np.searchsorted(self._bases, block, side="right")) - 1
             opened, own = self._objects[shard], block - int(self._bases[shard])
             if opened is None or block in refused or own >= opened.stored.count:
                 continue
-            if opened.stored.state.words[own] == PRESENT:
+            if opened.stored.state.words[own] == PRESENT or self._fetcher.is_asked(opened, own):
                 continue
             due = now + position / rate
+            opened.stored.state.uses[own] = (int(due) + 1) | WHOLE
             future = self._fetcher.ask(opened, [own], due, due)[own]
             future.add_done_callback(_Refusals(refused, block))
 
@@ -522,7 +529,7 @@ class RemoteSource(LocalSource):
         """Tell the store when each block will be used next."""
         with self._planning:
             seconds = self._progress.next_uses(self._block_count)
-        now = time.time()
+        now, worth = time.time(), self._worth
         for base, opened in zip(self._bases.tolist(), self._objects, strict=True):
             if opened is None or not opened.stored.count:
                 continue
@@ -532,7 +539,10 @@ class RemoteSource(LocalSource):
             before = uses.astype(np.float64)
             # Another job's use stays if it is sooner and not over.
             best = np.where((before > now) & (before < mine), before, mine)
-            uses[known] = np.clip(best[known], 0, (1 << 32) - 1).astype(np.uint32)
+            written = np.clip(best, 0, (1 << 32) - 1).astype(np.uint32) & ~np.uint32(WHOLE)
+            if worth is not None:
+                written |= worth[base : base + len(written)] * np.uint32(WHOLE)
+            uses[known] = written[known]
 
     # ---- the end --------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.server.access import Owner
 from ffserve.server.remote import Floats, RemoteShard
-from ffserve.store.blocks import PRESENT, StoredObject
+from ffserve.store.blocks import PRESENT, WHOLE, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
 
 log = logging.getLogger("ffserve")
@@ -55,8 +55,8 @@ FEW_SHARDS = 8
 """Shards of a request that are looked at in the loop's thread."""
 GAP = 64 << 10
 """Bytes between records that come past the store with them."""
-AHEAD_BLOCKS = 64
-"""Blocks that an order asks for ahead, or a quarter of the store if that is less."""
+AHEAD_SIZE = 256 << 20
+"""Bytes that an order asks for ahead, or a quarter of the store if that is less."""
 AHEAD_S = 0.1
 """Between two looks at the announced orders."""
 HORIZON, FAR_HORIZON = 4096, 1 << 18
@@ -577,7 +577,7 @@ class Fetches:
             before = uses.astype(np.float64)
             # Another job's use stays if it is sooner and not over.
             best = np.where((before > wall) & (before < mine), before, mine + 1)
-            uses[:] = np.clip(best, 0, LATEST).astype(np.uint32)
+            uses[:] = np.clip(best, 0, LATEST).astype(np.uint32) & ~np.uint32(WHOLE)
 
     def look_ahead(self, progress: JobProgress, bases: list[int], now: float) -> None:
         """Ask for the blocks that a job's orders need next. In the thread of the orders."""
@@ -592,22 +592,24 @@ class Fetches:
         if size > store.limit:
             mean = max(progress.payload_size // max(progress.sample_count, 1), 1)
             horizon = min(int(store.limit) // 2 // mean + 1, FAR_HORIZON)
-            least = max(int(WORTH * store.block_size) // mean, 1)
+            least = -(-int(WORTH * store.block_size) // mean)
         numbers = order.numbers(position, position + horizon)
         after = orders.get(epoch + 1)
         if len(numbers) < horizon and after is not None:
             numbers = np.concatenate((numbers, after.numbers(0, horizon - len(numbers))))
         rate = max(progress.rate(now), LEAST_RATE)
-        most = int(min(store.limit / store.block_size / 4, AHEAD_BLOCKS))
+        most = int(min(store.limit / 4, AHEAD_SIZE)) // store.block_size
         for place, remote, block in _upcoming(numbers, shards, least):
             due = time.time() + place / rate
             stored = remote.stored
             remote.worth[block] = due + SOON_S
-            stored.state.uses[block] = min(int(due) + 1, LATEST)
+            stored.state.uses[block] = min(int(due) + 1, LATEST) | WHOLE
             key = stored, block
             if most > 0 and stored.state.words[block] != PRESENT and key not in self._refused:
                 most -= 1
                 opened, refused = remote.object_for(None), self._refused
+                if self._fetcher.is_asked(opened, block):
+                    continue
                 future = self._fetcher.ask(opened, [block], due, due)[block]
                 future.add_done_callback(partial(_note_refusal, refused, key))
 

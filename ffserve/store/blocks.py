@@ -13,7 +13,8 @@
     68    identity  text of `Identity.key`, URL without secrets; up to 4096
     4096  u32[n]    words: ABSENT, RESERVED, PRESENT or UNCHECKED
           u32[n]    CRC-32C of each block that is there
-          u32[n]    when a job will use it next, in seconds since 1970; 0: unknown
+          u32[n]    when a job will use it next, in seconds since 1970, to two seconds, and the
+                    bit WHOLE; 0: unknown
 
 A block is written, its checksum is noted, and only then its word becomes PRESENT: a process that is
 killed leaves a block ABSENT or RESERVED, never wrong. What the disk has after a power failure is
@@ -47,6 +48,9 @@ from ffserve.memfd import punch
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
 """RESERVED: counted in the store's size, but not there, or not there yet."""
 
+WHOLE = 1
+"""Bit of a next use: so much of the block is needed soon that it is to be fetched as a whole, also
+into a store that is full."""
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """First byte of each kind of locks."""
 PAGE = 4096

@@ -57,7 +57,9 @@ from ffserve.store.origin import Identity
 
 log = logging.getLogger("ffserve")
 
-BLOCK_SIZE = 4 << 20
+BLOCK_SIZE = 512 << 10
+"""Of new stores. A run of neighbours begins and ends within blocks, so they are small; requests are
+larger."""
 DEFAULT_SHARE = 0.8
 """Of the disk's free space, and of what the store has: its default limit."""
 MIN_BLOCKS = 8

@@ -1,10 +1,10 @@
 """Fetching: blocks of remote objects into the store, each once, soonest needed first.
 
-A block that several threads ask for is one task. Among processes, who locks the block's claim
-fetches it, and the others wait for the result. Each origin has threads of its own, so an origin
-that hangs holds up nobody else. What failed and may be tried again is tried again after pauses that
-double and vary. An origin that failed several times in a row is asked by one thread at a time
-(circuit breaker); the others wait for what it finds out.
+A block that several threads ask for is one task; neighbours that are asked for come with it, in one
+request. Among processes, who locks the block's claim fetches it, and the others wait for it. Each
+origin has threads of its own, so an origin that hangs holds up nobody else. What failed and may be
+tried again is tried again after pauses that double and vary. An origin that failed several times in
+a row is asked by one thread at a time (circuit breaker); the others wait for what it finds out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
 from ffserve.store.access import Access
-from ffserve.store.blocks import PRESENT, UNCHECKED, Blocks, StoredObject, write_at
+from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, Blocks, StoredObject, write_at
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import Identity, OriginError, RemoteFile
 
@@ -48,8 +48,10 @@ FAILURES = 5
 """In a row, after which an origin is asked by one thread at a time."""
 POLL_S = 0.005
 """How often a block that another process fetches is looked at."""
-AHEAD_BLOCKS = 32
-"""Blocks that are asked for ahead of a reader in order."""
+FETCH_SIZE = 4 << 20
+"""Of one request, at most: each costs milliseconds of CPU and a round trip."""
+AHEAD_SIZE = 128 << 20
+"""Bytes that are asked for ahead of a reader in order."""
 LISTED_S = 30.0
 """How long a listing counts as the present state of an object that is then opened."""
 NOW = 0.0
@@ -157,6 +159,15 @@ class _Task:
     future: Future[Outcome] = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A block that was asked for. pool: whose threads fetch it. use: as of `Store.reserve`."""
+
+    future: Future[Outcome]
+    pool: str
+    use: float | None
+
+
 class _Threads:
     """The threads of one origin; started when there is work, they end after a while without."""
 
@@ -179,6 +190,12 @@ class _Threads:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             else:
                 self._changed.notify()
+
+    def take(self, future: Future[Outcome]) -> bool:
+        """Have the calling thread set the result of a task that has not begun; False: it has."""
+        with self._changed:
+            begun = future.running() or future.done()
+            return not begun and future.set_running_or_notify_cancel()
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
@@ -238,7 +255,7 @@ class Fetcher:
         self.store = store
         self._give_up_s = give_up_s
         self._lock = threading.Lock()
-        self._tasks: dict[tuple[StoredObject, int], Future[Outcome]] = {}
+        self._tasks: dict[tuple[StoredObject, int], _Asked] = {}
         self._threads: dict[str, _Threads] = {}
         self._full = False
         self.fetched = 0
@@ -298,11 +315,11 @@ class Fetcher:
         for block in blocks:
             key = stored, int(block)
             with self._lock:
-                future = self._tasks.get(key)
-                if new := future is None or future.done():
-                    future = self._tasks[key] = Future()
-            assert future is not None
-            found[key[1]] = future
+                asked = self._tasks.get(key)
+                if new := asked is None or asked.future.done():
+                    asked = self._tasks[key] = _Asked(Future(), opened.pool, use)
+            assert asked is not None
+            found[key[1]] = future = asked.future
             if new:
                 self.store.share(stored)
                 future.add_done_callback(partial(self._ended, key))
@@ -312,9 +329,15 @@ class Fetcher:
 
     def _ended(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
         with self._lock:
-            if self._tasks.get(key) is future:
+            asked = self._tasks.get(key)
+            if asked is not None and asked.future is future:
                 del self._tasks[key]
         self.store.close(key[0])
+
+    def is_asked(self, opened: OpenObject, block: int) -> bool:
+        """Whether a block is on its way, or will be."""
+        with self._lock:
+            return (opened.stored, block) in self._tasks
 
     def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
         """Return what became of a block that was asked for and is pinned. Raises: FFServeError."""
@@ -362,31 +385,103 @@ class Fetcher:
                 return True
             if not self.store.reserve(stored, block, use):
                 return False
-            return self._bring(opened, block)
+            return self._bring_with_neighbours(opened, block)
         finally:
             stored.unclaim(block)
 
-    def _bring(self, opened: OpenObject, block: int) -> Outcome:
-        stored = opened.stored
-        content = b""
+    def _bring_with_neighbours(self, opened: OpenObject, block: int) -> Outcome:
+        """Fetch a block that is claimed and reserved, and neighbours that are asked for."""
+        futures = self._take_neighbours(opened, block)
+        blocks = sorted([block, *futures])
+        outcomes: list[Outcome] = []
+        failure: BaseException | None = None
         try:
-            start = block * stored.block_size
-            content = self._download(opened, start, stored.state.end(block))
-            stored.publish(block, content)
-        except FFServeError:
-            self.store.give_back(stored, block)
-            raise
-        except OSError as error:
-            self.store.give_back(stored, block)
+            outcomes = self._bring(opened, blocks)
+        except BaseException as error:
+            failure = error
+        for k, near in enumerate(blocks):
+            if near == block:
+                continue
+            opened.stored.unclaim(near)
+            if failure is not None:
+                futures[near].set_exception(failure)
+            else:
+                futures[near].set_result(outcomes[k])
+        if failure is not None:
+            raise failure
+        return outcomes[blocks.index(block)]
+
+    def _take_neighbours(self, opened: OpenObject, block: int) -> dict[int, Future[Outcome]]:
+        """Claim and reserve neighbours that were asked for and are not on their way yet."""
+        stored, threads = opened.stored, self._of(opened)
+        most = FETCH_SIZE // stored.block_size - 1
+        found: dict[int, Future[Outcome]] = {}
+        for step in (1, -1):
+            near = block + step
+            while len(found) < most and 0 <= near < stored.count:
+                future = self._take(opened, threads, near)
+                if future is None:
+                    break
+                found[near] = future
+                near += step
+        return found
+
+    def _take(self, opened: OpenObject, threads: _Threads, block: int) -> Future[Outcome] | None:
+        stored = opened.stored
+        with self._lock:
+            asked = self._tasks.get((stored, block))
+        if asked is None or asked.pool != opened.pool or stored.state.words[block] != ABSENT:
+            return None
+        if not threads.take(asked.future):
+            return None
+        claimed = False
+        try:
+            claimed = stored.claim(block)
+            if claimed and stored.state.words[block] == ABSENT:
+                if self.store.reserve(stored, block, asked.use):
+                    return asked.future
+                outcome: Outcome = False
+                stored.unclaim(block)
+            elif claimed:  # another process was faster
+                stored.unclaim(block)
+                outcome = True
+            else:  # it is fetching it
+                waiting: Future[Outcome] = Future()
+                waiting.add_done_callback(partial(_pass_on, asked.future))
+                threads.put(NOW, self._fetching(opened, block, asked.use), waiting)
+                return None
+        except BaseException as error:
+            if claimed:
+                stored.unclaim(block)
+            asked.future.set_exception(error)
+        else:
+            asked.future.set_result(outcome)
+        return None
+
+    def _bring(self, opened: OpenObject, blocks: list[int]) -> list[Outcome]:
+        """Fetch a run of blocks by one request; return what became of each."""
+        stored, size = opened.stored, opened.stored.block_size
+        start, end = blocks[0] * size, stored.state.end(blocks[-1])
+        parts: list[bytes] = []
+        done = 0
+        try:
+            content = self._download(opened, start, end)
+            parts = [content[k * size : (k + 1) * size] for k in range(len(blocks))]
+            for block, part in zip(blocks, parts, strict=True):
+                stored.publish(block, part)
+                done += 1
+        except BaseException as error:
+            for block in blocks[done:]:
+                self.store.give_back(stored, block)
+            if isinstance(error, FFServeError) or not isinstance(error, OSError):
+                raise
             if not self._full:
                 log.warning("store: cannot write, reading past it: %s", error)
             self._full = True
-            return content
-        except BaseException:
-            self.store.give_back(stored, block)
-            raise
-        self._full = False
-        return True
+        else:
+            self._full = False
+        outcomes: list[Outcome] = [True] * done
+        return outcomes + parts[done:]
 
     # ---- in order -------------------------------------------------------------------------
 
@@ -412,9 +507,10 @@ class Fetcher:
 
         return read
 
-    def ask_ahead(self, opened: OpenObject, first: int, most: int = AHEAD_BLOCKS) -> None:
+    def ask_ahead(self, opened: OpenObject, first: int, most: int | None = None) -> None:
         """Ask for `most` blocks from this one on, which a reader in order needs soon."""
-        most = min(most, AHEAD_BLOCKS)
+        limit = AHEAD_SIZE // opened.stored.block_size
+        most = limit if most is None else min(most, limit)
         if self.store.limit != math.inf:
             most = min(most, int(self.store.limit) // opened.stored.block_size // 4)
         blocks = np.arange(first, min(first + most, opened.stored.count))
@@ -500,6 +596,14 @@ class Fetcher:
                 log.warning("store: block %d of %s was damaged on disk", block, opened.shown)
                 self.store.drop(stored, block)
         return len(stored.missing(blocks)) > 0
+
+
+def _pass_on(to: Future[Outcome], done: Future[Outcome]) -> None:
+    """Give a future the result of another."""
+    if (error := done.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
 
 
 # ---- of this process -----------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_soonest_needed_first(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "FETCH_SIZE", BLOCK)
     file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
     server.stalled.set()
     before = server.requests["GET"]
@@ -109,6 +110,46 @@ def test_soonest_needed_first(
         assert future.result(30) is True
     order = [begin // BLOCK for _, begin, _ in server.spans]
     assert order == [20, 59, *range(20), *range(21, 59)]
+
+
+def test_neighbours_come_by_one_request(
+    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "FETCH_SIZE", 8 * BLOCK)
+    content = noise(40 * BLOCK + 9)
+    file = opened(fetcher, server.put("a.bin", content))
+    server.stalled.set()
+    before = server.requests["GET"]
+    first = fetcher.ask(file, [0], NOW, None)
+    until(lambda: server.requests["GET"] > before, "the first is on its way")
+    apart = fetcher.ask(file, [30], 1000.0, None)
+    run = fetcher.ask(file, [12, 9, 11, 7, 10], 1001.0, None)
+    long = fetcher.ask(file, range(31, 41), 1002.0, None)
+    server.stalled.clear()
+    for future in (*first.values(), *apart.values(), *run.values(), *long.values()):
+        assert future.result(30) is True
+    spans = [(begin // BLOCK, -(-end // BLOCK)) for _, begin, end in server.spans]
+    assert spans == [(0, 1), (30, 38), (9, 13), (7, 8), (38, 41)]
+    assert fetcher.content(file, 0, len(content)) == content
+    assert server.sent["a.bin"] == len(content)
+
+
+def test_neighbours_fail_together_and_are_given_back(
+    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+    content = noise(40 * BLOCK)
+    file = opened(fetcher, server.put("a.bin", content))
+    fetcher.content(file, 0, 1)
+    used, server.status = fetcher.store.used, 403
+    for future in fetcher.ask(file, range(1, 40), NOW, None).values():
+        with pytest.raises(AccessDenied):
+            future.result(30)
+    until(lambda: not fetcher._tasks, "nothing is on its way")
+    assert fetcher.store.used == used
+    server.status = 0
+    assert fetcher.content(file, 0, len(content)) == content
 
 
 def test_only_reads_in_order_fetch_ahead(server: HttpOrigin, fetcher: Fetcher) -> None:
