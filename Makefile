@@ -14,7 +14,8 @@
 #              draws the pictures of the documents anew)
 # make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
-# make stores  remote files from servers of S3 and SFTP, and longer tests of the store (2 min)
+# make stores  remote files from servers of S3, SFTP, Google Cloud Storage and Azure, and longer tests
+#              of the store (3 min)
 # make systemd boot a systemd in a container: install the service, use it, damage it, remove it
 #              (4 min; needs root)
 # make upgrades the last release's clients and daemon with today's (2 min; builds it from the history,

@@ -14,6 +14,7 @@ each place, so users share the network equally, and one whose origin hangs holds
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import secrets
 import threading
@@ -31,7 +32,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.server.access import OWN, Owner, Peer
-from ffserve.store.access import FAMILIES, Access, forget_own_settings, served
+from ffserve.store.access import FAMILIES, MODULES, Access, forget_own_settings, served
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
@@ -44,8 +45,6 @@ Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 T = TypeVar("T")
 
-PROTOCOLS = sorted(FAMILIES)
-"""What WELCOME offers."""
 GIVE_UP_S = 75.0
 """How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
 begin in the last second of this and take 30 s."""
@@ -115,6 +114,9 @@ class RemoteFiles:
         directory = config.store_directory
         self.fetcher = Fetcher(Store(directory, _limit(config)), GIVE_UP_S)
         self.directory = directory
+        there = {family for family, module in MODULES.items() if _is_installed(module)}
+        self.protocols = sorted(name for name, family in FAMILIES.items() if family in there)
+        """What WELCOME offers."""
         self._common = frozenset(config.store_common)
         self._instance = secrets.token_hex(8)
         """Another one for each daemon, also if it has its predecessor's memory."""
@@ -304,9 +306,16 @@ def identity_from(url: str, size: int, tag: object, modified: int) -> Identity:
         raise ReadError(
             "the daemon does not fetch this URL",
             path=shown(url),
-            hint=f"it fetches {', '.join(name + '://' for name in PROTOCOLS)}",
+            hint=f"it fetches {', '.join(name + '://' for name in sorted(FAMILIES))}",
         )
     return Identity(url, size, tag, modified)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:

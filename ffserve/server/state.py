@@ -44,7 +44,7 @@ from ffserve.server.domains import Domains
 from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
 from ffserve.server.prepared import Claims
-from ffserve.server.remote import PROTOCOLS, RemoteFiles
+from ffserve.server.remote import RemoteFiles
 from ffserve.server.resize import Pages, Resizing
 from ffserve.server.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.scheduler import Scheduler
@@ -462,7 +462,7 @@ class ServerState:
             "generation": self.inventory.get("generation"),
             "times": True,
             "prepared": True,
-            "remote": [] if self.remote is None else PROTOCOLS,
+            "remote": [] if self.remote is None else self.remote.protocols,
         }
 
     def close(self) -> None:

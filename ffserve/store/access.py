@@ -5,6 +5,8 @@ find in its environment and files, and where an endpoint of S3 is. They travel t
 text, and the daemon uses nothing else (`Access`): neither credentials, keys nor configuration of
 its own, so that nobody reads with the rights of the daemon. Only options of a short list are taken,
 of few protocols; what cannot travel (Kerberos tickets, keys in an agent) is left to the client.
+The packages below fsspec fall back to the environment and files of their process for what they are
+not given. So here they are given all of it, or are not used (`clouds.py`).
 
 Nothing here is logged or shown. `Access` has no secrets in its text.
 """
@@ -26,10 +28,20 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.store import urls
+from ffserve.store import clouds, urls
 
-FAMILIES = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"}
+FAMILIES = {
+    "s3": "s3", "s3a": "s3", "http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp",
+    "gs": "gs", "gcs": "gs", "abfs": "abfs", "abfss": "abfs", "az": "abfs", "hf": "hf",
+    "webhdfs": "webhdfs",
+}  # fmt: skip
 """Protocols that the daemon fetches by, and the family whose options each has."""
+MODULES = {
+    "s3": "s3fs", "http": "aiohttp", "sftp": "paramiko", "gs": "google.cloud.storage",
+    "abfs": "azure.storage.blob", "hf": "huggingface_hub", "webhdfs": "requests",
+}  # fmt: skip
+"""What the daemon needs for each family."""
+HUB_ENDPOINT = "https://huggingface.co"
 MOST_TEXT = 64 << 10
 """Bytes of the text of an access."""
 MOST_KEYS = 8
@@ -44,11 +56,33 @@ _OPTIONS: dict[str, dict[str, type[Any]]] = {
     },
     "http": {"headers": dict},
     "sftp": {"username": str, "password": str, "port": int, "keys": list},
+    "gs": {
+        "token": str, "refresh_token": str, "client_id": str, "client_secret": str,
+        "client_email": str, "private_key": str, "private_key_id": str, "endpoint_url": str,
+        "user_project": str,
+    },
+    "abfs": {
+        "account_name": str, "account_key": str, "sas_token": str, "endpoint_url": str,
+        "tenant_id": str, "client_id": str, "client_secret": str, "token": str,
+    },
+    "hf": {"token": str, "endpoint_url": str},
+    "webhdfs": {"user": str, "password": str, "token": str, "port": int, "use_https": bool},
 }  # fmt: skip
+_TOGETHER: dict[str, dict[str, tuple[str, ...]]] = {
+    "gs": {"refresh_token": ("client_id", "client_secret"), "private_key": ("client_email",)},
+    "abfs": {"account_key": ("account_name",), "client_secret": ("tenant_id", "client_id")},
+    "webhdfs": {"password": ("user",)},
+}
+"""Options that are nothing without others."""
 _TALKING = (
-    "aiobotocore", "aiohttp", "asyncio", "asyncssh", "boto3", "botocore", "fsspec", "paramiko",
-    "s3fs", "urllib3",
+    "aiobotocore", "aiohttp", "asyncio", "asyncssh", "azure", "boto3", "botocore", "fsspec",
+    "gcsfs", "google", "httpx", "httpx2", "huggingface_hub", "msal", "paramiko", "requests", "s3fs",
+    "urllib3", "webhdfs",
 )  # fmt: skip
+_OWN_VARIABLES = ("AZURE_", "GCSFS_", "GOOGLE_", "HF_", "HUGGING_FACE_", "STORAGE_EMULATOR_")
+"""Of the environment: what packages would take from there."""
+_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
+_ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
 _USUAL_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!gov|iso)[a-z]+-\d+")
 """Regions of one name space of buckets; in others a bucket's name may be somebody else's."""
@@ -167,7 +201,123 @@ def _collect_sftp(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_COLLECTORS = {"s3": _collect_s3, "http": _collect_http, "sftp": _collect_sftp}
+def _collect_gs(settings: dict[str, Any]) -> dict[str, Any]:
+    token, project = settings.pop("token", None), settings.pop("project", None)
+    payer = settings.pop("requester_pays", None)
+    found: dict[str, Any] = {
+        "endpoint_url": settings.pop("endpoint_url", None) or os.environ.get(_GOOGLE_EMULATOR)
+    }
+    _left(settings, "gs")
+    if "GOOGLE_CLOUD_UNIVERSE_DOMAIN" in os.environ or (
+        os.environ.get("GOOGLE_API_USE_CLIENT_CERTIFICATE", "").lower() == "true"
+    ):
+        raise _no_travel("this configuration of Google Cloud (another universe, or certificates)")
+    if (endpoint := found["endpoint_url"]) and "://" not in endpoint:
+        found["endpoint_url"] = f"http://{endpoint}"
+    # gcsfs finds the credentials, and has them already for the listing.
+    google = importlib.import_module("fsspec").filesystem("gs").credentials
+    credentials = google.credentials
+    if payer:
+        found["user_project"] = payer if isinstance(payer, str) else project or google.project
+    account = _service_account(token)
+    if credentials is not None and account.get("client_email") is not None:
+        found.update({name: account.get(name) for name in _SERVICE_ACCOUNT})
+    elif getattr(credentials, "refresh_token", None) and credentials.client_secret:
+        names = "refresh_token", "client_id", "client_secret"
+        found.update({name: getattr(credentials, name) for name in names})
+    elif credentials is not None:
+        google.maybe_refresh()
+        found["token"] = credentials.token
+    return {name: value for name, value in found.items() if value}
+
+
+_GOOGLE_EMULATOR = "STORAGE_EMULATOR_HOST"
+_SERVICE_ACCOUNT = ("client_email", "private_key", "private_key_id")
+
+
+def _service_account(token: Any) -> dict[str, Any]:
+    """Return the key of a service account that gcsfs takes; {} if it takes none."""
+    if token in (None, "google_default"):
+        token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    if isinstance(token, str) and os.path.exists(token):
+        with contextlib.suppress(OSError, ValueError), open(token, encoding="utf-8") as file:
+            token = json.load(file)
+    known = isinstance(token, dict) and token.get("type") == "service_account"
+    return token if known else {}
+
+
+def _collect_abfs(settings: dict[str, Any]) -> dict[str, Any]:
+    names = (
+        "account_name", "account_key", "connection_string", "sas_token", "client_id",
+        "client_secret", "tenant_id",
+    )  # fmt: skip
+    found: dict[str, Any] = {
+        name: settings.pop(name, None) or os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+        for name in names
+    }
+    host, anonymous = settings.pop("account_host", None), settings.pop("anon", None)
+    if anonymous is None:
+        named = os.environ.get("AZURE_STORAGE_ANON", "false").lower()
+        anonymous = named not in ("false", "0", "f", "")
+    _left(settings, "abfs")
+    if text := found.pop("connection_string"):
+        found = _connection(text)
+    elif host:
+        found["endpoint_url"] = f"https://{host}"
+    if found.get("account_key"):
+        kept = ["account_key"]
+    elif found.get("sas_token"):
+        kept = ["sas_token"]
+    elif found.get("client_id") and found.get("client_secret"):
+        kept = ["tenant_id", "client_id", "client_secret"]
+    else:
+        kept = ["token"]
+        if not anonymous and not text:
+            identity = importlib.import_module("azure.identity")
+            with identity.DefaultAzureCredential() as credential:
+                found["token"] = credential.get_token("https://storage.azure.com/.default").token
+    kept += ["account_name", "endpoint_url"]
+    return {name: value for name, value in found.items() if value and name in kept}
+
+
+def _connection(text: str) -> dict[str, Any]:
+    """Return the options in a connection string of Azure."""
+    parts = dict(part.partition("=")[::2] for part in text.split(";") if part)
+    name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix", "core.windows.net")
+    usual = f"{parts.get('DefaultEndpointsProtocol', 'https')}://{name}.blob.{suffix}"
+    if "UseDevelopmentStorage" in parts or not (name or parts.get("BlobEndpoint")):
+        raise _no_travel("this connection string of Azure")
+    return {
+        "account_name": name,
+        "account_key": parts.get("AccountKey"),
+        "sas_token": parts.get("SharedAccessSignature"),
+        "endpoint_url": parts.get("BlobEndpoint", usual).rstrip("/"),
+    }
+
+
+def _collect_hf(settings: dict[str, Any]) -> dict[str, Any]:
+    hub = importlib.import_module("huggingface_hub")
+    token = settings.pop("token", None)
+    endpoint = settings.pop("endpoint", None) or hub.constants.ENDPOINT
+    _left(settings, "hf")
+    if token is None or token is True:
+        token = hub.get_token()
+    found = {"token": token or None, "endpoint_url": endpoint.rstrip("/")}
+    if found["endpoint_url"] == HUB_ENDPOINT:
+        del found["endpoint_url"]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _collect_webhdfs(settings: dict[str, Any]) -> dict[str, Any]:
+    found = {name: settings.pop(name) for name in _OPTIONS["webhdfs"] if name in settings}
+    _left(settings, "webhdfs")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+_COLLECTORS = {
+    "s3": _collect_s3, "http": _collect_http, "sftp": _collect_sftp, "gs": _collect_gs,
+    "abfs": _collect_abfs, "hf": _collect_hf, "webhdfs": _collect_webhdfs,
+}  # fmt: skip
 
 
 def _private_key(text: str) -> Any:
@@ -183,9 +333,12 @@ def _private_key(text: str) -> Any:
 
 
 def forget_own_settings() -> None:
-    """Have no configuration of fsspec in this process, which reads for others, and log nothing of
-    the packages below it but warnings: their other lines have headers of requests."""
+    """Have no configuration of fsspec in this process, which reads for others, nor variables that
+    the packages below it would take settings from. Log nothing of them but warnings: their other
+    lines have headers of requests."""
     importlib.import_module("fsspec").config.conf.clear()
+    for name in [name for name in os.environ if name.startswith(_OWN_VARIABLES)]:
+        del os.environ[name]
     for name in _TALKING:
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -234,6 +387,16 @@ class Access:
             user = parts.username or options.get("username", "")
             port = f":{options['port']}" if "port" in options and parts.port is None else ""
             return f"{protocol}://{user}@{origin.partition('://')[2].rpartition('@')[2]}{port}"
+        if family == "abfs":
+            return f"abfs://{_container(url)[0]}@{urls.shown(_account_address(url, options))}"
+        if family == "hf":
+            repository = "/".join(url.partition("://")[2].split("/")[:3]).partition("@")[0]
+            endpoint = options.get("endpoint_url", HUB_ENDPOINT)
+            return f"hf://{repository}@{urls.shown(endpoint)}"
+        if family == "webhdfs":
+            return _web_hdfs_place(url, options)
+        if endpoint := options.get("endpoint_url"):  # of Google
+            return f"{origin}@{urls.shown(endpoint)}"
         return origin
 
     def file_system(self, url: str) -> tuple[Any, str]:
@@ -245,7 +408,7 @@ class Access:
         with self._lock:
             found = self._shared.get(key) or own.get(key)
         if found is not None and is_connected(found):
-            return found, str(type(found)._strip_protocol(url))
+            return found, _path_in(found, url)
         found, path = self._made(core, url, key[0])
         with self._lock:
             if getattr(found, "async_impl", False):
@@ -262,7 +425,85 @@ class Access:
             return make(**_s3(options))
         if family == "http":
             return make(client_kwargs=_http(options))
-        return _sftp(make, url, options)
+        if family == "hf":
+            endpoint = options.get("endpoint_url", HUB_ENDPOINT)
+            # Without a token, False: else it would look for one in files.
+            return make(endpoint=endpoint, token=options.get("token", False))
+        if family == "webhdfs":
+            return _web_hdfs(make, url, options)
+        if family == "sftp":
+            return _sftp(make, url, options)
+        waits = CONNECT_S, SILENT_S
+        found: clouds.Objects
+        if family == "gs":
+            found = clouds.GoogleObjects(options, waits)
+        else:
+            found = clouds.AzureObjects(options, _account_address(url, options), waits)
+        return found, _path_in(found, url)
+
+
+def _path_in(system: Any, url: str) -> str:
+    """Return the path of a URL in a file system."""
+    if isinstance(system, clouds.AzureObjects):
+        return "/".join(_container(url))
+    if isinstance(system, clouds.GoogleObjects):
+        return url.partition("://")[2]
+    return str(type(system)._strip_protocol(url))
+
+
+def _container(url: str) -> tuple[str, str]:
+    """Return container and name of a blob of Azure."""
+    host, _, path = url.partition("://")[2].partition("/")
+    container, at, _ = host.partition("@")
+    if not at and _ACCOUNT_HOST.fullmatch(host):
+        container, _, path = path.partition("/")
+    return container, path
+
+
+def _account_address(url: str, options: dict[str, Any]) -> str:
+    """Return the address of the account of Azure that a URL is in.
+
+    Raises: ValueError: neither the URL nor the options name one.
+    """
+    if endpoint := options.get("endpoint_url"):
+        return str(endpoint)
+    host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    named = _ACCOUNT_HOST.fullmatch(host)
+    account = named[1] if named else options.get("account_name")
+    if not account:
+        raise ValueError("it has no account, and no account is set")
+    return f"https://{account}.{clouds.AZURE_HOST}"
+
+
+def _web_hdfs_place(url: str, options: dict[str, Any]) -> str:
+    """Return host and port of a URL, and as whom it is read."""
+    parts = urlsplit(url)
+    user = parts.username or options.get("user")
+    port = parts.port or options.get("port")
+    web = "swebhdfs" if options.get("use_https") else "webhdfs"
+    return f"{web}://{f'{user}@' if user else ''}{parts.hostname}{f':{port}' if port else ''}"
+
+
+def _web_hdfs(
+    make: Callable[..., tuple[Any, str]], url: str, options: dict[str, Any]
+) -> tuple[Any, str]:
+    adapters = importlib.import_module("requests.adapters")
+
+    class Impatient(adapters.HTTPAdapter):  # type: ignore[name-defined, misc]
+        """Gives up an origin that is silent: fsspec's file system would wait for ever."""
+
+        def send(self, *given: Any, **how: Any) -> Any:
+            return super().send(*given, **{**how, "timeout": (CONNECT_S, SILENT_S)})
+
+    named = urlsplit(url)
+    usual = {name: value for name, value in options.items() if getattr(named, name, None) is None}
+    if named.username is not None:
+        usual.pop("user", None)
+    system, path = make(**usual)
+    system.session.trust_env = False  # neither ~/.netrc nor a proxy of the daemon's
+    for begin in ("http://", "https://"):
+        system.session.mount(begin, Impatient())
+    return system, path
 
 
 def _maker(core: Any, url: str) -> Callable[..., tuple[Any, str]]:
@@ -347,7 +588,9 @@ def _checked(text: str) -> Options:
         if known is None or not isinstance(options, dict):
             raise UsageError(f"invalid access to an origin: {family[:40]!r}")
         for name, value in options.items():
-            if not isinstance(value, known.get(name, ())) or not _is_valid(name, value):
+            fits = isinstance(value, known.get(name, ())) and _is_valid(name, value)
+            others = _TOGETHER.get(family, {}).get(name, ())
+            if not fits or any(other not in options for other in others):
                 raise UsageError(f"invalid access to an origin: {family}, {name[:40]!r}")
     return found
 
@@ -365,6 +608,8 @@ def _is_valid(name: str, value: Any) -> bool:
         return _REGION.fullmatch(value) is not None
     if name == "endpoint_url":
         return str(value).startswith(("http://", "https://"))
+    if name == "account_name":
+        return _ACCOUNT.fullmatch(value) is not None
     if name == "addressing_style":
         return value in ("auto", "path", "virtual")
     if name == "port":

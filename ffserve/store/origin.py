@@ -6,7 +6,8 @@ their public calls (`info`, `glob`, `ls`, `open`, `seek`, `read`): a file that i
 
 An object is identified by URL, size, ETag (or the version that its origin has instead) and
 modification time. Whether bytes belong to the object that was identified is checked after they were
-read, unless the origin checks it itself. So no two versions of an object are ever mixed.
+read, unless the origin checks it itself, or the bytes are those of a commit. So no two versions of
+an object are ever mixed.
 
 Nothing is written to an origin, and nothing is deleted there. Credentials are those that fsspec's
 packages find (environment, their own files), or those of an `Access` and no others; they are in no
@@ -31,9 +32,10 @@ from typing import Any
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import urls
 from ffserve.store.access import CONNECT_S, SILENT_S, Access, is_connected
+from ffserve.store.clouds import Objects
 
 _TAGS = (
-    "ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
+    "generation", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
     "fileId", "checksum",
 )  # fmt: skip
 _TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modificationTime", "mtime")
@@ -55,6 +57,7 @@ HIDDEN, SPECIAL = "hidden", "not a regular file"
 ASKED_AT_ONCE = 16
 """Requests about files of a listing."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -203,7 +206,9 @@ def failure(error: BaseException, url: str) -> OriginError:
         message = f"the origin accepts no credentials of this process: {text}"
         hint = "check the credentials in the environment, or those of the origin's own tools"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
-    if status in (401, 403) or code in _DENIED_CODES or "PermissionError" in names:
+    # gcsfs has no status for what is forbidden.
+    denied = "PermissionError" in names or text.startswith("Forbidden: ")
+    if status in (401, 403) or code in _DENIED_CODES or denied:
         message = f"the origin denies access: {text}"
         hint = "check the credentials, and the rights that they have"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
@@ -215,7 +220,8 @@ def failure(error: BaseException, url: str) -> OriginError:
         return OriginError(MissingFile(what, path=where, hint="check the URL"), again=False)
     if status == 412 or "FileExpired" in names or "pre-conditions" in text.lower():
         return OriginError(changed(url), again=False)
-    if names & {"TimeoutError", "FSTimeoutError", "ReadTimeoutError", "ConnectTimeoutError"}:
+    if names & {"TimeoutError", "FSTimeoutError", "ReadTimeoutError", "ConnectTimeoutError",
+                "TimeoutException"}:  # fmt: skip
         return _later(f"the origin did not answer in time: {text}", where, answered=False)
     if _is_connection(chain, names):
         return _later(f"the connection to the origin failed: {text}", where, answered=False)
@@ -228,7 +234,8 @@ def failure(error: BaseException, url: str) -> OriginError:
 def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
     if names & {"ConnectionError", "EndpointConnectionError", "ClientConnectionError", "EOFError",
                 "ClientPayloadError", "IncompleteReadError", "ResponseStreamingError",
-                "ConnectionClosedError", "SSHException", "gaierror"}:  # fmt: skip
+                "ConnectionClosedError", "SSHException", "gaierror", "ChunkedEncodingError",
+                "TransportError", "ServiceRequestError", "ServiceResponseError"}:  # fmt: skip
         return True
     broken = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO}
     closed = ("Socket is closed", "Server connection dropped")  # of paramiko
@@ -247,7 +254,8 @@ def _text(chain: list[BaseException]) -> str:
     """Return the texts of a chain of exceptions, without what a URL must not show."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
-    return _URL_INSIDE.sub(lambda found: urls.shown(found[0]), words)[:300]
+    words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), words)
+    return _QUERY_INSIDE.sub("?…", words)[:300]
 
 
 def changed(url: str) -> ReadError:
@@ -528,12 +536,17 @@ class RemoteFile:
             file = None if place is None else self._free.pop(place)[1]
         if file is None:
             file = self._open()
-        return file, bool(getattr(file, "req_kw", {}).get("IfMatch"))
+        conditional = getattr(file, "conditional", False)
+        return file, conditional or bool(getattr(file, "req_kw", {}).get("IfMatch"))
 
     def _open(self) -> Any:
         identity = self.identity
         system, path = file_system(identity.url, self._access)
+        if isinstance(system, Objects):
+            return system.open(path, version=identity.tag)
         protocol = identity.url.partition("://")[0].lower()
+        if protocol == "hf":
+            return self._open_commit(system, path)
         options: dict[str, Any] = {}
         if protocol in ("http", "https"):
             # Offsets are those of the file, not of its compressed form.
@@ -551,4 +564,21 @@ class RemoteFile:
             found = _identity(identity.url, facts)
             if not self._same(found):
                 raise OriginError(changed(identity.url), again=False)
+        return file
+
+    def _open_commit(self, system: Any, path: str) -> Any:
+        """Open a file of the Hugging Face Hub at the present commit, which nobody can change."""
+        hub = importlib.import_module("huggingface_hub")
+        found = system.resolve_path(path)
+        if not hasattr(found, "repo_id"):  # a bucket, which has no commits
+            return system.open(path, "rb", cache_type="none")
+        api = hub.HfApi(endpoint=system.endpoint, token=system.token)
+        asked = {"repo_type": found.repo_type, "revision": found.revision, "timeout": SILENT_S}
+        commit = api.repo_info(found.repo_id, **asked).sha
+        before = hub.constants.REPO_TYPES_URL_PREFIXES.get(found.repo_type, "")
+        pinned = f"{before}{found.repo_id}@{commit}/{found.path_in_repo}"
+        file = system.open(pinned, "rb", cache_type="none")
+        if not self._same(_identity(self.identity.url, file.details)):
+            raise OriginError(changed(self.identity.url), again=False)
+        file.conditional = True
         return file

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from daemon import Daemon, Raw, run_python, started, until
 from failing_proxy import failing_proxy
 from origins import http_origin
+from store_servers import free_port, reading_daemon, small_store, wait_for, written
 
 import ffserve
 from ffserve import protocol
@@ -30,8 +30,7 @@ from ffserve.inputs.places import find
 from ffserve.inputs.stream import Stream, splits_of
 from ffserve.store import fetching
 from ffserve.store.access import Access, collect
-from ffserve.store.directory import Store
-from ffserve.store.fetching import Fetcher, identity_of
+from ffserve.store.fetching import identity_of
 
 pytestmark = pytest.mark.stores
 BLOCK = 64 << 10
@@ -39,36 +38,9 @@ SERVERS: dict[str, int] = {}
 """Processes of OpenSSH by the beginning of their URLs."""
 
 
-def free_port() -> int:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        port: int = some.getsockname()[1]
-        return port
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError("the server does not listen")
-
-
 @pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = str(tmp_path / "store")
-    monkeypatch.setenv("FFSERVE_STORE", directory)
-    for name in ("_breakers", "_listed"):
-        monkeypatch.setattr(fetching, name, {})
-    monkeypatch.setattr(
-        fetching, "_fetchers", {directory: Fetcher(Store(directory, 1 << 30, BLOCK))}
-    )
-    monkeypatch.setattr(fetching, "CONTACT_S", 2.0)
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 2.0)
+    small_store(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +72,6 @@ def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     name = f"bucket-{random.randrange(1 << 40):x}"
     system.mkdir(name)
     return system, name
-
-
-def written(tmp_path: Path, name: str, seed: int, count: int = 300) -> tuple[Path, list[bytes]]:
-    rng = random.Random(seed)
-    samples = [rng.randbytes(rng.randrange(3000)) for _ in range(count)]
-    path = tmp_path / name
-    with ffserve.create(path) as writer:
-        for sample in samples:
-            writer.write(sample)
-    return path, samples
 
 
 def test_s3(bucket: Any, tmp_path: Path) -> None:
@@ -333,19 +295,6 @@ def drop_connections(sftp: str) -> None:
     server = SERVERS[sftp]
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         os.kill(int(pid), signal.SIGKILL)
-
-
-def reading_daemon(tmp_path: Path, *options: str) -> Daemon:
-    """A daemon with a store, and without the environment and home of this process."""
-    directory = str(tmp_path / "daemon-store")
-    daemon = Daemon(
-        options=["--store-directory", directory, "--store-size", "1GiB", *options],
-        expect=[r"remote files: store /.*"],
-    )
-    secret = "AWS_", "HOME", "FSSPEC_"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(secret)}
-    daemon.environment = {**kept, "HOME": str(tmp_path / "nobody"), "AWS_ACCESS_KEY_ID": "own"}
-    return daemon
 
 
 def test_s3_through_a_daemon(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

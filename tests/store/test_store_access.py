@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.store.access import MOST_TEXT, Access, collect, served
+from ffserve.store.access import MOST_TEXT, Access, collect, forget_own_settings, served
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -58,6 +59,73 @@ def test_places_differ_where_the_same_name_leads_elsewhere() -> None:
     assert access(sftp={"username": "a"}).place("sftp://host/x") == "sftp://a@host"
     assert access(sftp={"username": "a", "port": 7}).place("sftp://host/x") == "sftp://a@host:7"
     assert access(sftp={"username": "a"}).place("sftp://b:geheim@host:2/x") == "sftp://b@host:2"
+    assert access().place("gs://b/x") == "gs://b"
+    assert access(gs={"endpoint_url": "http://h:1"}).place("gs://b/x") == "gs://b@http://h:1"
+    blob = "abfs://c@https://name.blob.core.windows.net"
+    assert access(abfs={"account_name": "name"}).place("az://c/x") == blob
+    for host in ("c@name.dfs.core.windows.net", "name.dfs.core.windows.net/c"):
+        assert access(abfs={"account_name": "other"}).place(f"abfss://{host}/x/y") == blob
+    own = {"endpoint_url": "http://h/name"}
+    assert access(abfs=own).place("abfs://c/x") == "abfs://c@http://h/name"
+    for name in ("hf://datasets/a/b/c/d", "hf://datasets/a/b@main/c"):
+        assert usual.place(name) == "hf://datasets/a/b@https://huggingface.co"
+    elsewhere = access(hf={"endpoint_url": "http://hub"}).place("hf://datasets/a/b/c")
+    assert elsewhere == "hf://datasets/a/b@http://hub"
+    assert usual.place("webhdfs://host:1/x") == "webhdfs://host:1"
+    assert access(webhdfs={"user": "a", "port": 2}).place("webhdfs://h/x") == "webhdfs://a@h:2"
+    assert access(webhdfs={"user": "a", "use_https": True}).place("webhdfs://b@h:1/x") == (
+        "swebhdfs://b@h:1"
+    )
+
+
+def test_what_azure_and_web_hdfs_have_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "name")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "signature")
+    found = {"sas_token": "signature", "account_name": "name"}
+    assert json.loads(collect(["abfs://c/x", "az://c/y"]))["abfs"] == found
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "key")
+    found = {"account_key": "key", "account_name": "name"}
+    assert json.loads(collect(["abfs://c/x"]))["abfs"] == found
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AccountName=other;AccountKey=a==;EndpointSuffix=core.chinacloudapi.cn",
+    )
+    address = "https://other.blob.core.chinacloudapi.cn"
+    found = {"account_name": "other", "account_key": "a==", "endpoint_url": address}
+    assert json.loads(collect(["abfs://c/x"]))["abfs"] == found
+    fsspec.config.conf["abfs"] = {"credential": object()}
+    with pytest.raises(ReadError, match="the option 'credential' of abfs://"):
+        collect(["abfs://c/x"])
+    fsspec.config.conf["webhdfs"] = {"user": "a", "use_https": True}
+    assert json.loads(collect(["webhdfs://h/x"])) == {"webhdfs": {"user": "a", "use_https": True}}
+    fsspec.config.conf["webhdfs"] = {"kerberos": True}
+    with pytest.raises(ReadError, match="the option 'kerberos' of webhdfs://"):
+        collect(["webhdfs://h/x"])
+
+
+def test_a_file_system_of_web_hdfs_takes_nothing_of_this_user() -> None:
+    pytest.importorskip("requests")
+    given = access(webhdfs={"user": "a", "port": 2})
+    system, path = given.file_system("webhdfs://host/data/x")
+    assert (system.url, system.pars, path) == (
+        "http://host:2/webhdfs/v1",
+        {"user.name": "a"},
+        "/data/x",
+    )
+    assert not system.session.trust_env
+    system, _ = given.file_system("webhdfs://b@host:3/data/x")
+    assert (system.url, system.pars) == ("http://host:3/webhdfs/v1", {"user.name": "b"})
+
+
+def test_variables_of_this_process_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN"):
+        monkeypatch.setenv(name, "own")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    forget_own_settings()
+    assert not any(name.startswith(("AZURE_", "GOOGLE_", "HF_")) for name in os.environ)
+    assert os.environ["HTTPS_PROXY"] == "http://proxy"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +149,16 @@ def test_what_is_no_place_of_others_is_not_fetched(url: str) -> None:
         '{"http": {"headers": {"a": 7}}}', '{"http": {"headers": {"a": "b\\nc"}}}',
         '{"sftp": {"port": true}}', '{"sftp": {"port": 65536}}', '{"sftp": {"keys": [7]}}',
         '{"sftp": {"keys": ["a","a","a","a","a","a","a","a","a"]}}',
-        '{"sftp": {"key_filename": "/root/.ssh/id_rsa"}}', "[" * 50_000, '"' + "x" * MOST_TEXT,
+        '{"sftp": {"key_filename": "/root/.ssh/id_rsa"}}', '{"gs": {"token": 7}}',
+        '{"gs": {"private_key": "x"}}', '{"gs": {"refresh_token": "x", "client_id": "y"}}',
+        '{"gs": {"endpoint_url": "file:///x"}}', '{"gs": {"token_uri": "http://x"}}',
+        '{"abfs": {"account_key": "x"}}', '{"abfs": {"account_name": "a.b/c"}}',
+        '{"abfs": {"connection_string": "x"}}',
+        '{"abfs": {"client_secret": "x"}}',
+        '{"hf": {"token": true}}', '{"hf": {"endpoint_url": "/x"}}', '{"hdfs": {}}',
+        '{"webhdfs": {"kerberos": true}}', '{"webhdfs": {"session_verify": "/x"}}',
+        '{"webhdfs": {"use_https": 1}}', '{"webhdfs": {"password": "x"}}',
+        "[" * 50_000, '"' + "x" * MOST_TEXT,
     ],
 )  # fmt: skip
 def test_an_invalid_access_is_refused(text: str) -> None:
