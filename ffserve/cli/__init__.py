@@ -61,7 +61,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "index": ("index", "Write index files for TFRecord files."),
     "run": ("programs", "Run a program on its share of input files."),
     "stage": ("stage", "Copy remote files to a local directory."),
-    "warm": ("stage", "Bring remote files into the local store."),
+    "warm": ("warm", "Bring files into store and memory before a job reads them."),
     "mount": ("mount", "Show record files as a file system."),
     "unmount": ("mount", "Remove what 'mount' has mounted."),
 }

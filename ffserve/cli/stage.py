@@ -1,4 +1,4 @@
-"""``ffserve stage`` and ``ffserve warm``: remote files to a directory, or into the store."""
+"""``ffserve stage``: remote files to a directory."""
 
 from __future__ import annotations
 
@@ -59,42 +59,3 @@ def _facts(
     if error is not None:
         facts.update(error=error.code, message=str(error))
     return facts
-
-
-@click.command()
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@json_option
-def warm(urls: tuple[str, ...], as_json: bool) -> int:
-    """Bring remote record files into the local store before a job starts.
-
-    URLs are files, patterns or directories. What is in the store is not fetched again. If the store
-    has no room for all, the rest is left out, and the exit code is 1.
-
-    \b
-      ffserve warm 's3://bucket/train-*.ffr'
-    """
-    from ffserve import formats
-    from ffserve.dataset import expand_paths
-    from ffserve.store.warming import warm_up
-
-    paths = expand_paths(urls, suffixes=formats.suffixes)
-    with progress("warming", len(paths)) as shown:
-        done = warm_up(paths, lambda: shown.advance(1))
-    bad = [each.error for each in done if each.error is not None]
-    left = sum(each.left for each in done)
-    if as_json:
-        print_json([
-            _facts(each.url, each.path, each.size, each.fetched > 0, each.error)
-            | {"fetched_bytes": each.fetched, "left_out_bytes": each.left}
-            for each in done
-        ])  # fmt: skip
-    else:
-        for error in bad:
-            report(error)
-        fetched = sum(each.fetched for each in done)
-        size = sum(each.size for each in done)
-        words = [f"{counted(len(done) - len(bad), 'file')}, {format_size(size)}"]
-        words += [f"{format_size(fetched)} fetched"]
-        words += [f"the store has no room for {format_size(left)}"] * bool(left)
-        click.echo("; ".join(words))
-    return exit_code_of_all(error.code for error in bad) or int(left > 0)

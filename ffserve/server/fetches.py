@@ -89,15 +89,16 @@ class Passed:
 class Waiting:
     """A load whose blocks are not all there.
 
-    rows: of its blocks, those of remote shards, by base of the shard. errors: by row. passed: rows
-    by memory file. known: what the request was told of blocks that cannot be had. left: calls that
-    have not ended.
+    rows: of its blocks, those of remote shards, by base of the shard. unpinned: bases of shards
+    whose blocks could not be pinned. errors: by row. passed: rows by memory file. known: what the
+    request was told of blocks that cannot be had. left: calls that have not ended.
     """
 
     load: Load
     owner: Owner | None
     rows: dict[int, Int64s]
     begun: float
+    unpinned: set[int] = field(default_factory=set)
     errors: dict[int, FFServeError] = field(default_factory=dict)
     passed: list[tuple[Passed, Int64s]] = field(default_factory=list)
     known: dict[tuple[StoredObject, int], FFServeError] = field(default_factory=dict)
@@ -148,7 +149,10 @@ class Gate:
                     if self._closed:
                         break
                     rising = np.sort(blocks)
-                    stored.pin(rising)
+                    try:
+                        stored.pin(rising)
+                    except OSError:  # the loads read past the store
+                        continue
                     self._pinned.append((stored, rising))
                 missing = stored.missing(blocks)
                 with self._lock:
@@ -241,6 +245,8 @@ class Fetches:
         self._refused: set[tuple[StoredObject, int]] = set()
         """Blocks that could not be fetched ahead, or had no room; cleared now and then."""
         self._refused_at = 0.0
+        self._pins_fail = False
+        """Whether that was logged."""
         self.in_flight = 0
         """Requests at a gate, and loads that wait."""
 
@@ -333,19 +339,27 @@ class Fetches:
         known = [b for b in self._table.bases[shards].tolist() if b in self._shards]
         if not known:
             return None
-        rows, complete = {}, True
+        rows, unpinned = {}, set()
+        complete = True
         bases = self._table.bases[load.blocks.shards]
         for base in known:
             remote, mine = self._shards[base], np.flatnonzero(bases == base)
             blocks = _covering(remote.stored, load.blocks.begins[mine], load.blocks.ends[mine])
-            remote.stored.pin(blocks)
+            rows[base] = mine
+            try:
+                remote.stored.pin(blocks)
+            except OSError as error:
+                if not self._pins_fail:
+                    log.warning("store: cannot pin blocks, reading past it: %s", error)
+                self._pins_fail = True
+                unpinned.add(base)
+                continue
             load.pinned.append((remote.stored, blocks))
             complete = complete and not len(remote.stored.missing(blocks))
-            rows[base] = mine
-        if complete:
+        if complete and not unpinned:
             return None
         self.in_flight += 1
-        return Waiting(load, owner, rows, time.monotonic())
+        return Waiting(load, owner, rows, time.monotonic(), unpinned)
 
     def release(self, load: Load) -> None:
         """A load has ended: unpin its blocks."""
@@ -365,6 +379,9 @@ class Fetches:
             waiting.left = 1
             for base, remote, begins, ends in wanted:
                 covering = _covering(remote.stored, begins, ends)
+                if base in waiting.unpinned:
+                    waiting.outcomes.update({(base, b): False for b in covering.tolist()})
+                    continue
                 left: list[int] = []
                 for block in remote.stored.missing(covering).tolist():
                     error = waiting.known.get((remote.stored, block))

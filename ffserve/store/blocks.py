@@ -303,13 +303,22 @@ class StoredObject:
     # ---- pins and claims ------------------------------------------------------------------
 
     def pin(self, blocks: Blocks) -> None:
-        """Keep blocks, those that are there and those that come; `blocks` rise."""
+        """Keep blocks, those that are there and those that come; `blocks` rise.
+
+        Raises: OSError: the kernel has no room for locks; then none is pinned.
+        """
         with self._lock:
             self._check_open()
             new = blocks[self._pins[blocks] == 0]
+            try:
+                for first, count in runs(new):
+                    lock(self._pin_fd, fcntl.F_RDLCK, PINS + first, count, wait=True)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    for first, count in runs(new):
+                        lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
+                raise
             self._pins[blocks] += 1
-            for first, count in runs(new):
-                lock(self._pin_fd, fcntl.F_RDLCK, PINS + first, count, wait=True)
 
     def unpin(self, blocks: Blocks) -> None:
         """Take back one `pin`."""

@@ -249,6 +249,29 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
             reader.close()
 
 
+def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(100, 6000)
+    url = served(origin, tmp_path, samples)
+    patch = (
+        "import errno, threading\nimport ffserve.store.blocks as b\npinned = b.StoredObject.pin\n"
+        "def pin(self, blocks):\n"
+        "    if threading.current_thread().name.startswith(('MainThread', 'ffserve-blocks')):\n"
+        "        raise OSError(errno.ENOLCK, 'No locks available')\n"
+        "    pinned(self, blocks)\n"
+        "b.StoredObject.pin = pin\n"
+    )
+    expect = [r"store: cannot pin blocks, reading past it: .*No locks available"]
+    with (
+        serving(**daemon_options(tmp_path, patch=patch, expect=expect)) as daemon,
+        daemon.open(url) as reader,
+    ):
+        assert plain(reader.read(range(100))) == samples
+        origins = [job["time_s"]["origin"] for job in daemon.status()["jobs"]]
+        assert sum(origins) < fetches.PART_S
+
+
 def test_errors_of_an_origin_are_those_of_the_caller(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     url = served(origin, tmp_path, samples)
