@@ -28,7 +28,6 @@ from ffserve.inputs import download, find_inputs
 from ffserve.inputs.outputs import Output, OutputJob
 from ffserve.inputs.places import find
 from ffserve.inputs.stream import Stream, splits_of
-from ffserve.store import fetching
 from ffserve.store.access import Access, collect
 from ffserve.store.fetching import identity_of
 
