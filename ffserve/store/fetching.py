@@ -52,6 +52,8 @@ FETCH_SIZE = 4 << 20
 """Of one request, at most: each costs milliseconds of CPU and a round trip."""
 AHEAD_SIZE = 128 << 20
 """Bytes that are asked for ahead of a reader in order."""
+FULL_S = 5.0
+"""How long a copy waits for room on a full disk that the store has a part of."""
 LISTED_S = 30.0
 """How long a listing counts as the present state of an object that is then opened."""
 NOW = 0.0
@@ -551,23 +553,34 @@ class Fetcher:
                 self.ask_ahead(opened, number)
                 waiting = self.ask(opened, stored.missing(block).tolist(), NOW, None)
                 outcome = self.wait(opened, number, waiting[number]) if waiting else True
-                self._copy_block(opened, number, outcome, fd)
+                self._copy_block(opened, number, outcome, fd, check)
             finally:
                 stored.unpin(block)
 
-    def _copy_block(self, opened: OpenObject, block: int, outcome: Outcome, fd: int) -> None:
+    def _copy_block(
+        self, opened: OpenObject, block: int, outcome: Outcome, fd: int, check: Callable[[], object]
+    ) -> None:
         stored = opened.stored
         start, end = block * stored.block_size, stored.state.end(block)
         content = b"" if outcome is True else self._part(opened, block, start, end, outcome)
+        room_until = math.inf
         while True:
             try:
                 if content or not stored.copy_to(fd, start, end):
                     write_at(fd, content or self._part(opened, block, start, end, True), start)
                 return
             except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if not full or not self.store.give_way(stored, block, fd):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
+                if self.store.give_way(stored, block, fd):
+                    room_until = math.inf
+                    continue
+                # What is fetched or copied at this moment may give way soon.
+                room_until = min(room_until, time.monotonic() + FULL_S)
+                if time.monotonic() >= room_until:
+                    raise
+                check()
+                time.sleep(POLL_S)
 
     def _part(
         self, opened: OpenObject, block: int, start: int, end: int, outcome: Outcome
