@@ -1,4 +1,4 @@
-"""Damage: samples whose checksum was wrong are read a second time, in a thread.
+"""Damage: samples whose checksum was wrong are read a second time, in a thread of their user.
 
 A sample that is right then is published where it belongs. Records in chunks are read again by the
 thread that decodes them (`chunks.py`).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -66,7 +66,8 @@ class SecondReader:
         self._memory = memory
         self._directory = directory
         self._ended = ended
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: dict[Hashable, ThreadPoolExecutor] = {}
+        """One thread each: storage or an origin that hangs holds up one user's samples only."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.in_flight = 0
         """Loads with samples that are being read again."""
@@ -75,13 +76,15 @@ class SecondReader:
         """Report to this loop."""
         self._loop = loop
 
-    def submit(self, load: Load, samples: list[WrongSample]) -> None:
-        """Read samples of a load again. Their files stay open until `ended` is called."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ffserve-second-read")
+    def submit(self, load: Load, samples: list[WrongSample], who: Hashable) -> None:
+        """Read samples of a load again, after others of the same user. Their files stay open until
+        `ended` is called."""
+        pool = self._pools.get(who)
+        if pool is None:
+            pool = self._pools[who] = ThreadPoolExecutor(1, "ffserve-second-read")
         load.batches += 1
         self.in_flight += 1
-        future = self._pool.submit(self._read, samples)
+        future = pool.submit(self._read, samples)
         future.add_done_callback(lambda done: self._report(load, done))
 
     def _read(self, samples: list[WrongSample]) -> Outcome:
@@ -118,6 +121,6 @@ class SecondReader:
         self._ended(load)
 
     def close(self) -> None:
-        """End the thread."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the threads."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)

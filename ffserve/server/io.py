@@ -575,7 +575,9 @@ class Engines:
         if wrong.any():
             samples = self._wrong_samples(number, batch, np.flatnonzero(wrong))
             remote = any(sample.mend is not None for sample in samples)
-            (self._mending if remote else self._second).submit(load, samples)
+            asking = load.fetches[0] if load.fetches else None
+            who = asking.owner.who if isinstance(asking, SampleRequest) else None
+            (self._mending if remote else self._second).submit(load, samples, who)
         failed = records[(records["status"] != 0) & ~wrong]
         columns = (failed[name].tolist() for name in ("entry", "status", "found", "checksum"))
         for entry, *about in zip(*columns, strict=True):
