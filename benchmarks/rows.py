@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from benchmarks import engine, shuffle, view
+from benchmarks import engine, shuffle, store, view
 from benchmarks.local import Local
 from ffserve.bench.contestants import HOT_SHARE, STREAM_DEPTH
 from ffserve.bench.harness import (
@@ -107,6 +107,7 @@ def groups(
     for sample_size in (SMALL, LARGE):
         found += _crowd(bench, data(sample_size, COLD_SIZE))
     found += view.groups(bench, data(LARGE, HOT_SIZE), data(100, TOKENS_SIZE), note)
+    found += store.groups(bench, (SMALL, LARGE), scale, bool(peers), note)
     found += _opening(bench, many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100))
     for kind in NAMES:
         found += _many_files(bench, max(int(MANY_FILES * scale), 10), kind, note)

@@ -216,7 +216,7 @@ def _open_array_record(directory: str) -> ReadBatch:
     return lambda indices: sum(map(len, reader.read(indices.tolist())))
 
 
-def _import_streaming() -> Any:
+def import_streaming() -> Any:
     """Import MosaicML streaming, which imports torchvision but calls none of its operators.
 
     Beside a build of torch that is not its own (CPU, CUDA), torchvision cannot load its operators,
@@ -231,7 +231,7 @@ def _import_streaming() -> Any:
 
 
 def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
-    writer = _import_streaming().MDSWriter(
+    writer = import_streaming().MDSWriter(
         out=directory, columns={"x": "bytes"}, size_limit=SHARD_SIZE, progress_bar=False
     )
     with writer:
@@ -240,7 +240,7 @@ def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_streaming(directory: str) -> ReadBatch:
-    dataset = _import_streaming().LocalDataset(local=directory)
+    dataset = import_streaming().LocalDataset(local=directory)
     return lambda indices: sum(len(dataset[k]["x"]) for k in indices.tolist())
 
 

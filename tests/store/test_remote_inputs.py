@@ -316,7 +316,7 @@ def test_a_stream_goes_on_where_it_was_cut(server: HttpOrigin) -> None:
 
 
 def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "AHEAD_BLOCKS", 1)
+    monkeypatch.setattr(fetching, "AHEAD_SIZE", 0)
     url = server.put("a.txt", lines(1, 4 * SIZE))
     [listing] = find_inputs([url]).values()
     blocks = Stream(
