@@ -9,13 +9,14 @@
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
-#              the packages of the benchmark (installs gigabytes; says why a test is skipped)
+#              the packages of the benchmark; remote files from Ceph's gateway of S3
+#              (installs gigabytes; says why a test is skipped)
 # make page    the status page in Chromium (1 min; brings Chromium, 300 MB; screenshots=docs/images
 #              draws the pictures of the documents anew)
 # make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
-# make stores  remote files from servers of S3, SFTP, Google Cloud Storage and Azure, and longer tests
-#              of the store (3 min)
+# make stores  remote files from servers of S3, SFTP, HDFS, Google Cloud Storage and Azure, and longer
+#              tests of the store (8 min; brings Java and Hadoop, 500 MB)
 # make systemd boot a systemd in a container: install the service, use it, damage it, remove it
 #              (4 min; needs root)
 # make upgrades the last release's clients and daemon with today's (2 min; builds it from the history,
@@ -81,7 +82,7 @@ test: setup
 	fi
 
 interop:
-	@bash .ci/setup --bench
+	@bash .ci/setup --bench --ceph
 	@$(pytest) -q -rs -m interop --timeout 0
 
 ray:
@@ -98,7 +99,7 @@ page:
 
 stores:
 	@bash .ci/setup --stores
-	@$(pytest) -q -rs -m stores tests/store --timeout 300
+	@$(pytest) -q -rs -m 'stores and not interop' tests/store --timeout 300
 
 view:
 	@bash .ci/setup --view

@@ -36,14 +36,25 @@ from ffserve.store.clouds import Objects
 
 _TAGS = (
     "generation", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
-    "fileId", "checksum",
+    "fileId", "checksum", "modification_time",
 )  # fmt: skip
-_TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modificationTime", "mtime")
+"""`modification_time` is hdfs-native's, in milliseconds: HDFS has no ETag, and its listings are as
+precise as its other answers."""
+_TIMES = (
+    "LastModified", "last_modified", "Last-Modified", "updated", "modificationTime",
+    "modification_time", "mtime",
+)  # fmt: skip
 _PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
     "az": "adlfs", "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
-    "hdfs": "pyarrow", "hf": "huggingface_hub", "webhdfs": "requests",
+    "hdfs": "'ffserve[hdfs]'", "viewfs": "'ffserve[hdfs]'", "hf": "huggingface_hub",
+    "webhdfs": "requests",
 }  # fmt: skip
+HDFS = ("hdfs", "viewfs")
+_URL_PATHS = (*HDFS, "webhdfs", "swebhdfs")
+"""Protocols whose file systems take a question mark for the beginning of a query."""
+_ANY = "[!\0]"
+"""A question mark of a pattern, for these."""
 _CREDENTIALS = (
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
     "TokenRetrievalError", "ProfileNotFound", "AuthenticationException", "DefaultCredentialsError",
@@ -59,6 +70,20 @@ ASKED_AT_ONCE = 16
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
+_BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO,
+           errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
+_RPC_ERROR = re.compile(r'RPCError\("(?:[\w.]+\.)?([\w$]+)", "(.*?)(?:\\n|"\)$)', re.DOTALL)
+"""An exception of a NameNode in hdfs-native's text: its class, and the first line it says."""
+_HDFS_DENIED = (
+    "AccessControlException", "AuthorizationException", "SecretManager$InvalidToken", "SASLError",
+    "GSSAPIError", "NoSASLMechanism",
+)  # fmt: skip
+_HDFS_LATER = (
+    "StandbyException", "RetriableException", "SafeModeException", "DataTransferError",
+    "BlocksNotFound", "ChecksumError",
+)  # fmt: skip
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""The number of a system's error in the text of a package in Rust."""
 
 
 class OriginError(Exception):
@@ -125,7 +150,44 @@ def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
         options["client_kwargs"] = {"timeout": timeout}
     if protocol in ("sftp", "ssh") and "timeout" not in conf:
         options["timeout"] = CONNECT_S
+    if protocol in HDFS:
+        # Each NameNode of a name service is asked twice.
+        options = {
+            "dfs.client.failover.max.attempts": "4",
+            "dfs.client.failover.sleep.base.millis": "50",
+            "dfs.client.failover.sleep.max.millis": "200",
+            "dfs.client.socket-timeout": str(int(SILENT_S * 1000)),
+        }
     return {name: value for name, value in options.items() if name not in conf}
+
+
+_clients: dict[tuple[Any, ...], Any] = {}
+"""File systems of HDFS, one for all threads: each has threads of its own. The process that made one
+is part of its key, and none is ever removed: to free, in a child, what a fork has copied would wait
+for threads that the child does not have."""
+_clients_lock = threading.Lock()
+_inherited: list[Any] = []
+"""Open files of the parent process, which are not freed here for the same reason."""
+
+
+def hdfs(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL of HDFS, and the path in it.
+
+    It is hdfs-native's, not the one that fsspec has for this protocol: that one runs a Java machine
+    in this process, which does not survive a fork. Nor is it in fsspec's cache, which is freed in
+    a child.
+    Raises: ImportError: the package is missing; what hdfs-native raises.
+    """
+    conf = _fsspec().config.conf.get(url.partition("://")[0].lower(), {})
+    module = importlib.import_module("hdfs_native.fsspec")
+    protocol, _, rest = url.partition("://")
+    key = os.getpid(), protocol.lower(), rest.partition("/")[0], repr(sorted(conf.items()))
+    kind = {"hdfs": module.HdfsFileSystem, "viewfs": module.ViewfsFileSystem}[protocol.lower()]
+    with _clients_lock:
+        if key not in _clients:
+            options = {**kind._get_kwargs_from_urls(url), **_defaults(protocol.lower(), conf)}
+            _clients[key] = kind(skip_instance_cache=True, **options)
+        return _clients[key], kind._strip_protocol(url)
 
 
 def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
@@ -140,6 +202,8 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     try:
         if access is not None:
             found, path = access.file_system(url)
+        elif protocol in HDFS:
+            found, path = hdfs(url)
         else:
             found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
             if not is_connected(found):
@@ -206,6 +270,8 @@ def failure(error: BaseException, url: str) -> OriginError:
         message = f"the origin accepts no credentials of this process: {text}"
         hint = "check the credentials in the environment, or those of the origin's own tools"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
+    if url.partition("://")[0].lower() in HDFS and (hdfs := _hdfs_failure(text, where)):
+        return hdfs
     # gcsfs has no status for what is forbidden.
     denied = "PermissionError" in names or text.startswith("Forbidden: ")
     if status in (401, 403) or code in _DENIED_CODES or denied:
@@ -231,16 +297,34 @@ def failure(error: BaseException, url: str) -> OriginError:
     return OriginError(ReadError(f"the origin failed: {text}", path=where), again=False)
 
 
+def _hdfs_failure(text: str, where: str) -> OriginError | None:
+    """Return what a text of hdfs-native means, which has one class for most failures."""
+    error: FFServeError
+    if any(word in text for word in _HDFS_DENIED):
+        hint = "check HADOOP_USER_NAME or the Kerberos ticket (klist), and the rights of this user"
+        error = AccessDenied(f"the origin denies access: {text}", path=where, hint=hint)
+        return OriginError(error, again=False)
+    if "No NameNode hosts found" in text:
+        hint = "give host and port of a NameNode, or set HADOOP_CONF_DIR to Hadoop's settings"
+        error = UsageError(f"unknown name service: {text}", path=where, hint=hint)
+        return OriginError(error, again=False)
+    if any(word in text for word in _HDFS_LATER):
+        return _later(f"the origin failed: {text}", where)
+    number = _OS_ERROR.search(text)
+    if "failed to lookup address" in text or (number and int(number[1]) in _BROKEN):
+        return _later(f"the connection to the origin failed: {text}", where, answered=False)
+    return None
+
+
 def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
     if names & {"ConnectionError", "EndpointConnectionError", "ClientConnectionError", "EOFError",
                 "ClientPayloadError", "IncompleteReadError", "ResponseStreamingError",
                 "ConnectionClosedError", "SSHException", "gaierror", "ChunkedEncodingError",
                 "TransportError", "ServiceRequestError", "ServiceResponseError"}:  # fmt: skip
         return True
-    broken = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO}
     closed = ("Socket is closed", "Server connection dropped")  # of paramiko
     return any(
-        isinstance(each, OSError) and (each.errno in broken or str(each).startswith(closed))
+        isinstance(each, OSError) and (each.errno in _BROKEN or str(each).startswith(closed))
         for each in chain
     )
 
@@ -254,6 +338,8 @@ def _text(chain: list[BaseException]) -> str:
     """Return the texts of a chain of exceptions, without what a URL must not show."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
+    if remote := _RPC_ERROR.match(words):
+        words = f"{remote[1]}: {remote[2]}"
     words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), words)
     return _QUERY_INSIDE.sub("?…", words)[:300]
 
@@ -346,9 +432,12 @@ def find(
     Raises: UsageError; OriginError, also for a file that does not exist or a directory that cannot
         be listed.
     """
+    given = url
+    if urls.has_magic(url) and url.partition("://")[0].lower() in _URL_PATHS:
+        url = url.replace("?", _ANY)
     system, path = file_system(url)
     search = _Search(system, _prefix(url, path), hidden, below)
-    with failures(url):
+    with failures(given):
         system.invalidate_cache()
         if urls.has_magic(url):
             parts = path.split("/")
@@ -530,6 +619,7 @@ class RemoteFile:
         """Return an open file that no other thread uses, and whether its reads are conditional."""
         with self._lock:
             if self._pid != os.getpid():  # fsspec's file systems are not to be used after a fork
+                _inherited.append(self._free)
                 self._free, self._pid = [], os.getpid()
             mine = (0, threading.get_ident())
             place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)

@@ -34,6 +34,8 @@ def shown(url: str) -> str:
     except ValueError:  # such as an invalid IPv6 address
         return url.split("?")[0]
     host = parts.netloc
+    if not host:  # hdfs:///path, which would lose two of its slashes
+        return url
     if "@" in host:
         user, _, place = host.rpartition("@")
         host = f"{user.partition(':')[0]}@{place}"

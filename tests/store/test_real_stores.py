@@ -1,4 +1,4 @@
-"""Servers of S3 (moto) and SFTP (OpenSSH)."""
+"""Servers of S3 (moto; with `make interop` Ceph's gateway) and SFTP (OpenSSH)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ceph
 import numpy as np
 import pytest
 from daemon import Daemon, Raw, run_python, started, until
 from failing_proxy import failing_proxy
 from origins import http_origin
+from server_process import running
 from store_servers import free_port, reading_daemon, small_store, wait_for, written
 
 import ffserve
@@ -30,6 +34,7 @@ from ffserve.inputs.places import find
 from ffserve.inputs.stream import Stream, splits_of
 from ffserve.store.access import Access, collect
 from ffserve.store.fetching import identity_of
+from ffserve.store.origin import find as find_objects
 
 pytestmark = pytest.mark.stores
 BLOCK = 64 << 10
@@ -42,29 +47,46 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_store(tmp_path, monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def s3_port() -> Iterator[int]:
-    pytest.importorskip("moto")
+@dataclass(frozen=True)
+class S3:
+    """A server of S3 with a user."""
+
+    url: str
+    key: str = "key"
+    secret: str = "geheim"
+
+
+@pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.interop)])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     pytest.importorskip("s3fs")
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(port, server)
-        yield port
-    finally:
-        server.terminate()
-        server.wait()
+    place = tmp_path_factory.mktemp(request.param)
+    if request.param == "moto":
+        pytest.importorskip("moto")
+        port = free_port()
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
+        with running(command, port, place / "moto.out"):
+            yield S3(f"http://127.0.0.1:{port}")
+    elif not ceph.is_installed():
+        pytest.skip("needs Ceph: ceph-mon, ceph-osd, radosgw")
+    else:
+        with ceph.gateway(place) as found:
+            yield S3(found.url, found.key, found.secret)
+
+
+of_ceph = pytest.mark.parametrize(
+    "s3", [pytest.param("ceph", marks=pytest.mark.interop)], indirect=True
+)
+"""Of what moto does not have: it looks at no keys, and takes every name of a host."""
 
 
 @pytest.fixture
-def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bucket(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A new bucket: the file system to fill it, and its name."""
     import s3fs
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     s3fs.S3FileSystem.clear_instance_cache()
     system = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
@@ -162,7 +184,7 @@ def test_listings_of_s3(bucket: Any) -> None:
 
 @pytest.mark.parametrize("how", ["refused", "unanswered"])
 def test_a_run_survives_that_every_request_fails_once(
-    bucket: Any, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+    bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
     """Inputs and output of a job: each request is refused, or done without an answer, and made
     again."""
@@ -170,7 +192,7 @@ def test_a_run_survives_that_every_request_fails_once(
     files = {"a.txt": b"one\n", "sub/b.txt": b"two\n" * 100_000, "sub/_hidden": b"x"}
     for key, content in files.items():
         system.pipe_file(f"{name}/in/{key}", content)
-    with failing_proxy(s3_port, how) as (url, failures):
+    with failing_proxy(int(s3.url.rpartition(":")[2]), how) as (url, failures):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         type(system).clear_instance_cache()
         [listing] = find_inputs([f"s3://{name}/in"]).values()
@@ -203,6 +225,94 @@ def test_a_run_survives_that_every_request_fails_once(
         "worker-0/log": b"log of 0",
         "worker-1/log": b"log of 1",
     }
+
+
+def test_an_object_of_several_parts(bucket: Any, tmp_path: Path) -> None:
+    """Its ETag is not the checksum of its bytes; another object with the same bytes has another."""
+    system, name = bucket
+    path, samples = written(tmp_path, "a.ffr", 1, count=9000)
+    whole = path.read_bytes()
+    assert len(whole) > 10 << 20
+    url = f"s3://{name}/a.ffr"
+    system.pipe_file(url, whole, chunksize=5 << 20)
+    parts = identity_of(url)
+    assert parts.tag.endswith(f"-{-(-len(whole) // (5 << 20))}") and parts.size == len(whole)
+    some = random.Random(2).sample(range(9000), 60)
+    with ffserve.open(url) as reader:
+        assert [bytes(s) for s in reader.read(some)] == [samples[k] for k in some]
+        system.pipe_file(url, whole, chunksize=50 << 20)
+        rest = reader.read(range(9000), errors="return")
+        assert any(isinstance(sample, ReadError) for sample in rest)
+    assert identity_of(url).tag != parts.tag
+    with ffserve.open(url) as reader:
+        assert [bytes(s) for s in reader.read(some)] == [samples[k] for k in some]
+
+
+def test_more_objects_than_one_listing_has(bucket: Any, tmp_path: Path) -> None:
+    system, name = bucket
+    path, samples = written(tmp_path, "a.ffr", 1, count=1)
+    content = path.read_bytes()
+    system.pipe({f"{name}/many/{k:04}.ffr": content for k in range(1050)})
+    found, _ = find_objects(f"s3://{name}/many/*.ffr")
+    assert [each.url for each in found] == [f"s3://{name}/many/{k:04}.ffr" for k in range(1050)]
+    with ffserve.open(f"s3://{name}/many/10[0-4]?.ffr") as reader:
+        assert [bytes(s) for s in reader] == samples * 50
+
+
+@of_ceph
+def test_wrong_keys(bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    system, name = bucket
+    path, samples = written(tmp_path, "a.ffr", 1)
+    url = f"s3://{name}/a.ffr"
+    system.put_file(str(path), url)
+    with started(reading_daemon(tmp_path)) as daemon:
+        for key, secret in ((s3.key, "falsch"), ("nobody", s3.secret)):
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+            s3fs.S3FileSystem.clear_instance_cache()
+            for asked in (url, f"s3://{name}/*.ffr"):
+                with pytest.raises(AccessDenied, match="denies access") as failed:
+                    ffserve.open(asked)
+                assert secret not in str(failed.value)
+            with pytest.raises(AccessDenied, match="denies access"):
+                daemon.open(url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret)
+        s3fs.S3FileSystem.clear_instance_cache()
+        with daemon.open(url) as reader:
+            assert [bytes(s) for s in reader] == samples
+
+
+@of_ceph
+@pytest.mark.parametrize("style", ["path", "virtual"])
+def test_buckets_as_hosts(
+    bucket: Any, s3: S3, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bucket.localhost` is this machine, which the gateway knows as its own name."""
+    import s3fs
+
+    system, name = bucket
+    if style == "virtual":
+        try:
+            socket.getaddrinfo(f"{name}.localhost", None)
+        except socket.gaierror:
+            pytest.skip("names below localhost have no address here (libnss-myhostname)")
+    path, samples = written(tmp_path, "a.ffr", 1)
+    system.put_file(str(path), f"{name}/a.ffr")
+    settings = tmp_path / "config"
+    settings.write_text(f"[default]\ns3 =\n  addressing_style = {style}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url.replace("127.0.0.1", "localhost"))
+    s3fs.S3FileSystem.clear_instance_cache()
+    url = f"s3://{name}/a.ffr"
+    with started(reading_daemon(tmp_path)) as daemon:
+        for reading in (ffserve.open(url, server="off"), daemon.open(url)):
+            with reading as reader:
+                assert [bytes(s) for s in reader] == samples
+        place = daemon.status()["store"]
+    assert place["fetched"] == path.stat().st_size
 
 
 @pytest.fixture
