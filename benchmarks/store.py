@@ -103,8 +103,11 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def origin(folder: str, rate: int = RATE) -> Iterator[Origin]:
-    """Serve the directories of a directory as buckets, over a link of `rate` bytes a second."""
+def origin(folder: str, read: str, rate: int = RATE) -> Iterator[Origin]:
+    """Serve the directories of a directory as buckets, over a link of `rate` bytes a second.
+
+    Args: read: directory in the bucket that is going to be read.
+    """
     number = os.getpid()
     space, here, there = f"ffserve-{number}", f"ffsa{number}", f"ffsb{number}"
     # Of the addresses that are kept for benchmarks (RFC 2544).
@@ -132,14 +135,14 @@ def origin(folder: str, rate: int = RATE) -> Iterator[Origin]:
             processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         )
         served = Origin(f"http://{far}:{PORT}", f"/sys/class/net/{here}/statistics/rx_bytes")
-        _await(served)
+        _await(served, read)
         yield served
 
 
-def _await(served: Origin) -> None:
-    """Return when the server answers, and knows the ETags of all objects: it reads them for it."""
+def _await(served: Origin, read: str) -> None:
+    """Return when the server answers, and knows the ETags of a directory: it reads all for them."""
     deadline = time.monotonic() + START_S
-    command = served.command("md5sum", f":s3:{BUCKET}", "--low-level-retries", "1")
+    command = served.command("md5sum", f":s3:{BUCKET}/{read}", "--low-level-retries", "1")
     while subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
         if time.monotonic() > deadline:
             raise FFServeError("rclone serve s3 does not answer")
@@ -364,7 +367,8 @@ def _run(
 ) -> Result:  # fmt: skip
     """Run a contestant with an origin, a directory and, if wanted, a daemon that are all new."""
     with contextlib.ExitStack() as stack:
-        served = stack.enter_context(origin(os.path.join(bench.folder, "origin")))
+        read = os.path.basename(case.get("remote", os.path.dirname(data.paths[0])))
+        served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read))
         # A peer's processes may write for a moment after its run.
         directory = tempfile.TemporaryDirectory(
             prefix="store-", dir=bench.folder, ignore_cleanup_errors=True
