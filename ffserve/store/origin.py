@@ -16,6 +16,7 @@ message.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import errno
@@ -168,6 +169,52 @@ for threads that the child does not have."""
 _clients_lock = threading.Lock()
 _inherited: list[Any] = []
 """Open files of the parent process, which are not freed here for the same reason."""
+
+
+class _Calls:
+    """The calls of hdfs-native that run, in all threads. The end of the process waits for them:
+    Python before 3.14 ends a thread that comes back to it then, and Rust aborts the process."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._count = 0
+        self._ending = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        with self._change:
+            # Not the main thread, which ends the process.
+            while self._ending and threading.current_thread() is not threading.main_thread():
+                self._change.wait()
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._count -= 1
+                self._change.notify_all()
+
+    def end(self) -> None:
+        with self._change:
+            self._ending = True
+            self._change.wait_for(lambda: not self._count, CONNECT_S)
+
+
+_calls = _Calls()
+
+
+@atexit.register
+def _end_calls() -> None:
+    _calls.end()
+
+
+def _renew_locks() -> None:
+    """This process is a child: locks are as the parent's threads left them."""
+    global _clients_lock, _calls
+    _clients_lock, _calls = threading.Lock(), _Calls()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def hdfs(url: str) -> tuple[Any, str]:
@@ -356,8 +403,10 @@ def changed(url: str) -> ReadError:
 @contextlib.contextmanager
 def failures(url: str) -> Iterator[None]:
     """Raise exceptions of fsspec in the block as OriginErrors."""
+    counted = url.partition("://")[0].lower() in HDFS
     try:
-        yield
+        with _calls.one() if counted else contextlib.nullcontext():
+            yield
     except (OriginError, FFServeError):
         raise
     except Exception as error:
