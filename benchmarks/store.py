@@ -118,6 +118,8 @@ def origin(folder: str, read: str, rate: int = RATE) -> Iterator[Origin]:
         _ip("ip", "netns", "add", space)
         stack.callback(_ip, "ip", "netns", "del", space)
         _ip("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", space)
+        # The kernel ends a name space some time after its end, and the link with it.
+        stack.callback(_ip, "ip", "link", "del", here)
         _ip("ip", "addr", "add", f"{near}/30", "dev", here)
         _ip("ip", "link", "set", here, "up")
         _ip("ip", "-n", space, "addr", "add", f"{far}/30", "dev", there)
