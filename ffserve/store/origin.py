@@ -16,10 +16,8 @@ message.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
-import errno
 import glob
 import importlib
 import os
@@ -31,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
-from ffserve.store import urls
+from ffserve.store import hdfs, urls
 from ffserve.store.access import CONNECT_S, SILENT_S, Access, is_connected
 from ffserve.store.clouds import Objects
 
@@ -51,8 +49,7 @@ _PACKAGES = {
     "hdfs": "'ffserve[hdfs]'", "viewfs": "'ffserve[hdfs]'", "hf": "huggingface_hub",
     "webhdfs": "requests",
 }  # fmt: skip
-HDFS = ("hdfs", "viewfs")
-_URL_PATHS = (*HDFS, "webhdfs", "swebhdfs")
+_URL_PATHS = (*hdfs.PROTOCOLS, "webhdfs", "swebhdfs")
 """Protocols whose file systems take a question mark for the beginning of a query."""
 _ANY = "[!\0]"
 """A question mark of a pattern, for these."""
@@ -71,20 +68,6 @@ ASKED_AT_ONCE = 16
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
-_BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO,
-           errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
-_RPC_ERROR = re.compile(r'RPCError\("(?:[\w.]+\.)?([\w$]+)", "(.*?)(?:\\n|"\)$)', re.DOTALL)
-"""An exception of a NameNode in hdfs-native's text: its class, and the first line it says."""
-_HDFS_DENIED = (
-    "AccessControlException", "AuthorizationException", "SecretManager$InvalidToken", "SASLError",
-    "GSSAPIError", "NoSASLMechanism",
-)  # fmt: skip
-_HDFS_LATER = (
-    "StandbyException", "RetriableException", "SafeModeException", "DataTransferError",
-    "BlocksNotFound", "ChecksumError",
-)  # fmt: skip
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""The number of a system's error in the text of a package in Rust."""
 
 
 class OriginError(Exception):
@@ -151,90 +134,7 @@ def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
         options["client_kwargs"] = {"timeout": timeout}
     if protocol in ("sftp", "ssh") and "timeout" not in conf:
         options["timeout"] = CONNECT_S
-    if protocol in HDFS:
-        # Each NameNode of a name service is asked twice.
-        options = {
-            "dfs.client.failover.max.attempts": "4",
-            "dfs.client.failover.sleep.base.millis": "50",
-            "dfs.client.failover.sleep.max.millis": "200",
-            "dfs.client.socket-timeout": str(int(SILENT_S * 1000)),
-        }
     return {name: value for name, value in options.items() if name not in conf}
-
-
-_clients: dict[tuple[Any, ...], Any] = {}
-"""File systems of HDFS, one for all threads: each has threads of its own. The process that made one
-is part of its key, and none is ever removed: to free, in a child, what a fork has copied would wait
-for threads that the child does not have."""
-_clients_lock = threading.Lock()
-_inherited: list[Any] = []
-"""Open files of the parent process, which are not freed here for the same reason."""
-
-
-class _Calls:
-    """The calls of hdfs-native that run, in all threads. The end of the process waits for them:
-    Python before 3.14 ends a thread that comes back to it then, and Rust aborts the process."""
-
-    def __init__(self) -> None:
-        self._change = threading.Condition()
-        self._count = 0
-        self._ending = False
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        with self._change:
-            # Not the main thread, which ends the process.
-            while self._ending and threading.current_thread() is not threading.main_thread():
-                self._change.wait()
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._count -= 1
-                self._change.notify_all()
-
-    def end(self) -> None:
-        with self._change:
-            self._ending = True
-            self._change.wait_for(lambda: not self._count, CONNECT_S)
-
-
-_calls = _Calls()
-
-
-@atexit.register
-def _end_calls() -> None:
-    _calls.end()
-
-
-def _renew_locks() -> None:
-    """This process is a child: locks are as the parent's threads left them."""
-    global _clients_lock, _calls
-    _clients_lock, _calls = threading.Lock(), _Calls()
-
-
-os.register_at_fork(after_in_child=_renew_locks)
-
-
-def hdfs(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL of HDFS, and the path in it.
-
-    It is hdfs-native's, not the one that fsspec has for this protocol: that one runs a Java machine
-    in this process, which does not survive a fork. Nor is it in fsspec's cache, which is freed in
-    a child.
-    Raises: ImportError: the package is missing; what hdfs-native raises.
-    """
-    conf = _fsspec().config.conf.get(url.partition("://")[0].lower(), {})
-    module = importlib.import_module("hdfs_native.fsspec")
-    protocol, _, rest = url.partition("://")
-    key = os.getpid(), protocol.lower(), rest.partition("/")[0], repr(sorted(conf.items()))
-    kind = {"hdfs": module.HdfsFileSystem, "viewfs": module.ViewfsFileSystem}[protocol.lower()]
-    with _clients_lock:
-        if key not in _clients:
-            options = {**kind._get_kwargs_from_urls(url), **_defaults(protocol.lower(), conf)}
-            _clients[key] = kind(skip_instance_cache=True, **options)
-        return _clients[key], kind._strip_protocol(url)
 
 
 def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
@@ -249,8 +149,8 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     try:
         if access is not None:
             found, path = access.file_system(url)
-        elif protocol in HDFS:
-            found, path = hdfs(url)
+        elif protocol in hdfs.PROTOCOLS:
+            found, path = hdfs.client(url, conf)
         else:
             found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
             if not is_connected(found):
@@ -317,8 +217,8 @@ def failure(error: BaseException, url: str) -> OriginError:
         message = f"the origin accepts no credentials of this process: {text}"
         hint = "check the credentials in the environment, or those of the origin's own tools"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
-    if url.partition("://")[0].lower() in HDFS and (hdfs := _hdfs_failure(text, where)):
-        return hdfs
+    if hdfs.serves(url) and (found := _hdfs_failure(text, where)):
+        return found
     # gcsfs has no status for what is forbidden.
     denied = "PermissionError" in names or text.startswith("Forbidden: ")
     if status in (401, 403) or code in _DENIED_CODES or denied:
@@ -345,22 +245,22 @@ def failure(error: BaseException, url: str) -> OriginError:
 
 
 def _hdfs_failure(text: str, where: str) -> OriginError | None:
-    """Return what a text of hdfs-native means, which has one class for most failures."""
     error: FFServeError
-    if any(word in text for word in _HDFS_DENIED):
-        hint = "check HADOOP_USER_NAME or the Kerberos ticket (klist), and the rights of this user"
-        error = AccessDenied(f"the origin denies access: {text}", path=where, hint=hint)
-        return OriginError(error, again=False)
-    if "No NameNode hosts found" in text:
-        hint = "give host and port of a NameNode, or set HADOOP_CONF_DIR to Hadoop's settings"
-        error = UsageError(f"unknown name service: {text}", path=where, hint=hint)
-        return OriginError(error, again=False)
-    if any(word in text for word in _HDFS_LATER):
-        return _later(f"the origin failed: {text}", where)
-    number = _OS_ERROR.search(text)
-    if "failed to lookup address" in text or (number and int(number[1]) in _BROKEN):
-        return _later(f"the connection to the origin failed: {text}", where, answered=False)
-    return None
+    match hdfs.meaning(text):
+        case hdfs.Meaning.DENIED:
+            hint = "check HADOOP_USER_NAME or the Kerberos ticket (klist), and this user's rights"
+            error = AccessDenied(f"the origin denies access: {text}", path=where, hint=hint)
+            return OriginError(error, again=False)
+        case hdfs.Meaning.UNKNOWN:
+            hint = "give host and port of a NameNode, or set HADOOP_CONF_DIR to Hadoop's settings"
+            error = UsageError(f"unknown name service: {text}", path=where, hint=hint)
+            return OriginError(error, again=False)
+        case hdfs.Meaning.LATER:
+            return _later(f"the origin failed: {text}", where)
+        case hdfs.Meaning.BROKEN:
+            return _later(f"the connection to the origin failed: {text}", where, answered=False)
+        case None:
+            return None
 
 
 def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
@@ -371,7 +271,7 @@ def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
         return True
     closed = ("Socket is closed", "Server connection dropped")  # of paramiko
     return any(
-        isinstance(each, OSError) and (each.errno in _BROKEN or str(each).startswith(closed))
+        isinstance(each, OSError) and (each.errno in hdfs.BROKEN or str(each).startswith(closed))
         for each in chain
     )
 
@@ -385,9 +285,7 @@ def _text(chain: list[BaseException]) -> str:
     """Return the texts of a chain of exceptions, without what a URL must not show."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
-    if remote := _RPC_ERROR.match(words):
-        words = f"{remote[1]}: {remote[2]}"
-    words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), words)
+    words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), hdfs.shortened(words))
     return _QUERY_INSIDE.sub("?…", words)[:300]
 
 
@@ -403,9 +301,8 @@ def changed(url: str) -> ReadError:
 @contextlib.contextmanager
 def failures(url: str) -> Iterator[None]:
     """Raise exceptions of fsspec in the block as OriginErrors."""
-    counted = url.partition("://")[0].lower() in HDFS
     try:
-        with _calls.one() if counted else contextlib.nullcontext():
+        with hdfs.call() if hdfs.serves(url) else contextlib.nullcontext():
             yield
     except (OriginError, FFServeError):
         raise
@@ -668,7 +565,7 @@ class RemoteFile:
         """Return an open file that no other thread uses, and whether its reads are conditional."""
         with self._lock:
             if self._pid != os.getpid():  # fsspec's file systems are not to be used after a fork
-                _inherited.append(self._free)
+                hdfs.inherited.append(self._free)
                 self._free, self._pid = [], os.getpid()
             mine = (0, threading.get_ident())
             place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)

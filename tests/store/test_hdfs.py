@@ -20,7 +20,7 @@ from store_servers import small_store, written
 import ffserve
 from ffserve.cli import run
 from ffserve.errors import AccessDenied, MissingFile, ReadError, UsageError
-from ffserve.store import fetching, origin
+from ffserve.store import fetching, hdfs, origin
 
 pytestmark = pytest.mark.stores
 COUNT = 5000
@@ -232,7 +232,7 @@ def test_threads_of_a_process_share_one_client(
     with ffserve.open(f"{cluster.hdfs}{directory}/*.ffr") as reader:
         reader.read_batch(range(len(reader)))
     host = cluster.hdfs.removeprefix("hdfs://")
-    assert len([key for key in origin._clients if key[0] == os.getpid() and host in key]) == 1
+    assert len([key for key in hdfs._clients if key[0] == os.getpid() and host in key]) == 1
 
 
 def test_stage(
