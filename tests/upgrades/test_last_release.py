@@ -98,6 +98,9 @@ def _sources(place: Path) -> str:
     """Return a directory with the sources of the last release."""
     known = ["git", "-C", str(ROOT), "cat-file", "-e", f"{LAST}^{{commit}}"]
     if subprocess.run(known, capture_output=True, check=False).returncode:
+        whole = ["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"]
+        found = subprocess.run(whole, capture_output=True, text=True, check=False).stdout.strip()
+        assert found != "false", f"tests/upgrades/LAST names {LAST}, which the history has not"
         pytest.skip(f"no {LAST} in this checkout: set FFSERVE_LAST to the wheel of that release")
     sources = place / "sources"
     sources.mkdir()
