@@ -243,13 +243,14 @@ def run_python(
     program: str, *arguments: Any, code: int | None = 0, timeout: float = 100
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a Python of its own that can import this module."""
+    found = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))},
     )
     if code is not None:
         assert done.returncode == code, (done.stdout, done.stderr)

@@ -13,6 +13,7 @@ ABSENT = {
     "test_lost_ring": "qemu has neither io_uring nor Linux AIO",
     "test_many_small_arrays_lie_in_huge_pages": "qemu shows no huge pages",
     "TestReadsThatHang": "qemu has no io_uring",
+    "of_another_user": "these systems have one user only",
     "test_torch_loader": "PyTorch is not installed",
 }
 """Names of files, classes or tests, and why they are skipped."""
