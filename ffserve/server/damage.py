@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -50,6 +51,14 @@ Outcome: TypeAlias = tuple[list[int], dict[int, Failure]]
 """Numbers of the samples that are right now, and the failures of the others."""
 
 
+@dataclass(slots=True)
+class _Thread:
+    """The thread of a user. loads: those that it has not ended."""
+
+    pool: ThreadPoolExecutor
+    loads: int = 0
+
+
 class SecondReader:
     """See the module's text.
 
@@ -66,8 +75,9 @@ class SecondReader:
         self._memory = memory
         self._directory = directory
         self._ended = ended
-        self._pools: dict[Hashable, ThreadPoolExecutor] = {}
-        """One thread each: storage or an origin that hangs holds up one user's samples only."""
+        self._threads: dict[Hashable, _Thread] = {}
+        """By user, as long as it has samples here: storage or an origin that hangs holds up one
+        user's samples only."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.in_flight = 0
         """Loads with samples that are being read again."""
@@ -79,13 +89,15 @@ class SecondReader:
     def submit(self, load: Load, samples: list[WrongSample], who: Hashable) -> None:
         """Read samples of a load again, after others of the same user. Their files stay open until
         `ended` is called."""
-        pool = self._pools.get(who)
-        if pool is None:
-            pool = self._pools[who] = ThreadPoolExecutor(1, "ffserve-second-read")
+        thread = self._threads.get(who)
+        if thread is None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="ffserve-second-read")
+            thread = self._threads[who] = _Thread(pool)
         load.batches += 1
+        thread.loads += 1
         self.in_flight += 1
-        future = pool.submit(self._read, samples)
-        future.add_done_callback(lambda done: self._report(load, done))
+        future = thread.pool.submit(self._read, samples)
+        future.add_done_callback(partial(self._report, load, who))
 
     def _read(self, samples: list[WrongSample]) -> Outcome:
         right: list[int] = []
@@ -106,15 +118,20 @@ class SecondReader:
                 right.append(sample.number)
         return right, failures
 
-    def _report(self, load: Load, done: Future[Outcome]) -> None:
+    def _report(self, load: Load, who: Hashable, done: Future[Outcome]) -> None:
         if done.cancelled():  # the daemon ends
             return
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._end, load, done)
+            self._loop.call_soon_threadsafe(self._end, load, who, done)
 
-    def _end(self, load: Load, done: Future[Outcome]) -> None:
+    def _end(self, load: Load, who: Hashable, done: Future[Outcome]) -> None:
         self.in_flight -= 1
+        thread = self._threads[who]
+        thread.loads -= 1
+        if not thread.loads:
+            del self._threads[who]
+            thread.pool.shutdown(wait=False)
         right, failures = done.result()
         load.right += right
         load.failures.update(failures)
@@ -122,5 +139,5 @@ class SecondReader:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.pool.shutdown(wait=True, cancel_futures=True)

@@ -8,6 +8,7 @@ no second look at it is needed. `origin.RemoteFile` uses them as it uses file sy
 
 from __future__ import annotations
 
+import abc
 import importlib
 import time
 from collections.abc import Callable
@@ -46,22 +47,22 @@ class Ranges:
         return content
 
 
-class Objects:
+class Objects(abc.ABC):
     """The objects of an origin, by path (``CONTAINER/NAME``)."""
 
     async_impl = False
     """Whether threads may share it; the name is fsspec's."""
 
-    def invalidate_cache(self) -> None:
+    def invalidate_cache(self) -> None:  # noqa: B027 - the same for all
         """There is none."""
 
+    @abc.abstractmethod
     def info(self, path: str) -> dict[str, Any]:
         """Return size and version of an object. Raises: what the package raises."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def open(self, path: str, *, version: str) -> Ranges:
         """Return a version of an object for reading; it is not asked for yet."""
-        raise NotImplementedError
 
 
 class GoogleObjects(Objects):
