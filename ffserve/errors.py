@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 
 class FFServeError(RuntimeError):
@@ -259,6 +259,39 @@ def status_error(
         )
     message = text.format(found=found, expected=expected, length=length, arena_size=arena_size)
     return kind(message, path=path, index=index, offset=offset, hint=hint)
+
+
+class Failure(NamedTuple):
+    """The reason why a sample could not be read.
+
+    status: negative errno or one of the statuses above; found, expected: checksums; size: bytes of
+    the chunk for STATUS_TOO_LARGE; error: the format's own error, which replaces all others.
+    """
+
+    status: int
+    found: int = 0
+    expected: int = 0
+    size: int = 0
+    error: FFServeError | None = None
+
+    def named(
+        self, path: str, index: int, offset: int, length: int, *, arena_size: int = 0
+    ) -> FFServeError:
+        """Return the error of the sample; see `status_error`."""
+        if self.error is not None:
+            error = self.error.located(index=index)
+            error.path = path
+            return error
+        return status_error(
+            self.status,
+            path=path,
+            index=index,
+            offset=offset,
+            length=self.size or length,
+            found=self.found,
+            expected=self.expected,
+            arena_size=arena_size,
+        )
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

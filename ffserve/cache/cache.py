@@ -16,9 +16,9 @@ writes to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
-from ffserve.errors import STATUS_TOO_LARGE, FFServeError
+from ffserve.errors import STATUS_TOO_LARGE, Failure
 
 Int64s: TypeAlias = NDArray[np.int64]
 
@@ -41,21 +41,6 @@ ONE_SIZE = 31 / 32
 
 MOST_LOADS = (1 << 31) - 1
 """The highest number of a load; the next one is 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The reason why a sample could not be read.
-
-    status: negative errno or a status of `errors.py`; found, expected: checksums; size: bytes of
-    the chunk for STATUS_TOO_LARGE; error: the format's own error, which replaces all others.
-    """
-
-    status: int
-    found: int = 0
-    expected: int = 0
-    size: int = 0
-    error: FFServeError | None = None
 
 
 class Fetch:
@@ -70,19 +55,19 @@ class Fetch:
     __slots__ = (
         "cursor",
         "failures",
-        "file",
         "latest",
         "numbers",
         "pinned_size",
         "pins",
+        "source",
         "waiting",
     )
 
     def __init__(self, numbers: Int64s, latest: float | None = None) -> None:
         self.numbers = numbers
         self.latest = latest
-        self.file = -1
-        """The memory file that prepared samples are read from; -1: the files of their shards."""
+        self.source: object = None
+        """What prepared samples are copied from; None: the samples are in the files of shards."""
         self.cursor = 0
         """The number of samples that were planned: they are resident, being read, or failed."""
         self.waiting = 0
@@ -104,12 +89,10 @@ class Load:
     number: unique while the load is in progress. parts: its slots by size class. size: bytes of the
     blocks in their files, widened. reads: of the device; the reader lowers it where neighbours are
     read together.
-    file: see `Fetch`. batches, failures: of the reader: engine batches that have not ended, failed
-    samples by number.
-    read_s, decode_s: of the reader: the time of batches that are decoded, and of their decoding.
-    right: of the reader: samples whose checksum was right at the second read only.
-    pinned, fetch_s: of the reader: what it holds of the store, and how long the load has waited for
-    the origin.
+    source: see `Fetch`. All others are the reader's. batches, failures: parts of the load that have
+    not ended, failed samples by number. read_s, decode_s: the time of batches that are decoded, and
+    of their decoding. right: samples whose checksum was right at the second read only. releases:
+    called when the load has ended. fetch_s: how long it has waited for the origin.
     """
 
     number: int
@@ -120,14 +103,14 @@ class Load:
     parts: list[Part]
     size: int
     reads: int
-    file: int = -1
+    source: object = None
     fetches: list[Fetch] = field(default_factory=list)
     batches: int = 0
     failures: dict[int, Failure] = field(default_factory=dict)
     read_s: float = 0.0
     decode_s: float = 0.0
     right: list[int] = field(default_factory=list)
-    pinned: list[Any] = field(default_factory=list)
+    releases: list[Callable[[], object]] = field(default_factory=list)
     fetch_s: float = 0.0
 
 
@@ -323,7 +306,7 @@ class Cache:
         fetch.pins.append(slots)
         fetch.pinned_size += held
         self.counters.blocks_read += len(slots)
-        load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots), fetch.file)
+        load = Load(number, blocks, slots, offsets, sizes, parts, size, len(slots), fetch.source)
         self._loading[number] = load
         return load
 

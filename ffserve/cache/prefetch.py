@@ -9,7 +9,7 @@ A job is prefetched up to the position that its workers have reached as far as t
 from there two batches or what the job uses during a slow read, whichever is more. Where that would
 take too much of a small arena it is a batch and what the job uses during a read, at most a half.
 
-A windowed order (`ffserve.neighbours`) is prefetched by windows: the samples of each are read in
+A windowed order (`ffserve.reads.windows`) is prefetched by windows: the samples of each are read in
 the order of the files, neighbours together, before the job comes to the first of them. No socket
 and no clock.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Order
-from ffserve.neighbours import window_ends
+from ffserve.reads.windows import window_ends
 
 PIECE_COUNT = 128
 """Samples in one piece, at most."""

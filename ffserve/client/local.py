@@ -1,9 +1,9 @@
 """Samples read by this process itself, for reading without a daemon.
 
 What is in the page cache (`local_files`) is copied in the calling thread. An engine of this process
-reads the rest into buffers of its own, verifies, and copies each payload to its destination while
-the bytes are warm. Neighbours in one request are read together.
-Records in chunks are decoded from them (`local_chunks`).
+reads the rest (`ffserve/reads/`), verifies, and copies each payload to its destination while the
+bytes are warm. Records in chunks are decoded from them (`local_chunks`). Nothing is kept in memory
+but decoded chunks; the kernel is told what a windowed order will need (`hints`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
-from ffserve.client.ahead import AheadRequest, Part, ReadAhead, copy_parts, offsets_of
+from ffserve.client.hints import WindowHints
 from ffserve.client.local_chunks import ChunkCache, ChunkReads
 from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import (
@@ -34,14 +33,17 @@ from ffserve.client.source import (
     places,
 )
 from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths, combined_fingerprint
-from ffserve.decoding import ChunkRun, DecodedChunk, read_again
-from ffserve.engine import io
-from ffserve.engine.io import MERGED_SIZE, Engine, local_engine, merge_reads
-from ffserve.engine.shm import NOWHERE
-from ffserve.errors import FFServeError, ServerUnavailable, raise_first, status_error
+from ffserve.engine.io import Engine, EngineBatch, local_engine
+from ffserve.errors import (
+    STATUS_TRUNCATED,
+    Failure,
+    FFServeError,
+    ServerUnavailable,
+    raise_first,
+)
 from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH, is_chunked
-from ffserve.second_read import right_status
+from ffserve.reads.records import Failures, outcome_of, record_batch
 
 log = logging.getLogger("ffserve")
 
@@ -93,7 +95,7 @@ class LocalRequest:
     indices: Int64s
     target: Target
     positions: Int64s
-    batch: io.EngineBatch | None
+    batch: EngineBatch | None
     engine: Engine
 
 
@@ -148,7 +150,7 @@ class LocalSource:
         self._closed = False
         self._orders: dict[int, Int64s] = {}
         """Announced, by epoch."""
-        self._ahead: ReadAhead | None = None
+        self._hints: WindowHints | None = None
         try:
             self._open(paths, Opening(format, verify, tolerant, seen))
             size = int(self._sizes.sum())
@@ -194,16 +196,7 @@ class LocalSource:
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated
         self._warned: set[int] = set()
-        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._second_read)
-
-    def _second_read(self, shard: int, chunk: ChunkRun) -> DecodedChunk | None:
-        """Read and decode a damaged chunk a second time; None: it is damaged again. Any thread."""
-        size = int(chunk.shard.chunks.sizes[chunk.low])
-        fd = self._files.fd(shard)
-        found = read_again(chunk, chunk.low, fd, lambda *_: np.empty(size, np.uint8), 0)
-        if found is not None:
-            self._warn(shard)
-        return found
+        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._warn)
 
     def _open_shard(self, path: str, how: Opening) -> OpenShard:
         return open_shard(path, how)
@@ -281,13 +274,9 @@ class LocalSource:
     # ---- reading --------------------------------------------------------------------------
 
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | PartlyRead | None:
-        """Copy a batch of which all is in the page cache, or in a window that has been read."""
-        if self._ahead is not None:
-            target = self._from_window(self._ahead, indices, apart=False, out=out)
-            if target is None:
-                return None
-            assert target.buffer is not None
-            return Batch(target.buffer, target.offsets)
+        """Copy a batch of which all is in the page cache."""
+        if self._hints is not None:
+            self._hints.read(indices)
         if out is None and self._plain and (read := self._tables.batch(indices)) is not None:
             if len(read) == 2:
                 return Batch(*read)
@@ -300,11 +289,10 @@ class LocalSource:
         return Batch(found.target.buffer, found.target.offsets)
 
     def cached_arrays(self, indices: Indices) -> list[Bytes] | PartlyRead | None:
-        """Copy samples that are all in the page cache, or in a window, each to an array."""
-        if self._ahead is not None:
-            numbers = as_int64(indices, self.count)
-            target = self._from_window(self._ahead, numbers, apart=True, out=None)
-            return None if target is None else target.arrays
+        """Copy samples that are all in the page cache, each to an array."""
+        if self._hints is not None:
+            indices = as_int64(indices, self.count)
+            self._hints.read(indices)
         if places.place is None:
             if not self._plain:
                 return None
@@ -324,18 +312,6 @@ class LocalSource:
             return None
         edges = self._tables.edges(indices)
         return None if edges is None else self._to_target(indices, edges, apart, out)
-
-    def _from_window(
-        self, ahead: ReadAhead, indices: NDArray[Any], *, apart: bool, out: Bytes | None
-    ) -> Target | None:
-        """Copy samples out of a window that has been read."""
-        part = ahead.take_read(indices)
-        if part is None:
-            return None
-        target = _taken(indices, ahead, [part], apart, out).target
-        copy_parts([part], target)
-        self._add(len(indices), int(target.offsets[-1]))
-        return target
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
@@ -364,14 +340,13 @@ class LocalSource:
         out: Bytes | None = None,
         found: PartlyRead | None = None,
         instead: Instead | None = None,
-    ) -> LocalRequest | ChunkedRequest | AheadRequest:
+    ) -> LocalRequest | ChunkedRequest:
         """Submit the reads. instead: other files to read from."""
         indices = np.ascontiguousarray(indices)
         engine = self._attach()
         try:
-            ahead = self._ahead
-            if ahead is not None and (parts := ahead.take(indices)) is not None:
-                return _taken(indices, ahead, parts, apart, out)
+            if self._hints is not None:
+                self._hints.read(indices)
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
@@ -402,11 +377,14 @@ class LocalSource:
         numbers = files[through.view(np.int8), shards]
         if instead is not None:
             numbers = instead(shards, starts, numbers)
-        batch = request.batch = _engine_batch(
-            engine, starts, self._held[chosen].astype(np.int64), numbers, self._kinds[shards]
+        batch = request.batch = record_batch(
+            starts,
+            self._held[chosen].astype(np.int64),
+            numbers,
+            self._kinds[shards],
+            self._checksums[chosen],
+            target.places()[left],
         )
-        batch.records["dest"] = target.places()[left]
-        batch.records["checksum"] = self._checksums[chosen]
         batch.keep = target, self._files
         engine.submit(batch)
         return request
@@ -428,16 +406,16 @@ class LocalSource:
         plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
         shards = self.layout.shards(indices[packed])
         records = indices[packed] - self.layout.firsts[shards]
-        wanted = deque(self._chunk_cache.wanted(shards, records, packed))
         numbers = self._decoding_numbers
 
-        def number_of(shard: int, offset: int) -> int:
+        def file_of(shard: int, offset: int) -> tuple[int, int]:
             which, at = np.array([shard]), np.array([offset])
             number = numbers[self._tables.through_cache(which, at).view(np.int8), which]
-            return int((number if instead is None else instead(which, at, number))[0])
+            number = number if instead is None else instead(which, at, number)
+            return int(number[0]), self._files.fd(shard)
 
-        chunks = ChunkReads(self._chunk_cache, self._decoding, number_of, wanted)
-        chunks.begin()
+        wanted = self._chunk_cache.wanted(shards, records, packed)
+        chunks = ChunkReads(self._chunk_cache, self._decoding, file_of, wanted)
         others = None
         if len(plain):
             found = self._to_target(indices[plain], self._edges(indices[plain]), False, None)
@@ -449,74 +427,60 @@ class LocalSource:
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
-    def finish(
-        self, request: LocalRequest | ChunkedRequest | AheadRequest
-    ) -> dict[int, FFServeError]:
+    def finish(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
         """Wait for the reads."""
-        if isinstance(request, ChunkedRequest):
-            return self._finish_chunked(request)
-        if isinstance(request, AheadRequest):
-            return self._finish_taken(request)
-        if request.batch is not None and request.engine is self._engine:
+        if isinstance(request, LocalRequest) and request.engine is self._engine:
             try:
-                request.engine.wait(request.batch)
+                _wait(request)
             except BaseException:
                 self._detach()
                 raise
         return self.collect(request)
 
-    def collect(self, request: LocalRequest) -> dict[int, FFServeError]:
-        """Finish a request whose reads have ended."""
-        if request.engine is not self._engine:
-            raise ServerUnavailable("the process forked while a read was on its way")
+    def collect(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
+        """Finish a request; the batch of a LocalRequest has ended."""
         try:
+            if request.engine is not self._engine:
+                raise ServerUnavailable("the process forked while a read was on its way")
+            if isinstance(request, ChunkedRequest):
+                return self._collect_chunked(request)
             return self._collect(request)
         finally:
             self._detach()
 
-    def _finish_taken(self, request: AheadRequest) -> dict[int, FFServeError]:
-        try:
-            failed = request.ahead.errors(request.parts)
-            copy_parts(request.parts, request.target)
-            self._add(len(request.indices), int(request.target.offsets[-1]))
-            return failed
-        finally:
-            self._detach()
-
-    def _finish_window(self, request: Any) -> dict[int, FFServeError]:
-        assert isinstance(request, LocalRequest)
-        if request.engine is not self._engine:
-            raise ServerUnavailable("the process forked while a read was on its way")
-        assert request.batch is not None
-        request.engine.wait(request.batch)
-        return self._read_errors(request)
-
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
         sizes = np.diff(request.target.offsets)[request.positions]
         self._add(len(sizes), int(sizes.sum()))
-        return self._read_errors(request)
-
-    def _read_errors(self, request: LocalRequest) -> dict[int, FFServeError]:
-        """Read again what a merged read could not; return the errors by position."""
-        batch = request.batch
-        if batch is not None and batch.failed and len(batch.reads) < len(batch.records):
-            self._read_singly(request.engine, batch)
-        if batch is not None and batch.failed:
-            self._read_again(request, batch)
-        errors = self._errors(request)
-        if batch is not None:
+        failures: Failures = {}
+        batch, positions = request.batch, request.positions
+        while batch is not None:
+            again = None
+            if batch.failed:
+                found = outcome_of(batch, positions)
+                failures.update(found.failures)
+                for record in found.wrong:
+                    shard = self._shard_of(int(request.indices[record.key]))
+                    if record.is_right(self._files.fd(shard), record.dest):
+                        self._warn(shard)
+                    else:
+                        failures[record.key] = record.failure
+                if found.again is not None:
+                    again, positions = found.again, positions[found.rows]
+                    request.engine.submit(again)
+                    request.engine.wait(again)
             batch.free()
-        return errors
+            batch = again
+        for position in self._cut(request.indices).tolist():
+            failures[position] = Failure(STATUS_TRUNCATED)
+        return {k: self._named(request, k, failures[k]) for k in sorted(failures)}
 
-    def _finish_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
-        if request.engine is not self._engine:
-            raise ServerUnavailable("the process forked while a read was on its way")
-        try:
-            return self._wait_chunked(request)
-        finally:
-            self._detach()
+    def _named(self, request: LocalRequest, position: int, failure: Failure) -> FFServeError:
+        index = int(request.indices[position])
+        extent = int(self._offsets[index]), int(self._lengths[index])
+        error = failure.named(self.shards[self._shard_of(index)].path, index, *extent)
+        return self._explained(error, index, (*extent, int(self._checksums[index])))
 
-    def _wait_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
+    def _collect_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
         chunks, plain, positions = request.chunks, request.plain, request.positions
         chunks.finish()
         indices = request.indices.tolist()
@@ -527,15 +491,13 @@ class LocalSource:
         size = 0
         if plain is not None:
             assert plain.target.buffer is not None
-            if plain.batch is not None:
-                plain.engine.wait(plain.batch)
+            _wait(plain)
             failed = self._collect(plain)
             errors.update((int(positions[k]), error) for k, error in failed.items())
             edges = plain.target.offsets
             size = int(edges[-1])
-            chunks.found.append((positions, plain.target.buffer, edges[:-1], np.diff(edges)))
-        offsets = np.zeros(len(indices) + 1, np.int64)
-        np.cumsum(chunks.lengths(len(indices)), out=offsets[1:])
+            chunks.add(positions, plain.target.buffer, edges[:-1], np.diff(edges))
+        offsets = chunks.edges(len(indices))
         out = request.out
         if out is not None:
             out = check_out(out, int(offsets[-1]))
@@ -544,39 +506,8 @@ class LocalSource:
         self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
 
-    def _read_singly(self, engine: Engine, batch: io.EngineBatch) -> None:
-        """Read records singly whose merged read failed."""
-        rows = np.flatnonzero(io.refused(batch.records["status"]))
-        if not len(rows):
-            return
-        reads = np.searchsorted(batch.reads["first_record"], rows, side="right") - 1
-        again = engine.batch(len(rows), len(rows))
-        again.reads[:] = batch.reads[reads]
-        again.records[:] = batch.records[rows]
-        for name in ("offset", "length"):
-            again.reads[name] = again.records[name]
-        again.reads["first_record"] = np.arange(len(rows))
-        again.reads["record_count"] = 1
-        again.keep = batch.keep
-        engine.submit(again)
-        engine.wait(again)
-        batch.records["status"][rows] = again.records["status"]
-        batch.records["found"][rows] = again.records["found"]
-        again.free()
-
-    def _read_again(self, request: LocalRequest, batch: io.EngineBatch) -> None:
-        """Read records whose checksum was wrong a second time."""
-        wrong = (batch.records["status"] == io.ECHECKSUM) & (batch.records["length"] > 0)
-        for row in np.flatnonzero(wrong).tolist():
-            record, index = batch.records[row], int(request.indices[request.positions[row]])
-            shard = int(self.layout.shards(np.array([index], np.int64))[0])
-            length = int(record["length"])
-            extent = int(record["offset"]), length, int(record["checksum"])
-            into = io.memory_at(int(record["dest"]), length)
-            status, _ = right_status(self._files.fd(shard), int(self._kinds[shard]), *extent, into)
-            if not status:
-                batch.records["status"][row] = 0
-                self._warn(shard)
+    def _shard_of(self, index: int) -> int:
+        return int(self.layout.shards(np.array([index], np.int64))[0])
 
     def _warn(self, shard: int) -> None:
         """Tell once that a file was read wrong, unless it has changed meanwhile. Any thread."""
@@ -589,38 +520,10 @@ class LocalSource:
                 self.shards[shard].path,
             )
 
-    def _errors(self, request: LocalRequest) -> dict[int, FFServeError]:
-        indices, batch = request.indices, request.batch
-        cut = self._cut(indices)
-        errors: dict[int, FFServeError] = {}
-        if (batch is None or not batch.failed) and not len(cut):
-            return errors
-        status, found = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.uint32)
-        if batch is not None:
-            status[request.positions] = batch.records["status"]
-            found[request.positions] = batch.records["found"]
-        status[cut] = io.ETRUNCATED
-        for position in np.flatnonzero(status).tolist():
-            index = int(indices[position])
-            shard = int(self.layout.shards(indices[position : position + 1])[0])
-            offset, length = int(self._offsets[index]), int(self._lengths[index])
-            expected = int(self._checksums[index])
-            error = status_error(
-                int(status[position]),
-                path=self.shards[shard].path,
-                index=index,
-                offset=offset,
-                length=length,
-                found=int(found[position]),
-                expected=expected,
-            )
-            errors[position] = self._explained(error, index, (offset, length, expected))
-        return errors
-
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]
     ) -> FFServeError:
-        shard = int(self.layout.shards(np.array([index], np.int64))[0])
+        shard = self._shard_of(index)
         state, scanned = self._states[shard]
         path, chunked = self.shards[shard].path, self._chunked.get(shard)
         return state.explain(error, self._files.fd(shard), path, scanned, record, chunked)
@@ -644,12 +547,10 @@ class LocalSource:
     # ---- orders ---------------------------------------------------------------------------
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
-        """Read windows of this order ahead; those of a later epoch when that begins."""
+        """Follow this order; that of a later epoch when that begins."""
         if not self._orders or epoch <= min(self._orders):
             self._orders.clear()
             self.follow(order)
-            if self._ahead is not None:
-                self._ahead.move_to(0)
         self._orders[epoch] = order
 
     def reached(self, epoch: int, position: int) -> bool:
@@ -664,31 +565,25 @@ class LocalSource:
             del self._orders[old]
         if passed and epoch in self._orders:
             self.follow(self._orders[epoch])
-        if self._ahead is not None and epoch in self._orders:
-            self._ahead.move_to(position)
+        if self._hints is not None and epoch in self._orders:
+            self._hints.move_to(position)
         return True
 
     def follow(self, order: Int64s) -> None:
-        """Read windows of this order ahead, when its first sample is asked for."""
-        if self._chunked or self._choose_engine is not process_engine:
-            return  # chunks are kept when they were decoded; an event loop must not wait
-        if self._ahead is not None:
-            self._ahead.close()
+        """Have the kernel read the windows of an order, if it has any."""
+        if self._hints is not None:
+            self._hints.close()
         mean_size = int(self._sizes.sum()) // max(self.count, 1)
-        self._ahead = ReadAhead(
-            order, mean_size, self._prepare_window, self._begin_window, self._finish_window
-        )
+        hints = WindowHints(order, mean_size, self._advise)
+        # Chunks are kept when they were decoded.
+        self._hints = hints if hints.windowed and not self._chunked else None
+        self._tables.read_all_through_cache(self._hints is not None)
+        if self._hints is not None:
+            self._hints.move_to(0)
 
-    def _prepare_window(self, indices: Int64s) -> None:
+    def _advise(self, indices: Int64s) -> None:
         shards, starts, through = self._located(indices)
         self._files.will_need(shards, through, starts, self._lengths[indices].astype(np.int64))
-
-    def _begin_window(self, indices: Int64s) -> LocalRequest:
-        assert self._engine is not None
-        indices = np.ascontiguousarray(indices)
-        order = np.argsort(indices)  # that of the files
-        found = PartlyRead(Target(self._edges(indices), apart=False), order)
-        return self._submit(self._engine, self._numbers, indices, found)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -717,18 +612,18 @@ class LocalSource:
     def after_fork(self) -> None:
         """The engine belongs to the parent; tables and descriptors are the child's as well."""
         self._engine = None
-        self._ahead = None
+        self._hints = None
         self._orders.clear()
         self._files.after_fork()
         self._tables.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
-        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._second_read)
+        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._warn)
 
     def close(self) -> None:
         """Close the files when no request needs them any more."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._hints is not None:
+            self._hints.close()
         self._tables.close()
         with self._attaching:
             if not self._closed and not self._pending:
@@ -740,39 +635,9 @@ class LocalSource:
         self._files.close()
 
 
-def _engine_batch(
-    engine: Engine,
-    starts: Int64s,
-    lengths: Int64s,
-    files: NDArray[np.int32],
-    kinds: NDArray[np.int32],
-) -> io.EngineBatch:
-    """Return a batch that reads records, neighbours together: all but destination and checksum."""
-    ends = starts + lengths
-    firsts = merge_reads(starts, ends, files.astype(np.int64), MERGED_SIZE)
-    counts = np.diff(np.append(firsts, len(starts)))
-    batch = engine.batch(len(firsts), len(starts))
-    reads, records = batch.reads, batch.records
-    reads["offset"] = starts[firsts]
-    reads["length"] = ends[firsts + counts - 1] - starts[firsts]
-    reads["slot"] = NOWHERE
-    reads["file"] = files[firsts]
-    reads["checksum_kind"] = kinds[firsts]
-    reads["first_record"] = firsts
-    reads["record_count"] = counts
-    records["offset"] = starts
-    records["length"] = lengths
-    records["entry"] = NOWHERE
-    return batch
-
-
-def _taken(
-    indices: Int64s, ahead: ReadAhead, parts: list[Part], apart: bool, out: Bytes | None
-) -> AheadRequest:
-    offsets = offsets_of(parts)
-    if out is not None:
-        out = check_out(out, int(offsets[-1]))
-    return AheadRequest(indices, Target(offsets, apart=apart, out=out), ahead, parts)
+def _wait(request: LocalRequest) -> None:
+    if request.batch is not None:
+        request.engine.wait(request.batch)
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:

@@ -1,6 +1,6 @@
 """Decoded chunks of a local source: read by an engine, decoded by threads, kept for a while.
 
-The chunks of a request are read as a few batches (`ffserve/decoding.py`) and decoded by a few
+The chunks of a request are read as a few batches (`ffserve/reads/chunks.py`) and decoded by a few
 threads while the caller continues. Decoded chunks are kept for a while, so that a request for their
 neighbours does not decode them again; a scan in order decodes each chunk once.
 """
@@ -12,24 +12,25 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from ffserve.client.source import Bytes, Int64s, Target
-from ffserve.decoding import (
+from ffserve.engine.codec import scatter
+from ffserve.engine.io import Engine
+from ffserve.errors import FFServeError, status_error
+from ffserve.formats.base import ChunkedShard
+from ffserve.reads.chunks import (
     ChunkBatch,
     ChunkRun,
     DecodedChunk,
+    Outcome,
     ReusableBuffers,
     batches,
     thread_pool,
 )
-from ffserve.engine.codec import scatter
-from ffserve.engine.io import Engine
-from ffserve.errors import FFServeError, FormatError, status_error
-from ffserve.formats.base import ChunkedShard
 
 KEPT_SIZE = 64 << 20
 """Bytes of decoded chunks that a source keeps; the last chunk is kept however large."""
@@ -61,25 +62,14 @@ os.register_at_fork(after_in_child=_drop_threads)
 Key: TypeAlias = tuple[int, int]
 """A shard and its chunk."""
 
-NumberOf: TypeAlias = Callable[[int, int], int]
-"""Gives the engine's number of the file for a read, by shard and offset."""
-
-Outcome: TypeAlias = "DecodedChunk | FFServeError"
+FileOf: TypeAlias = Callable[[int, int], tuple[int, int]]
+"""Gives the file for a read, by shard and offset: the engine's number and the descriptor."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Chunk(ChunkRun):
     key: Key
-
-
-@dataclass(slots=True)
-class _Entry:
-    group: Future[list[Outcome]]
-    number: int
-    size: int
-
-    def result(self) -> Outcome:
-        return self.group.result()[self.number]
+    decoded: Future[DecodedChunk | FFServeError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +85,21 @@ class ChunkCache:
     """The decoded chunks of one source.
 
     Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
-        chunk's records (shard, chunk, lengths), in any thread. second_read: reads and decodes a
-        damaged chunk again; returns None if that fails.
+        chunk's records (shard, chunk, lengths), in any thread. warn: called with a shard of which a
+        chunk was right at the second read only, in any thread.
     """
 
     def __init__(
         self,
         shards: dict[int, ChunkedShard],
         learned: Callable[[int, int, Int64s], None],
-        second_read: Callable[[int, ChunkRun], DecodedChunk | None],
+        warn: Callable[[int], None],
     ) -> None:
         self._shards = shards
         self._learned = learned
-        self._second_read = second_read
+        self._warn = warn
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._kept: OrderedDict[Key, Future[DecodedChunk | FFServeError]] = OrderedDict()
         self._kept_size = 0
         self._buffers = ReusableBuffers(REUSED_SIZE)
 
@@ -132,95 +122,107 @@ class ChunkCache:
         """Return the bytes of a decoded chunk."""
         return int(self._shards[key[0]].chunks.sizes[key[1]])
 
-    def fetch(self, engine: Engine, files: NumberOf, keys: list[Key]) -> list[_Entry]:
+    def fetch(
+        self, engine: Engine, file_of: FileOf, keys: list[Key]
+    ) -> list[Future[DecodedChunk | FFServeError]]:
         """Start to read and decode chunks that are not kept; return at once."""
         with self._lock:
-            for _, runs in batches((engine, run) for run in self._missing(files, keys)):
-                self._read(engine, files, runs)
-            found = [self._entries[key] for key in keys]
-            while self._kept_size > KEPT_SIZE and len(self._entries) > 1:
-                _, entry = self._entries.popitem(last=False)
-                self._kept_size -= entry.size
+            for _, runs in batches((engine, run) for run in self._missing(file_of, keys)):
+                self._read(engine, file_of, runs)
+            found = [self._kept[key] for key in keys]
+            while self._kept_size > KEPT_SIZE and len(self._kept) > 1:
+                self._drop(next(iter(self._kept)))
             return found
 
-    def _missing(self, files: NumberOf, keys: list[Key]) -> Iterator[_Chunk]:
+    def _drop(self, key: Key) -> None:
+        if self._kept.pop(key, None) is not None:
+            self._kept_size -= self.size(key)
+
+    def _missing(self, file_of: FileOf, keys: list[Key]) -> Iterator[_Chunk]:
         for key in keys:
-            if key in self._entries:
-                self._entries.move_to_end(key)
+            if key in self._kept:
+                self._kept.move_to_end(key)
                 continue
-            number, k = key
-            shard = self._shards[number]
+            shard, k = self._shards[key[0]], key[1]
             begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
-            yield _Chunk(shard, k, k + 1, begin, end, files(number, begin), key)
+            file = file_of(key[0], begin)
+            yield _Chunk(shard, k, k + 1, begin, end, *file, key=key, decoded=Future())
 
-    def _read(self, engine: Engine, files: NumberOf, chunks: list[_Chunk]) -> None:
+    def _read(self, engine: Engine, file_of: FileOf, chunks: list[_Chunk]) -> None:
         reading = ChunkBatch(chunks, self._buffers)
-        reading.batch.keep = reading.batch.keep, files
+        reading.batch.keep = reading.batch.keep, file_of
         engine.submit(reading.batch)
+        for chunk in chunks:
+            self._kept[chunk.key] = chunk.decoded
+            self._kept_size += self.size(chunk.key)
 
-        def decode() -> list[Outcome]:
-            engine.wait(reading.batch)
-            return [
-                self._outcome(chunk, found)
-                for chunk, _, _, found in reading.decode(
+        def decode() -> None:
+            try:
+                engine.wait(reading.batch)
+                for chunk, _, _, outcome, again in reading.decode(
                     lambda chunk, offset, size: np.empty(size, np.uint8)
-                )
-            ]
+                ):
+                    chunk.decoded.set_result(self._outcome(chunk, outcome, again))
+            except BaseException as error:  # who waits must not wait for ever
+                for chunk in chunks:
+                    if not chunk.decoded.done():
+                        chunk.decoded.set_exception(error)
 
-        future = _decoding_threads().submit(decode)
-        for number, chunk in enumerate(chunks):
-            size = self.size(chunk.key)
-            self._entries[chunk.key] = _Entry(future, number, size)
-            self._kept_size += size
+        _decoding_threads().submit(decode)
 
-    def _outcome(self, chunk: _Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
-        if isinstance(found, FormatError):
-            found = self._second_read(chunk.key[0], chunk) or found
-        if isinstance(found, DecodedChunk):
-            self._learned(*chunk.key, found.lengths)
-            return found
+    def _outcome(self, chunk: _Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
+        if isinstance(outcome, DecodedChunk):
+            self._learned(*chunk.key, outcome.lengths)
+            if again:
+                self._warn(chunk.key[0])
+            return outcome
         with self._lock:
-            entry = self._entries.pop(chunk.key, None)
-            if entry is not None:
-                self._kept_size -= entry.size
-        if isinstance(found, int):
-            return status_error(found, path=chunk.shard.path, index=None, offset=chunk.begin)
-        return found
+            self._drop(chunk.key)
+        if isinstance(outcome, int):
+            return status_error(outcome, path=chunk.shard.path, index=None, offset=chunk.begin)
+        return outcome
 
 
-@dataclass(slots=True)
 class ChunkReads:
-    """The chunks of one request: `waiting` are not being read yet, `begun` are."""
+    """The chunks of one request, of which as many are being read as AHEAD_SIZE allows.
 
-    cache: ChunkCache
-    engine: Engine
-    files: NumberOf
-    waiting: deque[ChunkRecords]
-    begun: deque[tuple[ChunkRecords, _Entry]] = field(default_factory=deque)
-    found: list[tuple[Int64s, Bytes, Int64s, Int64s]] = field(default_factory=list)
-    """Positions, bytes, starts, lengths."""
-    failed: dict[int, FFServeError] = field(default_factory=dict)
-    _begun_size: int = 0
+    Args: engine, file_of: as of `ChunkCache.fetch`. wanted: the records.
 
-    def begin(self) -> None:
+    failed: errors by position.
+    """
+
+    def __init__(
+        self, cache: ChunkCache, engine: Engine, file_of: FileOf, wanted: list[ChunkRecords]
+    ) -> None:
+        self.failed: dict[int, FFServeError] = {}
+        self._found: list[tuple[Int64s, Bytes, Int64s, Int64s]] = []
+        """Positions, bytes, starts, lengths."""
+        self._cache, self._engine, self._file_of = cache, engine, file_of
+        self._waiting = deque(wanted)
+        self._begun: deque[tuple[ChunkRecords, Future[DecodedChunk | FFServeError]]] = deque()
+        self._begun_size = 0
+        self._begin()
+
+    def _begin(self) -> None:
         """Start to read the next chunks, as many as may be on their way."""
         chosen: list[ChunkRecords] = []
-        while self.waiting:
-            size = self.cache.size(self.waiting[0].key)
+        while self._waiting:
+            size = self._cache.size(self._waiting[0].key)
             if self._begun_size and self._begun_size + size > AHEAD_SIZE:
                 break
             self._begun_size += size
-            chosen.append(self.waiting.popleft())
-        entries = self.cache.fetch(self.engine, self.files, [wanted.key for wanted in chosen])
-        self.begun.extend(zip(chosen, entries, strict=True))
+            chosen.append(self._waiting.popleft())
+        keys = [wanted.key for wanted in chosen]
+        found = self._cache.fetch(self._engine, self._file_of, keys)
+        self._begun.extend(zip(chosen, found, strict=True))
 
     def finish(self) -> None:
         """Wait for all chunks."""
-        whole = not self.waiting
-        while self.begun:
-            wanted, entry = self.begun.popleft()
-            outcome = entry.result()
-            self._begun_size -= self.cache.size(wanted.key)
+        whole = not self._waiting
+        while self._begun:
+            wanted, decoded = self._begun.popleft()
+            outcome = decoded.result()
+            self._begun_size -= self._cache.size(wanted.key)
             if isinstance(outcome, FFServeError):
                 self.failed.update(dict.fromkeys(wanted.positions.tolist(), outcome))
             else:
@@ -230,28 +232,36 @@ class ChunkReads:
                 if not whole:
                     # Else a large request would hold all its samples twice.
                     buffer, starts = _packed(buffer, starts, lengths)
-                self.found.append((wanted.positions, buffer, starts, lengths))
-            if self.waiting and self._begun_size <= AHEAD_SIZE // 2:
-                self.begin()
+                self.add(wanted.positions, buffer, starts, lengths)
+            if self._waiting and self._begun_size <= AHEAD_SIZE // 2:
+                self._begin()
 
-    def lengths(self, count: int) -> Int64s:
-        """Return the lengths by position, 0 for records that failed or are not in chunks."""
+    def add(self, positions: Int64s, buffer: Bytes, starts: Int64s, lengths: Int64s) -> None:
+        """Have records at some positions of the request."""
+        self._found.append((positions, buffer, starts, lengths))
+
+    def edges(self, count: int) -> Int64s:
+        """Return the running sums of the lengths, 0 for records that failed."""
         lengths = np.zeros(count, np.int64)
-        for positions, _, _, found in self.found:
+        for positions, _, _, found in self._found:
             lengths[positions] = found
-        return lengths
+        return _edges(lengths)
 
     def copy_to(self, target: Target) -> None:
         """Copy the records to their destinations."""
         places = target.places()
-        for positions, buffer, starts, lengths in self.found:
+        for positions, buffer, starts, lengths in self._found:
             scatter(buffer, starts, lengths, places[positions])
 
 
-def _packed(buffer: Bytes, starts: Int64s, lengths: Int64s) -> tuple[Bytes, Int64s]:
+def _edges(lengths: Int64s) -> Int64s:
     edges = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=edges[1:])
-    target = Target(edges, apart=False)
+    return edges
+
+
+def _packed(buffer: Bytes, starts: Int64s, lengths: Int64s) -> tuple[Bytes, Int64s]:
+    target = Target(_edges(lengths), apart=False)
     scatter(buffer, starts, lengths, target.places())
     assert target.buffer is not None
-    return target.buffer, edges[:-1]
+    return target.buffer, target.offsets[:-1]

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.ahead import AheadRequest
 from ffserve.client.local import (
     ChunkedRequest,
     LocalRequest,
@@ -98,7 +97,7 @@ class RemoteRequest:
     extents: Extents
     pinned: dict[int, Int64s] = field(default_factory=dict)
     waiting: dict[tuple[int, int], Future[Outcome]] = field(default_factory=dict)
-    reads: LocalRequest | ChunkedRequest | AheadRequest | None = None
+    reads: LocalRequest | ChunkedRequest | None = None
 
     @property
     def target(self) -> Target:
@@ -310,7 +309,7 @@ class RemoteSource(LocalSource):
         apart: bool,
         out: Bytes | None = None,
         found: PartlyRead | None = None,
-    ) -> RemoteRequest | LocalRequest | ChunkedRequest | AheadRequest:
+    ) -> RemoteRequest | LocalRequest | ChunkedRequest:
         """Pin blocks, and ask for those that are missing; submit the reads if there are none."""
         self._refresh()
         if self._settle():

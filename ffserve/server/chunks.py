@@ -1,8 +1,9 @@
 """Chunk loader: decodes loads whose records are in chunks, and publishes them record by record.
 
-The chunks of a load are read as a few batches (`ffserve/decoding.py`). A thread decodes each chunk
-straight into its part of the slot and publishes its records, whose lengths are known from then on.
-A damaged chunk fails its own records only. The bytes that are read and not yet decoded are bounded.
+The chunks of a load are read as a few batches (`ffserve/reads/chunks.py`). A thread decodes each
+chunk straight into its part of the slot and publishes its records, whose lengths are known from
+then on. A damaged chunk fails its own records only. The bytes that are read and not yet decoded are
+bounded.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ffserve.cache.cache import Failure, Int64s, Load
+from ffserve.cache.cache import Int64s, Load
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.decoding import (
+from ffserve.engine.io import EngineBatch
+from ffserve.engine.shm import publish_run
+from ffserve.errors import STATUS_FORMAT, Failure
+from ffserve.memfd import SharedMemory
+from ffserve.reads.chunks import (
     Bytes,
     ChunkBatch,
     ChunkRun,
     DecodedChunk,
     ReusableBuffers,
     batches,
-    read_again,
     thread_pool,
 )
-from ffserve.engine.io import EngineBatch
-from ffserve.engine.shm import publish_run
-from ffserve.errors import STATUS_FORMAT, FormatError
-from ffserve.memfd import SharedMemory
-from ffserve.server.page_cache import Int32s
+from ffserve.reads.records import Failures
+from ffserve.server.devices import Device, Devices
 from ffserve.server.statistics import Histogram
 
 RAW_SIZE = 64 << 20
@@ -41,10 +42,8 @@ RAW_SIZE = 64 << 20
 REUSED_SIZE = 16 << 20
 """Bytes of memory for them that are kept for later batches."""
 
-Failures = dict[int, Failure]
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Block(ChunkRun):
     """A block of the cache: its first sample, and the offset of its slot in the arena."""
 
@@ -56,36 +55,31 @@ class ChunkLoader:
     """See the module's text.
 
     Args:
-        submit: submits a batch to the engine of this number.
+        devices: that chunks are read from. submit: submits a batch to a device.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
-        file_numbers: by which extents are read, of their engines, files, begins and ends.
-        fd_of: returns the descriptor of a file that is being read (engine, file), in any thread.
-        mend: called in a thread before an extent (engine, file, begin, end) is read again; returns
-            whether it has been mended.
+        mending: gives `ChunkRun.mend` for an extent (device, file, begin, end).
     """
 
     def __init__(
         self,
-        submit: Callable[[int, EngineBatch], None],
         memory: SharedMemory,
         directory: Directory,
         table: ShardTable,
+        devices: Devices,
+        submit: Callable[[Device, EngineBatch], None],
         ended: Callable[[Load], None],
-        file_numbers: Callable[[Int32s, Int32s, Int64s, Int64s], Int32s],
-        fd_of: Callable[[int, int], int],
-        mend: Callable[[int, int, int, int], bool],
+        mending: Callable[[Device, int, int, int], Callable[[], bool] | None],
     ) -> None:
-        self._submit = submit
         self._memory = memory
         self._directory = directory
         self._table = table
+        self._devices = devices
+        self._submit = submit
         self._ended = ended
-        self._file_numbers = file_numbers
-        self._fd_of = fd_of
-        self._mend = mend
-        self._waiting: deque[tuple[Load, int, list[_Block], int]] = deque()
-        """Batches to be read: load, engine, blocks, size in bytes."""
-        self._reading: dict[EngineBatch, tuple[Load, int, ChunkBatch[_Block]]] = {}
+        self._mending = mending
+        self._waiting: deque[tuple[Load, Device, list[_Block], int]] = deque()
+        """Batches to be read: load, device, blocks, size in bytes."""
+        self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
         self._raw_size = 0
         self._buffers = ReusableBuffers(REUSED_SIZE)
         self._pool: ThreadPoolExecutor | None = None
@@ -102,16 +96,17 @@ class ChunkLoader:
     def submit(self, load: Load, rows: Int64s, file: int = -1) -> None:
         """Read and decode some of the blocks of a load into their slots. Args: file: to read from,
         in the place of their own."""
-        for engine, blocks in batches(self._blocks(load, rows, file)):
+        for device, blocks in batches(self._blocks(load, rows, file)):
             size = sum(block.end - block.begin for block in blocks)
-            self._waiting.append((load, engine, blocks, size))
+            self._waiting.append((load, device, blocks, size))
             load.batches += 1
         self._pump()
 
-    def _blocks(self, load: Load, rows: Int64s, file: int) -> Iterator[tuple[int, _Block]]:
-        """Yield each block and the engine that reads it, in order."""
+    def _blocks(self, load: Load, rows: Int64s, file: int) -> Iterator[tuple[Device, _Block]]:
+        """Yield each block and the device that reads it, in order."""
         table, blocks, offsets = self._table, load.blocks.take(rows), load.offsets[rows]
         lows, highs = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        files = table.files[blocks.shards]
         shards = {}
         for row in np.unique(blocks.shards).tolist():
             shards[row] = shard = table.decoder(row)
@@ -119,27 +114,32 @@ class ChunkLoader:
             starts = blocks.firsts[inside] - table.bases[row]
             lows[inside] = shard.chunks.holding(starts)
             highs[inside] = shard.chunks.holding(starts + blocks.counts[inside] - 1) + 1
-        engines = table.engines[blocks.shards]
-        files = table.files[blocks.shards]
-        if file < 0:
-            files = self._file_numbers(engines, files, blocks.begins, blocks.ends)
-        else:
-            files = np.full_like(files, file)
-        runs = (lows, highs, blocks.begins, blocks.ends, files, blocks.firsts, offsets)
-        columns = [column.tolist() for column in (*runs, engines, blocks.shards)]
-        for *run, engine, row in zip(*columns, strict=True):
-            yield engine, _Block(shards[row], *run)
+            if file < 0:
+                device = self._devices.all[int(table.engines[row])]
+                extents = blocks.begins[inside], blocks.ends[inside]
+                files[inside] = device.cached.chosen(files[inside], *extents)
+            else:
+                files[inside] = file
+        columns = lows, highs, blocks.begins, blocks.ends, files, blocks.firsts, offsets
+        for row, low, high, begin, end, number, first, offset in zip(
+            blocks.shards.tolist(), *(column.tolist() for column in columns), strict=True
+        ):
+            device = self._devices.all[int(table.engines[row])]
+            yield device, _Block(
+                shards[row], low, high, begin, end, number, device.fd(number),
+                self._mending(device, number, begin, end), first=first, offset=offset,
+            )  # fmt: skip
 
     def _pump(self) -> None:
         while self._waiting and (
             not self._raw_size or self._raw_size + self._waiting[0][3] <= RAW_SIZE
         ):
-            load, engine, blocks, size = self._waiting.popleft()
+            load, device, blocks, size = self._waiting.popleft()
             self._raw_size += size
             self.in_flight += 1
             chunks = ChunkBatch(blocks, self._buffers)
-            self._reading[chunks.batch] = load, engine, chunks
-            self._submit(engine, chunks.batch)
+            self._reading[chunks.batch] = load, chunks
+            self._submit(device, chunks.batch)
 
     def firsts_of(self, batch: EngineBatch) -> Int64s:
         """Return the first sample of each block of a batch; none: it is not one of these."""
@@ -152,35 +152,28 @@ class ChunkLoader:
         found = self._reading.pop(batch, None)
         if found is None:
             return False
-        load, engine, chunks = found
+        load, chunks = found
         begun = time.monotonic()
         load.read_s += begun - batch.begun
         if self._pool is None:
             self._pool = thread_pool()
-        future = self._pool.submit(self._decode, engine, chunks)
+        future = self._pool.submit(self._decode, chunks)
         future.add_done_callback(lambda done: self._report(load, chunks.size, begun, done))
         return True
 
     # ---- in a thread of the pool ----------------------------------------------------------
 
-    def _decode(self, engine: int, chunks: ChunkBatch[_Block]) -> tuple[list[int], Failures]:
+    def _decode(self, chunks: ChunkBatch[_Block]) -> tuple[list[int], Failures]:
         """Return samples that were right at the second read only, and failures."""
         right: list[int] = []
         failures: Failures = {}
-        entries, mended = self._directory.entries_memory.address, False
-        for block, chunk, offset, outcome in chunks.decode(self._slot):
+        entries = self._directory.entries_memory.address
+        for block, chunk, offset, outcome, again in chunks.decode(self._slot):
             firsts = block.shard.chunks.firsts
             first = block.first + int(firsts[chunk] - firsts[block.low])
-            if isinstance(outcome, FormatError):
-                mended = self._mend(engine, block.file, block.begin, block.end) or mended
-                fd = self._fd_of(engine, block.file)
-                again = read_again(block, chunk, fd, self._slot, offset)
-                if again is not None:
-                    if not mended:
-                        right.append(first)
-                    outcome = again
             if isinstance(outcome, DecodedChunk):
                 publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)
+                right += [first] * again
                 continue
             if isinstance(outcome, int):
                 failure = Failure(outcome)

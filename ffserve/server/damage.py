@@ -16,12 +16,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ffserve.cache.cache import Failure, Load
+from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
-from ffserve.errors import STATUS_CHECKSUM
+from ffserve.errors import Failure
 from ffserve.memfd import SharedMemory
-from ffserve.second_read import right_status
+from ffserve.reads.damage import WrongRecord
 
 _ONE = np.zeros(1, np.int64)
 
@@ -30,21 +30,14 @@ _ONE = np.zeros(1, np.int64)
 class WrongSample:
     """A sample whose checksum was wrong.
 
-    fd: of its file. offset, length: in the file. place: offset in the arena. kind, expected, found:
-    its checksum.
+    fd: of its file. place: offset in the arena. mend: called before the second read: has damaged
+    blocks of a remote file fetched again, and returns whether there were any; None: it is not one.
     """
 
-    number: int
+    record: WrongRecord
     fd: int
-    offset: int
-    length: int
     place: int
-    kind: int
-    expected: int
-    found: int
-    mend: Callable[[], bool] | None = None
-    """Called before the second read: has damaged blocks of a remote file fetched again, and returns
-    whether there were any."""
+    mend: Callable[[], bool] | None
 
 
 Outcome: TypeAlias = tuple[list[int], dict[int, Failure]]
@@ -106,16 +99,14 @@ class SecondReader:
         for sample in samples:
             # Others of them may lie in the blocks that the first has mended.
             mended = (sample.mend is not None and sample.mend()) or mended
-            place = self._memory.array[sample.place : sample.place + sample.length].data
-            extent = sample.offset, sample.length, sample.expected
-            status, _ = right_status(sample.fd, sample.kind, *extent, into=place)
-            if status:
-                failures[sample.number] = Failure(STATUS_CHECKSUM, sample.found, sample.expected)
+            record = sample.record
+            if not record.is_right(sample.fd, self._memory.address + sample.place):
+                failures[record.key] = record.failure
                 continue
-            lengths = np.array([sample.length], np.int64)
-            publish_run(entries, sample.number, sample.place, _ONE, lengths)
+            lengths = np.array([record.length], np.int64)
+            publish_run(entries, record.key, sample.place, _ONE, lengths)
             if not mended:
-                right.append(sample.number)
+                right.append(record.key)
         return right, failures
 
     def _report(self, load: Load, who: Hashable, done: Future[Outcome]) -> None:

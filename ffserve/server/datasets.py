@@ -17,6 +17,7 @@ from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
+from ffserve.server.copying import PreparedFile
 from ffserve.server.prepared import Preparation
 from ffserve.server.shards import OpenShard
 from ffserve.server.state import LARGEST_COUNT, ServerState
@@ -45,8 +46,8 @@ class Dataset:
     """Shards that were closed."""
     preparation: Preparation | None = None
     """Its samples are prepared by clients, and"""
-    memory_file: int = -1
-    """they come through this file (see `Engines.add_memory`) and are made of those of"""
+    memory_file: PreparedFile | None = None
+    """they are copied out of this file and are made of those of"""
     source: JobProgress | None = None
     """this data set."""
     remote: bool = False

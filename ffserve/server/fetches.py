@@ -34,11 +34,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.cache import Failure, Int64s, Load
+from ffserve.cache.cache import Int64s, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import PARTS
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.server.access import Owner
 from ffserve.server.remote import Floats, RemoteShard
 from ffserve.store.blocks import PRESENT, WHOLE, StoredObject
@@ -333,8 +333,7 @@ class Fetches:
     # ---- loads ----------------------------------------------------------------------------
 
     def hold(self, load: Load, owner: Owner | None) -> Waiting | None:
-        """Pin the blocks of a load; return the load if some of them are not there. `release` must
-        be called when it has ended."""
+        """Pin the blocks of a load until it ends; return the load if some of them are not there."""
         shards = np.unique(load.blocks.shards)
         known = [b for b in self._table.bases[shards].tolist() if b in self._shards]
         if not known:
@@ -354,18 +353,12 @@ class Fetches:
                 self._pins_fail = True
                 unpinned.add(base)
                 continue
-            load.pinned.append((remote.stored, blocks))
+            load.releases.append(partial(remote.stored.unpin, blocks))
             complete = complete and not len(remote.stored.missing(blocks))
         if complete and not unpinned:
             return None
         self.in_flight += 1
         return Waiting(load, owner, rows, time.monotonic(), unpinned)
-
-    def release(self, load: Load) -> None:
-        """A load has ended: unpin its blocks."""
-        pinned, load.pinned = load.pinned, []
-        for stored, blocks in pinned:
-            stored.unpin(blocks)
 
     def fetch(self, waiting: Waiting) -> None:
         """Have the blocks of a load fetched; `fetched` is called then."""

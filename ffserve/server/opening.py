@@ -45,9 +45,9 @@ from ffserve.formats.base import (
     opens_small,
 )
 from ffserve.formats.tfrecord import FORMAT as TFRECORD
+from ffserve.reads.page_cache import open_cached
 from ffserve.server.access import Peer, Rules
 from ffserve.server.domains import Domain
-from ffserve.server.page_cache import open_cached
 from ffserve.server.remote import RemoteFiles, RemoteShard, Wanted, blocks_of
 from ffserve.server.shards import Identity, Key, OpenShard, PassedFile, Request
 from ffserve.shardfile import open_shard, scanned_as

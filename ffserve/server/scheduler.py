@@ -35,9 +35,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Failure, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Fetch, Int64s, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
-from ffserve.errors import STATUS_ARENA_BUSY
+from ffserve.errors import STATUS_ARENA_BUSY, Failure
 from ffserve.server.statistics import Histogram
 from ffserve.server.users import ACTIVE_S, MOST_ASKED, FairShare, User
 from ffserve.server.waiting import JobReads, SessionTime
@@ -427,11 +427,11 @@ class Scheduler:
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
         """A load has ended. `go_on` must be called when all that have ended by now are known."""
         self._reads -= load.reads
-        if load.file < 0:
+        turns, of_job, reads, begun = self._reading.pop(load.number)
+        if load.source is None:
             self._busy_size += load.size
             self._measure(now)
-        turns, of_job, reads, begun = self._reading.pop(load.number)
-        of_job.end(reads, now - begun, load.read_s, load.decode_s, load.fetch_s)
+            of_job.end(reads, now - begun, load.read_s, load.decode_s, load.fetch_s)
         if turns is not None:
             turns.reads -= reads
             turns.read_size -= load.size
@@ -443,7 +443,7 @@ class Scheduler:
             if fetch.owner.gone:
                 self._cache.release(fetch.pins)
                 fetch.pins = []
-                if fetch.file >= 0:
+                if fetch.source is not None:
                     self.put_ended(fetch)
             elif fetch.complete or fetch.enough or fetch.blocked_since is not None:
                 self._finish(fetch, now)
@@ -469,7 +469,7 @@ class Scheduler:
             if request.waiting == 0:
                 self._cache.release(request.pins)
                 request.pins = []
-                if request.file >= 0:
+                if request.source is not None:
                     self.put_ended(request)
         owner.waiting.clear()
         owner.runnable.clear()
@@ -583,8 +583,9 @@ class Scheduler:
             if len(self.reads_of) >= MOST_COUNTED_JOBS:
                 del self.reads_of[next(iter(self.reads_of))]
             of_job = self.reads_of[job] = JobReads()
-        of_job.size += load.size
         self._submit(load, reply)
+        if load.source is None:
+            of_job.size += load.size
         if not self._reads:
             self._busy_since, self._busy_size = self._pumped, 0
         self._reads += load.reads

@@ -26,7 +26,7 @@ from ffserve.cache.cache import Cache, Int64s
 from ffserve.cache.tables import Directory
 from ffserve.engine.codec import checksums
 from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
-from ffserve.second_read import extent_checksum, other_paths, read_extent, right_status, whole
+from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole
 from ffserve.server.catalog import Catalog, in_thread
 from ffserve.server.scheduler import Scheduler
 from ffserve.server.shards import OpenShard

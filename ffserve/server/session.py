@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Failure, Int64s
+from ffserve.cache.cache import Int64s
 from ffserve.dataset import Layout
 from ffserve.errors import (
     AccessDenied,
+    Failure,
     FFServeError,
     MissingFile,
     ProtocolError,
     ReadError,
     SampleIndexError,
     UsageError,
-    status_error,
 )
 from ffserve.protocol import Message
 from ffserve.server import handover
@@ -498,11 +498,11 @@ class Session:
 
     def _close_shards(self, dataset: Dataset) -> Steps:
         """Close the shards; `leave` goes on with it if these steps end early."""
-        if dataset.memory_file >= 0:
-            file, dataset.memory_file = dataset.memory_file, -1
+        if dataset.memory_file is not None:
+            file, dataset.memory_file = dataset.memory_file, None
             assert dataset.source is not None
             dataset.source.feeds -= 1
-            self._state.engines.remove_memory(file)
+            self._state.engines.copier.drop(file)
             self.user.memory_files -= 1
         while part := dataset.shards[dataset.closed : dataset.closed + FEW]:
             dataset.closed += len(part)
@@ -744,7 +744,7 @@ class Session:
 
     def finished(self, request: SampleRequest) -> None:
         """A request has its outcome: answer."""
-        if request.file >= 0:
+        if request.source is not None:
             self.sharing.copied(request)
         if request.failures:
             self.later(self._answer_failures(request))
@@ -807,22 +807,8 @@ class Session:
         shard = int(dataset.layout.shards(request.indices[position : position + 1])[0])
         one = request.numbers[position : position + 1]
         path = dataset.paths[shard]
-        offset = int(state.directory.offsets[number])
-        length = failure.size or int(state.directory.lengths(one)[0])
-        if failure.error is not None:
-            error = failure.error.located(index=index)
-            error.path = path
-        else:
-            error = status_error(
-                failure.status,
-                path=path,
-                index=index,
-                offset=offset,
-                length=length,
-                found=failure.found,
-                expected=failure.expected,
-                arena_size=state.cache.arena.size,
-            )
+        offset, length = int(state.directory.offsets[number]), int(state.directory.lengths(one)[0])
+        error = failure.named(path, index, offset, length, arena_size=state.cache.arena.size)
         if dataset.preparation is None:
             opened = dataset.shards[shard]
             error = state.catalog.explain(opened, error, (offset, length, failure.expected))

@@ -77,7 +77,8 @@ class Sharing:
         if (most := session.most_datasets()) is not None:
             session.fail(tag, UsageError(most, hint="close readers"))
             return
-        user, count, most_files = session.user, state.engines.memory_count, state.most_memory_files
+        user, most_files = session.user, state.most_memory_files
+        count = state.engines.copier.file_count
         if not user.may_take(1, user.memory_files, count, most_files):
             session.fail(
                 tag,
@@ -105,7 +106,7 @@ class Sharing:
             raise UsageError("the session has ended")
         firsts = source.layout.firsts[:-1].tolist()
         shards = catalog.open_prepared(source.shards, firsts, request.key, request.name, owner)
-        file = self._state.engines.add_memory(fd)
+        file = self._state.engines.copier.open(fd)
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         assert session.job is not None
@@ -203,7 +204,7 @@ class Sharing:
             indices=indices[chosen],
             asked=now,
         )
-        request.file = dataset.memory_file
+        request.source = dataset.memory_file
         dataset.requests += 1
         if len(request.numbers):
             state.scheduler.add(request, now)

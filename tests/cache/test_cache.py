@@ -27,11 +27,18 @@ from ffserve.cache.arena import (
     SMALLEST_SLOT,
     Arena,
 )
-from ffserve.cache.cache import Cache, Failure, Fetch, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
 from ffserve.dataset import bound_lengths
 from ffserve.engine.slots import FREE, RESIDENT
-from ffserve.errors import STATUS_ARENA_BUSY, STATUS_TOO_LARGE, FormatError, ReadError, UsageError
+from ffserve.errors import (
+    STATUS_ARENA_BUSY,
+    STATUS_TOO_LARGE,
+    Failure,
+    FormatError,
+    ReadError,
+    UsageError,
+)
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.memfd import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.server.scheduler import (

@@ -27,13 +27,13 @@ from ffserve import protocol
 from ffserve.cache import arena
 from ffserve.cache.allocator import Allocator
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Failure, Fetch, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
-from ffserve.errors import FFServeError, ProtocolError
+from ffserve.errors import Failure, FFServeError, ProtocolError
 from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.protocol import Message
 from ffserve.server.access import Peer

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ffserve.decoding import (
+from ffserve.engine.io import ETRUNCATED, Engine
+from ffserve.errors import ChecksumError, FFServeError
+from ffserve.formats.base import Chunks
+from ffserve.reads.chunks import (
     BATCH_SIZE,
     BUFFER_UNIT,
     ChunkBatch,
@@ -20,9 +23,6 @@ from ffserve.decoding import (
     ReusableBuffers,
     batches,
 )
-from ffserve.engine.io import ETRUNCATED, Engine
-from ffserve.errors import ChecksumError, FFServeError
-from ffserve.formats.base import Chunks
 
 SIZE = 3 * BUFFER_UNIT + 777
 
@@ -60,7 +60,7 @@ def runs(
     found = []
     for low in range(0, len(places), joined):
         high = min(low + joined, len(places))
-        found.append(ChunkRun(shard, low, high, places[low][0], places[high - 1][1], 0))
+        found.append(ChunkRun(shard, low, high, places[low][0], places[high - 1][1], 0, fd=-1))
     return found
 
 
@@ -71,7 +71,7 @@ def decode(
     with Engine("threads", depth=4) as engine:
         file = engine.add_file(fd, 512)
         for run in chunks:
-            run.file = file
+            run.file, run.fd = file, fd
         reading = ChunkBatch(chunks, ReusableBuffers(0))
         engine.submit(reading.batch)
         engine.wait(reading.batch)
@@ -84,7 +84,7 @@ def decode(
 
     outcomes: list[bytes | FFServeError | int] = []
     offsets = []
-    for _, _, offset, outcome in reading.decode(room):
+    for _, _, offset, outcome, _ in reading.decode(room):
         outcomes.append(outcome.buffer.tobytes() if isinstance(outcome, DecodedChunk) else outcome)
         offsets.append(offset)
     return outcomes, offsets, reads

@@ -15,7 +15,7 @@ from ffserve.bench.harness import held_in_memory
 from ffserve.engine import io
 from ffserve.engine.cached import cached_extents, cached_pages
 from ffserve.errors import ChecksumError
-from ffserve.server.page_cache import ASKED_EVERY, CachedFiles, open_cached
+from ffserve.reads.page_cache import ASKED_EVERY, CachedFiles, open_cached
 
 COUNT, SIZE = 600, 50_000
 FORMATS: list[dict[str, Any]] = [

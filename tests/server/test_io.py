@@ -15,10 +15,11 @@ from daemon import until
 
 import ffserve
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Failure, Fetch, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.engine import io
 from ffserve.engine.shm import View
+from ffserve.errors import Failure
 from ffserve.formats.base import ChunkedShard
 from ffserve.memfd import SharedMemory
 from ffserve.server.io import Engines
@@ -151,7 +152,7 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     broke: list[None] = []
     reading.engines.on_broken = lambda: (broke.append(None), reading.loop.stop())
     reading.add(fd, 0, int(shard.chunks.sizes.sum()), shard)
-    [wakes] = own - {reading.engines._engines[0].fileno()}
+    [wakes] = own - {reading.engines._devices.all[0].engine.fileno()}
     # A thread that does not wait yet is not woken, and would read the batch.
     new = set(os.listdir("/proc/self/task")) - threads
     until(lambda: all(map(_waits, new)), "the I/O thread waits")

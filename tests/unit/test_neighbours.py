@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks import shuffle
-from ffserve.neighbours import KNOWN_SHARE, window_ends
 from ffserve.order import epoch_order
+from ffserve.reads.windows import KNOWN_SHARE, window_ends
 
 N = 1 << 18
 LOOK = 1 << 15

@@ -88,6 +88,11 @@ class CachedFiles:
         """Return the numbers of files for reads through the page cache."""
         return self._numbers[files]
 
+    def chosen(self, files: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
+        """Return the numbers by which extents are read: through the page cache what is there."""
+        found = self.find(files, begins, ends)
+        return files if found is None else np.where(found, self._numbers[files], files)
+
     def find(self, files: Int32s, begins: Int64s, ends: Int64s) -> NDArray[np.bool_] | None:
         """Return which extents of files are in the page cache; None: none of them."""
         if not self.count:

@@ -1,8 +1,8 @@
-"""Reading and decoding of chunks, in the daemon and in an engine of the client's process.
+"""Chunks: batches that read them as they are in the file, and their decoding.
 
-Chunks are read as they are in the file, many at a time as one batch of an engine. A thread then
-verifies and decodes each of them into memory that the caller provides; the compression libraries
-release the GIL. A damaged chunk fails alone.
+Chunks are read many at a time as one batch of an engine. A thread then verifies and decodes each of
+them into memory that the caller provides; the compression libraries release the GIL. A damaged
+chunk is read a second time (`damage`); if it is damaged again, it fails alone.
 
 No memory is allocated because a file states a size: extents were compared with the file when it was
 opened, and decoding stops at the end of the memory that it was given.
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
-from ffserve.errors import FFServeError
+from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import ChunkedShard
-from ffserve.second_read import second_reads
+from ffserve.reads.damage import second_reads
 
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
@@ -41,7 +41,9 @@ THREADS = min(4, os.cpu_count() or 1)
 class ChunkRun:
     """Adjacent chunks [low, high) of one shard, at [begin, end) of the file.
 
-    file: number of the file in the engine that reads it.
+    file: number of the file in the engine that reads it. fd: of the same file, for a second read.
+    mend: called before that, in the thread that decodes: has what this disk has damaged of a remote
+    file fetched again, and returns whether there was any.
     """
 
     shard: ChunkedShard
@@ -50,6 +52,8 @@ class ChunkRun:
     begin: int
     end: int
     file: int
+    fd: int
+    mend: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ Outcome: TypeAlias = "DecodedChunk | FFServeError | int"
 """What became of a chunk; a number is the status of a read that failed."""
 Run = TypeVar("Run", bound=ChunkRun)
 Key = TypeVar("Key")
+Memory: TypeAlias = Callable[[Run, int, int], Bytes]
+"""Called with a run, an offset and a size, returns `size` bytes for the chunk whose decoded bytes
+begin `offset` bytes after those of the run."""
 
 
 def batches(runs: Iterable[tuple[Key, Run]]) -> Iterator[tuple[Key, list[Run]]]:
@@ -135,41 +142,39 @@ class ChunkBatch(Generic[Run]):
         records["dest"] = self._raw.__array_interface__["data"][0] + np.cumsum(sizes) - sizes
         batch.keep = self._raw
 
-    def decode(
-        self, memory: Callable[[Run, int, int], Bytes]
-    ) -> Iterator[tuple[Run, int, int, Outcome]]:
+    def decode(self, memory: Memory[Run]) -> Iterator[tuple[Run, int, int, Outcome, bool]]:
         """Verify and decode the chunks of a batch that has ended; only once, since it is freed.
 
-        Args: memory: called with a run, an offset and a size, returns `size` bytes for the chunk
-            whose decoded bytes begin `offset` bytes after those of the run.
-        Returns: (run, number of the chunk, its offset, its outcome), in order. An exception is an
-            outcome too.
+        Returns: (run, number of the chunk, its offset, its outcome, whether it was right at the
+            second read only), in order. An exception is an outcome too.
         """
         statuses = self.batch.records["status"].tolist()
         self.batch.free()
-        raw, at = self._raw.data, 0
+        raw, at, mended = self._raw.data, 0, False
         for run, status in zip(self.runs, statuses, strict=True):
             chunks, offset = run.shard.chunks, 0
             for chunk in range(run.low, run.high):
                 size, first = int(chunks.sizes[chunk]), at + int(chunks.begins[chunk]) - run.begin
                 extent = raw[first : first + int(chunks.ends[chunk] - chunks.begins[chunk])]
                 outcome = status or decode(run, chunk, extent, memory, offset, size)
-                yield run, chunk, offset, outcome
+                again = False
+                if isinstance(outcome, FormatError):
+                    # Other chunks may lie in the blocks that the first one has mended.
+                    mended = (run.mend is not None and run.mend()) or mended
+                    found = _read_again(run, chunk, memory, offset)
+                    if found is not None:
+                        outcome, again = found, not mended
+                yield run, chunk, offset, outcome, again
                 offset += size
             at += run.end - run.begin
         self._buffers.give(self._raw)
 
 
-def read_again(
-    run: Run, chunk: int, fd: int, memory: Callable[[Run, int, int], Bytes], offset: int
-) -> DecodedChunk | None:
-    """Read and decode a chunk that was damaged once more; return None if it is damaged again.
-
-    Args: fd: of its file. memory, offset: as in `ChunkBatch.decode`.
-    """
+def _read_again(run: Run, chunk: int, memory: Memory[Run], offset: int) -> DecodedChunk | None:
+    """Read and decode a chunk that was damaged once more; return None if it is damaged again."""
     chunks = run.shard.chunks
     begin, size = int(chunks.begins[chunk]), int(chunks.sizes[chunk])
-    for extent in second_reads(fd, begin, int(chunks.ends[chunk]) - begin):
+    for extent in second_reads(run.fd, begin, int(chunks.ends[chunk]) - begin):
         outcome = decode(run, chunk, extent, memory, offset, size)
         if isinstance(outcome, DecodedChunk):
             return outcome
@@ -180,7 +185,7 @@ def decode(
     run: Run,
     chunk: int,
     extent: memoryview,
-    memory: Callable[[Run, int, int], Bytes],
+    memory: Memory[Run],
     offset: int,
     size: int,
 ) -> Outcome:

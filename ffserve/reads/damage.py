@@ -2,7 +2,7 @@
 
 Bytes may be wrong in the page cache and right on the disk, or wrong on their way from the disk and
 right in the page cache. So an extent is read through the page cache, then past it, until its
-checksum is right.
+checksum is right. All of this waits for the disk: a thread's work, not an event loop's.
 """
 
 from __future__ import annotations
@@ -11,17 +11,70 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ffserve.engine.codec import checksum
-from ffserve.engine.io import buffered
-from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED
+from ffserve.engine.io import buffered, memory_at
+from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, Failure
 
 ALIGNMENT = 4096
 """Direct reads begin and end at multiples of it, whatever the device has."""
 PIECE_SIZE = 4 << 20
 """Bytes that are read at once: samples may be as large as the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongRecord:
+    """A record whose checksum was wrong.
+
+    key: of the caller's. file: the engine's number. offset, length: in the file. slot, read_offset:
+    of the read that brought it into a slot; slot is NOWHERE if there was none. dest: its address
+    then. kind, expected, found: its checksum.
+    """
+
+    key: int
+    file: int
+    offset: int
+    length: int
+    slot: int
+    read_offset: int
+    dest: int
+    kind: int
+    expected: int
+    found: int
+
+    @classmethod
+    def of(cls, key: int, read: Any, record: Any) -> WrongRecord:
+        """Return a record of a batch that has ended, with the read that brought it."""
+        return cls(
+            key,
+            int(read["file"]),
+            int(record["offset"]),
+            int(record["length"]),
+            int(read["slot"]),
+            int(read["offset"]),
+            int(record["dest"]),
+            int(read["checksum_kind"]),
+            int(record["checksum"]),
+            int(record["found"]),
+        )
+
+    def is_right(self, fd: int, address: int) -> bool:
+        """Read the record a second time, to an address; return whether its checksum is right.
+
+        Args: fd: of its file.
+        """
+        into = memory_at(address, self.length)
+        status, _ = right_status(fd, self.kind, self.offset, self.length, self.expected, into)
+        return not status
+
+    @property
+    def failure(self) -> Failure:
+        """Why it cannot be delivered, if the second read finds it wrong as well."""
+        return Failure(STATUS_CHECKSUM, self.found, self.expected)
 
 
 def second_reads(fd: int, offset: int, length: int) -> Iterator[memoryview]:

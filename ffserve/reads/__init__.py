@@ -1,0 +1,14 @@
+"""Reads: what the daemon and a reader without a daemon both do between an extent and its bytes.
+
+Every read of ffserve is four things: *these extents*, *this check*, *this decoding*, *that
+destination*. The table of all kinds of read is in docs/ARCHITECTURE.md ("Reads"). The modules here
+know no socket, session, event loop or arena: they are given extents to read, and addresses or slots
+to put bytes at. Who drives an engine (a blocking call, an event loop, the daemon) submits the
+batches that they make and passes on those that have ended.
+
+* `records`: records to engine batches, and a batch that has ended to the outcome of each record.
+* `chunks`: batches of chunks, their memory and their decoding.
+* `damage`: the second read of what did not match its checksum.
+* `windows`: windows of an order.
+* `page_cache`: which extents are read through the page cache.
+"""

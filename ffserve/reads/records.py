@@ -1,0 +1,127 @@
+"""Records that an engine reads: from extents to a batch, and from a batch that has ended to the
+outcome of each record.
+
+Neighbours are read together. If the kernel refuses such a read, what it had joined is read once
+more one by one, so that an unreadable record does not fail its neighbours. A record whose checksum
+is wrong is read a second time, by other paths (`damage`).
+
+A record is known by a key of the caller's: its number in the daemon, its position in a request
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.io import MERGED_SIZE, EngineBatch, merge_reads, refused
+from ffserve.engine.shm import NOWHERE
+from ffserve.errors import STATUS_CHECKSUM, Failure
+from ffserve.reads.damage import WrongRecord
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+MOST_AGAIN = 1024
+"""Wrong records of a batch that are read a second time. A block may hold 8192 small samples; where
+more of them are wrong, the others are reported as they are."""
+
+Failures: TypeAlias = dict[int, Failure]
+"""Records that failed, by key."""
+
+
+def record_batch(
+    starts: Int64s,
+    lengths: Int64s,
+    files: Int32s,
+    kinds: Int32s,
+    checksums: NDArray[np.uint32],
+    places: NDArray[np.uint64],
+) -> EngineBatch:
+    """Return a batch that reads records to addresses of the caller's, neighbours together.
+
+    Args:
+        starts, lengths: int64[n], of the payloads in their files.
+        files: int32[n], the engine's number of each record's file.
+        kinds, checksums: int32[n], uint32[n]: the check of each.
+        places: uint64[n], the address of each record's destination.
+    """
+    ends = starts + lengths
+    firsts = merge_reads(starts, ends, files.astype(np.int64), MERGED_SIZE)
+    counts = np.diff(np.append(firsts, len(starts)))
+    batch = EngineBatch(len(firsts), len(starts))
+    reads, records = batch.reads, batch.records
+    reads["offset"] = starts[firsts]
+    reads["length"] = ends[firsts + counts - 1] - starts[firsts]
+    reads["slot"] = NOWHERE
+    reads["file"] = files[firsts]
+    reads["checksum_kind"] = kinds[firsts]
+    reads["first_record"] = firsts
+    reads["record_count"] = counts
+    records["offset"], records["length"] = starts, lengths
+    records["entry"] = NOWHERE
+    records["dest"], records["checksum"] = places, checksums
+    return batch
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the records of a batch. All others are at their destinations.
+
+    failures: those that failed. wrong: those to read a second time. again: a batch that reads what
+    a refused read had joined, to be submitted to the same engine; rows: its records' rows in the
+    batch that has ended.
+    """
+
+    failures: Failures = field(default_factory=dict)
+    wrong: list[WrongRecord] = field(default_factory=list)
+    again: EngineBatch | None = None
+    rows: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+def outcome_of(batch: EngineBatch, keys: Int64s, units: Int64s | None = None) -> Outcome:
+    """Return the outcome of a batch that has ended and of which something failed.
+
+    Args:
+        keys: int64[n], of its records.
+        units: int64[n], rising: records of one unit are always read together. None: each is one.
+    """
+    found = Outcome()
+    reads, records = batch.reads, batch.records
+    status = records["status"].copy()
+    owners = np.repeat(np.arange(len(reads)), reads["record_count"])
+    units = np.arange(len(records)) if units is None else units
+    firsts = reads["first_record"].astype(np.int64)
+    joined = units[firsts] != units[firsts + reads["record_count"] - 1]
+    rows = np.flatnonzero(refused(status) & joined[owners])
+    if len(rows):
+        found.again, found.rows = _one_by_one(batch, rows, units[rows], owners[rows]), rows
+        status[rows] = 0
+    # A gap of a tolerant scan has no bytes.
+    wrong = np.flatnonzero((status == STATUS_CHECKSUM) & (records["length"] > 0))[:MOST_AGAIN]
+    for row in wrong.tolist():
+        found.wrong.append(WrongRecord.of(int(keys[row]), reads[owners[row]], records[row]))
+    status[wrong] = 0
+    bad = np.flatnonzero(status)
+    columns = keys[bad], status[bad], records["found"][bad], records["checksum"][bad]
+    for key, *about in zip(*(column.tolist() for column in columns), strict=True):
+        found.failures[key] = Failure(*about)
+    return found
+
+
+def _one_by_one(batch: EngineBatch, rows: Int64s, units: Int64s, owners: Int64s) -> EngineBatch:
+    """Return a batch that reads some records of another one, those of each unit together."""
+    firsts = np.flatnonzero(np.diff(units, prepend=-1))
+    lasts = np.append(firsts[1:], len(rows)) - 1
+    again = EngineBatch(len(firsts), len(rows))
+    again.records[:] = records = batch.records[rows]
+    reads = again.reads
+    reads[:] = batch.reads[owners[firsts]]
+    reads["offset"] = records["offset"][firsts]
+    reads["length"] = records["offset"][lasts] + records["length"][lasts] - reads["offset"]
+    reads["first_record"], reads["record_count"] = firsts, lasts - firsts + 1
+    again.keep = batch.keep
+    return again
