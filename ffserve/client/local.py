@@ -3,7 +3,7 @@
 What is in the page cache (`local_files`) is copied in the calling thread. An engine of this process
 reads the rest (`ffserve/reads/`), verifies, and copies each payload to its destination while the
 bytes are warm. Records in chunks are decoded from them (`local_chunks`). Nothing is kept in memory
-but decoded chunks; the kernel is told what a windowed order will need (`hints`).
+but decoded chunks, and the next windows of a windowed order (`windows`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, shardfile
-from ffserve.client.hints import WindowHints
 from ffserve.client.local_chunks import ChunkCache, ChunkReads
 from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import (
@@ -32,6 +31,7 @@ from ffserve.client.source import (
     check_out,
     places,
 )
+from ffserve.client.windows import Part, Windows
 from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths, combined_fingerprint
 from ffserve.engine.io import Engine, EngineBatch, local_engine
 from ffserve.errors import (
@@ -90,13 +90,14 @@ class PartlyRead:
 @dataclass(slots=True)
 class LocalRequest:
     """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
-    to read."""
+    to read. parts: of windows, which all of its samples come from."""
 
     indices: Int64s
     target: Target
     positions: Int64s
     batch: EngineBatch | None
     engine: Engine
+    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -150,7 +151,8 @@ class LocalSource:
         self._closed = False
         self._orders: dict[int, Int64s] = {}
         """Announced, by epoch."""
-        self._hints: WindowHints | None = None
+        self._windows: Windows | None = None
+        """Of the order that is followed."""
         try:
             self._open(paths, Opening(format, verify, tolerant, seen))
             size = int(self._sizes.sum())
@@ -275,8 +277,8 @@ class LocalSource:
 
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | PartlyRead | None:
         """Copy a batch of which all is in the page cache."""
-        if self._hints is not None:
-            self._hints.read(indices)
+        if self._windows is not None:
+            return None
         if out is None and self._plain and (read := self._tables.batch(indices)) is not None:
             if len(read) == 2:
                 return Batch(*read)
@@ -290,9 +292,8 @@ class LocalSource:
 
     def cached_arrays(self, indices: Indices) -> list[Bytes] | PartlyRead | None:
         """Copy samples that are all in the page cache, each to an array."""
-        if self._hints is not None:
-            indices = as_int64(indices, self.count)
-            self._hints.read(indices)
+        if self._windows is not None:
+            return None
         if places.place is None:
             if not self._plain:
                 return None
@@ -316,11 +317,15 @@ class LocalSource:
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
     ) -> PartlyRead:
-        if out is not None:
-            out = check_out(out, int(edges[-1]))
-        target = Target(edges, apart=apart, out=out)
+        target = self._target(edges, apart, out)
         to = target.places() if target.buffer is None else target.buffer
         return PartlyRead(target, self._tables.read(indices, edges, to))
+
+    @staticmethod
+    def _target(edges: Int64s, apart: bool, out: Bytes | None) -> Target:
+        if out is not None:
+            out = check_out(out, int(edges[-1]))
+        return Target(edges, apart=apart, out=out)
 
     def _edges(self, indices: Int64s) -> Int64s:
         edges = self._tables.edges(indices)
@@ -345,8 +350,10 @@ class LocalSource:
         indices = np.ascontiguousarray(indices)
         engine = self._attach()
         try:
-            if self._hints is not None:
-                self._hints.read(indices)
+            windows = self._windows
+            if windows is not None and (parts := windows.take(indices)) is not None:
+                target = self._target(self._edges(indices), apart, out)
+                return LocalRequest(indices, target, indices[:0], None, engine, parts)
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
@@ -444,6 +451,9 @@ class LocalSource:
                 raise ServerUnavailable("the process forked while a read was on its way")
             if isinstance(request, ChunkedRequest):
                 return self._collect_chunked(request)
+            if request.parts and self._windows is not None:
+                self._add(len(request.indices), int(request.target.offsets[-1]))
+                return self._windows.copy(request.parts, request.target)
             return self._collect(request)
         finally:
             self._detach()
@@ -451,6 +461,10 @@ class LocalSource:
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
         sizes = np.diff(request.target.offsets)[request.positions]
         self._add(len(sizes), int(sizes.sum()))
+        return self._errors(request)
+
+    def _errors(self, request: LocalRequest) -> dict[int, FFServeError]:
+        """Return the errors of a request whose batch has ended, by position."""
         failures: Failures = {}
         batch, positions = request.batch, request.positions
         while batch is not None:
@@ -498,10 +512,7 @@ class LocalSource:
             size = int(edges[-1])
             chunks.add(positions, plain.target.buffer, edges[:-1], np.diff(edges))
         offsets = chunks.edges(len(indices))
-        out = request.out
-        if out is not None:
-            out = check_out(out, int(offsets[-1]))
-        request.target = Target(offsets, apart=request.apart, out=out)
+        request.target = self._target(offsets, request.apart, request.out)
         chunks.copy_to(request.target)
         self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
@@ -551,6 +562,8 @@ class LocalSource:
         if not self._orders or epoch <= min(self._orders):
             self._orders.clear()
             self.follow(order)
+            if self._windows is not None:
+                self._windows.move_to(0)
         self._orders[epoch] = order
 
     def reached(self, epoch: int, position: int) -> bool:
@@ -565,25 +578,36 @@ class LocalSource:
             del self._orders[old]
         if passed and epoch in self._orders:
             self.follow(self._orders[epoch])
-        if self._hints is not None and epoch in self._orders:
-            self._hints.move_to(position)
+        if self._windows is not None and epoch in self._orders:
+            self._windows.move_to(position)
         return True
 
     def follow(self, order: Int64s) -> None:
-        """Have the kernel read the windows of an order, if it has any."""
-        if self._hints is not None:
-            self._hints.close()
+        """Read windows of this order, when its first sample is asked for."""
+        if self._chunked or self._choose_engine is not process_engine:
+            return  # chunks are kept when they were decoded; an event loop must not wait
+        if self._windows is not None:
+            self._windows.close()
         mean_size = int(self._sizes.sum()) // max(self.count, 1)
-        hints = WindowHints(order, mean_size, self._advise)
-        # Chunks are kept when they were decoded.
-        self._hints = hints if hints.windowed and not self._chunked else None
-        self._tables.read_all_through_cache(self._hints is not None)
-        if self._hints is not None:
-            self._hints.move_to(0)
+        self._windows = Windows(
+            order, mean_size, self._advise, self._begin_window, self._finish_window
+        )
 
     def _advise(self, indices: Int64s) -> None:
         shards, starts, through = self._located(indices)
         self._files.will_need(shards, through, starts, self._lengths[indices].astype(np.int64))
+
+    def _begin_window(self, indices: Int64s) -> LocalRequest:
+        assert self._engine is not None
+        order = np.argsort(indices)  # that of the files
+        found = PartlyRead(Target(self._edges(indices), apart=False), order)
+        return self._submit(self._engine, self._numbers, indices, found)
+
+    def _finish_window(self, request: LocalRequest) -> dict[int, FFServeError]:
+        if request.engine is not self._engine:
+            raise ServerUnavailable("the process forked while a read was on its way")
+        _wait(request)
+        return self._errors(request)
 
     # ---- the rest -------------------------------------------------------------------------
 
@@ -612,7 +636,7 @@ class LocalSource:
     def after_fork(self) -> None:
         """The engine belongs to the parent; tables and descriptors are the child's as well."""
         self._engine = None
-        self._hints = None
+        self._windows = None
         self._orders.clear()
         self._files.after_fork()
         self._tables.after_fork()
@@ -622,8 +646,8 @@ class LocalSource:
 
     def close(self) -> None:
         """Close the files when no request needs them any more."""
-        if self._hints is not None:
-            self._hints.close()
+        if self._windows is not None:
+            self._windows.close()
         self._tables.close()
         with self._attaching:
             if not self._closed and not self._pending:

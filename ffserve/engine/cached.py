@@ -34,8 +34,7 @@ class LocalTables:
     Args:
         offsets: uint64[n], of payloads. lengths: uint32[n] or uint64[n]. checksums: uint32[n].
         firsts: int64[shards], the first sample of each shard. fds, kinds: int32[shards].
-        seeds, limits: uint64[shards], see `ffs_through_cache`; with limits of 2^32 all records are
-            read through the page cache.
+        seeds, limits: uint64[shards], see `ffs_through_cache`.
         in_memory: all files lie in memory.
         most_at_once: bytes of samples that one call may read.
     """
@@ -73,7 +72,6 @@ class LocalTables:
         c.sample_count, c.shard_count = len(offsets), len(firsts)
         c.in_memory, c.most_at_once = in_memory, most_at_once
         self._keep = kept
-        self._limits, self._own_limits = limits, limits.copy()
         address = int(ffi.cast("uintptr_t", c))
         self.arrays: Callable[[object], list[Bytes] | PartOfArrays | None]
         self.arrays = partial(read_cached, address)
@@ -118,10 +116,6 @@ class LocalTables:
             from_buffer(I64S, left),
         )
         return left[:count]
-
-    def read_all_through_cache(self, all: bool) -> None:
-        """Read all records through the page cache from now on, or those of the limits only."""
-        self._limits[:] = np.uint64(1 << 32) if all else self._own_limits
 
     @property
     def counters(self) -> tuple[int, int]:

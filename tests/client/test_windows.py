@@ -15,7 +15,7 @@ from daemon import damage, until
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.client import ahead
+from ffserve.client import windows as ahead
 from ffserve.client.local import process_engine
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
@@ -123,7 +123,7 @@ def test_an_epoch_that_was_announced_when_the_one_before_it_was_over_was_read_si
             reader.announce(order, epoch)
             for indices in batches_of(order, 1000):
                 check(indices, reader.read(indices))
-            taken = reader._selector.current()._ahead._position  # type: ignore[attr-defined]
+            taken = reader._selector.current()._windows._position  # type: ignore[attr-defined]
             assert taken in (0, COUNT), "all of it came out of windows"
             assert reader._announced.position == (epoch, COUNT)
 
@@ -277,7 +277,7 @@ def test_indices_of_another_kind_are_not_taken_for_the_next_ones(path: str, kind
     with ffserve.open(path, server="off") as reader:
         reader.announce(order)
         check(order[:64], reader.read(order[:64]))
-        window = reader._selector.current()._ahead._windows[0]  # type: ignore[attr-defined]
+        window = reader._selector.current()._windows._begun[0]  # type: ignore[attr-defined]
         assert window.errors == {}, "it has been read"
         indices: Any = order[64:128].copy()
         if kind == "float64":
