@@ -4,8 +4,9 @@ A request whose samples lie in blocks that are not in the store waits at its `Ga
 any memory of the arena, so it holds up nobody else. When all of its blocks are there, or cannot be
 had, it gets its turns; after PART_S a first part of it does, if there is one.
 
-A load pins its blocks, and waits only for those that its request could not know of, or for which
-the store has no room. Of these, exactly the bytes that are needed come into a memory file, at their
+A gate pins the blocks until the loads of its request have ended. A load pins only what is not
+pinned so, such as what is prefetched, and waits only for blocks that its request could not know of,
+or for which the store has no room. Of these, exactly the bytes that are needed come into a memory file, at their
 own offsets, and the engine reads them there. A block that cannot be had fails its own samples, with
 the error of the origin.
 
@@ -109,7 +110,8 @@ class Waiting:
 
 
 class Gate:
-    """Where a request waits for its blocks; see the module's text.
+    """Where a request waits for its blocks, and what keeps them for its loads; see the module's
+    text.
 
     Args: fetches, needs, owner: whose request it is.
     """
@@ -124,7 +126,9 @@ class Gate:
         self._left = 1
         self._lock = threading.Lock()
         self._open: Callable[[int, float], object] | None = None
-        self._pinned: list[tuple[StoredObject, Int64s]] = []
+        self._pinned: dict[StoredObject, Int64s] = {}
+        self._holders = 1
+        """The request, and loads that read from the blocks."""
         self._closed = False
         self.errors: dict[tuple[StoredObject, int], FFServeError] = {}
         """Of blocks that cannot be had."""
@@ -153,7 +157,7 @@ class Gate:
                         stored.pin(rising)
                     except OSError:  # the loads read past the store
                         continue
-                    self._pinned.append((stored, rising))
+                    self._pinned[stored] = rising
                 missing = stored.missing(blocks)
                 with self._lock:
                     self._left += len(missing)
@@ -200,18 +204,32 @@ class Gate:
             self._timer = None
 
     def close(self) -> None:
-        """The request is answered, or dropped: unpin its blocks."""
+        """The request is answered, or dropped: unpin its blocks when no load reads from them."""
         if self._open is not None:
             self._open = None
             self._fetches.in_flight -= 1
         self._stop_timer()
-        self._fetches.in_thread(self._unpin)
+        self.let_go()
+
+    def keep(self, stored: StoredObject, blocks: Int64s) -> bool:
+        """Keep blocks for a load of the request until `let_go`; False: they are not pinned here."""
+        pinned = self._pinned.get(stored)
+        if pinned is None or not np.isin(blocks, pinned, assume_unique=True).all():
+            return False
+        self._holders += 1
+        return True
+
+    def let_go(self) -> None:
+        """The request, or a load, does not need the blocks any more."""
+        self._holders -= 1
+        if not self._holders:
+            self._fetches.in_thread(self._unpin)
 
     def _unpin(self) -> None:
         with self._lock:
             self._closed = True
-            pinned, self._pinned = self._pinned, []
-        for stored, blocks in pinned:
+            pinned, self._pinned = self._pinned, {}
+        for stored, blocks in pinned.items():
             stored.unpin(blocks)
 
 
@@ -295,7 +313,8 @@ class Fetches:
         absent = numbers[self._directory.slot_of[numbers] == 0]
         if not len(absent):
             return None
-        bases = self._table.bases[self._table.rows(absent)]
+        table = self._table.blocks(absent)
+        bases = self._table.bases[table.shards]
         known = [
             (base, remote)
             for base in np.unique(bases).tolist()
@@ -303,8 +322,10 @@ class Fetches:
         ]
 
         def needs() -> Needs:
+            rows = [bases == base for base, _ in known]
             return [
-                (remote, _in_order(remote, absent[bases == base] - base)) for base, remote in known
+                (remote, _in_order(remote.stored, table.begins[mine], table.ends[mine]))
+                for (_, remote), mine in zip(known, rows, strict=True)
             ]
 
         if len(known) <= FEW_SHARDS:
@@ -332,19 +353,26 @@ class Fetches:
 
     # ---- loads ----------------------------------------------------------------------------
 
-    def hold(self, load: Load, owner: Owner | None) -> Waiting | None:
-        """Pin the blocks of a load until it ends; return the load if some of them are not there."""
+    def hold(self, load: Load, owner: Owner | None, gate: Gate | None) -> Waiting | None:
+        """Pin the blocks of a load until it ends; return the load if some of them are not there.
+
+        Args: gate: where its request has waited, which keeps the blocks that it has pinned.
+        """
         shards = np.unique(load.blocks.shards)
-        known = [b for b in self._table.bases[shards].tolist() if b in self._shards]
-        if not known:
+        bases = self._table.bases[load.blocks.shards]
+        some = [b for b in self._table.bases[shards].tolist() if b in self._shards]
+        if not some:
             return None
         rows, unpinned = {}, set()
         complete = True
-        bases = self._table.bases[load.blocks.shards]
-        for base in known:
+        for base in some:
             remote, mine = self._shards[base], np.flatnonzero(bases == base)
             blocks = _covering(remote.stored, load.blocks.begins[mine], load.blocks.ends[mine])
             rows[base] = mine
+            if gate is not None and gate.keep(remote.stored, blocks):
+                load.releases.append(gate.let_go)
+                complete = complete and not len(remote.stored.missing(blocks))
+                continue
             try:
                 remote.stored.pin(blocks)
             except OSError as error:
@@ -358,7 +386,8 @@ class Fetches:
         if complete and not unpinned:
             return None
         self.in_flight += 1
-        return Waiting(load, owner, rows, time.monotonic(), unpinned)
+        known = {} if gate is None else gate.errors
+        return Waiting(load, owner, rows, time.monotonic(), unpinned, known=known)
 
     def fetch(self, waiting: Waiting) -> None:
         """Have the blocks of a load fetched; `fetched` is called then."""
@@ -650,15 +679,16 @@ def _as_error(error: BaseException) -> FFServeError:
     return ReadError(f"cannot fetch: {error!r}")
 
 
-def _in_order(remote: RemoteShard, own: Int64s) -> Int64s:
-    """Return the different blocks of samples, numbered from the shard's first, in their order."""
-    firsts, lasts = remote.firsts[own], remote.lasts[own]
-    spans = (lasts - firsts + 1).astype(np.int64)
+def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
+    """Return the different blocks of extents, in their order."""
+    firsts = begins // stored.block_size
+    lasts = np.maximum(ends - 1, begins) // stored.block_size
+    spans = lasts - firsts + 1
     before = np.cumsum(spans) - spans
     blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
     different, places = np.unique(blocks, return_index=True)
     ordered: Int64s = different[np.argsort(places)]
-    return ordered
+    return ordered[ordered < stored.count]
 
 
 def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
@@ -675,14 +705,7 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
 
 def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     """Return the blocks of extents, rising."""
-    size = stored.block_size
-    firsts = begins // size
-    lasts = np.maximum(ends - 1, begins) // size
-    found = np.concatenate((firsts, lasts))
-    wide = np.flatnonzero(lasts - firsts > 1).tolist()
-    found = np.concatenate((found, *(np.arange(firsts[k], lasts[k]) for k in wide)))
-    found = np.unique(found)
-    return found[found < stored.count]
+    return np.sort(_in_order(stored, begins, ends))
 
 
 def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, list[int]]]:

@@ -354,11 +354,9 @@ class Engines:
     def _hold(fetches: Fetches, load: Load) -> Waiting | None:
         asking = load.fetches[0]
         if not isinstance(asking, SampleRequest):
-            return fetches.hold(load, None)
-        waiting = fetches.hold(load, asking.owner.who)
-        if waiting is not None and isinstance(asking.gate, Gate):
-            waiting.known = asking.gate.errors
-        return waiting
+            return fetches.hold(load, None, None)
+        gate = asking.gate if isinstance(asking.gate, Gate) else None
+        return fetches.hold(load, asking.owner.who, gate)
 
     def _fetched(self, waiting: Waiting) -> None:
         """The blocks of a load came, or cannot be had."""
