@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 
 LAYERS = {
     # descriptions of data, without I/O
-    "errors machine neighbours protocol order parallel socket_path": "",
+    "errors machine protocol order parallel socket_path": "",
     "mixture packing": "order",
     "config": "machine socket_path",
     "engine": "",
     "formats": "engine",
-    "second_read": "engine",
-    "decoding": "engine formats second_read",
+    # what every read is
+    "reads": "engine formats",
     # files
     "files": "formats",
     "memfd": "files",
@@ -29,12 +29,12 @@ LAYERS = {
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
     # the daemon
-    "cache": "neighbours engine formats memfd",
-    "server": "machine protocol socket_path config engine formats decoding dataset "
-    "files memfd index_file shardfile cache second_read store",
+    "cache": "reads engine formats memfd",
+    "server": "machine protocol socket_path config engine formats reads dataset "
+    "files memfd index_file shardfile cache store",
     # the client
-    "client": "machine neighbours protocol socket_path engine formats decoding dataset files "
-    "memfd index_file shardfile second_read store",
+    "client": "machine protocol socket_path engine formats reads dataset files memfd index_file "
+    "shardfile store",
     "reader": "formats dataset files client",
     "aio": "dataset client reader",
     # inputs of programs
@@ -67,7 +67,7 @@ errors; "ffserve" is the package itself, which offers the names of the upper lay
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"formats", "protocol", "dataset", "order", "mixture", "packing", "neighbours", "cache"}
+PURE = {"formats", "protocol", "dataset", "order", "mixture", "packing", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
