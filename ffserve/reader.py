@@ -419,7 +419,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         The next few requests are on their way. Small batches share a request (`read_ahead`), and
         are parts of one buffer then. Without a daemon a windowed order is read by windows
-        (`client/ahead.py`); a daemon does so if the order was announced.
+        (`client/windows.py`); a daemon does so if the order was announced.
 
         Args:
             indices: as for `read`; None for all.
@@ -531,7 +531,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         The daemon then prefetches exactly these samples, and keeps those with the nearest next use
         by any job. It needs this epoch and the next: announce both at the beginning, and each
         further one when the one before it begins. Without a daemon this serves windowed orders only
-        (`client/ahead.py`). A process that another one started (a rank) is a job of its own from
+        (`client/windows.py`). A process that another one started (a rank) is a job of its own from
         its first announcement on.
 
         Args:

@@ -3,7 +3,7 @@ compares checksums.
 
 So damage is found before a job meets it. A piece of a file is read past the page cache and checked
 in a thread; then it pauses for as long as the rate demands, and for as long as there are
-requests or reads. A wrong sample is read again (`second_read.py`); if it is wrong again, it is
+requests or reads. A wrong sample is read again (`reads/damage.py`); if it is wrong again, it is
 reported and counted as one that a job has met.
 """
 
