@@ -6,9 +6,9 @@ had, it gets its turns; after PART_S a first part of it does, if there is one.
 
 A gate pins the blocks until the loads of its request have ended. A load pins only what is not
 pinned so, such as what is prefetched, and waits only for blocks that its request could not know of,
-or for which the store has no room. Of these, exactly the bytes that are needed come into a memory file, at their
-own offsets, and the engine reads them there. A block that cannot be had fails its own samples, with
-the error of the origin.
+or for which the store has no room. Of these, exactly the bytes that are needed come into a memory
+file, at their own offsets, and the engine reads them there. A block that cannot be had fails its
+own samples, with the error of the origin.
 
 What announced orders need next is fetched ahead by a thread (`Fetches.look_ahead`), the soonest
 needed first, and marked in the store with the time of its use.
