@@ -270,10 +270,12 @@ for call in (socket_path.find_socket, socket_path.default_socket_path,
 # ---- other files than those that were asked for ------------------------------------------------
 
 
-def sample_of(raw: Raw, memory: DomainMemory, opened: protocol.Opened, tag: int) -> bytes:
-    """Return the fourth sample of a data set."""
+def sample_of(raw: Raw, welcome: protocol.Welcome, opened: protocol.Opened, tag: int) -> bytes:
+    """Return the fourth sample of a data set, whose domain came last."""
     raw.send(get(tag, opened.dataset, [3]))
-    assert isinstance(raw.receive(), protocol.Ready)
+    assert isinstance(raw.receive(), protocol.Ready) and opened.domains
+    sizes = welcome.about["arena_size"], welcome.about["capacity"]
+    memory = DomainMemory("", [os.dup(fd) for fd in raw.fds[-3:]], *sizes)
     (shard,) = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
     entry = memory.entries(int(shard["base"]), COUNT).view(ENTRY_DTYPE)[3]
     place = int(entry["place"])
@@ -292,13 +294,11 @@ def test_a_descriptor_of_another_file_than_asked_is_that_file(daemon: Daemon) ->
         raw.pass_files(1, [passed])
         answer = raw.receive()
         assert isinstance(answer, protocol.Opened)
-        sizes = welcome.about["arena_size"], welcome.about["capacity"]
-        memory = DomainMemory("", [os.dup(fd) for fd in raw.fds[1:]], *sizes)
-        assert sample_of(raw, memory, answer, 2) == TRUTH[-4]
+        assert sample_of(raw, welcome, answer, 2) == TRUTH[-4]
         assert read_by(daemon, named) == TRUTH
         assert read_by(daemon, named, ALICE) == TRUTH
         # The liar itself gets the file that it named when it passes that.
-        assert sample_of(raw, memory, raw.open(named, tag=3), 4) == TRUTH[3]
+        assert sample_of(raw, welcome, raw.open(named, tag=3), 4) == TRUTH[3]
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, 10_000])
