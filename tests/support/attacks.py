@@ -27,7 +27,7 @@ from daemon import Raw, asking, get
 
 import ffserve
 from ffserve import protocol
-from ffserve.client.handshake import connect as greet
+from ffserve.client.handshake import Handshake
 from ffserve.errors import FFServeError
 
 Bytes = bytes | memoryview
@@ -341,7 +341,7 @@ def honest(path: str, file: str, seconds: float) -> dict[str, Any]:
             if len(reads) % 20 == 1:
                 begun = time.monotonic()
                 try:
-                    greet(path, "honest").socket.close()
+                    Handshake(path, "honest").socket.close()
                 except FFServeError:
                     refused += 1
                 greetings.append(time.monotonic() - begun)
