@@ -31,7 +31,6 @@ The tables show ratios to memcpy (with as many processes) and to `fio` with io_u
 | `read_batch`, batches of 64, 2 clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
 | `read_batch`, batches of 256, 1 client | {hot/4KiB/batch256/clients1/read_batch:.2f} | {hot/100KiB/batch256/clients1/read_batch:.2f} |
 | `read` (list of arrays), batches of 64 | {hot/4KiB/batch64/clients1/read:.2f} | {hot/100KiB/batch64/clients1/read:.2f} |
-| through the socket, batches of 64 | {inline/4KiB/batch64/clients1/read_batch:.2f} | {inline/100KiB/batch64/clients1/read_batch:.2f} |
 | torch DataLoader, 2 workers, raw samples | {torch/4KiB/raw:.2f} | {torch/100KiB/raw:.2f} |
 | the same with tensors / the same loader over samples in memory | {torch/4KiB/tensors:.2f} | {torch/100KiB/tensors:.2f} |
 

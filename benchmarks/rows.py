@@ -39,7 +39,6 @@ from ffserve.bench.rows import (
     cold,
     disk,
     hot,
-    inline_limits,
     memcpy,
     peer_contestant,
     stream,
@@ -63,7 +62,7 @@ LIST_LIMITS = {(SMALL, 64): 0.7, (LARGE, 64): 0.75, (LARGE, 256): 0.85}
 TORCH_WARM_SIZE = 64 * MIB
 """Bytes after which a loader's workers have allocated all shared memory that they use."""
 QUICK = (
-    "hot/4KiB/", "hot/100KiB/", "inline/", "torch/", "cold/4KiB/", "cold/100KiB/", "stream/",
+    "hot/4KiB/", "hot/100KiB/", "torch/", "cold/4KiB/", "cold/100KiB/", "stream/",
     "windowed/", "open/", "crowd/",
 )  # fmt: skip
 """The rows of a quick look at all that matters."""
@@ -126,8 +125,6 @@ def _hot(bench: Bench, data: BenchmarkData, *, with_peers: bool) -> list[Group]:
             lists = hot(bench, data, batch, 1, {**functions, "read": limit, "drop_in": limit})
             others = (_checked_preads(bench, data, batch),) if with_peers else ()
             found.append(dataclasses.replace(lists, contestants=(*lists.contestants, *others)))
-    for batch, limit in inline_limits(data).items():
-        found.append(hot(bench, data, batch, 1, {"read_batch": limit}, inline=True))
 
     def run(function: str, batch: int, seconds: float) -> Result:
         return bench.run(

@@ -39,8 +39,6 @@ HUGE_PAGE_SIZE = 2 << 20
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
-PayloadName = Literal["shared", "inline"]
-PAYLOADS: tuple[PayloadName, ...] = ("shared", "inline")
 CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -55,6 +53,13 @@ LIVE = (
     "close_after", "idle_timeout", "scrub_rate", "log_level",
 )  # fmt: skip
 """Keys that a running daemon takes over when it is told to reload its settings."""
+
+REMOVED = {
+    "payload": "samples go through shared memory only, and a process that cannot map it reads "
+    "files by itself",
+}
+"""Keys of earlier releases, which are ignored, and what holds instead. An operator wants the daemon
+to start after an upgrade, and to say so."""
 
 # --------------------------------------------------------------------------- sizes
 
@@ -456,16 +461,6 @@ class ServerConfig:
             "Samples in larger chunks fail, so a damaged or hostile file cannot exhaust memory.",
         ),
     )
-    payload: PayloadName = field(
-        default="shared",
-        metadata=_choice(
-            "payload",
-            PAYLOADS,
-            "shared",
-            "How samples reach clients. 'shared': in shared memory, or through the socket if a "
-            "client cannot map it. 'inline': through the socket for all clients.",
-        ),
-    )
     max_sessions: int = field(
         default=4096,
         metadata=_documented(
@@ -649,20 +644,27 @@ def merge_live(old: ServerConfig, new: ServerConfig) -> tuple[ServerConfig, list
 
 
 def load_config(
-    path: str | None = None, overrides: Mapping[str, Any] | None = None
+    path: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    ignored: list[str] | None = None,
 ) -> ServerConfig:
     """Read the daemon's settings.
 
     Args:
         path: a TOML file; None reads ``/etc/ffserve/ffserve.toml`` if it exists.
         overrides: values that override the file, by key; None means not given.
+        ignored: gets each removed key that is set, with its place and what holds instead.
     Raises:  UsageError: a missing file, invalid TOML, an unknown key, or an invalid value.
     """
     options = {option.metadata["key"]: option for option in dataclasses.fields(ServerConfig)}
     values: dict[str, Any] = {}
     source = path if path is not None else CONFIG_PATH
     text, settings = _read_toml(source, required=path is not None)
+    ignored = [] if ignored is None else ignored
     for key, value in settings.items():
+        if key in REMOVED:
+            ignored.append(f"{source}: line {_line_of(key, text)}: {key}: {REMOVED[key]}")
+            continue
         try:
             option = _known(key, options)
             values[option.name] = _parse_named(option, value, key)
@@ -671,7 +673,9 @@ def load_config(
                 f"line {_line_of(key, text)}: {error.message}", path=source, hint=error.hint
             ) from None
     for key, value in (overrides or {}).items():
-        if value is not None:
+        if value is not None and key in REMOVED:
+            ignored.append(f"--{key}: {REMOVED[key]}")
+        elif value is not None:
             option = _known(key, options)
             values[option.name] = _parse_named(option, value, option.metadata["flag"])
     return ServerConfig(**values)

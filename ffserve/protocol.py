@@ -56,7 +56,7 @@ _FILE_NAMES = "surrogateescape"
 
 @dataclass(slots=True)
 class Hello:
-    """The client's first message. `about`: versions (list of int), client, job, pid, payload."""
+    """The client's first message. `about`: versions (list of int), client, job, pid."""
 
     TYPE: ClassVar[int] = 1
     about: dict[str, Any]
@@ -278,48 +278,6 @@ class Files:
 
 
 @dataclass(slots=True)
-class Sending:
-    """The samples of a GET follow, in an inline session.
-
-    `lengths`: packed u64, of the first samples of the request; 0 for a failed sample.
-    """
-
-    TYPE: ClassVar[int] = 20
-    tag: int
-    lengths: bytes
-
-
-@dataclass(slots=True)
-class Payload:
-    """The next `size` bytes of the samples follow this frame."""
-
-    TYPE: ClassVar[int] = 21
-    tag: int
-    size: int
-
-
-@dataclass(slots=True)
-class Lookup:
-    """Ask for rows of the index. `indices`: packed i64 in the data set."""
-
-    TYPE: ClassVar[int] = 22
-    tag: int
-    dataset: int
-    indices: bytes
-
-
-@dataclass(slots=True)
-class Found:
-    """Rows of the index. `offsets`, `lengths`: packed u64; `checksums`: packed u32."""
-
-    TYPE: ClassVar[int] = 23
-    tag: int
-    offsets: bytes
-    lengths: bytes
-    checksums: bytes
-
-
-@dataclass(slots=True)
 class Resize:
     """Resize the arena to `size` bytes; REPORT has its state."""
 
@@ -433,10 +391,6 @@ Message: TypeAlias = (
     | Seen
     | Need
     | Files
-    | Sending
-    | Payload
-    | Lookup
-    | Found
     | Resize
     | Handover
     | Handed
@@ -462,7 +416,6 @@ FROM_CLIENT = (
     Reached,
     Seen,
     Files,
-    Lookup,
     Resize,
     Handover,
     Times,
@@ -479,9 +432,6 @@ FROM_SERVER = (
     Fail,
     Alive,
     Need,
-    Sending,
-    Payload,
-    Found,
     Handed,
     Claimed,
 )
@@ -591,8 +541,6 @@ class Decoder:
         self._steps: Generator[None, None, list[Any]] | None = None
         self._containers = 0
         self._most_containers = MAX_CONTAINERS
-        self.payload_size = 0
-        """Bytes of the last PAYLOAD that are not taken yet; nothing is decoded before."""
 
     @property
     def pending_size(self) -> int:
@@ -647,7 +595,7 @@ class Decoder:
             not send, or a field of the wrong type.
         """
         whole, begin = self._buffer, self._start + 4
-        if len(whole) < begin or self.payload_size:
+        if len(whole) < begin:
             return None
         (size,) = _HEADER.unpack_from(whole, self._start)
         if size > STEP_SIZE:
@@ -667,25 +615,7 @@ class Decoder:
         if values is None:
             return None
         self._start = begin + size
-        message = self._message(values)
-        if type(message) is Payload:
-            self.payload_size = message.size
-            if not 0 <= self.payload_size <= MAX_FRAME_SIZE:
-                raise ProtocolError(f"invalid PAYLOAD message: {self.payload_size} bytes")
-        return message
-
-    def take_payload(self) -> bytes:
-        """Return the fed bytes that belong to the last PAYLOAD."""
-        end = min(self._start + self.payload_size, len(self._buffer))
-        taken = bytes(self._buffer[self._start : end])
-        self._start = end
-        self.payload_size -= len(taken)
-        return taken
-
-    def skip_payload(self, size: int) -> None:
-        """So many bytes of payload were received without the decoder."""
-        assert size <= self.payload_size and not self.pending_size
-        self.payload_size -= size
+        return self._message(values)
 
     def _counted(self, container: Any) -> Any:
         # An empty list takes one byte of a frame and 64 of memory.

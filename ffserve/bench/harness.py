@@ -628,7 +628,7 @@ class Bench:
         self.warm_disk = warm_disk
         self.hung: dict[str, str] = {}
         """Peers that did not end, and what was said: they do not run again."""
-        self._hot: tuple[BenchmarkData, bool, Daemon] | None = None
+        self._hot: tuple[BenchmarkData, Daemon] | None = None
         self._kept = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -667,18 +667,14 @@ class Bench:
         """Run a new daemon whose arena is `cold_memory`."""
         return self.daemon(data, cold_memory(data))
 
-    def hot_daemon(self, data: BenchmarkData, *, inline: bool = False) -> Daemon:
-        """Return a daemon that has all of the data in its arena; kept until another is wanted.
-
-        Args: inline: it sends samples through the socket.
-        """
-        if self._hot is None or self._hot[:2] != (data, inline):
+    def hot_daemon(self, data: BenchmarkData) -> Daemon:
+        """Return a daemon that has all of the data in its arena; kept until another is wanted."""
+        if self._hot is None or self._hot[0] != data:
             self.close()
-            options = ("--payload", "inline") if inline else ()
-            daemon = self._kept.enter_context(self.daemon(data, 64 * MIB + 2 * data.size, options))
+            daemon = self._kept.enter_context(self.daemon(data, 64 * MIB + 2 * data.size))
             self.run("ffserve.bench.contestants:fill", data, daemon=daemon)
-            self._hot = data, inline, daemon
-        return self._hot[2]
+            self._hot = data, daemon
+        return self._hot[1]
 
     def start(
         self,

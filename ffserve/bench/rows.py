@@ -71,20 +71,15 @@ def hot(
     functions: dict[str, float | None],
     peers: Sequence[Peer] = (),
     prefix: str = "hot",
-    *,
-    inline: bool = False,
 ) -> Group:
     """Return a group that reads from memory: the arena, for a peer the page cache.
 
-    Args:
-        functions: of `ffserve.bench.contestants`, each with its limit.
-        inline: samples come through the socket.
+    Args: functions: of `ffserve.bench.contestants`, each with its limit.
     """
-    state = "inline" if inline else "hot"
-    name = f"{'inline' if inline else prefix}/{data.name}/batch{batch}/clients{clients}"
+    name = f"{prefix}/{data.name}/batch{batch}/clients{clients}"
 
     def run(function: str) -> Result:
-        daemon = bench.hot_daemon(data, inline=inline)
+        daemon = bench.hot_daemon(data)
         result = bench.run(
             f"ffserve.bench.contestants:{function}", data, batch=batch, clients=clients,
             daemon=daemon, warm=8,
@@ -100,14 +95,14 @@ def hot(
         return Contestant(f"{FFSERVE} {function}", lambda: run(function), (row,))
 
     return Group(
-        title=f"{state}, {data.name}, batches of {batch}, {_client_count(clients)}",
+        title=f"hot, {data.name}, batches of {batch}, {_client_count(clients)}",
         yardstick=memcpy(bench, data, batch, clients),
         contestants=(
             *(contestant(function, limit) for function, limit in functions.items()),
             *(peer_contestant(bench, p, data, batch, clients, name, cold=False) for p in peers),
         ),
         prepare=data.make,
-        labels={"state": state, "bytes": data.mean, "batch": batch, "clients": clients},
+        labels={"state": "hot", "bytes": data.mean, "batch": batch, "clients": clients},
     )
 
 
@@ -275,11 +270,6 @@ def installed_peers() -> tuple[list[Peer], list[str]]:
     return [peer for peer, reason in reasons.items() if reason is None], notes
 
 
-def inline_limits(data: BenchmarkData) -> dict[int, float | None]:
-    """Return the limits of samples through the socket, by batch."""
-    return dict.fromkeys((64, 256), 0.25 if data.mean == 100 * 1024 else None)
-
-
 def standard(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer]) -> list[Group]:
     """Return the groups of `ffserve bench`."""
     cpu_limits = {4096: 4.0, 100 * 1024: 13.0}
@@ -288,10 +278,6 @@ def standard(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer])
         groups += [
             hot(bench, data, 256, 1, {"read_batch": 0.85, "read": None}, peers),
             hot(bench, data, 64, 2, {"read_batch": 0.85}),
-            *(
-                hot(bench, data, batch, 1, {"read_batch": limit}, inline=True)
-                for batch, limit in inline_limits(data).items()
-            ),
             cold(
                 bench, data, DEPTH,
                 [

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from ffserve.cli import exit_code
-from ffserve.config import CONFIG_PATH, ServerConfig, format_size, load_config
+from ffserve.config import CONFIG_PATH, REMOVED, ServerConfig, format_size, load_config
 from ffserve.errors import FFServeError
 
 log = logging.getLogger("ffserve")
@@ -26,7 +26,9 @@ def _name_of(key: str) -> str:
 
 
 def _setting_flags(command: Command) -> Command:
-    """Add one option for every field of ServerConfig."""
+    """Add one option for every field of ServerConfig, and for settings of earlier releases."""
+    for key in REMOVED:
+        command = click.option(f"--{key}", key, hidden=True)(command)
     for field in reversed(dataclasses.fields(ServerConfig)):
         option = field.metadata
         command = click.option(
@@ -67,7 +69,7 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
       ffserve serve --config ffserve.toml --check
       systemctl enable --now ffserve.socket     as a service
     """
-    keys = [field.metadata["key"] for field in dataclasses.fields(ServerConfig)]
+    keys = [*(field.metadata["key"] for field in dataclasses.fields(ServerConfig)), *REMOVED]
     given = {key: settings[_name_of(key)] for key in keys}
     given = {key: value for key, value in given.items() if value not in (None, ())}
     if "roots" in given:
@@ -77,19 +79,20 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
     if given.get("store.directory"):
         given["store.directory"] = os.path.abspath(given["store.directory"])
     load = partial(load_config, config_path, given)
-    config = load()
+    ignored: list[str] = []
+    config = load(ignored)
 
     from ffserve.server import daemon
 
     if check:
-        daemon.check(config)
+        daemon.check(config, ignored)
         click.echo(
             f"the settings are valid: arena {format_size(config.arena_size)}, "
             f"roots {' '.join(config.roots)}"
         )
         return 0
     try:
-        return daemon.serve(config, load, handover=handover)
+        return daemon.serve(config, load, ignored, handover=handover)
     except FFServeError as error:
         if config.log_format != "json":
             raise

@@ -1,8 +1,8 @@
 """Client side of the protocol, without I/O: the requests and answers of one connection.
 
 A driver owns the socket: `connection` with blocking calls, for threads; `loop` in an event loop. It
-sends `output`, hands what it receives to `feed` or into `payload_buffers`, and wakes the waiters of
-the tags that were answered. Everything else is decided here: tags, acknowledgements, counters,
+sends `output`, hands what it receives to `feed`, and wakes the waiters of the tags that were
+answered. Everything else is decided here: tags, acknowledgements, counters,
 which messages are kept back, and how answers are given back that no thread or task waits for.
 
 Two kinds of messages leave a client. *Requests* are queued at once, except that a GET or LEASE is
@@ -43,15 +43,10 @@ limits on waiting are far below that."""
 ORDER_PIECE = 16_384
 """Positions in one ORDER: between the pieces the daemon serves others."""
 RECEIVE_SIZE = 256 * 1024
-INLINE_RECEIVE_SIZE = 4096
-"""Bytes received at once where payload follows frames: payload behind a frame is copied twice."""
-MOST_BUFFERS = 512
-"""Buffers that one call of the kernel fills."""
 _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Open: (protocol.Opened, protocol.Need),
     protocol.Get: (protocol.Ready,),
     protocol.Lease: (protocol.Ready,),
-    protocol.Lookup: (protocol.Found,),
     protocol.Order: (protocol.Ready,),
     protocol.Status: (protocol.Report,),
     protocol.Resize: (protocol.Report,),
@@ -97,25 +92,6 @@ class DatasetRequest(Protocol):
     identities: tuple[Identity, ...]
 
 
-class PayloadSink(Protocol):
-    """Takes the samples of one GET that come through the socket."""
-
-    def begin(self, lengths: NDArray[np.uint64]) -> None:
-        """Take the lengths of the samples. Raises: ProtocolError when they are impossible."""
-        ...
-
-    def buffers(self, size: int) -> list[memoryview]:
-        """Return where the next bytes go: together `size` bytes, or the first MOST_BUFFERS parts.
-
-        Raises: ProtocolError when fewer bytes are due.
-        """
-        ...
-
-    def filled(self, size: int) -> None:
-        """So many bytes were written there."""
-        ...
-
-
 @dataclass(slots=True)
 class _Waiting:
     """A request without a collected answer. since: when it was made, on the monotonic clock.
@@ -135,7 +111,7 @@ class Channel:
         path: the daemon's socket, for error messages.
         decoder: of what the daemon sends.
         takes_orders: the daemon wants ORDER, REACHED and SEEN.
-        memories: take what comes with OPENED; None: samples come through the socket.
+        memories: take what comes with OPENED; None: no data set is opened.
     """
 
     def __init__(
@@ -158,7 +134,6 @@ class Channel:
         """A request waits to be sent."""
         self.report_due = False
         """A report that does not wait for the next request: `queue_reports` queues it."""
-        self.receive_size = INLINE_RECEIVE_SIZE if memories is None else RECEIVE_SIZE
         self._takes_orders = takes_orders
         self._decoder = decoder
         self._next_tag = 1
@@ -187,9 +162,6 @@ class Channel:
         """Data sets that are open."""
         self._closed_datasets: list[int] = []
         self._positions: dict[int, tuple[int, int]] = {}
-        self._sinks: dict[int, PayloadSink] = {}
-        self._sink: PayloadSink | None = None
-        self._waste = memoryview(b"")
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -256,20 +228,14 @@ class Channel:
             self.pass_files(tag, OpenFiles())
             self.give_up(tag)
 
-    def get(self, dataset: int, indices: Int64s, sink: PayloadSink | None = None) -> int:
-        """Queue a GET, with acknowledgements and counters; return its tag.
-
-        Args: sink: takes the samples where they come through the socket.
-        """
+    def get(self, dataset: int, indices: Int64s) -> int:
+        """Queue a GET, with acknowledgements and counters; return its tag."""
         packed = protocol.pack_indices(indices)
         with self.lock:
             tag = self._tag()
             acknowledged, hits, hit_size = self._take_counters()
             message = protocol.Get(tag, dataset, packed, acknowledged, hits, hit_size)
-            self._request(message, dataset)
-            if sink is not None:
-                self._sinks[tag] = sink
-            return tag
+            return self._request(message, dataset)
 
     def lease(self, dataset: int, indices: Int64s, tags: list[int]) -> int:
         """Queue a LEASE; return its tag.
@@ -291,11 +257,6 @@ class Channel:
                 self.give_up(tag)
             if self.broken is None:
                 self._push(protocol.encode(protocol.Release(protocol.pack_tags(tags))))
-
-    def look_up(self, dataset: int, indices: Int64s) -> int:
-        """Queue a LOOKUP; return its tag."""
-        message = protocol.Lookup(self._tag(), dataset, protocol.pack_indices(indices))
-        return self._request(message, dataset)
 
     def order_pieces(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
@@ -412,7 +373,6 @@ class Channel:
             closed = protocol.error_to_wire(_closed_error(self.path))
             failed = [tag for tag, _ in self._kept_back if self._waiting[tag].dataset == dataset]
             for tag in failed:
-                self._sinks.pop(tag, None)
                 self._waiting[tag].answer = protocol.Fail(tag, closed)
             kept = (each for each in self._kept_back if self._waiting[each[0]].answer is None)
             self._kept_back = deque(kept)
@@ -486,25 +446,6 @@ class Channel:
 
     # ---- input ----------------------------------------------------------------------------
 
-    def payload_buffers(self) -> list[memoryview]:
-        """Return where to receive the next bytes; empty: they are for `feed`."""
-        size = self._decoder.payload_size
-        if not size:
-            return []
-        with self.lock:
-            if self._sink is not None:
-                return self._sink.buffers(size)
-            if not self._waste:
-                self._waste = memoryview(bytearray(RECEIVE_SIZE))
-            return [self._waste[:size]]
-
-    def payload_filled(self, size: int) -> None:
-        """So many bytes were received into `payload_buffers`."""
-        with self.lock:
-            self._decoder.skip_payload(size)
-            if self._sink is not None:
-                self._sink.filled(size)
-
     @property
     def memories_due(self) -> Memories | None:
         """The memories whose descriptors may come with the next bytes; None: none may."""
@@ -518,16 +459,8 @@ class Channel:
         """
         answered: list[int] = []
         with self.lock:
-            messages = self._decoder.feed(chunk)
-            while messages:
-                for message in messages:
-                    self._take(message, answered)
-                messages = []
-                while self._decoder.payload_size and (taken := self._decoder.take_payload()):
-                    self._pour(taken)
-                    if not self._decoder.payload_size:
-                        messages = self._decoder.feed(b"")
-                        break
+            for message in self._decoder.feed(chunk):
+                self._take(message, answered)
             while self._kept_back and len(self.unanswered) < protocol.MOST_REQUESTS:
                 tag, frame = self._kept_back.popleft()
                 self.unanswered.add(tag)
@@ -541,19 +474,8 @@ class Channel:
             self._check_patience()
             return
         tag: int = message.tag
-        match message:
-            case protocol.Sending(lengths=packed):
-                if len(packed) % 8:
-                    raise ProtocolError(f"the daemon sent {len(packed)} bytes of lengths")
-                if tag in self._sinks:
-                    self._sinks[tag].begin(np.frombuffer(packed, "<u8"))
-                return
-            case protocol.Payload():
-                self._sink = self._sinks.get(tag)
-                return
-            case protocol.Fail(tag=0, error=wire):
-                raise protocol.error_from_wire(wire)
-        self._sinks.pop(tag, None)
+        if isinstance(message, protocol.Fail) and tag == 0:
+            raise protocol.error_from_wire(message.error)
         self.unanswered.discard(tag)
         if tag in self._opening:
             self._take_memory(message)
@@ -590,15 +512,6 @@ class Channel:
                 path=self.path,
                 hint="does its disk still answer?",
             )
-
-    def _pour(self, taken: bytes) -> None:
-        """Put bytes of payload in place that came with a frame."""
-        rest = memoryview(taken)
-        while rest and self._sink is not None:
-            for view in self._sink.buffers(len(rest)):
-                view[:] = rest[: len(view)]
-                self._sink.filled(len(view))
-                rest = rest[len(view) :]
 
     def _give_back(self, kind: type[Message], answer: Message) -> None:
         """Give back the pins or the data set of an answer that is not collected."""
@@ -645,9 +558,6 @@ class Channel:
     def give_up(self, tag: int) -> None:
         """Forget a request. The pins or the data set that its answer brings are given back."""
         with self.lock:
-            sink = self._sinks.pop(tag, None)
-            if sink is not None and self._sink is sink:
-                self._sink = None
             waiting = self._waiting.pop(tag, None)
             if waiting is None:
                 return

@@ -28,9 +28,15 @@ import weakref
 from typing import Any
 
 from ffserve import protocol
-from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s, SilentError
+from ffserve.client.channel import (
+    RECEIVE_SIZE,
+    ChannelRequest,
+    DatasetRequest,
+    Int64s,
+    SilentError,
+)
 from ffserve.client.descriptors import OpenFiles, described, send
+from ffserve.client.handshake import Handshake
 from ffserve.client.memory import receive
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
@@ -56,7 +62,7 @@ class Connection:
         self.path = path
         self.job = job
         self.readers = 0
-        self.handshake = handshake.connect(path, job)
+        self.handshake = Handshake(path, job)
         self.channel = self.handshake.channel
         self._sending = threading.Lock()
         self._announcing = threading.Lock()
@@ -95,9 +101,10 @@ class Connection:
     def open(self, request: DatasetRequest) -> protocol.Opened:
         """Open a data set.
 
-        Raises: what the daemon answers; ServerUnavailable if it is gone; MissingFile, AccessDenied,
-            ReadError: this process cannot open a file.
+        Raises: what the daemon answers; ServerUnavailable if it is gone; UnmappedError;
+            MissingFile, AccessDenied, ReadError: this process cannot open a file.
         """
+        self.handshake.check_memory()
         paths = request.paths
         files = described(paths, request.identities, self.handshake.fetches, self.path)
         tag = self.channel.open(request, files)
@@ -288,20 +295,14 @@ class Connection:
 
     def _receive(self, tag: int) -> None:
         channel = self.channel
-        buffers = channel.payload_buffers()
-        if buffers:
-            size = self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
-            channel.payload_filled(size)
-        else:
-            chunk = receive(self._socket, channel.receive_size, channel.memories_due)
-            size = len(chunk)
-            if channel.feed(chunk) != [tag]:
-                with self._state:
-                    self._state.notify_all()
-            self.flush()
-            if channel.report_due:
-                self.report()
-        if not size:
+        chunk = receive(self._socket, RECEIVE_SIZE, channel.memories_due)
+        if channel.feed(chunk) != [tag]:
+            with self._state:
+                self._state.notify_all()
+        self.flush()
+        if channel.report_due:
+            self.report()
+        if not chunk:
             raise ServerUnavailable("the daemon closed the connection", path=self.path)
 
     # ---- the end --------------------------------------------------------------------------

@@ -26,11 +26,11 @@ from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
 from ffserve.client.handshake import Driver
-from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
+from ffserve.client.memory import UnmappedError
 from ffserve.client.remote import RemoteSource, identified
-from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Source
 from ffserve.dataset import check_same_content
 from ffserve.engine.io import probe
@@ -298,6 +298,7 @@ class SourceSelection:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start = request.starts
+        reason: FFServeError | None = None
         while request.server != "off":
             try:
                 source: Source = yield OpenSource.REMOTE
@@ -306,7 +307,7 @@ class SourceSelection:
             except MissingFile:
                 raise  # said by this machine's kernel, not by the daemon
             except NOT_SERVED as error:
-                away = isinstance(error, ServerUnavailable)
+                away = _is_away(error)
                 if may_start and away and not isinstance(error.__cause__, TimeoutError):
                     may_start = False
                     if (yield from self._starting()):
@@ -319,11 +320,19 @@ class SourceSelection:
                             log.warning("reading without the daemon: %s", error)
                         if away:
                             self.away_since = time.monotonic()
+                    reason = error
                     break
                 if not away or time.monotonic() >= deadline:
                     raise
             yield 0.05
-        source = yield OpenSource.LOCAL
+        return (yield from self._without_daemon(reason))
+
+    def _without_daemon(self, reason: FFServeError | None) -> SelectionSteps[Source]:
+        """Have an engine of this process; its description says why, if the daemon's memory cannot
+        be mapped here."""
+        source: Source = yield OpenSource.LOCAL
+        if isinstance(reason, UnmappedError):
+            source.description += f" (daemon not used: {reason.message})"
         return source
 
     def _starting(self) -> SelectionSteps[bool]:
@@ -346,16 +355,17 @@ class SourceSelection:
                 self.request.unserved = ""
                 return source
             except NOT_SERVED as error:
-                final = not isinstance(error, (ServerUnavailable, ProtocolError))
+                final = not (_is_away(error) or isinstance(error, ProtocolError))
                 if final or time.monotonic() >= deadline:
                     if not optional:
                         raise
                     if self._first_time(error, key=f"lost {error.path or error}"):
                         log.warning("the daemon went away, reading without it: %s", error)
+                    reason = error
                     break
             yield pause
             pause = min(2 * pause, 0.25)
-        source = yield OpenSource.LOCAL
+        source = yield from self._without_daemon(reason)
         self.away_since = time.monotonic()
         return source
 
@@ -380,6 +390,11 @@ class SourceSelection:
 
 
 _logged: set[str] = set()
+
+
+def _is_away(error: FFServeError) -> bool:
+    """Whether another attempt may find a daemon that serves."""
+    return isinstance(error, ServerUnavailable) and not isinstance(error, UnmappedError)
 
 
 def closed_error() -> UsageError:
@@ -407,14 +422,11 @@ def replaceable(source: Source) -> TypeGuard[DaemonSource]:
     return isinstance(source, DaemonSource) and source.replaceable
 
 
-def source_over(
-    connection: Driver, opened: protocol.Opened, request: OpenRequest
-) -> SharedMemorySource | InlineSource:
-    """Return the source that suits the connection. Raises, and closes the data set:
-    ProtocolError, ReadError."""
-    kind = InlineSource if connection.handshake.inline else SharedMemorySource
+def source_over(connection: Driver, opened: protocol.Opened, request: OpenRequest) -> DaemonSource:
+    """Return the source of a data set that was opened. Raises, and closes the data set:
+    ProtocolError, UnmappedError."""
     try:
-        source = kind(connection, opened, request.paths)
+        source = DaemonSource(connection, opened, request.paths)
         source.replaceable = request.optional
         return source
     except BaseException:

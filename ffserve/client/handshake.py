@@ -1,6 +1,7 @@
 """Handshake: connects to the daemon, exchanges HELLO and WELCOME.
 
-Where the daemon's memory cannot be mapped (`memory.check_page`), samples come through the socket.
+Over a connection to a daemon whose memory cannot be mapped (`memory.check_page`) no data set can be
+opened; `ffserve status` and other questions are answered.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Channel
-from ffserve.client.memory import Memories, check_page, close_all
+from ffserve.client.memory import Memories, UnmappedError, check_page, close_all
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.memfd import lock_byte
 from ffserve.protocol import Message
@@ -25,45 +26,45 @@ from ffserve.socket_path import MAX_SOCKET_PATH
 CONNECT_TIMEOUT_S = 5.0
 
 
-class _NoMemory(ServerUnavailable):
-    """The daemon's memory cannot be mapped in this process."""
-
-
 class Handshake:
     """A socket after the handshake.
 
-    Args: path: of the socket. job: name of the training run. payload: the ways in which samples
-        may come, as in HELLO.
+    Args: path: of the socket. job: name of the training run.
 
-    arena_size: bytes, as large as the arena may become. inline: samples come through the socket,
-    and nothing is mapped. memories: what the daemon shares over the connection. channel: of the
+    unmapped: why this process cannot map the daemon's memory; None: it can. channel: of the
     connection.
+
+    Raises:
+        ServerUnavailable: nothing answers there.
+        ProtocolError: the other side speaks another protocol.
     """
 
-    def __init__(self, path: str, job: str, payload: list[str]) -> None:
+    def __init__(self, path: str, job: str) -> None:
         self.path = path
-        self.memories: Memories | None = None
+        self.unmapped: UnmappedError | None = None
+        self._memories: Memories | None = None
         self._fds: list[int] = []
+        self._fds_lost = False
         self._generation = 0
         weakref.finalize(self, close_all, self._fds).atexit = False
         self.socket = _connect(path)
         try:
             decoder = protocol.Decoder(protocol.FROM_SERVER)
-            about = self._exchange(decoder, job, payload)
-            self._take(about, payload)
+            about = self._exchange(decoder, job)
+            self._take(about)
         except BaseException:
             self.drop_fds()
             self.socket.close()
             raise
         takes_orders = about.get("orders") is True
-        self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self.memories)
+        self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self._memories)
         self.channel.takes_times = about.get("times") is True
         self.fetches = _texts(about.get("remote"))
         """Protocols by which the daemon fetches remote files."""
         self.shares_prepared = about.get("prepared") is True
         """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
 
-    def _exchange(self, decoder: protocol.Decoder, job: str, payload: list[str]) -> dict[str, Any]:
+    def _exchange(self, decoder: protocol.Decoder, job: str) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""
         from ffserve import __version__
 
@@ -74,7 +75,6 @@ class Handshake:
                 "job": job,
                 "pid": os.getpid(),
                 **_described(),
-                "payload": payload,
                 "locks": True,
             }
         )
@@ -86,10 +86,11 @@ class Handshake:
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             while not messages:
                 self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk, fds, _flags, _address = socket.recv_fds(
+                chunk, fds, flags, _address = socket.recv_fds(
                     self.socket, RECEIVE_SIZE, 4, socket.MSG_CMSG_CLOEXEC
                 )
                 self._fds += fds
+                self._fds_lost |= bool(flags & socket.MSG_CTRUNC)
                 if not chunk:
                     raise ServerUnavailable(
                         "the daemon closed the connection during the handshake", path=self.path
@@ -116,7 +117,7 @@ class Handshake:
             path=self.path,
         )
 
-    def _take(self, about: dict[str, Any], payload: list[str]) -> None:
+    def _take(self, about: dict[str, Any]) -> None:
         version = about.get("version")
         if version not in protocol.VERSIONS:
             raise ProtocolError(
@@ -130,20 +131,21 @@ class Handshake:
             raise ProtocolError(
                 f"invalid WELCOME: arena_size {arena_size}, capacity {capacity}", path=self.path
             )
-        self.arena_size = arena_size
-        self.inline = about.get("payload", "shared") == "inline"
-        if self.inline:
-            return
-        self.memories = Memories(self.path, arena_size, capacity)
-        if "shared" not in payload:
-            raise ProtocolError("the daemon cannot send samples through the socket", path=self.path)
         generation = about.get("generation", 0)
         if not isinstance(generation, int) or not 0 <= generation < 1 << 62:
             raise ProtocolError(f"invalid WELCOME: generation {generation!r}", path=self.path)
         self._generation = generation
-        reason = check_page(self.path, self._fds, about.get("epoch"), arena_size)
-        if reason is not None:
-            raise _NoMemory(f"cannot map the daemon's memory: {reason}", path=self.path)
+        try:
+            check_page(self.path, self._fds, about.get("epoch"), arena_size, lost=self._fds_lost)
+        except UnmappedError as error:
+            self.unmapped = error
+        else:
+            self._memories = Memories(self.path, arena_size, capacity)
+
+    def check_memory(self) -> None:
+        """Raise UnmappedError if this process cannot map the daemon's memory."""
+        if self.unmapped is not None:
+            raise self.unmapped.located()
 
     def hold_leases(self, held: bool) -> None:
         """Show that leases are held over this connection, or not any more: the daemon's successor
@@ -154,8 +156,8 @@ class Handshake:
     def drop_fds(self) -> None:
         """Close the descriptors of the shared memory; mappings stay."""
         close_all(self._fds)
-        if self.memories is not None:
-            self.memories.close()
+        if self._memories is not None:
+            self._memories.close()
 
 
 def _texts(values: Any) -> frozenset[str]:
@@ -177,19 +179,6 @@ def _described() -> dict[str, str]:
 def _cut(text: str, most: int) -> str:
     text = text.encode(errors="replace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def connect(path: str, job: str) -> Handshake:
-    """Connect to the daemon at `path` and exchange HELLO and WELCOME.
-
-    Raises:
-        ServerUnavailable: nothing answers there.
-        ProtocolError: the other side speaks another protocol.
-    """
-    try:
-        return Handshake(path, job, ["shared", "inline"])
-    except _NoMemory:
-        return Handshake(path, job, ["inline"])
 
 
 class Driver(Protocol):

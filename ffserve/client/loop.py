@@ -19,14 +19,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as blocking
-from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s
+from ffserve.client.channel import RECEIVE_SIZE, ChannelRequest, DatasetRequest, Int64s
 from ffserve.client.descriptors import OpenFiles, described, send
-from ffserve.client.inline import InlineSource
+from ffserve.client.handshake import Handshake
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.memory import receive
 from ffserve.client.remote import RemoteSource
-from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import EngineBatch, local_engine
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
@@ -54,7 +53,7 @@ class LoopConnection:
         self.path = path
         self.job = job
         self.readers = 0
-        self.handshake = handshake.connect(path, job)
+        self.handshake = Handshake(path, job)
         self.channel = self.handshake.channel
         self._socket = self.handshake.socket
         self._socket.setblocking(False)
@@ -83,9 +82,10 @@ class LoopConnection:
     async def open(self, request: DatasetRequest) -> protocol.Opened:
         """Open a data set.
 
-        Raises: what the daemon answers; ServerUnavailable if it is gone; MissingFile, AccessDenied,
-            ReadError: this process cannot open a file.
+        Raises: what the daemon answers; ServerUnavailable if it is gone; UnmappedError;
+            MissingFile, AccessDenied, ReadError: this process cannot open a file.
         """
+        self.handshake.check_memory()
         paths = request.paths
         known, fetches = request.identities, self.handshake.fetches
         described_files = await in_thread(lambda: described(paths, known, fetches, self.path))
@@ -218,15 +218,9 @@ class LoopConnection:
     def _readable(self) -> None:
         channel = self.channel
         try:
-            answered: list[int] = []
-            if buffers := channel.payload_buffers():
-                size = self._socket.recvmsg_into(buffers)[0]
-                channel.payload_filled(size)
-            else:
-                chunk = receive(self._socket, channel.receive_size, channel.memories_due)
-                size = len(chunk)
-                answered = channel.feed(chunk)
-            if not size:
+            chunk = receive(self._socket, RECEIVE_SIZE, channel.memories_due)
+            answered = channel.feed(chunk)
+            if not chunk:
                 raise ServerUnavailable("the daemon closed the connection", path=self.path)
         except (BlockingIOError, InterruptedError):
             return
@@ -237,7 +231,7 @@ class LoopConnection:
             self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             return
         except Exception as error:
-            # No memory for the samples, for instance: what follows has no destination.
+            # Lack of memory, for instance: how much of it was taken is not known.
             self._break(ProtocolError(f"cannot take an answer: {error!r}", path=self.path))
             return
         self._heard = time.monotonic()
@@ -408,8 +402,7 @@ class LoopState:
             if source.knows_sizes:
                 return source.sizes(numbers)
             return await undisturbed(asyncio.wrap_future(pool().submit(source.sizes, numbers)))
-        assert isinstance(source, (SharedMemorySource, InlineSource))
-        assert isinstance(source.connection, LoopConnection)
+        assert isinstance(source, DaemonSource) and isinstance(source.connection, LoopConnection)
         sizes: Int64s = await source.connection.run(source.size_request(numbers))
         return sizes
 

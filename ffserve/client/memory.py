@@ -3,8 +3,8 @@
 WELCOME brings the descriptor of one page, which shows whether descriptors arrive and can be mapped.
 OPENED brings three descriptors for each domain in which this session opens something for the first
 time: arena, directory, index. All are mapped read-only, each part when it is first needed. Where
-descriptors do not reach this process (another container, a limit on descriptors or on the address
-space) samples come through the socket instead.
+this cannot be done (a proxy, a limit on descriptors or on the address space, a filter of system
+calls) this process reads files by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ Bytes = NDArray[np.uint8]
 
 FILES = 3
 """Descriptors of a domain."""
+_NO_MORE_FILES = "this process may have no more open files"
+MORE_FILES = "raise its limit: ulimit -n"
+
+
+class UnmappedError(ServerUnavailable):
+    """This process cannot map the daemon's memory. Another daemon would not help."""
+
+    retryable = False
 
 
 class DomainMemory:
@@ -50,16 +58,16 @@ class DomainMemory:
 
     @property
     def arena(self) -> Bytes:
-        """The mapped arena, as large as it may become. Raises: ReadError."""
+        """The mapped arena, as large as it may become. Raises: UnmappedError."""
         if self._arena is None:
-            self._arena = map_read_only(self._fds[0], 0, self._arena_size)
+            self._arena = _mapped(self._path, self._fds[0], 0, self._arena_size)
         return self._arena
 
     def entries(self, base: int, count: int) -> Bytes:
-        """Map the directory's entries of samples [base, base + count). Raises: ReadError."""
+        """Map the directory's entries of samples [base, base + count). Raises: UnmappedError."""
         self._check_run(base, count)
         size = ENTRY_DTYPE.itemsize
-        return map_read_only(self._fds[1], base * size, count * size)
+        return _mapped(self._path, self._fds[1], base * size, count * size)
 
     def index(self, base: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of the payload offsets and the checksums of a run of samples."""
@@ -105,7 +113,7 @@ class Memories:
     def assign(self, domains: list[int]) -> None:
         """An OPENED has come: its descriptors, which came before, belong to these domains.
 
-        Raises: ServerUnavailable: they did not come. ProtocolError.
+        Raises: UnmappedError: they did not come. ProtocolError.
         """
         for domain in domains:
             if domain in self._domains:
@@ -113,11 +121,7 @@ class Memories:
                     f"invalid OPENED: domain {domain} came a second time", path=self._path
                 )
             if len(self._received) < FILES:
-                raise ServerUnavailable(
-                    "the descriptors of the daemon's memory did not arrive",
-                    path=self._path,
-                    hint="this process may have no more open files (ulimit -n)",
-                )
+                raise _unmapped(self._path, _NO_MORE_FILES, MORE_FILES)
             fds = [self._received.popleft() for _ in range(FILES)]
             self._domains[domain] = DomainMemory(self._path, fds, self.arena_size, self._capacity)
 
@@ -144,30 +148,48 @@ def receive(sock: socket.socket, size: int, memories: Memories | None) -> bytes:
     return chunk
 
 
-def check_page(path: str, fds: list[int], epoch: object, arena_size: int) -> str | None:
-    """Return why this process cannot map the daemon's memory; None: it can.
+def check_page(path: str, fds: list[int], epoch: object, arena_size: int, *, lost: bool) -> None:
+    """Check whether this process can map the daemon's memory.
 
-    Args: fds: that came with WELCOME; epoch: that WELCOME names.
-    Raises: ProtocolError.
+    Args: fds: that came with WELCOME; epoch: that WELCOME names; lost: the kernel dropped some.
+    Raises: UnmappedError: it cannot. ProtocolError.
     """
+    if lost:
+        raise _unmapped(path, _NO_MORE_FILES, MORE_FILES)
     if len(fds) != 1:
-        return f"{len(fds)} descriptors came with WELCOME, not 1"
+        raise _unmapped(
+            path,
+            f"{len(fds)} descriptors came with WELCOME, not 1",
+            "only a direct connection through a Unix socket passes descriptors: is there a proxy "
+            "in between?",
+        )
     if not is_sealed(fds[0]):
         raise ProtocolError("the daemon's memory is not sealed", path=path)
+    page = _mapped(path, fds[0], 0, mmap.PAGESIZE)
     spare: list[int] = []
     try:
-        page = map_read_only(fds[0], 0, mmap.PAGESIZE)
         # Each OPENED may bring some more.
         spare.extend(os.dup(fds[0]) for _ in range(FILES))
-    except (ReadError, OSError) as error:
-        return str(error)
+    except OSError as error:
+        raise _unmapped(path, _NO_MORE_FILES, MORE_FILES) from error
     finally:
         close_all(spare)
     if int(page[:8].view("<u8")[0]) != epoch:
         raise ProtocolError("invalid WELCOME: its page is that of another daemon", path=path)
     if not can_map(arena_size):
-        return f"no address space for the arena of {arena_size} bytes (ulimit -v)"
-    return None
+        text = f"this process has no address space for the arena of {arena_size} bytes"
+        raise _unmapped(path, text, "raise its limit: ulimit -v")
+
+
+def _mapped(path: str, fd: int, offset: int, size: int) -> Bytes:
+    try:
+        return map_read_only(fd, offset, size)
+    except ReadError as error:
+        raise UnmappedError(error.message, path=path, hint=error.hint) from error
+
+
+def _unmapped(path: str, reason: str, hint: str | None) -> UnmappedError:
+    return UnmappedError(f"cannot map the daemon's memory: {reason}", path=path, hint=hint)
 
 
 def address(array: Bytes) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.client.connection import Connection
-from ffserve.client.shared_memory import SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Bytes, Int64s, arrays_of, cut
 from ffserve.engine.shm import Located
 from ffserve.errors import FFServeError, ProtocolError
@@ -49,7 +49,7 @@ Make: TypeAlias = Callable[[Int64s], list[Any]]
 """Prepares the samples of these indices."""
 
 
-class PreparedSource(SharedMemorySource):
+class PreparedSource(DaemonSource):
     """The prepared samples of a data set of the daemon.
 
     Args:
@@ -60,7 +60,7 @@ class PreparedSource(SharedMemorySource):
 
     def __init__(
         self,
-        source: SharedMemorySource,
+        source: DaemonSource,
         key: bytes,
         name: str,
         pieces: Callable[[Any], Pieces],
@@ -270,7 +270,7 @@ def prepared_source(
     value: Callable[[Bytes], Any],
 ) -> PreparedSource | None:
     """Return the prepared samples of a reader's source; None where they cannot be shared."""
-    if not isinstance(source, SharedMemorySource) or not isinstance(source.connection, Connection):
+    if not isinstance(source, DaemonSource) or not isinstance(source.connection, Connection):
         return None
     if not source.connection.handshake.shares_prepared:
         return None

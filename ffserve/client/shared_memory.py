@@ -65,11 +65,12 @@ _MOST_DOUBLED = 4
 
 
 class DaemonSource:
-    """A data set that the daemon has opened, however its samples come.
+    """A data set of the daemon, whose samples are copied out of the mapped arena.
 
     Args: opened: the daemon's answer. paths: absolute, of the shards, as they were asked for.
 
-    Raises: ProtocolError when the answer is malformed; the connection is still the caller's then.
+    Raises: ProtocolError when the answer is malformed; UnmappedError. The connection is still the
+        caller's then.
 
     Methods that wait need a connection with blocking calls; in an event loop its driver runs the
     requests.
@@ -105,6 +106,26 @@ class DaemonSource:
         self._busy_count = 0
         self.look_at = 0.0
         """When to look for a daemon instead of one that has gone."""
+        self._map()
+
+    def _map(self) -> None:
+        """Map the directory's entries and the arenas. Raises: ProtocolError, UnmappedError."""
+        memories = self.connection.channel.memories
+        assert memories is not None
+        self._memories = [memories.of(domain) for domain in self._domains]
+        segments = []
+        self._mappings = []
+        arenas = {}
+        for first, base, count in self.layout.runs(self._domains):
+            memory = self._memories[int(self.layout.shards(np.array([first]))[0])]
+            entries = memory.entries(base, count)
+            self._mappings.append(entries)
+            arena = address(memory.arena)
+            arenas[arena] = memory.arena
+            segments.append((address(entries), first, count, arena))
+        self.view = View(memories.arena_size, segments)
+        self.statistics.take_times = self.view.take_times
+        self._arena = span(list(arenas.values()))
 
     @property
     def shards(self) -> list[ShardInfo]:
@@ -146,7 +167,7 @@ class DaemonSource:
 
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them."""
-        sizes: Int64s = self.blocking.run(self.size_request(indices))  # type: ignore[attr-defined]
+        sizes: Int64s = self.blocking.run(self.size_request(indices))
         return sizes
 
     def finish(self, request: ChannelRequest) -> dict[int, FFServeError]:
@@ -193,12 +214,12 @@ class DaemonSource:
 
     def copies(self, indices: Int64s) -> list[Bytes]:
         """Return read-only copies. Raises: the error of the first sample that failed."""
-        request = self.start(indices, apart=True)  # type: ignore[attr-defined]
+        request = self.start(indices, apart=True)
         raise_first(self.finish(request))
-        arrays: list[Bytes] = request.target.arrays
-        for array in arrays:
+        assert request.target.arrays is not None
+        for array in request.target.arrays:
             array.flags.writeable = False
-        return arrays
+        return request.target.arrays
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Tell the daemon the order of an epoch."""
@@ -227,29 +248,6 @@ class DaemonSource:
             self.statistics.enter_hits()
             self.connection.close_dataset(self.dataset)
         self.connection.leave()
-
-
-class SharedMemorySource(DaemonSource):
-    """A data set of the daemon whose samples are copied out of the mapped arena."""
-
-    def __init__(self, connection: Driver, opened: protocol.Opened, paths: tuple[str, ...]) -> None:
-        super().__init__(connection, opened, paths)
-        memories = connection.channel.memories
-        assert memories is not None
-        self._memories = [memories.of(domain) for domain in self._domains]
-        segments = []
-        self._mappings = []
-        arenas = {}
-        for first, base, count in self.layout.runs(self._domains):
-            memory = self._memories[int(self.layout.shards(np.array([first]))[0])]
-            entries = memory.entries(base, count)
-            self._mappings.append(entries)
-            arena = address(memory.arena)
-            arenas[arena] = memory.arena
-            segments.append((address(entries), first, count, arena))
-        self.view = View(memories.arena_size, segments)
-        self.statistics.take_times = self.view.take_times
-        self._arena = span(list(arenas.values()))
 
     # ---- lengths --------------------------------------------------------------------------
 
@@ -391,7 +389,7 @@ class ReadRequest:
 
     def __init__(
         self,
-        source: SharedMemorySource,
+        source: DaemonSource,
         indices: Int64s,
         found: Located,
         apart: bool,
@@ -553,7 +551,7 @@ class ReadRequest:
 class SizeRequest:
     """A request for lengths; has samples decoded whose length is not known."""
 
-    def __init__(self, source: SharedMemorySource, indices: Int64s) -> None:
+    def __init__(self, source: DaemonSource, indices: Int64s) -> None:
         self._source = source
         self._indices = indices
         self._read: ReadRequest | None = None

@@ -193,7 +193,7 @@ class PendingRead(Protocol):
 
 
 class Source(Protocol):
-    """A data set that samples are read from: `shared_memory`, `inline` or `local`."""
+    """A data set that samples are read from: `shared_memory` or `local`."""
 
     count: int
     fingerprint: int

@@ -296,8 +296,8 @@ class Case:
 
     given_config: the settings' file was given. process: the daemon, or this process. places: what
     is known of directories and files that the user or the settings name. data: what jobs find at
-    the paths of data. facts: the daemon's status. inline: samples come through the socket. failure:
-    why the daemon does not answer.
+    the paths of data. facts: the daemon's status. unmapped: why its memory cannot be mapped here.
+    failure: why the daemon does not answer.
     """
 
     host: Host
@@ -310,7 +310,7 @@ class Case:
     places: dict[str, Answer] = field(default_factory=dict)
     data: list[tuple[str, Answer]] = field(default_factory=list)
     facts: dict[str, Any] | None = None
-    inline: bool = False
+    unmapped: FFServeError | None = None
     failure: FFServeError | None = None
 
     @property

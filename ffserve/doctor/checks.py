@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from ffserve import __version__
 from ffserve.client.connection import Connection
+from ffserve.client.memory import MORE_FILES
 from ffserve.doctor import resources, storage
 from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part
@@ -33,7 +34,7 @@ def greet(case: Case) -> None:
     try:
         connection = Connection(case.socket.path, "doctor")
         try:
-            case.inline = connection.handshake.inline
+            case.unmapped = connection.handshake.unmapped
             case.facts = connection.status()
         finally:
             connection.close()
@@ -358,7 +359,7 @@ def _show(unit: str, *properties: str) -> dict[str, str]:
 
 
 def daemon(case: Case) -> Found:
-    """The daemon answers, is of this release, and serves samples in shared memory."""
+    """The daemon answers, is of this release, and its memory can be mapped."""
     if (error := case.failure) is not None:
         yield _refused(case, error)
     facts = case.facts
@@ -375,22 +376,8 @@ def daemon(case: Case) -> Found:
             "Jobs of this installation do without what only one of them has.",
             (shlex.join([sys.executable, "-m", "pip", "install", f"ffserve=={version}"]),),
         )
-    if case.inline and case.settings.payload == "inline":
-        yield Finding(
-            "payload-inline",
-            "warning",
-            "the settings send all samples through the socket (payload = 'inline')",
-            "Large samples arrive at about a quarter of the speed.",
-            case.setting("payload", '"shared"', "--payload", "shared"),
-        )
-    elif case.inline and can_map(int(facts["arena"]["limit"])):
-        yield Finding(
-            "memory-unmapped",
-            "warning",
-            "the daemon's memory does not reach this process",
-            "Samples come through the socket, at about a quarter of the speed.",
-            ("ulimit -n; ls /proc/self/fd | wc -l", case.restart()),
-        )
+    if (fault := case.unmapped) is not None and can_map(int(facts["arena"]["limit"])):
+        yield Finding("memory-unmapped", "warning", str(fault), ALONE, _mapping(case, fault))
     damaged = int(facts["cache"]["checksum_failures"])
     if damaged:
         files = shlex.join([path for path, _ in case.data]) or "FILES"
@@ -410,6 +397,17 @@ def daemon(case: Case) -> Found:
             if case.host.container != "kubernetes"
             else ("kubectl -n ffserve edit daemonset ffserve  # hostPID: true",),
         )
+
+
+def _mapping(case: Case, error: FFServeError) -> tuple[str, ...]:
+    """Return the commands that let the daemon's memory reach this process, or show what is in the
+    way."""
+    if error.hint == MORE_FILES:
+        return ("ulimit -n $(ulimit -Hn)",)
+    path, own = case.socket.path, case.process.flags().get("--socket", [""])[-1]
+    if os.path.isabs(own) and os.path.realpath(own) != os.path.realpath(path):
+        return (f"export FFSERVE_SOCKET={shlex.quote(own)}",)  # a proxy listens at the other one
+    return f"ss -xlp src {shlex.quote(path)}", "grep Seccomp /proc/self/status"
 
 
 def _refused(case: Case, error: FFServeError) -> Finding:

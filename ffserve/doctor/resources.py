@@ -236,7 +236,7 @@ def address_space(case: Case) -> Found:
         "warning",
         f"a process of this shell cannot map {format_size(size)}, the largest size of the arena "
         "(ulimit -v)",
-        "Its samples come through the socket, at about a quarter of the speed.",
+        "It reads by itself, and shares nothing.",
         ("ulimit -v unlimited",),
     )
 

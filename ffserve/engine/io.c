@@ -20,7 +20,6 @@
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -567,32 +566,6 @@ uint32_t ffs_file_generation(ffs_engine *e, int id)
     uint32_t generation = (uint32_t)id < e->file_room ? e->files[id].generation : 0;
     pthread_mutex_unlock(&e->lock);
     return generation;
-}
-
-/* ---- inline payload ---------------------------------------------------------------------- */
-#define MOST_PIECES 513 /* a head and 512 samples; the kernel takes 1024 */
-
-int64_t ffs_payload_send(const ffs_payload *p, int64_t done)
-{
-    struct iovec pieces[MOST_PIECES];
-    struct msghdr message = {.msg_iov = pieces};
-    size_t count = 0;
-    if (done < p->head_size)
-        pieces[count++] = (struct iovec){(void *)(p->head + done), (size_t)(p->head_size - done)};
-    int64_t skip = done < p->head_size ? 0 : done - p->head_size;
-    for (int64_t k = 0; k < p->count && count < MOST_PIECES; k++) {
-        int64_t size = p->lengths[k] - skip;
-        if (size > 0)
-            pieces[count++] = (struct iovec){(void *)(p->arena + p->starts[k] + skip),
-                                             (size_t)size};
-        skip = size < 0 ? -size : 0;
-    }
-    message.msg_iovlen = count;
-    ssize_t sent;
-    do
-        sent = sendmsg(p->sock, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    while (sent < 0 && errno == EINTR);
-    return sent < 0 ? -errno : sent;
 }
 
 /* ---- open, close, fork ------------------------------------------------------------------- */

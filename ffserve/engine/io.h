@@ -83,20 +83,6 @@ void ffs_reply_wait_for(ffs_reply *reply, ffs_batch *b);
 /* Wait for no further batch. */
 uint32_t ffs_reply_arm(ffs_reply *reply);
 
-/* ---- inline payload ----------------------------------------------------------------------
- * A frame, and pieces of the arena that follow it, on their way into a Unix stream socket. */
-typedef struct {
-    int sock;
-    const uint8_t *arena;
-    const uint8_t *head;
-    int64_t head_size;
-    const int64_t *starts, *lengths; /* of the pieces, in bytes */
-    int64_t count;
-} ffs_payload;
-/* Send from byte `done` on, without blocking, at most 512 pieces. Returns how many bytes were sent,
- * or -errno (-EAGAIN: the socket is full). */
-int64_t ffs_payload_send(const ffs_payload *payload, int64_t done);
-
 /* ---- engines ----------------------------------------------------------------------------- */
 #define FFS_ENGINE_URING 1
 #define FFS_ENGINE_AIO 2

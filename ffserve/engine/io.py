@@ -1,4 +1,4 @@
-"""Reading files, and sending what was read: engines, batches, direct replies, inline payload.
+"""Reading files: engines, batches, direct replies.
 
 The Python face of io.h. Everything here is thin: arrays go in as numpy buffers, there is one C call
 per batch, and the GIL is released during it. The untyped cffi module is confined to this folder.
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine import arrays, codec
-from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
+from ffserve.engine.core import I32S, I64S, NULL, ffi, from_buffer, lib
 from ffserve.engine.opening import (
     close_fds,
     flags_and_types,
@@ -529,56 +529,6 @@ class DirectReply:
     def sent(self) -> bool:
         """Whether the reply was sent; final when the batches were taken from their engines."""
         return bool(self._c.sent)
-
-
-# ---- inline payload ----------------------------------------------------------------------------
-
-
-class PayloadRun:
-    """A frame and the samples that follow it, on their way into a socket.
-
-    Args:
-        head: sent first.
-        arena: uint8[...], its mapping, which must outlive this object.
-        starts, lengths: int64[n], contiguous: pieces of the arena.
-    """
-
-    __slots__ = ("_arena", "_c", "_keep", "sent", "size")
-
-    def __init__(
-        self, head: bytes, arena: NDArray[np.uint8], starts: Int64s, lengths: Int64s
-    ) -> None:
-        self._arena = arena
-        self._keep = (head, starts, lengths)
-        c = self._c = ffi.new("ffs_payload *")
-        c.arena = from_buffer(U8S, arena)
-        c.head, c.head_size = from_buffer(U8S, head), len(head)
-        c.starts, c.lengths = from_buffer(I64S, starts), from_buffer(I64S, lengths)
-        c.count = len(starts)
-        self.size = len(head) + int(lengths.sum())
-        """Total bytes."""
-        self.sent = 0
-        """Bytes sent so far."""
-
-    def send(self, fd: int) -> bool:
-        """Send as much as a non-blocking Unix stream socket accepts; return whether all is sent.
-
-        Raises: BlockingIOError when the socket is full; OSError.
-        """
-        self._c.sock = fd
-        sent: int = lib.ffs_payload_send(self._c, self.sent)
-        if sent < 0:
-            raise OSError(-sent, os.strerror(-sent))
-        self.sent += sent
-        return self.sent == self.size
-
-    def rest(self) -> bytes:
-        """Return a copy of the bytes that are not sent yet."""
-        head, starts, lengths = self._keep
-        pieces: list[bytes | memoryview] = [head]
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            pieces.append(self._arena[start : start + length].data)
-        return b"".join(pieces)[self.sent :]
 
 
 # ---- merging reads -----------------------------------------------------------------------------

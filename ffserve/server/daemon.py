@@ -64,11 +64,14 @@ OWN_SIZE = 32 * 1024 * 1024
 come on top (docs/CONFIGURATION.md)."""
 
 
-def check(config: ServerConfig) -> None:
+def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
     """Check whether a daemon could start with these settings, as far as that can be known before.
 
+    Args: ignored: see `load_config`; each is logged.
     Raises: UsageError.
     """
+    for text in ignored:
+        log.warning("ignored a setting of an earlier release: %s", text)
     raise_file_limit()
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     for fault in (
@@ -87,21 +90,28 @@ def check(config: ServerConfig) -> None:
         http_module()
 
 
-def serve(config: ServerConfig, load: Callable[[], ServerConfig], *, handover: bool = False) -> int:
+def serve(
+    config: ServerConfig,
+    load: Callable[[], ServerConfig],
+    ignored: Sequence[str] = (),
+    *,
+    handover: bool = False,
+) -> int:
     """Run the daemon until SIGTERM or SIGINT, or until another one takes it over; return its exit
     code.
 
     SIGHUP reloads the settings. If the daemon has a terminal, the signal means that the terminal
     was closed, and ends it; nohup makes the process ignore it.
 
-    Args: load: reads the settings again. handover: take the running daemon over.
+    Args: load: reads the settings again. ignored: as of `check`. handover: take the running daemon
+        over.
     Raises:
         UsageError: another daemon serves this socket, or its path is not a socket; with handover:
             none serves it, or it does not hand over.
         AccessDenied, ReadError: the socket or the shared memory cannot be created.
     """
     start_logging(config.log_level, config.log_format)
-    check(config)  # all of it before another daemon hands over, which ends that one
+    check(config, ignored)  # all of it before another daemon hands over, which ends that one
     try_store(config)
     signals = _Signals()
     sockets, kept = passed()

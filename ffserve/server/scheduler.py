@@ -201,8 +201,6 @@ class Owner:
     """Sessions of one job share its turns."""
     user: User = field(default_factory=User)
     """Jobs of one user share its turns."""
-    taken_back: Callable[[int], None] | None = None
-    """Called with its tag before the pins of a finished GET are taken back."""
     runnable: deque[SampleRequest] = field(default_factory=deque)
     waiting: dict[int, SampleRequest] = field(default_factory=dict)
     """Requests that are not finished, by tag."""
@@ -750,7 +748,7 @@ class Scheduler:
             turns.pinned_size += request.pinned_size
             turns.pins.append((now, owner, request.tag))
             if len(owner.unacknowledged) > MOST_UNACKNOWLEDGED:
-                self._take_back(owner, next(iter(owner.unacknowledged)))
+                self.acknowledge(owner, [next(iter(owner.unacknowledged))])
             self._sweep(turns)
         elif not self._grant(request, turns):
             self._cache.release(request.pins)
@@ -787,7 +785,7 @@ class Scheduler:
         turns = self._turns_of(user)
         while turns.pins and user.asked.full:
             _, owner, tag = turns.pins.popleft()
-            self._take_back(owner, tag)
+            self.acknowledge(owner, [tag])
 
     def _sweep(self, turns: _Turns) -> None:
         """Drop acknowledged GETs from the list of pins."""
@@ -804,7 +802,7 @@ class Scheduler:
         for turns in self._users.values():
             while turns.pins and turns.pins[0][0] + PIN_GRACE_S <= now:
                 _, owner, tag = turns.pins.popleft()
-                self._take_back(owner, tag)
+                self.acknowledge(owner, [tag])
 
     def _others_give(self, waiting: _Turns) -> bool:
         """Take back pins of users with more than an equal share while another user waits; return
@@ -814,13 +812,8 @@ class Scheduler:
             while turns is not waiting and turns.pins and not self._has_little(turns):
                 _, owner, tag = turns.pins.popleft()
                 given |= tag in owner.unacknowledged
-                self._take_back(owner, tag)
+                self.acknowledge(owner, [tag])
         return given
-
-    def _take_back(self, owner: Owner, tag: int) -> None:
-        if owner.taken_back is not None and tag in owner.unacknowledged:
-            owner.taken_back(tag)
-        self.acknowledge(owner, [tag])
 
     def _unblock(self, blocked: list[_Turns], now: float) -> None:
         """Try blocked requests again: of every user the oldest, and some of the others."""

@@ -38,7 +38,7 @@ from ffserve.server.access import (
 )
 from ffserve.server.closing import Receiver, closer_of, refuse_descriptors
 from ffserve.server.datasets import Steps
-from ffserve.server.inline import MemoryFrame, MemoryMessage, Outbox, widen_send_buffer
+from ffserve.server.outbox import MemoryFrame, MemoryMessage, Outbox
 from ffserve.server.session import NEW, OVER, READY, Session
 from ffserve.server.shards import PassedFile, Request
 from ffserve.server.sharing import PrepareRequest
@@ -53,7 +53,7 @@ HELLO_TIMEOUT_S = 10.0
 MOST_UNREAD = 1024 * 1024
 """Unsent bytes of replies at which no further message of the session is handled."""
 WRITES_AT_ONCE = 4
-"""Frames and runs of one connection before others have their turn."""
+"""Frames of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 MEASURED_JOBS = 64
@@ -121,7 +121,6 @@ class ClientConnection:
             peer,
             self._send,
             self._open_dataset,
-            self._outbox,
             self._direct_reply,
             user=user,
             later=self._later,
@@ -443,8 +442,6 @@ class ClientConnection:
             frame = MemoryFrame(protocol.encode(message.message), message.files)
         else:
             frame = protocol.encode(message)
-        if isinstance(message, protocol.Welcome):
-            widen_send_buffer(self._sock)
         if len(frame) > ATOMIC_SEND_SIZE or isinstance(frame, MemoryFrame):
             self._reply_socket.block(True)
         self._outbox.put(frame)
@@ -456,7 +453,6 @@ class ClientConnection:
 
     def _writable(self) -> None:
         self._busy = True
-        sending = self.session.sending_count
         try:
             left = WRITES_AT_ONCE
             while left and self._outbox.send(self._sock):
@@ -475,8 +471,6 @@ class ClientConnection:
                 self._loop.add_writer(self.fd, self._writable)
             else:
                 self._loop.remove_writer(self.fd)
-        if self.session.sending_count < sending:
-            self._loop.call_soon(self._server.pump)
         self._outbox.count()
         if self._unread and self._outbox.unsent_size <= MOST_UNREAD // 2:
             self._go_on()

@@ -7,7 +7,7 @@ takes other threads: it goes out through `opener` and comes back through `opened
     phase        message                                       next
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
-    READY        FILES ORDER REACHED SEEN LOOKUP RESIZE TIMES  READY
+    READY        FILES ORDER REACHED SEEN RESIZE TIMES         READY
     READY        HANDOVER PREPARE CLAIM PUT DISTRUST           READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
@@ -42,7 +42,7 @@ from ffserve.protocol import Message
 from ffserve.server import handover
 from ffserve.server.access import Peer
 from ffserve.server.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
-from ffserve.server.inline import InlineReply, MemoryMessage, Outbox
+from ffserve.server.outbox import MemoryMessage
 from ffserve.server.remote import identity_from
 from ffserve.server.report import arena_facts, status
 from ffserve.server.scheduler import Owner, Reply, SampleRequest
@@ -65,7 +65,6 @@ session has no other. With more requests, the loop answers several of them in on
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""
-_OFFSET = (1 << 48) - 1
 
 
 @dataclass(slots=True)
@@ -89,7 +88,6 @@ class Session:
         peer: the user behind the connection.
         send: takes a message for the client.
         opener: called with (tag, request) to open a data set.
-        outbox: takes inline replies; None: there is no inline payload.
         direct_reply: makes a direct reply of a READY; None: all messages go through `send`.
         user: with whom the session shares bounds and turns.
         later: has these steps taken before the next message is received; None: takes them at once.
@@ -105,7 +103,6 @@ class Session:
         peer: Peer,
         send: Callable[[Message | MemoryMessage], None],
         opener: Callable[[int, Request], None],
-        outbox: Outbox | None = None,
         direct_reply: Callable[[protocol.Ready], Reply] | None = None,
         *,
         user: User | None = None,
@@ -120,17 +117,12 @@ class Session:
         self._state = state
         self._send = send
         self._opener = opener
-        self._outbox = outbox
         self._direct_reply = direct_reply
         self._direct_tag = 0
         """The tag of the latest request with a direct reply."""
-        self.inline = False
-        """Whether samples go through the socket."""
         self._locks = False
         """Whether the client shows a successor of the daemon that it holds leases. Others get none:
         the successor would write to what they read."""
-        self._sending: set[int] = set()
-        """Tags of GETs whose samples are on their way through the socket."""
         self.user = User() if user is None else user
         self.later = _at_once if later is None else later
         self._refusal = refusal
@@ -169,16 +161,10 @@ class Session:
         assert self.job is not None
         self.job.last_seen = self._state.next_use.now = now
         match message:
-            case protocol.Get():
-                return self._ask(message, now)
-            case protocol.Lease():
-                if self.inline:
-                    raise ProtocolError("LEASE in a session with inline payload")
+            case protocol.Get() | protocol.Lease():
                 return self._ask(message, now)
             case protocol.Tell():
                 return self._tell(message, now)
-            case protocol.Lookup():
-                return self._look_up(message)
             case protocol.Claim():
                 return self.sharing.claim(message, now)
             case protocol.Put():
@@ -221,29 +207,20 @@ class Session:
         version = protocol.common_version(about, general["server"])
         job = Job.greeted(about, self.peer.viewer, now)
         accepted = about.get("payload", ["shared"])
-        chosen = self._state.payload
-        if chosen == "shared" and isinstance(accepted, list) and "shared" not in accepted:
-            chosen = "inline"
-        if not isinstance(accepted, list) or chosen not in accepted:
+        if not isinstance(accepted, list) or "shared" not in accepted:
             raise ProtocolError(
                 f"the client accepts the payload {reprlib.repr(accepted)}, the daemon offers "
-                f"{chosen!r}",
-                hint="install the same release of ffserve for the daemon and its clients",
+                "'shared': samples go through shared memory only",
+                hint="a process that cannot map it reads the files without the daemon "
+                "(server='auto' or 'off'); upgrade ffserve in this client",
             )
-        self.inline = chosen == "inline"
         self._locks = about.get("locks") is True
         self._takes_over = about.get("handover") is True
-        if self.inline:
-            assert self._outbox is not None
-            self.owner.taken_back = self._outbox.stop
         self.job = job
         self.owner.job = job.name
         self.phase = READY
-        welcome = protocol.Welcome({**general, "version": version, "payload": chosen})
-        if self.inline:
-            self._send(welcome)
-        else:
-            self._send(MemoryMessage(welcome, [self._state.page.file]))
+        welcome = protocol.Welcome({**general, "version": version})
+        self._send(MemoryMessage(welcome, [self._state.page.file]))
 
     def _resize(self, message: protocol.Resize) -> None:
         try:
@@ -470,7 +447,7 @@ class Session:
         fresh = {shard.domain.serial: shard.domain for shard in shards}
         for serial in self._mapped:
             fresh.pop(serial, None)
-        if self.inline or not fresh:
+        if not fresh:
             self._send(message)
             return
         self._mapped.update(fresh)
@@ -541,11 +518,7 @@ class Session:
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
-        tags = _tags(packed, first)
-        if self._sending:
-            # Samples on their way through the socket stay pinned.
-            tags = [tag for tag in tags if tag not in self._sending]
-        self._state.scheduler.acknowledge(self.owner, tags)
+        self._state.scheduler.acknowledge(self.owner, _tags(packed, first))
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size)
@@ -583,7 +556,7 @@ class Session:
         if numbers is None:
             return
         hits = 0
-        if lease or self.inline:
+        if lease:
             hits = yield from self._count_hits(numbers)
         assert self.job is not None
         self.job.missed += len(numbers) - hits
@@ -595,7 +568,7 @@ class Session:
         if dataset.remote and self._state.engines.fetches is not None:
             request.gate = self._state.engines.fetches.gate(numbers, self.peer.owner)
         crowded = crowded or request.gate is not None
-        if self._direct_reply is not None and not (crowded or lease or self.inline):
+        if self._direct_reply is not None and not (crowded or lease):
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
             self._direct_tag = tag
         dataset.requests += 1
@@ -629,14 +602,9 @@ class Session:
         owner = self.owner
         if not 0 < tag < 1 << 32:
             raise ProtocolError(f"invalid tag {tag}: tags go from 1 to 2^32 - 1")
-        if (
-            tag in owner.unacknowledged
-            or tag in owner.leases
-            or tag in owner.waiting
-            or tag in self._sending
-        ):
+        if tag in owner.unacknowledged or tag in owner.leases or tag in owner.waiting:
             raise ProtocolError(f"tag {tag} is in use already")
-        if len(owner.waiting) + len(self._sending) >= protocol.MOST_REQUESTS:
+        if len(owner.waiting) >= protocol.MOST_REQUESTS:
             raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
 
     def numbers_of(
@@ -663,8 +631,8 @@ class Session:
         return np.concatenate(numbers)
 
     def _count_hits(self, numbers: Int64s) -> Generator[None, None, int]:
-        """Count hits; return how many there are. A client that copies counts its hits itself, and
-        asks for misses only; for inline payload and leases it asks for everything."""
+        """Count hits of a lease; return how many there are. A client that copies counts its hits
+        itself, and asks for misses only."""
         count = 0
         for first in range(0, len(numbers), STEP_COUNT):
             if first:
@@ -674,46 +642,6 @@ class Session:
             self._count(len(hit), int(self._state.directory.lengths(hit).sum()))
             count += len(hit)
         return count
-
-    def _look_up(self, message: protocol.Lookup) -> Steps:
-        dataset = self.dataset_of(message.dataset, "LOOKUP")
-        if dataset.preparation is not None:
-            raise ProtocolError("LOOKUP of prepared samples, which are in no file")
-        indices = protocol.unpack_indices(message.indices)
-        numbers = yield from self.numbers_of(message.tag, dataset, indices)
-        if numbers is None:
-            return
-        directory = self._state.directory
-        offsets, lengths, checksums = [], [], []
-        for part in parts(numbers):
-            offsets.append(directory.offsets[part].astype("<u8").tobytes())
-            # As clients read an entry: records in chunks may have no length yet.
-            entries = directory.entries[part]
-            high = entries["place"] >> np.uint64(48) << np.uint64(32)
-            lengths.append((high | entries["length_low"]).astype("<u8").tobytes())
-            checksums.append(directory.checksums[part].astype("<u4").tobytes())
-            yield None
-        rows = b"".join(offsets), b"".join(lengths), b"".join(checksums)
-        self._send(protocol.Found(message.tag, *rows))
-
-    def _send_inline(self, request: SampleRequest, errors: list[Any]) -> None:
-        """Send the samples, which stay pinned, then READY."""
-        tag, directory = request.tag, self._state.directory
-        numbers = request.numbers[: request.count]
-        lengths = directory.lengths(numbers)
-        lengths[[error[0] for error in errors]] = 0
-        entries = directory.entries[numbers]
-        assert ((entries["seq"] & 1 == 1) | (lengths == 0)).all(), "pinned samples are readable"
-        starts = (entries["place"] & np.uint64(_OFFSET)).astype(np.int64)
-
-        def end(count: int) -> protocol.Ready:
-            self._sending.discard(tag)
-            self._state.scheduler.acknowledge(self.owner, [tag])
-            return protocol.Ready(tag, count, [e for e in errors if e[0] < count])
-
-        assert self._outbox is not None
-        self._sending.add(tag)
-        self._outbox.put(InlineReply(tag, self._state.memory.array, starts, lengths, end))
 
     @property
     def serves(self) -> bool:
@@ -737,11 +665,6 @@ class Session:
         """Whether a direct reply may have been sent that this session does not know of."""
         return self._direct_tag in self.owner.waiting
 
-    @property
-    def sending_count(self) -> int:
-        """GETs whose samples are on their way through the socket."""
-        return len(self._sending)
-
     def finished(self, request: SampleRequest) -> None:
         """A request has its outcome: answer."""
         if request.source is not None:
@@ -757,15 +680,10 @@ class Session:
         assert self.job is not None
         self.job.errors += len(errors)
         if self.phase == READY:
-            if self.inline and request.tag not in self.owner.unacknowledged:
-                # Its pins were taken back in the meantime.
-                request.count, errors = 0, []
             self._answer(request, errors)
 
     def _answer(self, request: SampleRequest, errors: list[Any]) -> None:
-        if self.inline and request.count:
-            self._send_inline(request, errors)
-        elif request.reply is None or not request.reply.sent:
+        if request.reply is None or not request.reply.sent:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset: Dataset = request.dataset
         assert self.job is not None

@@ -70,10 +70,7 @@ class Sharing:
             raise ProtocolError("invalid PREPARE message: key or name is invalid")
         if source.preparation is not None:
             raise ProtocolError("PREPARE for a data set of prepared samples")
-        if session.inline or self._preparer is None:
-            error = UsageError("prepared samples are shared through mapped memory only")
-            session.fail(tag, error)
-            return
+        assert self._preparer is not None
         if (most := session.most_datasets()) is not None:
             session.fail(tag, UsageError(most, hint="close readers"))
             return

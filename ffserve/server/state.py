@@ -136,7 +136,6 @@ class ServerState:
 
     def __init__(self, config: ServerConfig, kept: KeptMemory | None = None) -> None:
         self.config = config
-        self.payload: str = config.payload
         self.started, self.began = time.time(), time.monotonic()
         self.page = SharedMemory(PAGE_NAME, mmap.PAGESIZE, None if kept is None else kept.page)
         epoch = self.page.array[:8].view("<u8")
@@ -458,6 +457,7 @@ class ServerState:
             "arena_size": self.memory.size,
             "capacity": self.directory.capacity,
             "max_get": protocol.MAX_GET_COUNT,
+            "payload": "shared",
             "orders": True,
             "generation": self.inventory.get("generation"),
             "times": True,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ffserve.client.shared_memory import SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Batch, Bytes
 from ffserve.engine.fuse import Requests
 from ffserve.errors import FFServeError
@@ -43,7 +43,7 @@ class SampleReader:
         self._kept_size = 0
         self._ahead = range(0)
         """The samples that were read last because they were not in memory."""
-        self._source: SharedMemorySource | None = None
+        self._source: DaemonSource | None = None
         """Where samples came from lately, if that is the daemon's memory."""
         self._ends = [shard.first + shard.count for shard in reader.shards]
         """For each file the index behind its last sample; nothing is read ahead beyond."""
@@ -100,7 +100,7 @@ class SampleReader:
 
     def _whole(self, sample: int, end: int) -> Bytes:
         source = self._reader.current_source()
-        self._source = source if isinstance(source, SharedMemorySource) else None
+        self._source = source if isinstance(source, DaemonSource) else None
         cached = source.cached_batch(np.array([sample], np.int64), None)
         if isinstance(cached, Batch):
             if cached.buffer.nbytes > end:  # there is more to come

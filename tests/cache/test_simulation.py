@@ -39,8 +39,8 @@ from ffserve.protocol import Message
 from ffserve.server.access import Peer
 from ffserve.server.datasets import Steps
 from ffserve.server.domains import Domain, Domains
-from ffserve.server.inline import MemoryMessage
 from ffserve.server.log import RepeatedLines
+from ffserve.server.outbox import MemoryMessage
 from ffserve.server.prepared import Claims, Preparations
 from ffserve.server.resize import Resizing
 from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
@@ -208,7 +208,6 @@ class World:
 
     # ---- what ServerState offers its sessions ------------------------------------------------
 
-    payload = "shared"
     started = began = 0.0
     config = ServerConfig()
     repeated = RepeatedLines()

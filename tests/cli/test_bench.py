@@ -296,15 +296,6 @@ def test_hot_data_are_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> N
     assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
 
 
-def test_inline_rows_use_a_daemon_with_inline_payload(bench: Bench, tmp_path: Path) -> None:
-    data = small(tmp_path)
-    [row] = measure(rows.hot(bench, data, 16, 1, {"read_batch": None}, inline=True), 1)
-    assert row["name"] == "inline/4KiB/batch16/clients1/read_batch" and row["state"] == "inline"
-    with ffserve.open(data.paths, server=bench.hot_daemon(data, inline=True).socket) as reader:
-        assert reader.stats()["hits"] == 0 and reader[3].nbytes == data.mean
-        assert reader.stats()["hits"] == 0, "who cannot look into memory counts no hits"
-
-
 def test_a_contestant_that_does_not_end_has_failed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -515,13 +515,19 @@ def test_a_daemon_behind_a_proxy(doctor: Doctor, daemon: Daemon, place: Path) ->
     with proxy(daemon.socket, place / "s") as path:
         os.chmod(path, 0o660)
         diagnosis = found(doctor("--socket", path), "memory-unmapped")
-        assert diagnosis.commands("memory-unmapped").endswith("--handover")
+        assert "is there a proxy in between?" in diagnosis.text
+        assert diagnosis.commands("memory-unmapped") == f"export FFSERVE_SOCKET={daemon.socket}"
+
+
+def test_no_descriptor_is_free_for_the_daemons_memory(doctor: Doctor, daemon: Daemon) -> None:
+    diagnosis = doctor("--socket", daemon.socket, faults=[["free_files", 4]])
+    found(diagnosis, "memory-unmapped")
+    assert diagnosis.commands("memory-unmapped") == "ulimit -n $(ulimit -Hn)"
 
 
 def test_a_daemon_with_slow_settings(doctor: Doctor) -> None:
-    options = ["--engine", "threads", "--payload", "inline"]
-    with serving(options=options) as daemon:
-        diagnosis = found(doctor("--socket", daemon.socket), "engine-chosen", "payload-inline")
+    with serving(options=["--engine", "threads"]) as daemon:
+        diagnosis = found(doctor("--socket", daemon.socket), "engine-chosen")
         assert diagnosis.commands("engine-chosen").endswith("--engine auto --handover")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -23,10 +21,10 @@ ONE = np.zeros(1, np.int64)
 OPEN = OpenRequest(("/a",), None, "require", True, False)
 
 
-def channel(*, takes_orders: bool = True, inline: bool = False) -> Channel:
+def channel(*, takes_orders: bool = True) -> Channel:
     """A channel over which data sets 1, 2 and 3 are open."""
     decoder = protocol.Decoder(protocol.FROM_SERVER)
-    memories = None if inline else Memories("socket", 1 << 20, 1 << 12)
+    memories = Memories("socket", 1 << 20, 1 << 12)
     client = Channel("socket", decoder, takes_orders=takes_orders, memories=memories)
     for dataset in (1, 2, 3):
         tag = client.open(OPEN, Files(b""))
@@ -132,74 +130,6 @@ def test_acknowledgements_go_out_with_the_next_request() -> None:
     assert not sent(client)
 
 
-class Sink:
-    """Takes two samples of three bytes."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.data = bytearray(6)
-        self.at = 0
-
-    def begin(self, lengths: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-        self.lengths = lengths.tolist()
-
-    def buffers(self, size: int) -> list[memoryview]:
-        middle = 3 if self.at < 3 else 6
-        first = memoryview(self.data)[self.at : min(middle, self.at + size)]
-        rest = memoryview(self.data)[middle : self.at + size]
-        return [view for view in (first, rest) if len(view)]
-
-    def filled(self, size: int) -> None:
-        self.at += size
-
-
-def test_destinations_of_requests_for_a_closed_data_set_were_never_freed() -> None:
-    client = channel(inline=True)
-    for _ in range(protocol.MOST_REQUESTS):
-        client.get(1, ONE)
-    sinks = [Sink(), Sink()]
-    alive = [weakref.ref(sink) for sink in sinks]
-    kept = client.get(2, ONE, sinks[0])
-    client.close_dataset(2)
-    with pytest.raises(ServerUnavailable):
-        client.collect(kept)
-    with pytest.raises(ServerUnavailable):
-        client.get(2, ONE, sinks[1])
-    sinks.clear()
-    gc.collect()
-    assert [each() for each in alive] == [None, None]
-
-
-@given(st.lists(st.integers(1, 30), max_size=40))
-def test_payload_in_any_pieces(pieces: list[int]) -> None:
-    """Bytes come with frames or for themselves; they go where the sink says."""
-    client, sink, ignored = channel(inline=True), Sink(), 99
-    tag = client.get(1, np.arange(2), sink)
-    lengths = np.array([3, 3], "<u8").tobytes()
-    stream = b"".join(
-        (
-            protocol.encode(protocol.Sending(tag, lengths)),
-            protocol.encode(protocol.Payload(ignored, 5)) + b"-----",
-            protocol.encode(protocol.Payload(tag, 4)) + b"abcd",
-            protocol.encode(protocol.Payload(tag, 2)) + b"ef",
-            protocol.encode(protocol.Ready(tag, 2, [])),
-        )
-    )
-    answered = []
-    for size in [*pieces, len(stream)]:
-        while size and stream:
-            if views := client.payload_buffers():
-                taken = min(size, len(views[0]))
-                views[0][:taken] = stream[:taken]
-                client.payload_filled(taken)
-            else:
-                taken = min(size, len(stream))
-                answered += client.feed(stream[:taken])
-            stream, size = stream[taken:], size - taken
-    assert answered == [tag] and sink.lengths == [3, 3] and bytes(sink.data) == b"abcdef"
-    assert client.collect(tag).count == 2
-
-
 def test_errors_of_requests_and_of_the_session() -> None:
     client = channel()
     first, second, third = (client.get(1, ONE) for _ in range(3))
@@ -227,7 +157,6 @@ def test_messages_of_a_closed_data_set_ended_the_session() -> None:
     requests: list[Callable[[], object]] = [
         lambda: client.get(1, ONE),
         lambda: client.lease(1, ONE, []),
-        lambda: client.look_up(1, ONE),
         lambda: client.seen(1, ONE),
         lambda: next(pieces),
         lambda: next(client.order_pieces(1, 0, ONE, None, False)),

@@ -50,13 +50,9 @@ def frames(data: bytes) -> None:
     try:
         for start in range(1, len(data), step):
             for message in decoder.feed(data[start : start + step]):
-                if isinstance(message, protocol.Payload):
-                    continue
                 protocol.encode(message)
                 if isinstance(message, protocol.Fail):
                     protocol.error_from_wire(message.error)
-            while decoder.payload_size and decoder.take_payload():
-                pass
     except ProtocolError:
         pass
 
@@ -104,7 +100,7 @@ class Daemon:
     async def _serve(self, data: bytes) -> None:
         if not data:
             return
-        hello = {"versions": [protocol.VERSION], "job": "fuzzing", "payload": ["inline"]}
+        hello: dict[str, Any] = {"versions": [protocol.VERSION], "job": "fuzzing"}
         if data[0] & 2:
             hello["payload"] = ["shared", "inline"]
         prefix = protocol.encode(protocol.Hello(hello)) if data[0] & 1 else b""
@@ -231,7 +227,6 @@ def seeds(target: str) -> Iterator[bytes]:
         protocol.Open(1, {"paths": [f"{FOLDER}/a.ffr"], "format": None, "verify": True}, bytes(40)),
         protocol.Get(2, 1, protocol.pack_indices(np.arange(4)), b"", 1, 100),
         protocol.Lease(3, 1, protocol.pack_indices(np.arange(4))),
-        protocol.Lookup(4, 1, protocol.pack_indices(np.arange(4))),
         protocol.Order(
             5, 1, 0, 4, 0, protocol.pack_order(np.arange(4)), {"name": "n", "replacement": False}
         ),
@@ -260,10 +255,8 @@ def seeds(target: str) -> Iterator[bytes]:
             protocol.Opened(1, 1, bytes(64), ["ffrecord"]),
             protocol.Ready(1, 4, [[0, "checksum", "text", "path", 1, 2, "hint"]]),
             protocol.Fail(1, ["checksum", "text", "path", 1, 2, "hint"]),
-            protocol.Sending(1, bytes(16)),
         ]
         yield from (b"\xfe" + protocol.encode(answer) for answer in answers)
-        yield b"\xfe" + protocol.encode(protocol.Payload(1, 4)) + b"abcd"
     elif target == "files":
         for path in sorted((Path(__file__).parents[1] / "golden").rglob("*")):
             if path.is_file() and path.suffix != ".json" and path.stat().st_size < 10_000:

@@ -11,11 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from daemon import Daemon, Raw, asking, proxy, run_python, sample, serving, until, write
+from daemon import Daemon, Raw, asking, get, proxy, run_python, sample, serving, until, write
 
-import ffserve
 from ffserve import protocol
 from ffserve.errors import AccessDenied, ProtocolError, ReadError
 
@@ -426,29 +424,23 @@ def test_descriptors_that_nobody_asked_for_are_dropped(daemon: Daemon, folder: P
                 with contextlib.suppress(PermissionError):  # since Linux 6.16
                     socket.send_fds(raw.socket, [protocol.encode(protocol.Close(99))], [fd] * 253)
                     raw.pass_files(5, [fd] * 253)
-        raw.send(protocol.Lookup(3, dataset, protocol.pack_indices(np.arange(3))))
-        assert isinstance(raw.receive(), protocol.Found)
+        raw.send(get(3, dataset, range(3)))
+        assert isinstance(raw.receive(), protocol.Ready)
         until(lambda: daemon.fd_count() <= before, "nothing is held")
 
 
 def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
-    """The error says so; `auto` reads by itself; nothing is held."""
+    """The error says so; nothing is held. What ffserve's own client does: test_unmapped.py."""
     path = write(folder / "proxied.ffr", TRUTH)
     before = daemon.fd_count()
-    with proxy(daemon.socket, tmp_path / "proxy") as place:
+    with proxy(daemon.socket, tmp_path / "proxy") as place, Raw(place) as raw:
+        raw.send(asking(path))
+        assert isinstance(raw.receive(), protocol.Need)
+        raw.pass_files(1, [path])
+        failed = raw.receive()
+        assert isinstance(failed, protocol.Fail)
         with pytest.raises(AccessDenied, match=r"none came with the message.*proxy"):
-            ffserve.open(path, server=place)
-        program = READ.replace("server=place", "server='auto'").replace(
-            "        print(b",
-            "        assert reader.source.startswith('engine'), reader.source\n        print(b",
-        )
-        done = run_python(f"import os, sys; os.environ['FFSERVE_SOCKET'] = sys.argv[2]\n{program}",
-                          path, place)  # fmt: skip
-        assert done.stdout.strip() == text()
-        # What its user has proven in another way is served through the proxy.
-        with daemon.open(path), ffserve.open(path, server=place) as reader:
-            assert reader.source.startswith("daemon")
-            assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
+            raise protocol.error_from_wire(failed.error)
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
 
 

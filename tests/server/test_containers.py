@@ -116,7 +116,6 @@ def test_a_job_in_all_namespaces_hits_in_shared_memory() -> None:
     with serving(options=OPEN) as daemon:
         path = record_file(daemon.directory / "a.ffr", 1)
         uid, pid, hits, content = json.loads(Container().run(READ, daemon.socket, path))
-        # Nothing is a hit for a client that gets samples through the socket.
         assert (uid, pid, hits, content) == (0, 1, COUNT, text(1))
         # A second container finds all in memory.
         uid, _, hits, content = json.loads(Container(users=200_000).run(READ, daemon.socket, path))

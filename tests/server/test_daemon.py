@@ -39,7 +39,7 @@ from daemon import (
 import ffserve
 from ffserve import protocol
 from ffserve.client import channel, handshake
-from ffserve.client.shared_memory import SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Batch, Bytes
 from ffserve.errors import (
     ChecksumError,
@@ -542,7 +542,7 @@ def test_a_large_batch_is_asked_for_in_parts(daemon: Daemon, tmp_path: Path) -> 
     bad = order.tolist().index(25)
     with daemon.open(path) as reader:
         source = reader._selector.current()
-        assert isinstance(source, SharedMemorySource)
+        assert isinstance(source, DaemonSource)
         pending = source.start(order, apart=False)
         assert 2 <= len(pending._asked) <= 4
         assert np.concatenate([part for _, part in pending._asked]).tolist() == list(range(30))

@@ -345,7 +345,6 @@ def packed(*indices: int) -> bytes:
     [
         lambda one: get(9, one.dataset, [1]),
         lambda one: protocol.Lease(9, one.dataset, packed(1)),
-        lambda one: protocol.Lookup(9, one.dataset, packed(1)),
         lambda one: protocol.Prepare(9, one.dataset, KEY, {"name": "n"}),
         lambda one: protocol.Prepare(9, one.raw.dataset, KEY[1:], {"name": "n"}),
         lambda one: protocol.Prepare(9, one.raw.dataset, KEY, {"name": "n" * 201}),

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ CHANGED = r"reloaded the settings; changed: .*"
 
 @contextmanager
 def configured(
-    tmp_path: Path, text: str, *expect: str
+    tmp_path: Path, text: str, *expect: str, options: Sequence[str] = ()
 ) -> Iterator[tuple[Daemon, Path, socket.socket]]:
     """A daemon with a configuration file, and the socket on which it notifies the service manager.
 
@@ -40,6 +40,7 @@ def configured(
     daemon.command = [
         *daemon.command[: daemon.command.index("--socket") + 2],
         *("--config", str(settings)),
+        *options,
     ]
     daemon.environment = {**os.environ, "NOTIFY_SOCKET": str(daemon.directory / "notify")}
     try:
@@ -155,6 +156,16 @@ def test_what_needs_a_restart_is_named(tmp_path: Path) -> None:
         reload(daemon, manager)
         until(lambda: warning in daemon.text(), "it warns")
         assert "changed: close_after" in daemon.text()
+
+
+def test_a_daemon_starts_with_settings_of_an_earlier_release(tmp_path: Path) -> None:
+    line = "ignored a setting of an earlier release: .*: samples go through shared memory only.*"
+    text = 'arena = "32M"\npayload = "inline"\n'
+    with configured(tmp_path, text, line, options=["--payload", "inline"]) as (daemon, _, manager):
+        assert f"{tmp_path}/settings.toml: line 2: payload: samples go" in daemon.text()
+        assert "release: --payload: samples go" in daemon.text()
+        reload(daemon, manager)
+        assert "changed: none" in daemon.text()
 
 
 def test_a_size_that_a_command_chose_stays_when_the_file_does(tmp_path: Path) -> None:

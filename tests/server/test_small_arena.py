@@ -18,7 +18,6 @@ from daemon import Daemon, run_python, sample, serving, until, write
 import ffserve
 from ffserve import aio
 from ffserve.client import failover
-from ffserve.client.inline import InlineReadRequest
 from ffserve.client.local import ChunkedRequest, LocalRequest
 from ffserve.client.shared_memory import ReadRequest
 from ffserve.compat.ffrecord import FileReader
@@ -31,10 +30,9 @@ TRUTH = [sample(i, SIZES) for i in range(9)]
 SAYS = "the daemon has no memory for samples"
 
 
-@pytest.fixture(scope="module", params=["shared", "inline"])
-def small(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    options = ["--payload", "inline"] if request.param == "inline" else []
-    with serving(arena="1MiB", options=options) as daemon:
+@pytest.fixture(scope="module")
+def small() -> Iterator[Daemon]:
+    with serving(arena="1MiB") as daemon:
         yield daemon
 
 
@@ -150,7 +148,7 @@ def test_a_refused_request_is_freed_at_once(
                     assert views[0].nbytes == len(TRUTH[1])
                 assert len(reader.sizes()) == 9
                 assert sum(1 for _ in reader) == 9
-            kinds = ReadRequest, InlineReadRequest, LocalRequest, ChunkedRequest
+            kinds = ReadRequest, LocalRequest, ChunkedRequest
             assert not [each for each in gc.get_objects() if type(each) in kinds]
     finally:
         gc.enable()

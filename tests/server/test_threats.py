@@ -16,6 +16,8 @@ import pytest
 from daemon import Daemon, Raw, asking, get, run_python, sample, serving, until, write
 
 from ffserve import index_file, protocol
+from ffserve.client.memory import DomainMemory
+from ffserve.engine.shm import ENTRY_DTYPE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -268,32 +270,35 @@ for call in (socket_path.find_socket, socket_path.default_socket_path,
 # ---- other files than those that were asked for ------------------------------------------------
 
 
-def sample_of(raw: Raw, dataset: int, tag: int, index: int = 3) -> bytes:
-    """Return a sample through the socket."""
-    raw.send(get(tag, dataset, [index]))
-    answer = raw.receive()
-    assert isinstance(answer, protocol.Sending), answer
-    assert isinstance(raw.receive(), protocol.Payload)
-    sample = raw.payload()
-    assert isinstance(raw.receive(), protocol.Ready)
-    return sample
+def sample_of(raw: Raw, welcome: protocol.Welcome, opened: protocol.Opened, tag: int) -> bytes:
+    """Return the fourth sample of a data set, whose domain came last."""
+    raw.send(get(tag, opened.dataset, [3]))
+    assert isinstance(raw.receive(), protocol.Ready) and opened.domains
+    sizes = welcome.about["arena_size"], welcome.about["capacity"]
+    memory = DomainMemory("", [os.dup(fd) for fd in raw.fds[-3:]], *sizes)
+    (shard,) = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
+    entry = memory.entries(int(shard["base"]), COUNT).view(ENTRY_DTYPE)[3]
+    place = int(entry["place"])
+    return memory.arena[place : place + int(entry["length_low"])].tobytes()
 
 
 def test_a_descriptor_of_another_file_than_asked_is_that_file(daemon: Daemon) -> None:
     """Its identity is taken from it: the file that was named stays what it is for others."""
     named = write(daemon.directory / "named.ffr", TRUTH)
     passed = write(daemon.directory / "passed.ffr", TRUTH[::-1])
-    with Raw(daemon.socket, payload=["inline"]) as raw:
+    with Raw(daemon.socket, hello=False, keep=True) as raw:
+        welcome = raw.hello()
+        assert isinstance(welcome, protocol.Welcome)
         raw.send(asking(named))
         assert isinstance(raw.receive(), protocol.Need)
         raw.pass_files(1, [passed])
         answer = raw.receive()
         assert isinstance(answer, protocol.Opened)
-        assert sample_of(raw, answer.dataset, 2) == TRUTH[-4]
+        assert sample_of(raw, welcome, answer, 2) == TRUTH[-4]
         assert read_by(daemon, named) == TRUTH
         assert read_by(daemon, named, ALICE) == TRUTH
         # The liar itself gets the file that it named when it passes that.
-        assert sample_of(raw, raw.open(named, tag=3).dataset, 4) == TRUTH[3]
+        assert sample_of(raw, welcome, raw.open(named, tag=3), 4) == TRUTH[3]
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, 10_000])

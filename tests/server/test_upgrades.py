@@ -20,16 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import DEADLINE_S, Raw, pack_identities, run_python, sample, serving, write
+from given_memory import GivenMemory
 from recording import (
+    BAD,
     GOLDEN,
+    SAMPLES,
     SESSIONS,
     Frame,
     Frames,
-    inline_session,
     pack,
     read_session,
     record,
     session_file,
+    shared_session,
     unpack,
 )
 
@@ -65,8 +68,6 @@ class Replay:
         self._socket.connect(path)
         self._frames = Frames(self._socket)
         self._prepares = False
-        self.payload = b""
-        """Bytes of samples that came."""
 
     def send(self, frame: Frame) -> None:
         """Send a recorded frame, about the files of this test."""
@@ -89,11 +90,8 @@ class Replay:
     def receive(self) -> tuple[list[Any], int]:
         """Return the values of the next frame, and how many descriptors came."""
         while True:
-            content = self._frames.next()
-            end = 4 + int.from_bytes(content[:4], "little")
-            values = unpack(content[4:end])
-            self.payload += content[end:]
-            if values[0] not in (protocol.Alive.TYPE, protocol.Payload.TYPE):
+            values = unpack(self._frames.next()[4:])
+            if values[0] != protocol.Alive.TYPE:
                 return values, self._frames.close_fds()
 
     def close(self) -> None:
@@ -136,18 +134,15 @@ def check_reply(known: Frame, found: list[Any], fd_count: int) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_client_is_served(name: str, tmp_path: Path) -> None:
-    file, payload = session_file(tmp_path), b""
-    with serving(options=SESSIONS[name.split("-")[1]][1]) as daemon:
+    file = session_file(tmp_path)
+    with serving() as daemon:
         replay = Replay(daemon.socket, file)
         for frame in recorded(name):
             if frame.sender == "client":
                 replay.send(frame)
-            elif frame.body[0] == protocol.Payload.TYPE:
-                payload += frame.content[4 + int.from_bytes(frame.content[:4], "little") :]
             else:
                 check_reply(frame, *replay.receive())
         replay.close()
-    assert replay.payload == payload
 
 
 # ---- a recorded daemon, today's client ---------------------------------------------------------
@@ -161,13 +156,17 @@ TAGGED = {
 
 
 class Playback:
-    """A recorded daemon: it answers each message as it was answered, in order of its type."""
+    """A recorded daemon: it answers each message as it was answered, in order of its type. Its
+    memory is made anew; the samples of a GET are put into it before the answer."""
 
     def __init__(self, place: Path, frames: list[Frame]) -> None:
         self.path = str(place / "playback")
         self.asked: list[int] = []
         """Types of the messages that came."""
         self._replies: defaultdict[int, deque[list[Frame]]] = defaultdict(deque)
+        (about,) = (frame.body[1] for frame in frames if frame.body[0] == protocol.Welcome.TYPE)
+        self._memory = GivenMemory(about)
+        self._base = 0
         tagged: dict[int, list[Frame]] = {}
         for frame in frames:
             kind, *values = frame.body
@@ -195,14 +194,28 @@ class Playback:
             values = unpack(received.next()[4:])
             received.close_fds()
             self.asked.append(values[0])
-            if not self._replies[values[0]]:
-                continue
-            for frame in self._replies[values[0]].popleft():
-                end = 4 + int.from_bytes(frame.content[:4], "little")
-                reply = frame.body
-                if reply[0] != protocol.Welcome.TYPE:
-                    reply[1] = values[1]
-                connection.sendall(pack(reply) + frame.content[end:])
+            if values[0] == protocol.Get.TYPE:
+                for index in protocol.unpack_indices(values[3]).tolist():
+                    if index != BAD:
+                        self._memory.publish(self._base + index, SAMPLES[index])
+            if self._replies[values[0]]:
+                for frame in self._replies[values[0]].popleft():
+                    self._reply(connection, frame.body, values[1])
+
+    def _reply(self, connection: socket.socket, reply: list[Any], tag: Any) -> None:
+        fds: list[int] = []
+        if reply[0] == protocol.Welcome.TYPE:
+            fds = self._memory.fds_of(protocol.Welcome(*reply[1:]))
+        else:
+            reply[1] = tag
+        if reply[0] == protocol.Opened.TYPE:
+            fds = self._memory.fds_of(protocol.Opened(*reply[1:]))
+            self._base = int(np.frombuffer(reply[3], protocol.SHARD_DTYPE)["base"][0])
+            for index, sample in enumerate(SAMPLES):
+                self._memory.describe(self._base + index, len(sample))
+        socket.send_fds(connection, [pack(reply)], fds)
+        for fd in fds:
+            os.close(fd)
 
     def __enter__(self) -> Playback:
         return self
@@ -212,16 +225,17 @@ class Playback:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(DEADLINE_S)
         self._listener.close()
+        self._memory.close()
 
 
 @pytest.mark.parametrize("version", [*protocol.VERSIONS, None])
 def test_a_recorded_daemon_is_understood(version: int | None, tmp_path: Path) -> None:
     if version is None:  # as `recording.py` records it today
-        (frames,) = record("inline", tmp_path)
+        (frames,) = record("shared", tmp_path)
     else:
-        frames = recorded(f"{version}-inline-0")
+        frames = recorded(f"{version}-shared-0")
     with Playback(tmp_path, frames) as daemon:
-        inline_session(session_file(tmp_path), daemon.path)
+        shared_session(session_file(tmp_path), daemon.path)
     assert {protocol.Hello.TYPE, protocol.Open.TYPE, protocol.Files.TYPE} < set(daemon.asked)
 
 

@@ -508,9 +508,8 @@ class Run:
         """A successor takes over from a running daemon."""
         succeeded = self.daemons["succeeded"]
         if not succeeded.is_stopped:
-            options = self.chance.choice(((), ("--payload", "inline")))
-            self.story.add("hand over", f"from pid {succeeded.pid} {' '.join(options)}")
-            succeeded.hand_over(*options)
+            self.story.add("hand over", f"from pid {succeeded.pid}")
+            succeeded.hand_over()
 
     def start_cold(self) -> None:
         """SIGKILL to a daemon whose memory nobody keeps."""

@@ -39,9 +39,8 @@ COUNTS = {
     "opens": 4,
     "tags": 4,
     "orders": 4,
-    "lookups": 4,
+    "seens": 4,
     "datasets": 2,
-    "inline": 10,
     "claims": 8,
     "small": 10,
 }

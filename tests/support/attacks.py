@@ -27,7 +27,7 @@ from daemon import Raw, asking, get
 
 import ffserve
 from ffserve import protocol
-from ffserve.client.handshake import connect as greet
+from ffserve.client.handshake import Handshake
 from ffserve.errors import FFServeError
 
 Bytes = bytes | memoryview
@@ -147,14 +147,13 @@ def orders(raw: Raw, file: str) -> Script:
         yield _encode(protocol.Reached(number, epoch, count))
 
 
-def lookups(raw: Raw, file: str) -> Script:
-    """LOOKUP, SEEN and GET of as many samples as are allowed, all of them unread."""
+def seens(raw: Raw, file: str) -> Script:
+    """SEEN of as many samples as are allowed."""
     number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
     indices = chance.integers(0, SAMPLES, protocol.MAX_GET_COUNT)
-    packed, seen = protocol.pack_indices(indices), protocol.pack_order(indices)
-    for tag in itertools.count(2):
-        yield _encode(protocol.Lookup(tag, number, packed))
-        yield _encode(protocol.Seen(number, seen))
+    frame = memoryview(_encode(protocol.Seen(number, protocol.pack_order(indices))))
+    while True:
+        yield frame
 
 
 def datasets(raw: Raw, file: str) -> Script:
@@ -170,14 +169,6 @@ def datasets(raw: Raw, file: str) -> Script:
         yield 50
     raw.socket.close()
     yield 0
-
-
-def inline(raw: Raw, file: str) -> Script:
-    """Samples through the socket that nobody takes."""
-    number, chance = raw.open(file).dataset, np.random.default_rng(raw.socket.fileno())
-    for tag in range(2, 2 + BURST):
-        yield _encode(get(tag, number, chance.integers(0, SAMPLES, BATCH)))
-    yield -1
 
 
 def claims(raw: Raw, file: str) -> Script:
@@ -227,10 +218,9 @@ KINDS: dict[str, Callable[[Raw, str], Script]] = {
     each.__name__: each
     for each in (
         gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
-        lookups, datasets, inline, claims, small,
+        seens, datasets, claims, small,
     )
 }  # fmt: skip
-_INLINE = ("inline",)
 _SILENT = ("connections", "connects")
 """Kinds that do not greet."""
 
@@ -264,10 +254,7 @@ class Attacker:
             return False
         try:
             if self._kind not in _SILENT:
-                raw.hello(
-                    payload=["inline"] if self._kind in _INLINE else ["shared"],
-                    job=f"attack {os.getpid()} {random.randrange(1 << 30)}",
-                )
+                raw.hello(job=f"attack {os.getpid()} {random.randrange(1 << 30)}")
             self._script = KINDS[self._kind](raw, self._file)
             self._raw = raw
             self._advance()
@@ -354,7 +341,7 @@ def honest(path: str, file: str, seconds: float) -> dict[str, Any]:
             if len(reads) % 20 == 1:
                 begun = time.monotonic()
                 try:
-                    greet(path, "honest").socket.close()
+                    Handshake(path, "honest").socket.close()
                 except FFServeError:
                     refused += 1
                 greetings.append(time.monotonic() - begun)

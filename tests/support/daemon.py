@@ -314,19 +314,6 @@ class Raw:
             self._messages = [m for m in fed if alive or not isinstance(m, protocol.Alive)]
         return self._messages.pop(0)
 
-    def payload(self) -> bytes:
-        """Return the bytes behind the PAYLOAD that was received last."""
-        taken = b""
-        while self._decoder.payload_size:
-            if not (piece := self._decoder.take_payload()):
-                chunk = self.socket.recv(65536)
-                if not chunk:
-                    raise EOFError
-                self._messages += self._decoder.feed(chunk)
-            taken += piece
-        self._messages += self._decoder.feed(b"")
-        return taken
-
     def open(self, *paths: str, verify: bool = True, tag: int = 1) -> protocol.Opened:
         """Open a data set, with descriptors where the daemon needs them."""
         self.send(asking(*paths, verify=verify, tag=tag))

@@ -142,6 +142,11 @@ def limit(name: str, most: int) -> None:
     resource.setrlimit(number, (most, most))
 
 
+def free_files(count: int) -> None:
+    """Have only so many descriptors left."""
+    limit("RLIMIT_NOFILE", max(map(int, os.listdir("/proc/self/fd"))) + count)
+
+
 def cannot_lock() -> None:
     """Lose CAP_IPC_LOCK."""
     _set_capabilities(lambda mask: mask & ~(1 << CAP_IPC_LOCK))
@@ -235,7 +240,7 @@ def constant(module: str, name: str, value: Any) -> None:
 FAULTS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        limit, cannot_lock, contained, no_huge_pages, old_kernel, deny, own_mounts, mount,
-        showing, write, user, variable, join, constant,
+        limit, free_files, cannot_lock, contained, no_huge_pages, old_kernel, deny, own_mounts,
+        mount, showing, write, user, variable, join, constant,
     )
 }  # fmt: skip

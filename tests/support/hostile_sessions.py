@@ -47,7 +47,6 @@ class Talker:
             self._order,
             self._reached,
             self._seen,
-            self._lookup,
             self._close,
             self._status,
             self._resize,
@@ -136,9 +135,6 @@ class Talker:
     def _seen(self) -> protocol.Message:
         return protocol.Seen(self._dataset(), self._indices("<u4"))
 
-    def _lookup(self) -> protocol.Message:
-        return protocol.Lookup(self._tag(), self._dataset(), self._indices("<i8"))
-
     def _prepare(self) -> protocol.Message:
         key = self._chance.randbytes(32 if self._chance.random() < 0.95 else 31)
         return protocol.Prepare(self._tag(), self._dataset(), key, {"name": "n"})
@@ -176,13 +172,11 @@ class Talker:
 def talk(chance: random.Random, socket: str, path: str) -> bool:
     """Run one session; return whether the daemon ended it before its last message."""
     talker = Talker(chance, path)
-    payload = chance.choice((["shared", "inline"], ["shared"], ["inline"]))
-    with Raw(socket, hello=False) as raw:
-        raw.hello(payload=payload)
+    with Raw(socket) as raw:
         sent = 0
         try:
             opened = raw.open(path)
-            if "shared" in payload and chance.random() < 0.5:
+            if chance.random() < 0.5:
                 prepare(raw, opened.dataset, chance.choice((bytes(32), chance.randbytes(32))))
             while sent < MESSAGES:
                 # A number that cannot be encoded; descriptors that nobody asked for.
@@ -204,7 +198,7 @@ def talk(chance: random.Random, socket: str, path: str) -> bool:
 
 
 def prepare(raw: Raw, dataset: int, key: bytes) -> None:
-    """Open the prepared samples of a data set, unless samples come through the socket."""
+    """Open the prepared samples of a data set."""
     raw.send(protocol.Prepare(2, dataset, key, {"name": "n"}))
     if isinstance(raw.receive(), protocol.Need):
         memory = os.memfd_create("hostile")

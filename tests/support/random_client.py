@@ -23,7 +23,7 @@ from daemon import sample
 
 import ffserve
 from ffserve.client import failover
-from ffserve.client.shared_memory import SharedMemorySource
+from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Leased
 
 COUNT = 400
@@ -60,9 +60,9 @@ class Place:
     def __init__(self, reader: ffserve.Reader) -> None:
         self.when = time.monotonic()
         source = reader._selector.source
-        self._connection = source.connection if isinstance(source, SharedMemorySource) else None
+        self._connection = source.connection if isinstance(source, DaemonSource) else None
         self._arena = "no arena"
-        if isinstance(source, SharedMemorySource):
+        if isinstance(source, DaemonSource):
             address = source._arena.__array_interface__["data"][0]
             for line in Path("/proc/self/maps").read_text().splitlines():
                 low, high = (int(edge, 16) for edge in line.split()[0].split("-"))

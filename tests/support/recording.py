@@ -2,8 +2,7 @@
 
 As a program it records the sessions of this release into tests/golden/protocol: see "A release" in
 docs/CONTRIBUTING.md. A line is the sender, the number of descriptors that come with the frame, and
-the frame in hexadecimal digits; the bytes behind a PAYLOAD are on its line. Signs of life are left
-out.
+the frame in hexadecimal digits. Signs of life are left out.
 """
 
 from __future__ import annotations
@@ -71,12 +70,9 @@ class Frames:
         self.fds: list[int] = []
 
     def next(self) -> bytes:
-        """Return the next frame, with the bytes behind a PAYLOAD. Raises: EOFError."""
+        """Return the next frame. Raises: EOFError."""
         (size,) = struct.unpack("<I", self._first(4))
         size += 4
-        values = unpack(self._first(size)[4:])
-        if values[0] == protocol.Payload.TYPE:
-            size += values[2]
         taken, self._received = self._first(size), self._received[size:]
         return taken
 
@@ -113,30 +109,20 @@ def session_file(directory: Path) -> str:
 # ---- what is recorded, and expected of a daemon that plays it back -----------------------------
 
 
-def inline_session(path: str, server: str) -> None:
-    """Read through the socket."""
-    with ffserve.open(path, server=server) as reader:
-        _read(reader)
-
-
 def shared_session(path: str, server: str) -> None:
     """Read out of shared memory."""
     with ffserve.open(path, server=server) as reader:
-        _read(reader)
+        assert len(reader) == COUNT
+        assert [each.tobytes() for each in reader.read(GOOD)] == [SAMPLES[k] for k in GOOD]
+        assert reader.read([3])[0].tobytes() == SAMPLES[3]
+        with pytest.raises(ffserve.ChecksumError) as caught:
+            reader.read([BAD])
+        assert caught.value.index == BAD
+        assert list(reader.sizes([2, 3])) == [len(SAMPLES[2]), len(SAMPLES[3])]
+        reader.announce(GOOD)
+        assert reader.read([GOOD[0], GOOD[1]])[1].tobytes() == SAMPLES[GOOD[1]]
         with reader.lease([1, 2]) as leased:
             assert [bytes(each) for each in leased] == SAMPLES[1:3]
-
-
-def _read(reader: ffserve.Reader) -> None:
-    assert len(reader) == COUNT
-    assert [each.tobytes() for each in reader.read(GOOD)] == [SAMPLES[k] for k in GOOD]
-    assert reader.read([3])[0].tobytes() == SAMPLES[3]
-    with pytest.raises(ffserve.ChecksumError) as caught:
-        reader.read([BAD])
-    assert caught.value.index == BAD
-    assert list(reader.sizes([2, 3])) == [len(SAMPLES[2]), len(SAMPLES[3])]
-    reader.announce(GOOD)
-    assert reader.read([GOOD[0], GOOD[1]])[1].tobytes() == SAMPLES[GOOD[1]]
 
 
 def prepared_session(path: str, server: str) -> None:
@@ -167,12 +153,11 @@ def prepared_session(path: str, server: str) -> None:
         raw.send(protocol.Bye())
 
 
-SESSIONS: dict[str, tuple[Callable[[str, str], None], list[str]]] = {
-    "inline": (inline_session, ["--payload", "inline"]),
-    "shared": (shared_session, []),
-    "prepared": (prepared_session, []),
+SESSIONS: dict[str, Callable[[str, str], None]] = {
+    "shared": shared_session,
+    "prepared": prepared_session,
 }
-"""By name: the client, and options of the daemon."""
+"""The clients, by name."""
 
 
 # ---- recording ---------------------------------------------------------------------------------
@@ -245,11 +230,10 @@ class Recorder:
 
 def record(name: str, directory: Path) -> Iterator[list[Frame]]:
     """Yield the frames of each connection of a session with a real daemon."""
-    run, options = SESSIONS[name]
-    with serving(options=options) as daemon:
+    with serving() as daemon:
         recorder = Recorder(daemon.directory, daemon.socket)
         try:
-            run(session_file(directory), recorder.path)
+            SESSIONS[name](session_file(directory), recorder.path)
         finally:
             recorder.close()
     yield from (frames for frames in recorder.sessions if len(frames) > 2)

@@ -48,16 +48,15 @@ def written(path: Path, samples: list[np.ndarray]) -> str:
     return str(path)
 
 
-@pytest.fixture(params=["daemon", "inline", "alone"])
+@pytest.fixture(params=["daemon", "alone"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "alone":
         monkeypatch.setenv("FFSERVE_SOCKET", "/nonexistent")
         yield "alone"
         return
-    options = ["--payload", "inline"] if request.param == "inline" else []
-    with serving(options=options) as daemon:
+    with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        yield request.param
+        yield "daemon"
 
 
 def raw_loader(file: str, **options: Any) -> DataLoader:

@@ -18,6 +18,7 @@ from ffserve import machine, socket_path
 from ffserve.cli.serve import serve
 from ffserve.config import (
     LIVE,
+    REMOVED,
     ServerConfig,
     default_arena_size,
     format_size,
@@ -46,7 +47,6 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "engine": ("threads", "threads"),
     "depth": (7, 7),
     "max_chunk_size": ("2MiB", 2 << 20),
-    "payload": ("inline", "inline"),
     "max_sessions": (9, 9),
     "drain_timeout": (2.5, 2.5),
     "close_after": (3.5, 3.5),
@@ -247,7 +247,7 @@ def test_every_key_is_a_flag_of_serve_and_wins(
 
 def test_serve_has_no_flag_that_is_no_setting() -> None:
     flags = {name for option in serve.params for name in option.opts}
-    others = {"--config", "--check", "--handover"}
+    others = {"--config", "--check", "--handover", *(f"--{key}" for key in REMOVED)}
     assert flags == {field.metadata["flag"] for field in FIELDS} | others
 
 
@@ -347,6 +347,19 @@ def test_a_wrong_value_is_found_by_its_line(text: str, line: int, tmp_path: Path
     with pytest.raises(UsageError, match=f"line {line}: ") as caught:
         load_config(str(path))
     assert str(caught.value).startswith(f"{path}: line {line}: ")
+
+
+def test_a_setting_of_an_earlier_release_is_ignored_and_named(tmp_path: Path) -> None:
+    """An upgrade must not keep the daemon from starting."""
+    path = tmp_path / "old.toml"
+    path.write_text('depth = 3\n\npayload = "inline"\n')
+    ignored: list[str] = []
+    assert load_config(str(path), {"payload": "shared", "depth": None}, ignored).depth == 3
+    assert [text.partition(": samples")[0] for text in ignored] == [
+        f"{path}: line 3: payload",
+        "--payload",
+    ]
+    assert load_config(str(path), {"payload": None}).depth == 3
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:

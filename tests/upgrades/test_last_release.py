@@ -142,11 +142,10 @@ def sessions(daemon: Daemon) -> int:
     return sum(job["sessions"] for job in daemon.status()["jobs"] if job["paths"])
 
 
-@pytest.mark.parametrize("payload", ["shared", "inline"])
 @pytest.mark.parametrize("old", ["client", "daemon"])
-def test_clients_and_daemons_of_both_releases(last: str, path: str, old: str, payload: str) -> None:
+def test_clients_and_daemons_of_both_releases(last: str, path: str, old: str) -> None:
     sites = {"client": str(ROOT), "daemon": str(ROOT), old: last}
-    daemon = Daemon(options=["--payload", payload])
+    daemon = Daemon()
     daemon.environment = environment(sites["daemon"])
     with started(daemon):
         output = run(READING, sites["client"], path, daemon.socket)
@@ -157,6 +156,38 @@ def test_clients_and_daemons_of_both_releases(last: str, path: str, old: str, pa
         command = [sys.executable, "-m", "ffserve", "status", "--socket", daemon.socket]
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
         assert path in shown.stdout and not shown.stderr
+
+
+ALONE = """
+import os, resource, sys
+import ffserve, ffserve.reader, ffserve.client.local
+path, os.environ["FFSERVE_SOCKET"], limited = sys.argv[1:]
+ffserve.open(path, server="off").close()
+if limited == "limited":  # the arena cannot be mapped
+    now = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (now + (48 << 20), now + (48 << 20)))
+with ffserve.open(path) as reader:
+    print(reader.source.split()[0], sum(map(len, reader.read(range(len(reader))))))
+"""
+
+
+@pytest.mark.parametrize("old", ["client", "daemon"])
+def test_who_can_take_samples_only_through_the_socket_reads_alone(
+    last: str, path: str, old: str
+) -> None:
+    """A client of the last release that cannot map memory; its daemon that hands none out."""
+    options = ["--payload", "inline"] if old == "daemon" else []
+    daemon = Daemon(options=options, expect=[r"closed a session .*: the client accepts the .*"])
+    daemon.environment = environment(last if old == "daemon" else str(ROOT))
+    with started(daemon):
+        site = last if old == "client" else str(ROOT)
+        limited = "limited" if old == "client" else "free"
+        command = [sys.executable, "-c", ALONE, path, daemon.socket, limited]
+        done = subprocess.run(
+            command, env=environment(site), capture_output=True, text=True, check=True, timeout=120
+        )
+        assert done.stdout == f"engine {sum(map(len, SAMPLES))}\n"
+        assert "reading without the daemon: the client accepts the payload" in done.stderr
 
 
 @pytest.mark.parametrize("old", ["client", "daemon"])
