@@ -195,8 +195,8 @@ class Answered:
 class Owner:
     """One session as the scheduler sees it: its requests, pins and leases."""
 
-    finished: Callable[[SampleRequest], None]
-    """Called when a request is finished."""
+    finished: Callable[[SampleRequest, float], None]
+    """Called when a request is finished, with the time."""
     job: str = ""
     """Sessions of one job share its turns."""
     user: User = field(default_factory=User)
@@ -327,7 +327,7 @@ class Scheduler:
         if request.lease and (
             self.leased_size >= self._most_leased or self._leased_slabs >= self._most_leased_slabs
         ):
-            request.owner.finished(request)
+            request.owner.finished(request, now)
             return
         owner = request.owner
         owner.user.requests.take(1)
@@ -366,6 +366,7 @@ class Scheduler:
 
     def _serve_at_once(self, user: User, now: float) -> None:
         """Give a turn to a user that would have the next one anyway."""
+        self._cache.next_use.turn_at = now
         turns = self._users[user]
         blocked = [each for each in self._users.values() if each.blocked]
         if (
@@ -515,7 +516,7 @@ class Scheduler:
     def pump(self, now: float) -> None:
         """Give turns until every request is blocked, enough reads are in flight, or MOST_TURNS were
         given."""
-        self._pumped = self._cache.next_use.now = now
+        self._pumped = self._cache.next_use.turn_at = now
         self._waking = False
         if self._stopped:
             return
@@ -756,7 +757,7 @@ class Scheduler:
             request.count = 0
             owner.user.asked.give(len(request.numbers))
         owner.user.requests.give(1)
-        owner.finished(request)
+        owner.finished(request, now)
 
     def _grant(self, request: SampleRequest, turns: _Turns) -> bool:
         """Turn the pins of a request into a lease; return False if leases would hold too much."""
