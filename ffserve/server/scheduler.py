@@ -135,6 +135,7 @@ class SampleRequest(Fetch):
         "indices",
         "lease",
         "owner",
+        "queued",
         "reply",
         "tag",
         "turned",
@@ -165,6 +166,9 @@ class SampleRequest(Fetch):
         self.blocked_since: float | None = None
         self.turned = False
         """Whether the request has had a turn."""
+        self.queued = 0.0
+        """While it waits for its first turn: the part of the reads in flight that were of other
+        jobs when it began to."""
         self.enough = False
         """Whether the request has pinned its share of the arena and is answered in part."""
         self.count = 0
@@ -347,6 +351,8 @@ class Scheduler:
             self.pump(now)
         elif self._active > 1 and self._share.is_due(owner.user):
             self._serve_at_once(owner.user, now)
+        if not request.turned:
+            self._wait_for_turn(request, now)
 
     def _fetched(self, request: SampleRequest, count: int, now: float) -> None:
         """The blocks of the first `count` samples of a request are there, or cannot be had."""
@@ -363,6 +369,16 @@ class Scheduler:
             # Who is woken also sets the timers of requests that are blocked then.
             self._waking = True
             self.wake()
+        if not request.turned:
+            self._wait_for_turn(request, now)
+
+    def _wait_for_turn(self, request: SampleRequest, now: float) -> None:
+        """A request has to wait for its first turn: note for whose reads."""
+        of_job = self.reads_of.get(request.owner.job)
+        if self._reads:
+            mine = 0 if of_job is None else of_job.in_flight
+            request.queued = 1.0 - mine / self._reads
+            request.owner.time.queue(now, request.queued)
 
     def _serve_at_once(self, user: User, now: float) -> None:
         """Give a turn to a user that would have the next one anyway."""
@@ -709,6 +725,8 @@ class Scheduler:
         if not request.turned:
             request.turned = True
             self.queued.note(now - request.asked)
+            if request.queued:
+                request.owner.time.queue(now, -request.queued)
 
     def _advance(self, request: SampleRequest, turns: _Turns, share_size: int) -> Load | None:
         size = min(QUANTUM_SIZE, max(share_size - request.pinned_size, 1))

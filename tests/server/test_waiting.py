@@ -281,6 +281,16 @@ def test_jobs_waited_far_less_than_their_sessions(competition: Competition) -> N
         assert job["waited_s"] > 0.8 * waiting_s > 0, job
 
 
+def test_waiting_for_a_turn_while_others_read_was_called_the_disk(
+    competition: Competition,
+) -> None:
+    """Where one request fills all reads in flight, none of others are when its own begin."""
+    assert competition.queue_s > 0
+    parts = [(job["time_s"]["queue"], job["time_s"]["disk"]) for job in competition.jobs]
+    queue_s, disk_s = (sum(column) for column in zip(*parts, strict=True))
+    assert queue_s > disk_s / 4, competition
+
+
 # ---- how time is divided -----------------------------------------------------------------------
 
 
@@ -347,6 +357,17 @@ def test_a_request_without_an_answer_counts_and_memory_by_its_share() -> None:
     assert not job.idle
     job.step(12.0, JobReads(), NOTHING)
     assert job.causes["disk"] == pytest.approx(10.0) and job.idle
+
+
+def test_waiting_for_a_first_turn_is_the_queue_as_far_as_others_read() -> None:
+    job, session = JobTime(), SessionTime()
+    job.begin(session, 0.0)
+    session.ask(0.0)
+    session.queue(0.0, 0.75)
+    session.queue(4.0, -0.75)
+    session.answer(8.0)
+    job.step(10.0, JobReads(), NOTHING)
+    assert job.causes["queue"] == pytest.approx(3.0) and job.causes["disk"] == pytest.approx(5.0)
 
 
 def test_a_session_that_is_absent_counts_only_if_all_are() -> None:
