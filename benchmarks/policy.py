@@ -369,7 +369,7 @@ def policy_cost(
                 for job, progress in zip(jobs, simulation._progress, strict=True):
                     job.batch = batch
                     simulation._step(
-                        job, progress, simulation.next_use.now + batch / 1e5 / job_count
+                        job, progress, simulation.next_use.turn_at + batch / 1e5 / job_count
                     )
             used = sum(job.used for job in jobs) - used
             parts.append((1e6 * spent["policy"] / used, 1e6 * spent["progress"] / used))

@@ -23,6 +23,7 @@ from ffserve.formats.base import (
     HEAD_SIZE,
     ChunkedShard,
     ReadAt,
+    ScannedChunks,
     ScannedFormat,
     ScannedShard,
     is_scanned,
@@ -153,8 +154,8 @@ def _discard_stale(
     assert needs_scan(chosen)
     with buffered(fd, 0) as plain:  # the daemon's loop must not wait
         read_at = read_at_of(plain, path)
-        if isinstance(chunked, ScannedShard):
-            agrees = chunked.agrees(read_at, _some(chunked.count))
+        if isinstance(chunked, ScannedChunks):
+            agrees = chunked.fits(read_at) is not False
         else:
             offset, length, checksum = record
             agrees = chosen.agrees(
@@ -223,7 +224,9 @@ class FileState:
         try:
             changed = FileState.of(fd) != self
             stale = False
-            if not changed and scanned and (chunked or isinstance(error, ChecksumError)):
+            # A record in a chunk has its checksum compared after its place in the tables.
+            doubted = isinstance(error, ChecksumError) == (chunked is None)
+            if not changed and scanned and doubted:
                 stale = _discard_stale(fd, path, scanned, record, chunked, keep)
         except OSError:  # of a file system that is gone: nothing more is known
             return error

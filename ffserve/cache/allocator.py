@@ -292,7 +292,7 @@ class Allocator:
         Groups whose samples are of other sizes, or of other users, meet in no size class: without
         this, who came first would keep all memory.
         """
-        if self._policy.is_alone(group) or self._policy.now < self._giving_after:
+        if self._policy.is_alone(group) or self._policy.turn_at < self._giving_after:
             return found
         run = self._arena.run_length(size_class)
         while len(found) < wanted:
@@ -328,7 +328,7 @@ class Allocator:
                 return slab
         if not self._giving_left:
             pause_s = GIVING_PAUSE_S * self._arena.slots_per_slab * total
-            self._giving_after = self._policy.now + pause_s
+            self._giving_after = self._policy.turn_at + pause_s
         return None
 
     def _given_in(self, heads: Int64s, low: int, high: int, givers: list[int]) -> list[int]:

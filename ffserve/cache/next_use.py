@@ -95,7 +95,9 @@ class NextUse:
     """
 
     def __init__(self, most_size: int = SMALLEST_LIMIT) -> None:
-        self.now = 0.0
+        self.turn_at = 0.0
+        """When the scheduler gave its latest turns, for which victims are chosen. It stands still
+        between two turns: it is no clock."""
         self.miss_s = USUAL_MISS_S
         """Seconds of reading that each byte in memory saves, as of late."""
         self.groups: dict[int, Group] = {}
@@ -252,10 +254,16 @@ class NextUse:
         return arriving
 
     def announced(
-        self, progress: JobProgress, epoch: int, order: Order, name: str | None, announcer: object
+        self,
+        progress: JobProgress,
+        epoch: int,
+        order: Order,
+        name: str | None,
+        announcer: object,
+        now: float,
     ) -> None:
         """As `announcing`, in one step."""
-        done(self.announcing(progress, epoch, order, name, announcer))
+        done(self.announcing(progress, epoch, order, name, announcer, now))
 
     def announcing(
         self,
@@ -264,6 +272,7 @@ class NextUse:
         order: Order,
         name: str | None,
         announcer: object,
+        now: float,
         user: int = 0,
     ) -> Steps[None]:
         """Add a complete order; one that equals another job's is held once."""
@@ -277,6 +286,6 @@ class NextUse:
             yield from before.compare(order)
         if after is not None:
             yield from order.compare(after)
-        progress.announced(epoch, order, name, announcer, self.now, user)
+        progress.announced(epoch, order, name, announcer, now, user)
         if progress.sessions:
             self._announced[progress] = None

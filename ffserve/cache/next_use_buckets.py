@@ -313,7 +313,7 @@ class EvictionSearch:
         Args: latest: take only samples wanted after this time, if not None.
         """
         width = self.width(group)
-        self._expire(bucket_set, int(self._next_use.now / width))
+        self._expire(bucket_set, int(self._next_use.turn_at / width))
         # Surplus for the next call: examining many costs little more than examining few. What
         # silent jobs have seen changes too fast for that.
         more = min(MOST_READY, bucket_set.entries // READY_SHARE) if group.announced else 0
@@ -444,7 +444,7 @@ class EvictionSearch:
 
     def width(self, group: Group) -> float:
         """Return the seconds that one key spans; anew when it changed by a factor of two."""
-        wanted = group.epoch_s(self._next_use.now) / BUCKETS_PER_EPOCH
+        wanted = group.epoch_s(self._next_use.turn_at) / BUCKETS_PER_EPOCH
         width = self.widths.get(group.number)
         if width is None or not 0.5 < wanted / width < 2:
             self.widths[group.number] = width = wanted
@@ -458,5 +458,5 @@ class EvictionSearch:
 
     def _keys(self, group: Group, slots: Int64s) -> Int64s:
         """Return the key of each slot: that of its sample that is wanted soonest."""
-        future, width = group.future(self._next_use.now), self.widths[group.number]
+        future, width = group.future(self._next_use.turn_at), self.widths[group.number]
         return future.keys(self._first, self._count, slots, width, FAR)

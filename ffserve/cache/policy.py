@@ -86,9 +86,9 @@ class Policy:
         nothing while others can."""
 
     @property
-    def now(self) -> float:
-        """Monotonic seconds, as of the last request."""
-        return self._next_use.now
+    def turn_at(self) -> float:
+        """When the scheduler gave its latest turns; see `NextUse`."""
+        return self._next_use.turn_at
 
     # ---- residents ------------------------------------------------------------------------
 
@@ -285,12 +285,12 @@ class Policy:
     def _epoch_s(self, number: int) -> float:
         """Return in how many seconds a group will have used all of its samples (inf: never),
         divided by what a byte of it saves."""
-        group, now = self._next_use.groups.get(number), self._next_use.now
+        group, now = self._next_use.groups.get(number), self._next_use.turn_at
         return group.epoch_s(now) / self._next_use.saved_s(number) if group is not None else np.inf
 
     def floors(self) -> dict[int, int]:
         """Return the bytes of each group that other groups may not take."""
-        now = self._next_use.now
+        now = self._next_use.turn_at
         jobs = {
             number: sum(not progress.feeds for progress in group.active(now))
             for number, group in self._next_use.groups.items()
@@ -299,7 +299,7 @@ class Policy:
         return {n: self._arena.size * k // (2 * total) for n, k in jobs.items() if k}
 
     def _worth_of_own(self, taker: int, worth: dict[int, float]) -> float:
-        group, now = self._next_use.groups.get(taker), self._next_use.now
+        group, now = self._next_use.groups.get(taker), self._next_use.turn_at
         if group is None or group.static(now):
             return self._epoch_s(taker)
         return worth.get(taker, 0.0)
@@ -311,7 +311,7 @@ class Policy:
 
     def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
         """Return in how many seconds the first victim of a group will be wanted."""
-        group, now = self._next_use.groups.get(number), self._next_use.now
+        group, now = self._next_use.groups.get(number), self._next_use.turn_at
         if group is None or not group.active(now):
             return np.inf
         if EXPENDABLE in bucket_set.buckets or group.static(now):
@@ -333,7 +333,7 @@ class Policy:
             if len(ready) == count:
                 return ready
         group = self._next_use.groups.get(number)
-        static = self._static[number] = group is None or group.static(self._next_use.now)
+        static = self._static[number] = group is None or group.static(self._next_use.turn_at)
         if static:
             rest = self._take_static(bucket_set, count - len(ready), usable)
         else:
@@ -408,8 +408,8 @@ class Policy:
         for number in np.unique(groups).tolist():
             group = self._next_use.groups.get(number)
             rows = timed[groups == number]
-            if group is None or group.static(self._next_use.now):
+            if group is None or group.static(self._next_use.turn_at):
                 continue
-            ahead = keys[rows] - self._next_use.now / self._search.widths.get(number, 1.0)
+            ahead = keys[rows] - self._next_use.turn_at / self._search.widths.get(number, 1.0)
             weights[rows] = 1 / (1 + np.maximum(ahead, 0) / BUCKETS_PER_EPOCH)
         return weights

@@ -201,7 +201,7 @@ class Simulation:
         measured_from = -1
         while self._events[0][0] < warm_s + seconds:
             now, _, what = heapq.heappop(self._events)
-            self.next_use.now = now
+            self.next_use.turn_at = now
             if now >= warm_s and measured_from < 0:
                 measured_from = sum(map(len, self._trace))
                 for job in self.jobs:
@@ -314,7 +314,8 @@ class Simulation:
         arriving = self.next_use.arriving(progress, len(order), replacement=job.replacement)
         for start in range(0, len(order), PIECE):
             arriving.add(order[start : start + PIECE] + self._first)
-        self.next_use.announced(progress, epoch, arriving.finish(), None, job)
+        now = self.next_use.turn_at
+        self.next_use.announced(progress, epoch, arriving.finish(), None, job, now)
 
     def _ask(self, missing: Int64s, job: Job, now: float) -> float:
         """Request samples for a job; return the time at which it has them."""
@@ -363,7 +364,7 @@ class Simulation:
     def _ended(self, load: Load) -> None:
         for fetch in self.cache.loaded(load, {}):
             if isinstance(fetch, Piece):
-                self.prefetcher.loaded(fetch, self.next_use.now)
+                self.prefetcher.loaded(fetch, self.next_use.turn_at)
             elif fetch.complete:
                 self._release(fetch)
 

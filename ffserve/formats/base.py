@@ -319,6 +319,20 @@ class ScannedShard(Shard, Protocol):
 
 
 @runtime_checkable
+class ScannedChunks(ChunkedShard, Protocol):
+    """A scanned shard whose records are in chunks. Its ``decode`` raises ChecksumError for a record
+    that is damaged, and not for one that the scan did not find."""
+
+    def fits(self, read_at: ReadAt) -> bool | None:
+        """Whether these are the records of a file, also if some of its chunks are damaged.
+
+        Chunks that decode to other records than these are no proof, since they may be damaged; one
+        that decodes to these is. None: the chunks are too large to try any.
+        """
+        ...
+
+
+@runtime_checkable
 class ScannedFormat(Format, Protocol):
     """A format without tables: opening a file means scanning all of it.
 

@@ -39,6 +39,7 @@ from ffserve.engine.codec import checksums as checksums_of
 from ffserve.engine.inflate import MARK_DTYPE, WINDOW_SIZE, BlockInflater, inflate_span
 from ffserve.errors import (
     GAP_CHECKSUM,
+    ChecksumError,
     FFServeError,
     FormatError,
     TruncatedError,
@@ -74,6 +75,8 @@ OUTPUT_ALLOWED, OUTPUT_PER_BYTE = 4 << 30, 128
 records of use come near; a pass over a small file could take hours."""
 COMPARED_CHUNKS = 3
 """Chunks that are decoded to compare a file with its index file."""
+COMPARED_SIZE = 64 << 20
+"""Bytes that are read and decoded for that at most when a read has failed: a fifth of a second."""
 
 _COMPRESSIONS = ("gzip", "zlib")
 _UNBOUNDED = 1 << 62
@@ -133,7 +136,9 @@ class CompressedShard:
         # Of each chunk: the chunk that keeps its window.
         rows = np.where(sizes == _SAME, 0, np.arange(len(sizes)))
         self._window_rows = np.maximum.accumulate(rows)
-        self._agrees: bool | None = None
+        self._compared = False
+        self._fits: bool | None = None
+        """What `fits` returns, once it was found out."""
 
     def load(self, offsets: Uint64s, lengths: Uint64s, checksums: Uint32s) -> None:
         """Fill the caller's arrays; the offsets are those of the chunks in the file."""
@@ -240,25 +245,50 @@ class CompressedShard:
         return head + self.rows.tobytes() + self.windows
 
     def agrees(self, read_at: ReadAt, records: Int64s) -> bool:
-        """Whether the file decodes to these records; a few of their chunks are tried, once.
+        """Whether the file decodes to these records; a few of their chunks are tried.
 
         Args:    read_at: the file. records: their numbers, at least one.
         Cost:    that of decoding ``COMPARED_CHUNKS`` chunks.
         """
-        if self._agrees is None:
-            found = np.unique(self.chunks.holding(records))
-            some = np.linspace(0, len(found) - 1, min(len(found), COMPARED_CHUNKS))
-            self._agrees = all(
-                self._decodes(read_at, chunk) for chunk in found[some.astype(np.int64)].tolist()
-            )
-        return self._agrees
+        found = np.unique(self.chunks.holding(records))
+        some = np.linspace(0, len(found) - 1, min(len(found), COMPARED_CHUNKS))
+        agrees = all(self._decodes(read_at, k) for k in found[some.astype(np.int64)].tolist())
+        self._compared, self._fits = True, agrees
+        return agrees
+
+    def fits(self, read_at: ReadAt) -> bool | None:
+        """Whether these are the records of the file; see ``ScannedChunks``.
+
+        Cost:    that of decoding the ``COMPARED_CHUNKS`` smallest chunks, once, as far as they have
+                 ``COMPARED_SIZE`` bytes together.
+        """
+        if not self._compared:
+            self._fits = self._compare(read_at)
+            self._compared = True
+        return self._fits
+
+    def _compare(self, read_at: ReadAt) -> bool | None:
+        costs = self._encoded() + self.rows["skip"].astype(np.int64) + self.chunks.sizes
+        costs[list(self.problems)] = COMPARED_SIZE + 1
+        left, found = COMPARED_SIZE, None
+        for chunk in np.argsort(costs, kind="stable")[:COMPARED_CHUNKS].tolist():
+            left -= int(costs[chunk])
+            if left < 0:
+                break
+            found = self._decodes(read_at, chunk)
+            if found:
+                break
+        return found
 
     def _decodes(self, read_at: ReadAt, chunk: int) -> bool:
+        """Whether a chunk has the records that the tables say, right or damaged."""
         extent = memoryview(bytearray(int(self._encoded()[chunk])))
         try:
             read_exactly(read_at, int(self.chunks.begins[chunk]), extent, self.path)
             self.decode(chunk, extent, np.empty(int(self.chunks.sizes[chunk]), np.uint8))
-        except FFServeError:
+        except ChecksumError:  # of a payload, after lengths and stored checksums were compared
+            return True
+        except FormatError:
             return False
         return True
 

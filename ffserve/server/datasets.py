@@ -6,7 +6,7 @@ between two yields, and the server serves others in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,8 +27,9 @@ MOST_NAME = 200
 """Characters in the name of an order, or of a preparation."""
 STEP_COUNT = 8192
 """Samples, or positions of an order, that are handled in one step."""
-Steps: TypeAlias = Iterator["Bound | None"]
-"""The work that is left. It yields None after each step, or the `Bound` that it waits for."""
+Steps: TypeAlias = Generator["Bound | None", float, None]
+"""The work that is left. It yields None after each step, or the `Bound` that it waits for, and is
+sent the time of the next step. Any other time that it knows may be long past."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,13 +151,15 @@ class OrderReceiver:
             assert error.index is not None
             raise error.located(index=dataset.layout.index(error.index)) from None
         progress = dataset.progress
+        now = yield None
         yield from self._state.next_use.announcing(
-            progress, current.epoch, whole, current.name, dataset, self._user.uid
+            progress, current.epoch, whole, current.name, dataset, now, self._user.uid
         )
         # Not before: between two steps the old order would be followed again.
         self._state.scheduler.prefetcher.replaced(progress, current.epoch)
         self._send(protocol.Ready(current.tag, whole.count, []))
-        self._state.scheduler.pump(self._state.next_use.now)
+        now = yield None
+        self._state.scheduler.pump(now)
 
     def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
         name, replacement = message.what.get("name"), message.what.get("replacement")

@@ -135,6 +135,7 @@ class SampleRequest(Fetch):
         "indices",
         "lease",
         "owner",
+        "queued",
         "reply",
         "tag",
         "turned",
@@ -165,6 +166,9 @@ class SampleRequest(Fetch):
         self.blocked_since: float | None = None
         self.turned = False
         """Whether the request has had a turn."""
+        self.queued = 0.0
+        """While it waits for its first turn: the part of the reads in flight that were of other
+        jobs when it began to."""
         self.enough = False
         """Whether the request has pinned its share of the arena and is answered in part."""
         self.count = 0
@@ -195,8 +199,8 @@ class Answered:
 class Owner:
     """One session as the scheduler sees it: its requests, pins and leases."""
 
-    finished: Callable[[SampleRequest], None]
-    """Called when a request is finished."""
+    finished: Callable[[SampleRequest, float], None]
+    """Called when a request is finished, with the time."""
     job: str = ""
     """Sessions of one job share its turns."""
     user: User = field(default_factory=User)
@@ -325,7 +329,7 @@ class Scheduler:
         if request.lease and (
             self.leased_size >= self._most_leased or self._leased_slabs >= self._most_leased_slabs
         ):
-            request.owner.finished(request)
+            request.owner.finished(request, now)
             return
         owner = request.owner
         owner.user.requests.take(1)
@@ -345,6 +349,8 @@ class Scheduler:
             self.pump(now)
         elif self._active > 1 and self._share.is_due(owner.user):
             self._serve_at_once(owner.user, now)
+        if not request.turned:
+            self._wait_for_turn(request, now)
 
     def _fetched(self, request: SampleRequest, count: int, now: float) -> None:
         """The blocks of the first `count` samples of a request are there, or cannot be had."""
@@ -361,9 +367,20 @@ class Scheduler:
             # Who is woken also sets the timers of requests that are blocked then.
             self._waking = True
             self.wake()
+        if not request.turned:
+            self._wait_for_turn(request, now)
+
+    def _wait_for_turn(self, request: SampleRequest, now: float) -> None:
+        """A request has to wait for its first turn: note for whose reads."""
+        of_job = self.reads_of.get(request.owner.job)
+        if self._reads:
+            mine = 0 if of_job is None else of_job.in_flight
+            request.queued = 1.0 - mine / self._reads
+            request.owner.time.queue(now, request.queued)
 
     def _serve_at_once(self, user: User, now: float) -> None:
         """Give a turn to a user that would have the next one anyway."""
+        self._cache.next_use.turn_at = now
         turns = self._users[user]
         blocked = [each for each in self._users.values() if each.blocked]
         if (
@@ -513,7 +530,7 @@ class Scheduler:
     def pump(self, now: float) -> None:
         """Give turns until every request is blocked, enough reads are in flight, or MOST_TURNS were
         given."""
-        self._pumped = self._cache.next_use.now = now
+        self._pumped = self._cache.next_use.turn_at = now
         self._waking = False
         if self._stopped:
             return
@@ -707,6 +724,8 @@ class Scheduler:
         if not request.turned:
             request.turned = True
             self.queued.note(now - request.asked)
+            if request.queued:
+                request.owner.time.queue(now, -request.queued)
 
     def _advance(self, request: SampleRequest, turns: _Turns, share_size: int) -> Load | None:
         size = min(QUANTUM_SIZE, max(share_size - request.pinned_size, 1))
@@ -755,7 +774,7 @@ class Scheduler:
             request.count = 0
             owner.user.asked.give(len(request.numbers))
         owner.user.requests.give(1)
-        owner.finished(request)
+        owner.finished(request, now)
 
     def _grant(self, request: SampleRequest, turns: _Turns) -> bool:
         """Turn the pins of a request into a lease; return False if leases would hold too much."""

@@ -112,7 +112,9 @@ class ClientConnection:
         self._received = self._last_size = 0
         """Bytes that count against the user's bound, and those that came last."""
         self._steps: deque[Steps] = deque()
-        """The work that was begun, before the next message is handled."""
+        """The work to be done before the next message is handled."""
+        self._begun = False
+        """Whether a step of the first of it was taken."""
         self._reply_socket = ReplySocket(self.fd)
         self._receiver = Receiver(sock, server.refuses_descriptors)
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -203,10 +205,10 @@ class ClientConnection:
         # It receives until nothing is left: a client that has ended without reading its replies is
         # an error of the socket, after which uvloop watches it no longer. Where an answer is owed,
         # sending it will tell; in the middle of a message, `Server._show_life` will.
-        received = False
+        received, now = False, time.monotonic()
         while self._closed or self._may_go_on():
             if self._steps:
-                self._step()
+                self._step(now)
             elif self._closed:
                 break
             else:
@@ -218,12 +220,13 @@ class ClientConnection:
                         break
                     if not self._receive():
                         break
-                    received = True
+                    received, now = True, time.monotonic()
                     if not self._steps:
                         message = self._decoder.next()
                 if message is not None:
-                    self._handle(message)
-            if time.monotonic() >= until:
+                    self._handle(message, now)
+            now = time.monotonic()
+            if now >= until:
                 return True
         return False
 
@@ -243,12 +246,14 @@ class ClientConnection:
         """Whether a part of a message has come."""
         return self._decoder.pending_size > 0
 
-    def _step(self) -> None:
-        """Take a step of what was begun."""
+    def _step(self, now: float) -> None:
+        """Take a step of the first work."""
+        begun, self._begun = self._begun, True
         try:
-            bound = next(self._steps[0])
+            bound = self._steps[0].send(now) if begun else next(self._steps[0])
         except StopIteration:
             self._steps.popleft()
+            self._begun = False
         else:
             if bound is not None and not self._closed:
                 self._hold(bound)
@@ -268,11 +273,11 @@ class ClientConnection:
             self._hold(user.closing)
         return not self.held
 
-    def _handle(self, message: Message) -> None:
-        steps = self.session.receive(message, time.monotonic())
+    def _handle(self, message: Message, now: float) -> None:
+        steps = self.session.receive(message, now)
         if steps is not None:
             self._steps.append(steps)
-            self._step()
+            self._step(now)
         elif self.session.phase == OVER:
             self.close()
 
@@ -406,11 +411,11 @@ class ClientConnection:
                 async with self._opening, self._server.lane(peer.owner):
                     shards = await catalog.open(request, peer, passing)
             except FFServeError as error:
-                self.session.failed(tag, error)
+                self.session.failed(tag, error, time.monotonic())
             except Exception as error:
                 log.exception("internal error while opening a data set")
                 failure = FFServeError(f"internal error of the daemon: {error!r}")
-                self.session.failed(tag, failure)
+                self.session.failed(tag, failure, time.monotonic())
             else:
                 self.session.opened(tag, request.paths, shards)
             finally:
@@ -507,6 +512,7 @@ class ClientConnection:
         self.held = self._unread = False
         self._drop_received()
         self._steps = deque([self.session.leave(time.monotonic())])
+        self._begun = False
         if not self._queued:
             self._add()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ from ffserve.server.scheduler import Owner, Reply, SampleRequest
 from ffserve.server.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sharing import PrepareRequest, Sharing
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
-from ffserve.server.users import MOST_USER_DATASETS, User
+from ffserve.server.users import MOST_USER_DATASETS, Bound, User
 from ffserve.store.access import Access
 from ffserve.store.origin import Identity as RemoteIdentity
 from ffserve.store.urls import is_url, shown
@@ -90,7 +89,7 @@ class Session:
         opener: called with (tag, request) to open a data set.
         direct_reply: makes a direct reply of a READY; None: all messages go through `send`.
         user: with whom the session shares bounds and turns.
-        later: has these steps taken before the next message is received; None: takes them at once.
+        later: has these steps taken before the next message is received.
         refusal: why this session may open no data set; None: it may.
         heir: called with a tag when the client is to take this daemon over; may raise
             FFServeError.
@@ -106,7 +105,7 @@ class Session:
         direct_reply: Callable[[protocol.Ready], Reply] | None = None,
         *,
         user: User | None = None,
-        later: Callable[[Steps], object] | None = None,
+        later: Callable[[Steps], object],
         refusal: FFServeError | None = None,
         heir: Callable[[int], object] = _no_heir,
         preparer: Callable[[int, PrepareRequest], None] | None = None,
@@ -124,7 +123,7 @@ class Session:
         """Whether the client shows a successor of the daemon that it holds leases. Others get none:
         the successor would write to what they read."""
         self.user = User() if user is None else user
-        self.later = _at_once if later is None else later
+        self.later = later
         self._refusal = refusal
         self._heir = heir
         self._takes_over = False
@@ -159,7 +158,7 @@ class Session:
             self._hello(message, now)
             return None
         assert self.job is not None
-        self.job.last_seen = self._state.next_use.now = now
+        self.job.last_seen = now
         match message:
             case protocol.Get() | protocol.Lease():
                 return self._ask(message, now)
@@ -281,7 +280,7 @@ class Session:
             identities += protocol.unpack_identities(rows, len(part))
             if valid:
                 valid = remote.take(paths, identities, first)
-            yield None
+            now = yield None
         if len(message.identities) != ROW_SIZE * len(paths):
             raise ProtocolError("invalid OPEN message: not one identity for each path")
         if (
@@ -299,7 +298,7 @@ class Session:
             self.fail(message.tag, UsageError(most, hint=hint))
             return
         while user.opening.full:
-            yield user.opening
+            now = yield user.opening
         self._join_job(now)
         self.begin_opening()
         found = remote.versions, remote.access
@@ -455,11 +454,10 @@ class Session:
         files = [file for domain in fresh.values() for file in domain.files]
         self._send(MemoryMessage(message, files))
 
-    def failed(self, tag: int, error: FFServeError) -> None:
+    def failed(self, tag: int, error: FFServeError, now: float) -> None:
         """The data set could not be opened."""
         if not isinstance(error, (MissingFile, UsageError)):
-            uid, now = self.peer.uid, self._state.next_use.now
-            lines = self._state.repeated
+            uid, lines = self.peer.uid, self._state.repeated
             lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
         self.not_opened(tag, error)
 
@@ -470,8 +468,12 @@ class Session:
         self._leave_progress(dataset)
         self._orders.forget(dataset)
         self._closing.add(dataset)
-        leaving = self._state.claims.leave(dataset)
-        return leaving if dataset.requests else chain(leaving, self._close_shards(dataset))
+        return self._leave_claims(dataset, close=not dataset.requests)
+
+    def _leave_claims(self, dataset: Dataset, *, close: bool) -> Steps:
+        yield from self._state.claims.leave(dataset)
+        if close:
+            yield from self._close_shards(dataset)
 
     def _close_shards(self, dataset: Dataset) -> Steps:
         """Close the shards; `leave` goes on with it if these steps end early."""
@@ -504,7 +506,7 @@ class Session:
 
     # ---- samples --------------------------------------------------------------------------
 
-    def _count(self, hits: int, hit_size: int) -> None:
+    def _count(self, hits: int, hit_size: int, now: float) -> None:
         """Add the client's counters."""
         assert self.job is not None
         if hits < 0 or hit_size < 0:
@@ -514,39 +516,38 @@ class Session:
         self._state.statistics.hits += hits
         self._state.statistics.hit_size += hit_size
         if hits:
-            self.owner.time.used_at = self._state.next_use.now
+            self.owner.time.used_at = now
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
         self._state.scheduler.acknowledge(self.owner, _tags(packed, first))
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
-        self._count(message.hits, message.hit_size)
+        self._count(message.hits, message.hit_size, now)
         dataset = self._datasets.get(message.dataset)
         if dataset is not None and dataset.preparation is not None:
             self.sharing.count_found(dataset.preparation, message.hits)
         for first in range(0, len(message.acknowledged), 4 * FEW):
             self._acknowledge(message.acknowledged, first)
-            yield None
+            now = yield None
         self._state.scheduler.pump(now)
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
         for first in range(0, len(message.tags), 4 * FEW):
             self._state.scheduler.release(self.owner, _tags(message.tags, first))
-            yield None
+            now = yield None
         self._state.scheduler.pump(now)
 
     def _ask(self, message: protocol.Get | protocol.Lease, now: float) -> Steps:
         """Take a request, as soon as its user may have another one."""
-        tag, lease = message.tag, isinstance(message, protocol.Lease)
+        tag, lease, asked = message.tag, isinstance(message, protocol.Lease), now
         if isinstance(message, protocol.Get):
-            self._count(message.hits, message.hit_size)
+            self._count(message.hits, message.hit_size, now)
             for first in range(0, len(message.acknowledged), 4 * FEW):
                 if first:
-                    yield None
+                    now = yield None
                 self._acknowledge(message.acknowledged, first)
-        scheduler = self._state.scheduler
-        yield from self.may_ask()
+        now = yield from self.may_ask(now)
         dataset = self.dataset_of(message.dataset, "LEASE" if lease else "GET")
         if dataset.preparation is not None:
             raise ProtocolError("GET or LEASE of prepared samples, which are claimed")
@@ -557,12 +558,14 @@ class Session:
             return
         hits = 0
         if lease:
-            hits = yield from self._count_hits(numbers)
+            hits = yield from self._count_hits(numbers, now)
+        if len(numbers) > STEP_COUNT:
+            now = yield None
         assert self.job is not None
         self.job.missed += len(numbers) - hits
         self._state.statistics.missed += len(numbers) - hits
         request = SampleRequest(
-            self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=now
+            self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=asked
         )
         crowded = self.owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
         if dataset.remote and self._state.engines.fetches is not None:
@@ -574,28 +577,31 @@ class Session:
         dataset.requests += 1
         if len(indices) == 0 or (lease and not self._locks):
             request.gate = None
-            self.finished(request)
+            self.finished(request, now)
             return
-        scheduler.add(request, now)
-        # While the disk works.
+        self._state.scheduler.add(request, now)
+        yield from self._asked(dataset, numbers, now)  # while the disk works
+
+    def _asked(self, dataset: Dataset, numbers: Int64s, now: float) -> Steps:
+        """Samples of a data set were asked for: note that they are used."""
         for first in range(0, len(numbers), STEP_COUNT):
             if first:
-                yield None
+                now = yield None
             part = numbers[first : first + STEP_COUNT]
             self._state.cache.used(part)
             self._state.cache.invalidate(dataset.progress.asked(part, now))
 
-    def may_ask(self) -> Steps:
-        """Wait until the user may have another request."""
+    def may_ask(self, now: float) -> Generator[Bound, float, float]:
+        """Wait until the user may have another request; return the time."""
         user, waiting = self.user, self.owner.time
-        if not (user.requests.full or user.asked.full):
-            return
-        waiting.ask(self._state.next_use.now)
-        while user.requests.full or user.asked.full:
-            self._state.scheduler.limit_pins(user)
-            if user.requests.full or user.asked.full:
-                yield user.requests if user.requests.full else user.asked
-        waiting.answer(self._state.next_use.now)
+        if user.requests.full or user.asked.full:
+            waiting.ask(now)
+            while user.requests.full or user.asked.full:
+                self._state.scheduler.limit_pins(user)
+                if user.requests.full or user.asked.full:
+                    now = yield user.requests if user.requests.full else user.asked
+            waiting.answer(now)
+        return now
 
     def check_tag(self, tag: int) -> None:
         """Raise ProtocolError for a tag that must not be used now."""
@@ -609,7 +615,7 @@ class Session:
 
     def numbers_of(
         self, tag: int, dataset: Dataset, indices: Int64s
-    ) -> Generator[None, None, Int64s | None]:
+    ) -> Generator[None, float, Int64s | None]:
         """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
         layout = dataset.layout
         # As unsigned numbers negative ones are too large as well: one comparison for each.
@@ -630,16 +636,16 @@ class Session:
             yield None
         return np.concatenate(numbers)
 
-    def _count_hits(self, numbers: Int64s) -> Generator[None, None, int]:
+    def _count_hits(self, numbers: Int64s, now: float) -> Generator[None, float, int]:
         """Count hits of a lease; return how many there are. A client that copies counts its hits
         itself, and asks for misses only."""
         count = 0
         for first in range(0, len(numbers), STEP_COUNT):
             if first:
-                yield None
+                now = yield None
             part = numbers[first : first + STEP_COUNT]
             hit = part[self._state.directory.entries["seq"][part] & 1 == 1]
-            self._count(len(hit), int(self._state.directory.lengths(hit).sum()))
+            self._count(len(hit), int(self._state.directory.lengths(hit).sum()), now)
             count += len(hit)
         return count
 
@@ -665,29 +671,30 @@ class Session:
         """Whether a direct reply may have been sent that this session does not know of."""
         return self._direct_tag in self.owner.waiting
 
-    def finished(self, request: SampleRequest) -> None:
+    def finished(self, request: SampleRequest, now: float) -> None:
         """A request has its outcome: answer."""
         if request.source is not None:
             self.sharing.copied(request)
         if request.failures:
             self.later(self._answer_failures(request))
         else:
-            self._answer(request, [])
+            self._answer(request, [], now)
 
     def _answer_failures(self, request: SampleRequest) -> Steps:
         errors: list[Any] = []
-        yield from self._errors(request, errors)
+        now = yield None
+        now = yield from self._errors(request, errors, now)
         assert self.job is not None
         self.job.errors += len(errors)
         if self.phase == READY:
-            self._answer(request, errors)
+            self._answer(request, errors, now)
 
-    def _answer(self, request: SampleRequest, errors: list[Any]) -> None:
+    def _answer(self, request: SampleRequest, errors: list[Any], now: float) -> None:
         if request.reply is None or not request.reply.sent:
             self._send(protocol.Ready(request.tag, request.count, errors))
         dataset: Dataset = request.dataset
         assert self.job is not None
-        waited_s = max(self._state.next_use.now - request.asked, 0.0)
+        waited_s = now - request.asked
         self.job.waited_s += waited_s
         self._state.statistics.requests.note(waited_s)
         self.request_ended(dataset)
@@ -698,8 +705,10 @@ class Session:
         if self.phase == READY and not dataset.requests and dataset in self._closing:
             self.later(self._close_shards(dataset))
 
-    def _errors(self, request: SampleRequest, errors: list[Any]) -> Steps:
-        """Append the failed samples of an answer as READY lists them."""
+    def _errors(
+        self, request: SampleRequest, errors: list[Any], now: float
+    ) -> Generator[None, float, float]:
+        """Append the failed samples of an answer as READY lists them; return the time."""
         failures = request.failures
         for first in range(0, request.count, STEP_COUNT):
             part = request.numbers[first : min(first + STEP_COUNT, request.count)]
@@ -709,15 +718,16 @@ class Session:
                     continue
                 if len(errors) == MOST_ERRORS:
                     request.count = position
-                    return
-                error = self._error(request, failure, position, number)
+                    return now
+                error = self._error(request, failure, position, number, now)
                 errors.append([position, *protocol.error_to_wire(error)])
                 if len(errors) % FEW == 0:
-                    yield None
-            yield None
+                    now = yield None
+            now = yield None
+        return now
 
     def _error(
-        self, request: SampleRequest, failure: Failure, position: int, number: int
+        self, request: SampleRequest, failure: Failure, position: int, number: int, now: float
     ) -> FFServeError:
         """Return the error of a failed sample."""
         dataset: Dataset = request.dataset
@@ -730,7 +740,7 @@ class Session:
         if dataset.preparation is None:
             opened = dataset.shards[shard]
             error = state.catalog.explain(opened, error, (offset, length, failure.expected))
-            state.note_failed(opened, number, error, state.next_use.now, self.peer.uid)
+            state.note_failed(opened, number, error, now, self.peer.uid)
         return error
 
     # ---- orders and progress ----------------------------------------------------------------
@@ -744,7 +754,7 @@ class Session:
             used = progress.advance_to(epoch, position, now)
             for part in parts(used):
                 self._state.cache.invalidate(part)
-                yield None
+                now = yield None
             self._state.scheduler.prefetcher.advanced(progress)
             if not progress.behind(epoch, position):
                 break
@@ -764,7 +774,7 @@ class Session:
                 else:
                     progress.visited(numbers, now)
                 self._state.cache.invalidate(numbers)
-                yield None
+                now = yield None
 
     def _status(self, tag: int, now: float) -> Steps:
         facts = yield from status(self._state, now, self.peer)
@@ -831,11 +841,6 @@ class _Remote:
             # No file has it; the catalog makes one of the object.
             identities[k] = 0, k, size, modified, -1
         return True
-
-
-def _at_once(steps: Steps) -> None:
-    for _ in steps:
-        pass
 
 
 def _tags(packed: bytes, first: int) -> list[int]:

@@ -167,8 +167,8 @@ class Sharing:
         self._session.later(self._settle(waiting))
 
     def _settle(self, waiting: Waiting) -> Steps:
-        self._state.claims.settle(waiting, self._state.next_use.now)
-        yield None
+        now = yield None
+        self._state.claims.settle(waiting, now)
 
     def put(self, message: protocol.Put, now: float) -> Steps:
         """Copy prepared samples that this session has claimed out of its memory file."""
@@ -176,7 +176,7 @@ class Sharing:
         dataset, preparation = self._prepared(message.dataset, "PUT")
         indices = protocol.unpack_indices(message.indices)
         places, sizes = _extents(message, len(indices))
-        yield from session.may_ask()
+        asked, now = now, (yield from session.may_ask(now))
         session.check_tag(message.tag)
         numbers = yield from session.numbers_of(message.tag, dataset, indices)
         if numbers is None:
@@ -199,14 +199,14 @@ class Sharing:
             numbers[chosen],
             dataset=dataset,
             indices=indices[chosen],
-            asked=now,
+            asked=asked,
         )
         request.source = dataset.memory_file
         dataset.requests += 1
         if len(request.numbers):
             state.scheduler.add(request, now)
         else:
-            session.finished(request)
+            session.finished(request, now)
         if not same.all():
             yield from self._stop(dataset, preparation)
 

@@ -2,15 +2,16 @@
 
 At each moment a session waits, while a GET or LEASE of it is not answered, or it is the trainer's
 own. With several requests under way the moment is divided among them equally: the part of those
-that wait for memory is `memory`, and that of those that wait for blocks of remote files `origin`.
-The other waiting is divided by what the job's reads were like:
+that wait for memory is `memory`, that of those that wait for blocks of remote files `origin`, and
+that of those that wait for their first turn `queue`, as far as the reads in flight were of other
+jobs when they began to wait. The other waiting is divided by what the job's reads were like:
 
 * `origin`, too: the part of the time of its loads in which they waited for such blocks.
 * `taken`: of the rest, the part of its bytes read that it would not have read with all memory to
   itself (`JobTime.alone_size`).
 * `decode`: of the rest, the part of the time of its loads in which chunks were decoded.
-* `queue`: of that rest, the part of the reads in flight that were of other jobs when its own began:
-  a device divides its time among them.
+* `queue`, too: of that rest, the part of the reads in flight that were of other jobs when its own
+  began: a device divides its time among them.
 * `disk`: what is left.
 
 So the parts of a job are the time of its sessions. A session that has neither asked for a sample
@@ -29,6 +30,7 @@ CAUSES = ("disk", "queue", "taken", "decode", "memory", "origin", "trainer")
 RECENT_S = 60.0
 """The time of which the recent parts are."""
 ABSENT_S = 60.0
+_NO_TIME = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class JobReads:
@@ -85,8 +87,8 @@ class SessionTime:
     """The time of one session since it was last taken, by what it did."""
 
     __slots__ = (
-        "asked", "blocked", "fetching", "memory_s", "now", "origin_s", "used_at", "waited_s",
-        "whole_s",
+        "asked", "blocked", "fetching", "memory_s", "now", "origin_s", "queue_s", "queued",
+        "used_at", "waited_s", "whole_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -94,7 +96,10 @@ class SessionTime:
         self.asked = self.blocked = self.fetching = 0
         """Requests without an answer; those of them that wait for memory; for blocks of remote
         files."""
-        self.whole_s = self.waited_s = self.memory_s = self.origin_s = 0.0
+        self.queued = 0.0
+        """Those that wait for their first turn, each as the part of the reads in flight that were
+        of other jobs."""
+        self.whole_s = self.waited_s = self.memory_s = self.origin_s = self.queue_s = 0.0
 
     def advance(self, now: float) -> None:
         """Count the time until now; called before `asked` or `blocked` change."""
@@ -109,6 +114,8 @@ class SessionTime:
                 self.memory_s += elapsed * self.blocked / self.asked
             if self.fetching:
                 self.origin_s += elapsed * self.fetching / self.asked
+            if self.queued:
+                self.queue_s += elapsed * self.queued / self.asked
 
     def ask(self, now: float) -> None:
         """A request begins."""
@@ -131,6 +138,18 @@ class SessionTime:
         self.advance(now)
         self.fetching += change
 
+    def queue(self, now: float, change: float) -> None:
+        """A request begins to wait for its first turn, or ends it (negative); see `queued`."""
+        self.advance(now)
+        self.queued += change
+
+    def take(self) -> tuple[float, ...]:
+        """Return the time since this was called last: whole, waited, waited for memory, for blocks
+        of remote files, for turns."""
+        taken = self.whole_s, self.waited_s, self.memory_s, self.origin_s, self.queue_s
+        self.whole_s = self.waited_s = self.memory_s = self.origin_s = self.queue_s = 0.0
+        return taken
+
 
 class JobTime:
     """The time of all sessions of one job; see the module."""
@@ -141,9 +160,8 @@ class JobTime:
         """Seconds since the job was first seen."""
         self.taken_by: str | None = None
         """The job that took most of the memory."""
-        self._ended = [0.0, 0.0, 0.0, 0.0]
-        """The time of sessions that have ended: whole, waited, waited for memory, for blocks of
-        remote files."""
+        self._ended: tuple[float, ...] = _NO_TIME
+        """The time of sessions that have ended, as `SessionTime.take` returns it."""
         self._recent: deque[tuple[float, dict[str, float]]] = deque()
         """When steps ended, and their parts."""
         self._reads = JobReads()
@@ -175,9 +193,7 @@ class JobTime:
                 self._take(session)
 
     def _take(self, session: SessionTime) -> None:
-        parts = session.whole_s, session.waited_s, session.memory_s, session.origin_s
-        self._ended = [a + b for a, b in zip(self._ended, parts, strict=True)]
-        session.whole_s = session.waited_s = session.memory_s = session.origin_s = 0.0
+        self._ended = tuple(a + b for a, b in zip(self._ended, session.take(), strict=True))
 
     def step(self, now: float, reads: JobReads, use: Use) -> None:
         """Compute the parts of the time since the last step."""
@@ -186,21 +202,21 @@ class JobTime:
         for session in self.sessions:
             session.advance(now)
             if present and not (session.asked or now - session.used_at < ABSENT_S):
-                session.whole_s = session.waited_s = session.memory_s = session.origin_s = 0.0
+                session.take()
             else:
                 self._take(session)
-        whole_s, waited_s, memory_s, fetch_s = self._ended
-        self._ended = [0.0, 0.0, 0.0, 0.0]
+        whole_s, waited_s, memory_s, fetch_s, turn_s = self._ended
+        self._ended = _NO_TIME
         if not whole_s:
             return
-        left_s = waited_s - memory_s - fetch_s
+        left_s = waited_s - memory_s - fetch_s - turn_s
         origin_s = left_s * self._origin
         taken_s = (left_s - origin_s) * self._taken
         decode_s = (left_s - origin_s - taken_s) * self._decode
         device_s = left_s - origin_s - taken_s - decode_s
-        queue_s = device_s * self._others
+        others_s = device_s * self._others
         origin_s += fetch_s
-        reading = device_s - queue_s, queue_s, taken_s, decode_s
+        reading = device_s - others_s, others_s + turn_s, taken_s, decode_s
         parts = (*reading, memory_s, origin_s, whole_s - waited_s)
         causes = dict(zip(CAUSES, parts, strict=True))
         for cause, seconds in causes.items():

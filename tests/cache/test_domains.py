@@ -72,7 +72,7 @@ class Node:
             order = base + np.random.default_rng(epoch).permutation(self.counts[base])
             for at in range(0, len(order), 32):
                 numbers = order[at : at + 32]
-                next_use.now += 0.032
+                next_use.turn_at += 0.032
                 fetch = Fetch(numbers)
                 while not fetch.complete:
                     before = fetch.cursor
@@ -82,7 +82,7 @@ class Node:
                     assert fetch.cursor > before
                 self.cache.release(fetch.pins)
                 self.cache.used(numbers)
-                self.cache.invalidate(progress.asked(numbers, next_use.now))
+                self.cache.invalidate(progress.asked(numbers, next_use.turn_at))
 
     def used(self, base: int) -> int:
         """Bytes of the samples of a shard that are in memory; they lie in its domain's slabs."""
@@ -118,11 +118,11 @@ def test_memory_of_an_idle_user_moves_to_a_busy_one_and_back() -> None:
     node.read(one, first)
     assert node.used(first) > 15 * MIB
     # The first user does nothing any more, but has its data set open.
-    node.cache.next_use.now += 3600
+    node.cache.next_use.turn_at += 3600
     two = node.job("two", second)
     node.read(two, second, 2)
     assert node.used(second) > 14 * MIB
-    node.cache.next_use.now += 3600
+    node.cache.next_use.turn_at += 3600
     node.read(one, first, 2)
     assert node.used(first) > 14 * MIB
 

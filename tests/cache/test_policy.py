@@ -55,7 +55,8 @@ class Slots:
                 replacement=False,
             )  # fmt: skip
             arriving.add(np.asarray(order) + base)
-            self.next_use.announced(progress, epoch, arriving.finish(), None, job)
+            now = self.next_use.turn_at
+            self.next_use.announced(progress, epoch, arriving.finish(), None, job, now)
         return progress
 
     def fill(self, numbers: Any, how: str = "admit") -> list[int]:
@@ -172,7 +173,7 @@ def two_jobs(slots: Slots) -> tuple[JobProgress, JobProgress]:
     for progress in jobs:
         progress.advance_to(0, 0, 0.0)
         progress.pace.add(0, 0.0)
-    slots.next_use.now = 1.0
+    slots.next_use.turn_at = 1.0
     for progress in jobs:
         progress.advance_to(0, 100, 1.0)
     return jobs
@@ -238,7 +239,7 @@ def test_no_slot_is_given_to_two(seed: int) -> None:
     two_jobs(slots)
     held = dict.fromkeys(slots.fill(range(256)))
     for _ in range(400):
-        slots.next_use.now += 0.01
+        slots.next_use.turn_at += 0.01
         pinned = chance.random(slots.arena.slot_count) < 0.6
         found, _ = slots.policy.victims(CLASS, 8, lambda s, pinned=pinned: ~pinned[s], 0, None)
         assert len(set(found.tolist())) == len(found)
@@ -300,7 +301,7 @@ def test_a_job_that_stops_holds_no_memory() -> None:
     slots = Slots()
     up, down = two_jobs(slots)
     for step in range(2, 41):
-        slots.next_use.now = float(step)
+        slots.next_use.turn_at = float(step)
         down.advance_to(0, 100 + step * 20, float(step))
     # `up` has not moved for 39 s: at 100 + its pace, which falls, everything is far away.
     group = slots.next_use.groups[up.group]
@@ -324,7 +325,7 @@ def test_a_job_that_lies_counts_as_silent() -> None:
     arriving = next_use.arriving(progress, 100_000, replacement=False)
     for start in range(0, 100_000, 50_000):
         arriving.add(np.arange(start, start + 50_000))
-    next_use.announced(progress, 0, arriving.finish(), None, "session")
+    next_use.announced(progress, 0, arriving.finish(), None, "session", 0.0)
     honest = np.arange(LOOKED_AT * 4)
     for start in range(0, len(honest), 64):
         progress.asked(honest[start : start + 64], 1.0)
@@ -356,7 +357,7 @@ def test_two_data_sets_have_their_floors() -> None:
     fast = slots.progress("fast", base=5000)
     slots.fill(np.arange(256))
     for second in range(20):
-        slots.next_use.now = float(second)
+        slots.next_use.turn_at = float(second)
         slow.visited(np.arange(second, second + 2), float(second))
         fast.visited(5000 + np.arange(400), float(second))
     assert slots.policy.floors() == {slow.group: 64 * 4096, fast.group: 64 * 4096}
@@ -400,7 +401,7 @@ def test_prepared_samples_displace_raw_ones_that_save_less(weighed: bool) -> Non
     slots.fill(np.arange(156))
     slots.fill(5000 + np.arange(100))
     for second in range(20):
-        slots.next_use.now = float(second)
+        slots.next_use.turn_at = float(second)
         for each, base in ((raw, 0), (prepared, 5000)):
             each.visited(base + np.arange(50 * second, 50 * second + 50), float(second))
     for _ in range(40):
@@ -589,7 +590,7 @@ def test_a_short_delay_took_memory_from_a_sole_job_for_good() -> None:
 
     def hit_rate(delayed: bool) -> float:
         def lead(simulation: Simulation) -> None:
-            now = simulation.next_use.now
+            now = simulation.next_use.turn_at
             if delayed and 2 * epoch_s < now < 2.2 * epoch_s:
                 simulation._progress[0].lead = 512.0
 
@@ -609,7 +610,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
         resident = np.flatnonzero(cache.state == 2)
         assert (policy.buckets.key[resident] != NONE).all()
         assert sum(policy.used.values()) == simulation.arena.used_size == 4096 * len(resident)
-        if simulation.next_use.now % 1 < 0.05:
+        if simulation.next_use.turn_at % 1 < 0.05:
             held = np.concatenate(
                 [
                     bucket._items[bucket._start : bucket._end]
@@ -629,9 +630,9 @@ def test_a_job_that_joins_leaves_or_slows_down_costs_little() -> None:
     simulation = Simulation(samples, 0.25, jobs)
 
     def disturb(now: Simulation) -> None:
-        if now.next_use.now > 14:
+        if now.next_use.turn_at > 14:
             jobs[0].pace = 250.0
-        if now.next_use.now > 16:
+        if now.next_use.turn_at > 16:
             jobs[1].pace = 1e-6
 
     jobs[2].start_s = 9.0

@@ -41,7 +41,7 @@ class Node:
         self.table.sessions[:] = 1
         self.order = order + self.base
         self.progress = self.next_use.join("job", np.array([self.base]), np.array([COUNT]))
-        self.next_use.announced(self.progress, 0, self.announced(), None, self)
+        self.next_use.announced(self.progress, 0, self.announced(), None, self, 0.0)
 
     def announced(self) -> Order:
         """Return the order as it arrives from the job."""
@@ -177,7 +177,7 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
         assert len(node.prefetched()) == 0
     assert node.pinned == 0 < node.progress.position
     assert node.cache.allocator.evict(node.base, node.base + COUNT)
-    node.next_use.announced(node.progress, 1, node.announced(), None, node)
+    node.next_use.announced(node.progress, 1, node.announced(), None, node, 0.0)
     node.use(COUNT)
     assert len(node.prefetched()) > 0 and node.pinned > 0
     node.directory.close()
@@ -268,7 +268,7 @@ def test_a_job_is_far_into_an_order_when_its_prefetching_begins() -> None:
         node.ask(node.order[start : start + 64])
         node.use(start + 64)
         node.prefetched()
-    node.next_use.announced(node.progress, 1, node.announced(), None, node)
+    node.next_use.announced(node.progress, 1, node.announced(), None, node, 0.0)
     node.cache.invalidate(node.progress.advance_to(1, 0, 1.0))
     node.cache.invalidate(node.progress.advance_to(1, 1000, 1.0))
     node.prefetcher.advanced(node.progress)

@@ -525,6 +525,7 @@ class Client:
             self._got,
             self._open,
             direct_reply=partial(DirectReply, self),
+            later=lambda steps: take_all(steps, self.world.now),
         )
         self.owner: Owner = self.session.owner
         self._tell(protocol.Hello({**HELLO, "job": self.job}))
@@ -540,7 +541,7 @@ class Client:
         if self.session.awaits_direct_reply:
             self.world.hear()
         for received in self._to_daemon.feed(protocol.encode(message)):
-            take_all(self.session.receive(received, self.world.now))
+            take_all(self.session.receive(received, self.world.now), self.world.now)
 
     def _open(self, tag: int, _: object) -> None:
         self.world.catalog.hold(self.shards, 1)
@@ -679,13 +680,16 @@ class Client:
         """Die, or end."""
         if not self.dead:
             self.dead = True
-            take_all(self.session.leave(self.world.now))
+            take_all(self.session.leave(self.world.now), self.world.now)
 
 
-def take_all(steps: Steps | None) -> None:
-    """Take the steps of a session; nothing waits for a bound here."""
-    for bound in steps or ():
-        assert bound is None
+def take_all(steps: Steps | None, now: float) -> None:
+    """Take the steps of a session, all at this time; nothing waits for a bound here."""
+    if steps is not None:
+        with suppress(StopIteration):
+            assert next(steps) is None
+            while True:
+                assert steps.send(now) is None
 
 
 def batches_of(
@@ -896,6 +900,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
                 heard.append,
                 lambda tag, _, to=openings: to.append(tag),
                 user=User(1, trusted=False),
+                later=lambda steps: take_all(steps, world.now),
             )
             held = Client(world, [], in_flight=0)
             held.leave()
@@ -904,20 +909,20 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
                 protocol.Hello({**HELLO, "job": "wild"}),
                 protocol.Open(1, WHAT, bytes(40)),
             ):
-                take_all(wild.receive(opening, world.now))
+                take_all(wild.receive(opening, world.now), world.now)
             with suppress(ProtocolError):
                 for _ in range(chooser.randint(1, 80)):
                     while openings:
                         world.catalog.hold(world.shards, 1)
                         shards: Any = world.shards
                         wild.opened(openings.pop(), [shard.path for shard in shards], shards)
-                    take_all(wild.receive(wild_message(chooser, 1), world.now))
+                    take_all(wild.receive(wild_message(chooser, 1), world.now), world.now)
                     world.check()
                     if world.events and chooser.random() < 0.5:
                         world.now, _, what = heapq.heappop(world.events)
                         what()
                         world.check()
-            take_all(wild.leave(world.now))
+            take_all(wild.leave(world.now), world.now)
             world.check()
             for message in heard:
                 protocol.encode(message.message if isinstance(message, MemoryMessage) else message)

@@ -257,6 +257,54 @@ def test_damaged_record_is_left_out(daemon: Daemon, tmp_path: Path) -> None:
             assert [error.index for error in reader.damaged] == [13]
 
 
+@pytest.mark.parametrize("source", ["daemon", "off"])
+@pytest.mark.parametrize("many", [False, True], ids=["without an index file", "with one"])
+def test_damaged_first_and_last_records_were_called_a_stale_index_for_ever(
+    daemon: Daemon, tmp_path: Path, source: str, many: bool
+) -> None:
+    payloads = [RNG.bytes(30_000) for _ in range(90 if many else 5)]
+    plain, last = bytearray(written(payloads)), len(payloads) - 1
+    for number in (0, last):
+        plain[starts(payloads)[number] + 12] ^= 1
+    file = tmp_path / "a.tfrecord.gz"
+    file.write_bytes(gzip.compress(bytes(plain), 1))
+    server = daemon.socket if source == "daemon" else "off"
+    for _ in range(3):
+        with ffserve.open(file, server=server) as reader:
+            found = reader.read(range(len(payloads)), errors="return")
+            errors = [found.pop(), found.pop(0)]
+            assert [type(error) for error in errors] == [ChecksumError] * 2, errors
+            assert [error.index for error in errors] == [last, 0]
+            assert [bytes(each) for each in found] == payloads[1:-1]
+
+
+@pytest.mark.parametrize("source", ["daemon", "off"])
+def test_a_damaged_chunk_of_three_was_called_a_stale_index(
+    daemon: Daemon, tmp_path: Path, source: str
+) -> None:
+    path, payloads = large(tmp_path)
+    run("index", path)
+    with ffserve.open(path, server="off") as reader:
+        offsets, _, _ = reader.tables(0)
+    place, status = int(offsets[-1]), os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(place + 100)
+        file.write(b"\xff" * 1000)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    index = index_file.beside(path)
+    assert index is not None
+    os.utime(index, (status.st_mtime + 3600,) * 2)  # as if the disk had lost the bytes since then
+    server = daemon.socket if source == "daemon" else "off"
+    for _ in range(2):
+        with ffserve.open(path, server=server) as reader:
+            found = reader.read(range(90), errors="return")
+            failed = [k for k, each in enumerate(found) if isinstance(each, FFServeError)]
+            assert 0 < len(failed) < 60 and failed[-1] == 89
+            for k in failed:
+                assert isinstance(found[k], FormatError) and found[k].index == k, found[k]
+            assert all(bytes(found[k]) == payloads[k] for k in set(range(90)) - set(failed))
+
+
 # ---- users of readers ----------------------------------------------------------------------------
 
 

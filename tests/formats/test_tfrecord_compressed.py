@@ -463,7 +463,32 @@ def test_wrong_index_gives_errors_never_other_bytes() -> None:
             assert first <= 21 and end > 20 and "when it was indexed" in error.message
     assert not other.agrees(reader_of(content), np.array([20]))
     assert shard.agrees(reader_of(content), np.arange(len(LARGE)))
-    assert not shard.agrees(reader_of(content[:1000]), np.arange(1)) or shard._agrees
+    assert not shard.agrees(reader_of(content[:1000]), np.arange(1))
+
+
+@pytest.mark.usefixtures("small_spans")
+def test_a_file_with_damaged_chunks_has_the_records_that_it_had() -> None:
+    content = squeeze(PLAIN)
+    for damaged, fits in ((1, True), (len(indexed(content).chunks), False)):
+        shard, wrong = indexed(content), bytearray(content)
+        for number in range(damaged):
+            place = int(shard.chunks.begins[number]) + 200
+            wrong[place : place + 40] = bytes(40)
+        assert shard.fits(reader_of(bytes(wrong))) is fits
+        assert shard.fits(reader_of(content)) is fits, "it was found out once"
+
+
+def test_chunks_that_are_too_large_are_not_decoded_for_an_error() -> None:
+    """Three of up to 1 GiB were."""
+    content = squeeze(written([bytes(tfcompressed.COMPARED_SIZE) for _ in range(2)]))
+    shard, sizes = indexed(content), []
+
+    def read_at(offset: int, into: memoryview, /) -> int:
+        sizes.append(len(into))
+        return reader_of(content)(offset, into)
+
+    assert shard.fits(read_at) is None and not sizes
+    assert shard.agrees(read_at, np.arange(2)) and sizes, "when it is opened"
 
 
 def test_file_that_shrinks_under_a_reader() -> None:

@@ -214,6 +214,7 @@ def index(data: bytes) -> None:
         shard = chosen.restore(found.lengths, found.checksums, found.kept, size, str(path))
         if isinstance(shard, CompressedShard):
             shard.limit(1 << 24)
+            shard.fits(read_at)
             shard.agrees(read_at, np.arange(shard.count))
         else:
             assert shard is None or bool((shard.offsets + shard.lengths <= size).all())  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ def test_all_orders_together_have_a_limit() -> None:
     progress = next_use.join("a", np.array([0]), np.array([3000]))
     arriving = next_use.arriving(progress, 3000, replacement=False)
     arriving.add(np.arange(3000))
-    next_use.announced(progress, 0, arriving.finish(), None, None)
+    next_use.announced(progress, 0, arriving.finish(), None, None, 0.0)
     with pytest.raises(UsageError, match="together"):
         next_use.arriving(progress, 3000, replacement=False)
     next_use.leave(progress, None)
@@ -169,7 +169,7 @@ def test_progress_advances_from_epoch_to_epoch() -> None:
     next_use = NextUse()
     progress = next_use.join("a", np.array([0]), np.array([100]))
     for epoch in (3, 4):
-        next_use.announced(progress, epoch, arrive(np.arange(100)), None, "me")
+        next_use.announced(progress, epoch, arrive(np.arange(100)), None, "me", 0.0)
     progress.advance_to(3, 40, 1.0)
     progress.advance_to(2, 90, 1.0)
     assert (progress.epoch, progress.position) == (3, 40)
@@ -177,7 +177,7 @@ def test_progress_advances_from_epoch_to_epoch() -> None:
     assert (progress.epoch, progress.position, list(progress.orders)) == (4, 0, [4])
     progress.advance_to(6, 5, 3.0)
     assert (progress.epoch, progress.order, progress.size) == (6, None, 0)
-    next_use.announced(progress, 1, arrive(np.arange(100)), None, "me")
+    next_use.announced(progress, 1, arrive(np.arange(100)), None, "me", 0.0)
     assert (progress.epoch, progress.position) == (1, 0)
     progress.end("another")
     assert progress.orders

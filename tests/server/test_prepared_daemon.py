@@ -197,6 +197,27 @@ def test_claims_of_a_worker_that_hangs_end(path: str) -> None:
         assert one.look(1) == [b"mine"]
 
 
+def test_claims_of_a_worker_that_hangs_ended_one_after_another(path: str) -> None:
+    """Those of 64 samples lived for 187 s instead of 30: after the end of each, the next one was
+    looked at as of the last message."""
+    patch = (
+        "from ffserve.server import prepared, server\n"
+        "prepared.CLAIM_S, server.ALIVE_INTERVAL_S = 0.5, 0.1"
+    )
+    with (
+        serving(patch=patch) as daemon,
+        Preparer(daemon, path) as one,
+        Preparer(daemon, path) as other,
+    ):
+        assert one.claim(*range(COUNT)) == [YOURS] * COUNT
+        other.ask(*range(COUNT), wait=True)
+        signs = 0
+        while isinstance(answer := other.receive(alive=True), protocol.Alive):
+            signs += 1
+        assert isinstance(answer, protocol.Claimed) and list(answer.states) == [YOURS] * COUNT
+        assert signs < COUNT // 2, "claims are looked at with each sign of life"
+
+
 def test_two_keys_share_nothing(daemon: Daemon, path: str) -> None:
     with Preparer(daemon, path) as one, Preparer(daemon, path, KEY[::-1]) as other:
         assert one.shard["base"] != other.shard["base"]

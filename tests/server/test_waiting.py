@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import pytest
-from daemon import Daemon, run_python, sample, serving, until, write
+from daemon import Daemon, Raw, get, run_python, sample, serving, until, write
+from http_daemon import ask, measured
 
+from ffserve import protocol
 from ffserve.bench.cgroup import NoCgroup, limited
 from ffserve.server.waiting import CAUSES, RECENT_S, JobReads, JobTime, SessionTime, Use
 
@@ -197,6 +202,95 @@ def test_the_cause_is_found_in_nearly_every_run(paths: list[str], fault: str) ->
     assert len(wrong) <= MOST_WRONG, wrong
 
 
+# ---- how long requests take --------------------------------------------------------------------
+
+COMPETING_S = 3.0
+OFTEN = "import ffserve.server.server as server; server.ALIVE_INTERVAL_S = 0.1"
+"""Time is divided far more often than usual."""
+
+
+class Competition(NamedTuple):
+    """What a daemon says after three jobs have competed for its disk."""
+
+    jobs: list[dict[str, Any]]
+    requests_s: float
+    queue_s: float
+    disk_s: float
+
+
+def keep_asking(daemon: Daemon, path: str, job: str, until_s: float) -> None:
+    """Read batches at random, one after another, as a job of this name."""
+    with Raw(daemon.socket, job=job) as raw:
+        dataset = raw.open(path).dataset
+        for tag in range(2, 1 << 20):
+            order = np.random.default_rng([tag, ord(job)]).permutation(COUNT)[:64]
+            raw.send(get(tag, dataset, order.tolist(), [tag - 1] if tag > 2 else []))
+            answer = raw.receive()
+            assert isinstance(answer, protocol.Ready) and answer.count
+            if time.monotonic() > until_s:
+                until(lambda: len(answered(daemon)) == 3, "all of them were measured")
+                return
+
+
+def answered(daemon: Daemon) -> list[dict[str, Any]]:
+    """The jobs of which it is known why they wait."""
+    return [job for job in daemon.status()["jobs"] if sum(job["time_s"].values())]
+
+
+@pytest.fixture(scope="module")
+def competition(tmp_path_factory: pytest.TempPathFactory) -> Competition:
+    """Three jobs that read at random, on a daemon that has one read in flight."""
+    pytest.importorskip("prometheus_client")
+    directory = tmp_path_factory.mktemp("competing")
+    samples = [sample(index, [SIZE]) for index in range(COUNT)]
+    paths = [write(directory / f"{name}.ffr", samples) for name in "abc"]
+    forget(paths)
+    with measured("--depth", "1", arena="4MiB", patch=OFTEN) as (daemon, address):
+        end = time.monotonic() + COMPETING_S
+        threads = [
+            threading.Thread(target=keep_asking, args=(daemon, path, name, end))
+            for path, name in zip(paths, "abc", strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        jobs, (_, _, text) = answered(daemon), ask(address)
+    assert len(jobs) == 3
+
+    def seconds(name: str) -> float:
+        (found,) = re.findall(rf"^ffserve_{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(found)
+
+    phases = [
+        seconds(f'request_phase_duration_seconds_sum{{phase="{phase}"}}')
+        for phase in ("queue", "disk")
+    ]
+    return Competition(jobs, seconds("request_duration_seconds_sum"), *phases)
+
+
+def test_requests_took_no_longer_than_until_the_last_message(competition: Competition) -> None:
+    """Their durations ended at the time of the last message, long before their reads had."""
+    # A request waits for its turn, then for one batch past the page cache and one through it.
+    assert competition.requests_s >= competition.queue_s + competition.disk_s / 2
+
+
+def test_jobs_waited_far_less_than_their_sessions(competition: Competition) -> None:
+    for job in competition.jobs:
+        waiting_s = sum(job["time_s"].values()) - job["time_s"]["trainer"]
+        assert job["waited_s"] > 0.8 * waiting_s > 0, job
+
+
+def test_waiting_for_a_turn_while_others_read_was_called_the_disk(
+    competition: Competition,
+) -> None:
+    """Where one request fills all reads in flight, none of others are when its own begin."""
+    assert competition.queue_s > 0
+    parts = [(job["time_s"]["queue"], job["time_s"]["disk"]) for job in competition.jobs]
+    queue_s, disk_s = (sum(column) for column in zip(*parts, strict=True))
+    assert queue_s > disk_s / 4, competition
+
+
 # ---- how time is divided -----------------------------------------------------------------------
 
 
@@ -263,6 +357,17 @@ def test_a_request_without_an_answer_counts_and_memory_by_its_share() -> None:
     assert not job.idle
     job.step(12.0, JobReads(), NOTHING)
     assert job.causes["disk"] == pytest.approx(10.0) and job.idle
+
+
+def test_waiting_for_a_first_turn_is_the_queue_as_far_as_others_read() -> None:
+    job, session = JobTime(), SessionTime()
+    job.begin(session, 0.0)
+    session.ask(0.0)
+    session.queue(0.0, 0.75)
+    session.queue(4.0, -0.75)
+    session.answer(8.0)
+    job.step(10.0, JobReads(), NOTHING)
+    assert job.causes["queue"] == pytest.approx(3.0) and job.causes["disk"] == pytest.approx(5.0)
 
 
 def test_a_session_that_is_absent_counts_only_if_all_are() -> None:
