@@ -29,7 +29,7 @@ from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
-from ffserve.client.remote import RemoteSource, identified
+from ffserve.client.ranged import RangedSource, identified
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Source
 from ffserve.dataset import check_same_content
@@ -387,9 +387,9 @@ def closed_error() -> UsageError:
     return UsageError("this reader is closed")
 
 
-def open_remote(request: OpenRequest) -> RemoteSource:
+def open_remote(request: OpenRequest) -> RangedSource:
     """Open files of which some are remote."""
-    source = RemoteSource(
+    source = RangedSource(
         request.paths,
         request.format,
         request.verify,

@@ -43,7 +43,8 @@ _pool: ThreadPoolExecutor | None = None
 """Of this process, for all sources."""
 
 
-def _decoding_threads() -> ThreadPoolExecutor:
+def decoding_threads() -> ThreadPoolExecutor:
+    """Return the threads of this process that decode chunks."""
     global _pool
     with _lock:
         if _pool is None:
@@ -68,7 +69,9 @@ Outcome: TypeAlias = "DecodedChunk | FFServeError"
 
 
 @dataclass(slots=True)
-class _Chunk(ChunkRun):
+class Chunk(ChunkRun):
+    """A chunk of a shard of the data set."""
+
     key: Key
 
 
@@ -143,7 +146,7 @@ class ChunkCache:
                 self._kept_size -= entry.size
             return found
 
-    def _missing(self, files: NumberOf, keys: list[Key]) -> Iterator[_Chunk]:
+    def _missing(self, files: NumberOf, keys: list[Key]) -> Iterator[Chunk]:
         for key in keys:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -151,9 +154,9 @@ class ChunkCache:
             number, k = key
             shard = self._shards[number]
             begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
-            yield _Chunk(shard, k, k + 1, begin, end, files(number, begin), key)
+            yield Chunk(shard, k, k + 1, begin, end, files(number, begin), key)
 
-    def _read(self, engine: Engine, files: NumberOf, chunks: list[_Chunk]) -> None:
+    def _read(self, engine: Engine, files: NumberOf, chunks: list[Chunk]) -> None:
         reading = ChunkBatch(chunks, self._buffers)
         reading.batch.keep = reading.batch.keep, files
         engine.submit(reading.batch)
@@ -167,13 +170,16 @@ class ChunkCache:
                 )
             ]
 
-        future = _decoding_threads().submit(decode)
+        future = decoding_threads().submit(decode)
         for number, chunk in enumerate(chunks):
-            size = self.size(chunk.key)
-            self._entries[chunk.key] = _Entry(future, number, size)
-            self._kept_size += size
+            self._enter(chunk, future, number)
 
-    def _outcome(self, chunk: _Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
+    def _enter(self, chunk: Chunk, group: Future[list[Outcome]], number: int) -> None:
+        size = self.size(chunk.key)
+        self._entries[chunk.key] = _Entry(group, number, size)
+        self._kept_size += size
+
+    def _outcome(self, chunk: Chunk, found: DecodedChunk | FFServeError | int) -> Outcome:
         if isinstance(found, FormatError):
             found = self._second_read(chunk.key[0], chunk) or found
         if isinstance(found, DecodedChunk):

@@ -189,7 +189,13 @@ class RemoteFiles:
                 for last in (False, True):
                     try:
                         return opened, parsed(
-                            self.fetcher, opened, format, verify=verify, tolerant=tolerant
+                            self.fetcher.read_at(opened),
+                            opened.stored.size,
+                            opened.shown,
+                            format,
+                            verify=verify,
+                            tolerant=tolerant,
+                            kept=(self.fetcher.store, opened.stored),
                         )
                     except FormatError:
                         every = np.arange(opened.stored.count)
