@@ -250,18 +250,31 @@ class OpenObject:
 class Fetcher:
     """Brings blocks into one store. Threads may call it.
 
-    Args: give_up_s: see `Breaker`.
+    Args: store: or what opens it, at its first use. give_up_s: see `Breaker`.
     """
 
-    def __init__(self, store: Store, give_up_s: float | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store | Callable[[], Store], give_up_s: float | None = None) -> None:
+        self._store = store
         self._give_up_s = give_up_s
-        self._lock = threading.Lock()
+        self._opening, self._lock = threading.Lock(), threading.Lock()
         self._tasks: dict[tuple[StoredObject, int], _Asked] = {}
         self._threads: dict[str, Threads] = {}
         self._full = False
         self.fetched = 0
         """Bytes that came from origins."""
+
+    @property
+    def store(self) -> Store:
+        """The store. Raises, at its first use: what opening it does."""
+        with self._opening:
+            if not isinstance(self._store, Store):
+                self._store = self._store()
+            return self._store
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the store is open."""
+        return isinstance(self._store, Store)
 
     def open(
         self,
