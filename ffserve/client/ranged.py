@@ -196,6 +196,7 @@ class RangedSource(LocalSource):
                 expected=int(expected[row]),
             )
         scatter(content, starts, lengths, target.places()[run.positions])
+        self._add(len(lengths), int(lengths.sum()))
         return errors
 
     def read(
