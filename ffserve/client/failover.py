@@ -311,6 +311,7 @@ class SourceSelection:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start, tried = request.starts, set[str]()
+        refused: FFServeError | None = None
         while request.server != "off":
             try:
                 source: Source = yield OpenSource.REMOTE
@@ -319,27 +320,31 @@ class SourceSelection:
             except MissingFile:
                 raise  # said by this machine's kernel, not by the daemon
             except NOT_SERVED as error:
-                away = isinstance(error, ServerUnavailable)
                 if may_start and _can_be_started(error) and request.socket not in tried:
                     tried.add(request.socket)
                     if (yield from self._starting()):
                         continue
                     break
                 if request.turn_to_own():
+                    refused = error
                     continue
                 if request.optional:
-                    # That no daemon runs is not worth a warning; one that cannot be used is.
-                    if not away or not isinstance(error.__cause__, _NOT_RUNNING):
-                        if self._first_time(error):
-                            log.warning("reading without the daemon: %s", error)
-                        if away:
-                            self.away_since = time.monotonic()
+                    self._note_unused(refused if refused and _is_none(error) else error)
                     break
-                if not away or time.monotonic() >= deadline:
+                if not isinstance(error, ServerUnavailable) or time.monotonic() >= deadline:
                     raise
             yield 0.05
         source = yield OpenSource.LOCAL
         return source
+
+    def _note_unused(self, error: FFServeError) -> None:
+        """Say why no daemon serves, if there is one. That none runs is not worth a warning."""
+        if _is_none(error):
+            return
+        if self._first_time(error):
+            log.warning("reading without the daemon: %s", error)
+        if isinstance(error, ServerUnavailable):
+            self.away_since = time.monotonic()
 
     def _starting(self) -> SelectionSteps[bool]:
         """Have a daemon started; return whether there is one to look for."""
@@ -417,6 +422,11 @@ def open_remote(request: OpenRequest) -> RangedSource:
     )
     request.identities = source.identities
     return source
+
+
+def _is_none(error: FFServeError) -> bool:
+    """Whether no process listens on the daemon's socket."""
+    return isinstance(error, ServerUnavailable) and isinstance(error.__cause__, _NOT_RUNNING)
 
 
 def _can_be_started(error: FFServeError) -> bool:
