@@ -6,10 +6,13 @@ origin are those of `fetching.py`.
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
 from ffserve.store import urls
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
@@ -20,10 +23,13 @@ RANGE_SIZE = 4 << 20
 HEAD_SIZE = 64 << 10
 """Bytes that are read first of an object that is opened: a small one's tables are among them."""
 PIECE_SIZE = 1 << 20
+KEPT_SIZE = 32 << 20
+"""Bytes that are kept while a file is opened: some tables are read twice."""
 MOST_AHEAD = 16
 """Pieces that are asked for ahead of a reader in order."""
-IN_ORDER = 3
-"""Reads in order after which more are expected. Opening a file with tables takes fewer."""
+IN_ORDER, NEAR = 3, 64 << 10
+"""Reads in order, with gaps of so many bytes at most, after which more are expected. Opening a file
+with tables takes fewer."""
 
 
 class RangedObject:
@@ -53,47 +59,98 @@ class RangedObject:
         """
         head = min(HEAD_SIZE, self.size)
         first_bytes = self.ask(0, head) if head else None
-        coming: dict[int, Future[Outcome]] = {}
-        last, streak = -1, 0
+        pieces: _Pieces | None = None
+        last, streak = range(0), 0
+        kept: dict[range, bytes] = {}
+        room = KEPT_SIZE
 
         def read(offset: int, into: memoryview, /) -> int:
-            nonlocal last, streak
+            nonlocal pieces, last, streak, room
             end = min(offset + len(into), self.size)
             if end <= offset:
                 return 0
             if end <= head and first_bytes is not None:
                 into[: end - offset] = bytes_of(first_bytes)[offset:end]
                 return end - offset
-            first, behind = offset // PIECE_SIZE, -(-end // PIECE_SIZE)
-            streak = streak + 1 if first - last in (0, 1) else 0
-            last = behind - 1
+            streak = streak + 1 if last.start <= offset <= last.stop + NEAR else 0
+            last = range(offset, end)
+            content = kept.get(last)
             if streak < IN_ORDER:
-                coming.clear()
-                parts = [bytes_of(future) for _, _, future in self.ask_all(offset, end)]
-            else:
-                ahead = min(1 << (streak - IN_ORDER), MOST_AHEAD)
-                parts = self._pieces(coming, offset, end, range(first, behind), ahead)
-            into[: end - offset] = b"".join(parts)
+                pieces = None
+            if content is None and streak < IN_ORDER:
+                content = b"".join(bytes_of(future) for _, _, future in self.ask_all(offset, end))
+            elif content is None:
+                pieces = pieces or _Pieces(self, offset)
+                content = pieces.read(last, min(1 << (streak - IN_ORDER), MOST_AHEAD))
+            if len(content) <= room and last not in kept:
+                kept[last] = content
+                room -= len(content)
+            into[: end - offset] = content
             return end - offset
 
         return read
 
-    def _pieces(
-        self, coming: dict[int, Future[Outcome]], start: int, end: int, wanted: range, ahead: int
-    ) -> list[bytes]:
-        """Return bytes, of pieces that are kept in `coming`, and ask for those behind them."""
-        for piece in [piece for piece in coming if piece < wanted.start]:
-            del coming[piece]
-        count = -(-self.size // PIECE_SIZE)
-        for piece in range(wanted.start, min(wanted.stop + ahead, count)):
-            begin = piece * PIECE_SIZE
-            if piece not in coming or (coming[piece].done() and coming[piece].exception()):
-                coming[piece] = self.ask(begin, min(begin + PIECE_SIZE, self.size))
+
+class _Pieces:
+    """Pieces of an object from an offset on, which a reader in order has asked for."""
+
+    def __init__(self, opened: RangedObject, offset: int) -> None:
+        self._opened, self._offset = opened, offset
+        self._coming: dict[int, Future[Outcome]] = {}
+
+    def read(self, wanted: range, ahead: int) -> bytes:
+        """Return bytes, and ask for so many pieces behind them. Raises: as `bytes_of`."""
+        first = (wanted.start - self._offset) // PIECE_SIZE
+        behind = -(-(wanted.stop - self._offset) // PIECE_SIZE)
+        for piece in [piece for piece in self._coming if piece < first]:
+            del self._coming[piece]
         parts = []
-        for piece in wanted:
-            begin = piece * PIECE_SIZE
-            parts.append(bytes_of(coming[piece])[max(start - begin, 0) : end - begin])
-        return parts
+        try:
+            for piece in range(first, behind + ahead):
+                begin = self._offset + piece * PIECE_SIZE
+                end = min(begin + PIECE_SIZE, self._opened.size)
+                if begin < end and piece not in self._coming:
+                    self._coming[piece] = self._opened.ask(begin, end)
+            for piece in range(first, behind):
+                begin = self._offset + piece * PIECE_SIZE
+                content = bytes_of(self._coming[piece])
+                parts.append(content[max(wanted.start - begin, 0) : wanted.stop - begin])
+        except FFServeError:
+            self._coming.clear()
+            raise
+        return b"".join(parts)
+
+
+class ReadAtStream(io.RawIOBase):
+    """A stream that can seek, over the bytes of a file of known size."""
+
+    def __init__(self, read_at: ReadAt, size: int) -> None:
+        self._read_at, self._size = read_at, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Read from another offset next; return it."""
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
+        self._at = origins[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into a buffer; return how many. Raises: FFServeError."""
+        size = self._read_at(self._at, memoryview(buffer).cast("B"))
+        self._at += size
+        return size
 
 
 def bytes_of(future: Future[Outcome]) -> bytes:
