@@ -39,6 +39,8 @@ HUGE_PAGE_SIZE = 2 << 20
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
+AccessName = Literal["passed", "own"]
+ACCESSES: tuple[AccessName, ...] = ("passed", "own")
 CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -154,7 +156,8 @@ def _choice(key: str, choices: tuple[str, ...], default: str, doc: str) -> dict[
             raise UsageError(f"expected one of {', '.join(choices)}, not {value!r}")
         return cast(str, value)
 
-    return _documented(key, "--" + key.replace("_", "-"), "|".join(choices), default, parse, doc)
+    flag = "--" + key.replace("_", "-").replace(".", "-")
+    return _documented(key, flag, "|".join(choices), default, parse, doc)
 
 
 def _parse_roots(value: Any) -> tuple[str, ...]:
@@ -600,6 +603,17 @@ class ServerConfig:
             _parse_origins,
             "Origins, such as s3://bucket, whose objects all clients share; the flag can be "
             "repeated. Objects of others are kept apart for each user.",
+        ),
+    )
+    store_access: AccessName = field(
+        default="passed",
+        metadata=_choice(
+            "store.access",
+            ACCESSES,
+            "passed",
+            "With what remote files are read: 'passed' (what each client passes, and nothing of "
+            "the daemon's own) or 'own' (all that the daemon's process has: environment, files, "
+            "tickets; for clients of its own user, who alone get remote files then).",
         ),
     )
 

@@ -46,6 +46,8 @@ MOST_REQUESTS = 64
 """GETs and LEASEs of one session without an answer; the client delays further ones."""
 MOST_FILES = 253
 """Descriptors with one FILES: the most that Linux passes with one message (SCM_MAX_FD)."""
+EVERY = "*"
+"""Among the protocols of WELCOME: the daemon fetches by every protocol, for its own user."""
 MOST_TEXT = 8192
 """Characters of a text in an error. It may quote a message of the peer, of up to MAX_FRAME_SIZE."""
 

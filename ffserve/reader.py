@@ -37,6 +37,7 @@ from ffserve.errors import (
 )
 from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT
+from ffserve.store.origin import Identity
 
 T = TypeVar("T")
 
@@ -71,13 +72,13 @@ def open(
     Args:
         paths: one file, a directory, a glob pattern, the URL of one of these (`s3://…` and all
             others of fsspec), or a sequence of these; samples are numbered through them in order.
-            Remote files are read in this process, through the local store (`docs/howto/remote.md`).
         format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
-            one it is stands in `reader.source`. "start", and "auto" with FFSERVE_START=1 in the
-            environment: the same, but a daemon is started for this user if none answers; it ends
-            ten minutes after its last client. "require": the daemon. "off": no daemon. Else a
-            socket's path, which is required to answer.
+            one it is stands in `reader.source`. "start", and "auto" with URLs or with
+            FFSERVE_START=1 in the environment: the same, but a daemon is started for this user if
+            none serves the files; it ends ten minutes after its last client. "require": the
+            daemon. "off": no daemon; URLs are read by ranges, of which nothing is kept
+            (`docs/howto/remote.md`). Else a socket's path, which is required to answer.
         verify: check every sample against its checksum, and the files' tables at opening.
         on_error: "raise", or "skip" to leave out damaged samples: everything is read once to find
             them, and the reader then holds only the intact ones, in order. `reader.damaged` has
@@ -252,8 +253,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         verify: bool,
         tolerant: bool = False,
         seen: Callable[[int], object] | None = None,
+        identities: tuple[Identity, ...] = (),
     ) -> None:
-        super().__init__(OpenRequest(paths, format, server, verify, tolerant, seen))
+        request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
+        super().__init__(request)
         self._selector.open()
 
     def _set_up(self) -> None:

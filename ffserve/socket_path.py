@@ -29,7 +29,7 @@ def default_socket_path() -> str:
     for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
         if os.path.basename(directory) == "ffserve":
             return os.path.join(directory, "ffserve.sock")
-    return SYSTEM_SOCKET if _is_root() else _user_socket_path()
+    return SYSTEM_SOCKET if _is_root() else user_socket()
 
 
 def find_socket(explicit: str | None = None) -> str:
@@ -46,7 +46,7 @@ def find_socket(explicit: str | None = None) -> str:
         return given
     if _is_root() or os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
-    return _user_socket_path()
+    return user_socket()
 
 
 def prepare_socket_directory(socket: str) -> None:
@@ -125,7 +125,12 @@ def _is_root() -> bool:
     return os.geteuid() == 0
 
 
-def _user_socket_path() -> str:
+def user_socket() -> str:
+    """Return the path of this user's own socket, whatever the machine has.
+
+    Raises: AccessDenied: it would be in ``/tmp/ffserve-UID``, which does not belong to this user
+        alone.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_own(runtime):
         return os.path.join(runtime, "ffserve", "ffserve.sock")

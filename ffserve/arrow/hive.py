@@ -13,15 +13,18 @@ import os
 import re
 import stat
 import zoneinfo
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
 from ffserve.errors import FormatError, MissingFile, UsageError
 from ffserve.files import wrap_os_error
+from ffserve.store.fetching import find
+from ffserve.store.origin import Identity, sized
+from ffserve.store.urls import has_magic, is_url, shown
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 _UNSAFE = re.compile(r"[\x00-\x1f\"#%'*/:=?\\\x7f{\[\]^]")
@@ -58,14 +61,18 @@ def parse(directory: str) -> tuple[str, str | None] | None:
 
 # ---- files -------------------------------------------------------------------------------------
 
+Values: TypeAlias = tuple[tuple[str, str | None], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of a table: path, bytes, and by partition column its value as text, or None."""
+    """A file of a table: path, bytes, and by partition column its value as text, or None.
+    version: of a remote file, whose path is a URL."""
 
     path: str
     size: int
-    values: tuple[tuple[str, str | None], ...] = ()
+    values: Values = ()
+    version: Identity | None = None
 
 
 def local_path(path: str) -> str:
@@ -80,7 +87,7 @@ def local_path(path: str) -> str:
         raise UsageError(
             f"the file system {found[1]!r} is not supported",
             path=path,
-            hint="use a path that all machines have mounted, or copy the files to one",
+            hint="use a path that all machines have mounted; URLs (SCHEME://…) can be read only",
         )
     rest = path[len(found[0]) :]
     return "/" + rest.lstrip("/") if rest.startswith("/") else rest
@@ -90,7 +97,7 @@ def find_files(paths: Iterable[str], base: str | None = None) -> list[DataFile]:
     """List the files of a table.
 
     Args:
-        paths: files, directories and glob patterns.
+        paths: files, directories, glob patterns, and URLs of these.
         base: the directory below which directories are partition columns; None: each directory
             that was given, or that a pattern has found.
     Returns: sorted by path. All have the same partition columns.
@@ -98,8 +105,14 @@ def find_files(paths: Iterable[str], base: str | None = None) -> list[DataFile]:
              not ``column=value``, or files at different depths. UsageError.
     """
     found: dict[str, DataFile] = {}
-    root = None if base is None else os.path.abspath(local_path(base))
+    root = base
+    if base is not None and not is_url(base):
+        root = os.path.abspath(local_path(base))
     for path in paths:
+        if is_url(path):
+            for file in _remote(path, root):
+                found.setdefault(file.path, file)
+            continue
         for match in _matches(local_path(path)):
             top = os.path.abspath(match)
             values = _values_between(root, top)
@@ -125,7 +138,43 @@ def _matches(path: str) -> list[str]:
     return matches
 
 
-def _values_between(root: str | None, top: str) -> tuple[tuple[str, str | None], ...]:
+def _remote(url: str, root: str | None) -> Iterator[DataFile]:
+    """Yield the files that a URL denotes, and those below the directories that it denotes."""
+    listed, _ = find(url, below=True)
+    if not listed and has_magic(url):
+        raise MissingFile("no file matches the pattern", path=shown(url), hint="check the URL")
+    depth = len(url.rstrip("/").split("/"))
+    for identity in listed:
+        parts = identity.url.split("/")
+        if any(map(_is_hidden, parts[depth:])):
+            continue
+        place = "/".join(parts[:depth])
+        values = _values_between(root, place)
+        for name in parts[depth:-1]:
+            place = f"{place}/{name}"
+            values = _with_column(values, name, place)
+        yield DataFile(identity.url, sized(identity).size, values, identity)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _with_column(values: Values, name: str, path: str) -> Values:
+    """Return partition values and that of another directory. Raises: FormatError."""
+    pair = parse(name)
+    if pair is None:
+        raise FormatError(
+            "the directory is not column=value, as those of a partitioned table are",
+            path=path,
+            hint="load this directory by itself, or the files by a pattern",
+        )
+    if pair[0] in dict(values):
+        raise FormatError(f"the partition column {pair[0]!r} comes twice", path=path)
+    return (*values, pair)
+
+
+def _values_between(root: str | None, top: str) -> Values:
     if root is None:
         return ()
     relative = os.path.relpath(top, root)
@@ -135,27 +184,18 @@ def _values_between(root: str | None, top: str) -> tuple[tuple[str, str | None],
     return tuple(pair for part in parts if (pair := parse(part)) is not None)
 
 
-def _below(top: str, values: tuple[tuple[str, str | None], ...]) -> Iterable[DataFile]:
+def _below(top: str, values: Values) -> Iterable[DataFile]:
     state = wrap_os_error(os.stat, top)
     if not stat.S_ISDIR(state.st_mode):
         yield DataFile(top, state.st_size, values)
         return
     for entry in sorted(wrap_os_error(lambda p: list(os.scandir(p)), top), key=lambda e: e.name):
-        if entry.name.startswith(".") or (entry.name.startswith("_") and "=" not in entry.name):
+        if _is_hidden(entry.name):
             continue
         if not entry.is_dir():
             yield DataFile(entry.path, wrap_os_error(os.stat, entry.path).st_size, values)
             continue
-        pair = parse(entry.name)
-        if pair is None:
-            raise FormatError(
-                "the directory is not column=value, as those of a partitioned table are",
-                path=entry.path,
-                hint="load this directory by itself, or the files by a pattern",
-            )
-        if pair[0] in dict(values):
-            raise FormatError(f"the partition column {pair[0]!r} comes twice", path=entry.path)
-        yield from _below(entry.path, (*values, pair))
+        yield from _below(entry.path, _with_column(values, entry.name, entry.path))
 
 
 def _check_columns(files: Sequence[DataFile]) -> None:

@@ -9,6 +9,8 @@ tables: ``ffserve.spark`` and ``ffserve.ray`` hand its pieces to their tasks.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import struct
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +34,16 @@ from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import Records
 from ffserve.errors import FFServeError, FormatError, UsageError
-from ffserve.files import is_compressed, open_regular, wrap_os_error
-from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE
+from ffserve.files import is_compressed, open_regular, read_at_of
+from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
+from ffserve.formats.tfstream import compression_of
 from ffserve.socket_path import find_socket
+from ffserve.store.opening import parsed
+from ffserve.store.origin import Identity
+from ffserve.store.ranges import RangedObject
+
+if TYPE_CHECKING:
+    from ffserve.reader import Reader
 
 log = logging.getLogger("ffserve")
 
@@ -54,7 +63,8 @@ class RecordTable:
     """How record files are read as a table.
 
     format: of the files. record_type: of their records. skip: leave out damaged records, and log
-    how many. server: as for ``ffserve.open``. zone: the time zone of partition timestamps.
+    how many. server: as for ``ffserve.open``; remote files are read by ranges with "auto", too: a
+    task reads each byte once. zone: the time zone of partition timestamps.
     """
 
     format: str
@@ -69,16 +79,17 @@ class Piece:
     """Records of one file: [start, stop), or all of them if stop is None.
 
     size: about so many bytes of the file. begin, end: the bytes that hold the records, if the
-    file's frames are read in order; -1: its end.
+    file's frames are read in order; -1: its end. version: of a remote file, which all pieces read.
     """
 
     path: str
     size: int
-    values: tuple[tuple[str, str | None], ...] = ()
+    values: hive.Values = ()
     start: int = 0
     stop: int | None = None
     begin: int = 0
     end: int = -1
+    version: Identity | None = None
 
 
 # ---- the schema ----------------------------------------------------------------------------------
@@ -132,7 +143,7 @@ def _file_columns(table: RecordTable, files: Sequence[DataFile], ratio: float, m
 def _infer_file(table: RecordTable, file: DataFile, ratio: float) -> Inference:
     inference = Inference(table.record_type)
     chance = np.random.default_rng(zlib.crc32(os.fsencode(file.path)))
-    for records, rows in _records(table, Piece(file.path, file.size)):
+    for records, rows in _records(table, Piece(file.path, file.size, version=file.version)):
         if ratio < 1:
             chosen = (chance.random(len(rows)) < ratio) | (rows == 0)
             records = Records(records.buffer, records.starts[chosen], records.lengths[chosen])
@@ -174,18 +185,46 @@ def format_of(files: Sequence[DataFile]) -> str:
     if not files:
         raise UsageError("there are no files", hint="check the path, or give a schema and a format")
     first = min(files, key=lambda one: one.size == 0)
-    head, size = _head_of(first.path)
+    head, size = _head_of(first)
     return formats.detect(head, first.path, size).name
 
 
-def _head_of(path: str) -> tuple[bytes, int]:
-    """Return the first bytes of a file, by which its format is recognized, and its size."""
-    fd = open_regular(path)
+@contextlib.contextmanager
+def _opened(file: DataFile | Piece) -> Iterator[tuple[ReadAt, int]]:
+    """Open a file: how it is read, and its size."""
+    if file.version is not None:
+        opened = RangedObject(file.version)
+        yield opened.read_at(), opened.size
+        return
+    fd = open_regular(file.path)
     try:
-        size = os.fstat(fd).st_size
-        return wrap_os_error(lambda _: os.pread(fd, HEAD_SIZE, 0), path), size
+        yield read_at_of(fd, file.path), os.fstat(fd).st_size
     finally:
         os.close(fd)
+
+
+def _head_of(file: DataFile | Piece) -> tuple[bytes, int]:
+    """Return the first bytes of a file, by which its format is recognized, and its size."""
+    if file.version is not None:
+        return _remote_head(file.version), file.version.size
+    with _opened(file) as (read_at, size):
+        return _head(read_at, size), size
+
+
+@functools.lru_cache(maxsize=64)
+def _remote_head(version: Identity) -> bytes:
+    return _head(RangedObject(version).read_at(), version.size)
+
+
+def _head(read_at: ReadAt, size: int) -> bytes:
+    head = bytearray(min(size, HEAD_SIZE))
+    return bytes(head[: read_at(0, memoryview(head))])
+
+
+def _is_compressed(file: DataFile | Piece) -> bool:
+    if file.version is None:
+        return is_compressed(file.path)
+    return compression_of(_head_of(file)[0]) is not None
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
@@ -196,34 +235,45 @@ def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[Piece]
 
     Raises: FFServeError: the file is damaged, or of another format.
     Cost:   for a file above the limit that of opening it, which for TFRecord without an index file
-            is a scan.
+            is a scan. A remote TFRecord file is one piece: a scan would read it as a whole.
     """
     parts = -(-file.size // max(1, limit))
-    if parts < 2 or is_compressed(file.path):
-        yield Piece(file.path, file.size, file.values)
+    whole = file.version is not None and table.format == "tfrecord"
+    if parts < 2 or whole or _is_compressed(file):
+        yield Piece(file.path, file.size, file.values, version=file.version)
         return
-    _check_format(table.format, file.path)
-    edges = _cuts(table, file.path, parts)
+    _check_format(table.format, file)
+    edges, size = _cuts(table, file, parts), -(-file.size // parts)
     for (start, begin), (stop, end) in pairwise(edges):
-        yield Piece(file.path, -(-file.size // parts), file.values, start, stop, begin, end)
+        yield Piece(file.path, size, file.values, start, stop, begin, end, file.version)
 
 
-def _cuts(table: RecordTable, path: str, parts: int) -> list[tuple[int, int]]:
+def _cuts(table: RecordTable, file: DataFile, parts: int) -> list[tuple[int, int]]:
     """Return records that divide a file into parts of about equal size, and where they begin."""
     from ffserve.shardfile import open_shard
 
-    fd = open_regular(path)
-    try:
-        shard = open_shard(fd, path, table.format, tolerant=table.skip)
-        offsets = np.empty(shard.count, np.uint64)
-        shard.load(offsets, np.empty_like(offsets), np.empty(shard.count, np.uint32))
-    finally:
-        os.close(fd)
+    if file.version is not None:
+        with _opened(file) as (read_at, size):
+            shard = parsed(read_at, size, file.path, table.format, tolerant=table.skip)
+            offsets = _offsets(shard)
+    else:
+        fd = open_regular(file.path)
+        try:
+            shard = open_shard(fd, file.path, table.format, tolerant=table.skip)
+            offsets = _offsets(shard)
+        finally:
+            os.close(fd)
     places = np.linspace(0, shard.size, parts + 1)[1:-1]
     found = np.searchsorted(offsets, places.astype(np.uint64)).tolist()
     inner = sorted(row for row in set(found) if 0 < row < shard.count)
     begins = [int(offsets[row]) - FRAME_HEADER_SIZE for row in inner]
     return list(zip([0, *inner, shard.count], [0, *begins, -1], strict=True))
+
+
+def _offsets(shard: formats.Shard) -> NDArray[np.uint64]:
+    offsets = np.empty(shard.count, np.uint64)
+    shard.load(offsets, np.empty_like(offsets), np.empty(shard.count, np.uint32))
+    return offsets
 
 
 # ---- the batches ---------------------------------------------------------------------------------
@@ -307,10 +357,8 @@ def count(table: RecordTable, piece: Piece) -> int:
     """
     if piece.stop is not None:
         return piece.stop - piece.start
-    from ffserve.reader import open as open_files
-
-    _check_format(table.format, piece.path)
-    with open_files(piece.path, format=table.format, server=table.server) as reader:
+    _check_format(table.format, piece)
+    with _reader(table, piece) as reader:
         return len(reader)
 
 
@@ -329,15 +377,15 @@ def _as_binary(records: Records, place: Place) -> Any:
 # ---- the records ---------------------------------------------------------------------------------
 
 
-def _check_format(format: str, path: str) -> None:
+def _check_format(format: str, file: DataFile | Piece) -> None:
     """Refuse a file that is of another format by its content."""
-    head, size = _head_of(path)
+    head, size = _head_of(file)
     if size and formats.by_name(format).sniff(head, size) is False:
         for other in formats.NAMES:
             if other != format and formats.by_name(other).sniff(head, size):
                 raise FormatError(
                     f"the file is {other}, not {format}",
-                    path=path,
+                    path=file.path,
                     hint=f"read it with the format {other!r}, apart from the others",
                 )
 
@@ -346,12 +394,12 @@ def _records(
     table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None = None
 ) -> Iterator[Numbered]:
     """Yield the records of a piece. Raises: FFServeError."""
-    _check_format(table.format, piece.path)
+    _check_format(table.format, piece)
     if table.format != "tfrecord" or _from_daemon(table, piece):
         yield from _by_index(table, piece, skipped)
-    elif is_compressed(piece.path):
+    elif _is_compressed(piece):
         yield from _streamed(piece, table.skip, skipped)
-    elif table.skip and os.path.getsize(piece.path):
+    elif table.skip and piece.size:
         yield from _by_index(table, piece, skipped)
     else:
         yield from _framed(table, piece)
@@ -360,12 +408,14 @@ def _records(
 def _from_daemon(table: RecordTable, piece: Piece) -> bool:
     """Whether a TFRecord file is to be read through a daemon; without one its frames are read in
     order, which needs no index."""
+    if piece.version is not None and table.server == "auto":
+        return False
     if table.server in ("auto", "start"):
         from ffserve.client.autostart import start_wanted
 
         starts = table.server == "start" or start_wanted()
         there = starts or os.path.exists(find_socket())
-        return there and not is_compressed(piece.path)
+        return there and not _is_compressed(piece)
     return table.server != "off"
 
 
@@ -375,13 +425,12 @@ def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
     All records are in one memory, which the next ones overwrite. The bytes from the first damage on
     are read by index, which finds the file's error.
     """
-    fd = open_regular(piece.path)
     row, at = piece.start, piece.begin
-    try:
-        end = os.fstat(fd).st_size if piece.end < 0 else piece.end
+    with _opened(piece) as (read_at, size):
+        end = size if piece.end < 0 else piece.end
         buffer = np.empty(FRAMES_SIZE, np.uint8)
         while at < end:
-            records, taken, wanted = _frames(fd, at, buffer[: end - at], piece.path)
+            records, taken, wanted = _frames(read_at, at, buffer[: end - at])
             if taken:
                 yield records, np.arange(row, row + len(records.starts))
                 row += len(records.starts)
@@ -393,8 +442,6 @@ def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
             roomy = max(wanted, min(4 * wanted, BATCH_SIZE))
             if roomy > len(buffer):
                 buffer = np.empty(roomy, np.uint8)
-    finally:
-        os.close(fd)
     if at < end:
         yield from _by_index(replace(table, server="off"), replace(piece, start=row), None)
         raise FormatError(
@@ -402,13 +449,13 @@ def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
         )
 
 
-def _frames(fd: int, at: int, buffer: Bytes, path: str) -> tuple[Records, int, int]:
+def _frames(read_at: ReadAt, at: int, buffer: Bytes) -> tuple[Records, int, int]:
     """Read frames into a buffer.
 
     Returns: the records before the first damage and the end of the buffer; the bytes of their
         frames; 0, or the bytes that the next frame needs: of a damaged one more than any file has.
     """
-    block = buffer[: wrap_os_error(lambda _: _read_into(fd, at, buffer), path)]
+    block = buffer[: read_at(at, buffer.data)]
     scanner = codec.FrameScanner(len(block))
     stop = scanner.feed(block.data, 0)
     offsets, lengths, expected = scanner.tables()
@@ -426,21 +473,20 @@ def _frames(fd: int, at: int, buffer: Bytes, path: str) -> tuple[Records, int, i
     return records, taken, wanted
 
 
-def _read_into(fd: int, at: int, buffer: Bytes) -> int:
-    """Fill a buffer from a file; return the number of bytes, fewer than wanted at its end."""
-    size = 0
-    while size < len(buffer) and (got := os.preadv(fd, [buffer[size:].data], at + size)):
-        size += got
-    return size
+def _reader(table: RecordTable, piece: Piece) -> Reader:
+    from ffserve.reader import Reader
+
+    remote = piece.version is not None
+    server = "off" if remote and table.server == "auto" else table.server
+    versions = (piece.version,) if piece.version is not None else ()
+    return Reader((piece.path,), table.format, server, True, table.skip, identities=versions)
 
 
 def _by_index(
     table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None
 ) -> Iterator[Numbered]:
-    from ffserve.reader import Reader
-
     damaged: list[FFServeError] = []
-    with Reader((piece.path,), table.format, table.server, True, table.skip) as reader:
+    with _reader(table, piece) as reader:
         chosen = np.arange(piece.start, len(reader) if piece.stop is None else piece.stop)
         for first, batch, failed in reader.scan(chosen, count=BATCH_COUNT, size=BATCH_SIZE):
             if failed and not table.skip:

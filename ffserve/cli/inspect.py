@@ -54,16 +54,13 @@ def _load(path: str, format_name: str | None) -> _Tables:
 
 
 def _load_remote(url: str, format_name: str | None) -> _Tables:
-    from ffserve.store.fetching import identity_of, process_fetcher
+    from ffserve.store.fetching import identity_of
     from ffserve.store.opening import parsed
+    from ffserve.store.ranges import RangedObject
 
-    fetcher = process_fetcher()
-    opened = fetcher.open(identity_of(url))
-    try:
-        shard = parsed(fetcher, opened, format_name)
-        return _tables(shard, fetcher.read_at(opened), opened.shown)
-    finally:
-        fetcher.close(opened)
+    opened = RangedObject(identity_of(url))
+    read_at = opened.read_at()
+    return _tables(parsed(read_at, opened.size, opened.shown, format_name), read_at, opened.shown)
 
 
 def _tables(shard: Shard, read_at: ReadAt, path: str) -> _Tables:

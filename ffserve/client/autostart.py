@@ -1,7 +1,9 @@
 """Autostart: starts a daemon for this user when none answers (`server="start"`).
 
 The daemon is no child of this process and outlives it: it belongs to all jobs of the user, and
-ends by itself some time after the last one (`--idle-timeout`).
+ends by itself some time after the last one (`--idle-timeout`). It has the defaults of all settings,
+whatever those of the machine's daemon are, and reads remote files for its user alone, with what its
+process has of this one's environment, through the store that this user's processes share.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import BinaryIO
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
 from ffserve.files import os_error, wrap_os_error
 from ffserve.socket_path import prepare_socket_directory
+from ffserve.store.directory import default_directory
 
 IDLE_TIMEOUT_S = 600
 """How long a daemon that was started here stays after its last client."""
@@ -49,12 +52,13 @@ sys.exit(main())
 """
 
 
-def start_wanted() -> bool:
-    """Return whether `server="auto"` starts a daemon, by ``$FFSERVE_START``. Raises: UsageError."""
+def start_wanted(*, remote: bool = False) -> bool:
+    """Return whether `server="auto"` starts a daemon: as ``$FFSERVE_START`` says, else for remote
+    files. Raises: UsageError."""
     value = os.environ.get("FFSERVE_START", "")
     if value not in ("", "0", "1"):
         raise UsageError(f"FFSERVE_START is {value!r}", hint="set it to 1, or to 0 to start none")
-    return value == "1"
+    return value == "1" or (remote and not value)
 
 
 def start_daemon(path: str) -> None:
@@ -120,6 +124,10 @@ def _start(path: str, deadline: float) -> None:
     package = str(Path(__file__).resolve().parents[2])
     environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_SERVICES}
     settings = ["--socket", os.path.abspath(path), "--idle-timeout", str(IDLE_TIMEOUT_S)]
+    settings += ["--config", os.devnull, "--store-directory", default_directory()]
+    settings += ["--store-access", "own"]
+    if size := os.environ.get("FFSERVE_STORE_SIZE"):
+        settings += ["--store-size", size]
     alive, held = os.pipe()
     try:
         with _create_log(log_path) as log:

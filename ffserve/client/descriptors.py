@@ -61,7 +61,7 @@ def described(
     urls = [paths[k] for k in rows]
     for url in urls:
         protocol_name = url.partition("://")[0].lower()
-        if protocol_name not in fetches:
+        if protocol_name not in fetches and protocol.EVERY not in fetches:
             reason = (
                 f"the daemon does not fetch {protocol_name}://"
                 if fetches
@@ -77,7 +77,7 @@ def described(
             identity.size,
             identity.modified,
         )
-    return Files(packed.tobytes(), tags, collect(urls))
+    return Files(packed.tobytes(), tags, collect(urls, own=protocol.EVERY in fetches))
 
 
 def _describe_local(

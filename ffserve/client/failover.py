@@ -29,7 +29,7 @@ from ffserve.client.handshake import Driver
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.memory import UnmappedError
-from ffserve.client.remote import RemoteSource, identified
+from ffserve.client.ranged import RangedSource, identified
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Source
 from ffserve.dataset import check_same_content
@@ -44,7 +44,7 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.socket_path import find_socket
+from ffserve.socket_path import find_socket, user_socket
 from ffserve.store.origin import Identity
 from ffserve.store.urls import is_url
 
@@ -100,7 +100,8 @@ class OpenRequest:
     unserved: why a daemon that is running does not serve the files, or some samples. share: of the
     data that a local source reads through the page cache, the same in all processes that got the
     reader; None: not chosen yet. identities: the versions of remote files that were opened, the
-    same in all these processes as well.
+    same in all these processes as well. own: whether the daemon is the user's own, since another
+    does not serve the remote files.
     """
 
     paths: tuple[str, ...]
@@ -116,6 +117,7 @@ class OpenRequest:
     unserved: str = ""
     share: float | None = None
     identities: tuple[Identity, ...] = ()
+    own: bool = False
     _expected: int | None = None
 
     @property
@@ -132,7 +134,7 @@ class OpenRequest:
     def socket(self) -> str:
         """The daemon's socket. If there is none, the one that was used last."""
         named = self.server not in ("auto", "start", "require", "off")
-        found = find_socket(self.server if named else None)
+        found = user_socket() if self.own else find_socket(self.server if named else None)
         return self.served_by if self.served_by and not os.path.exists(found) else found
 
     @property
@@ -143,7 +145,18 @@ class OpenRequest:
     @property
     def starts(self) -> bool:
         """Whether a daemon is started if none answers."""
-        return self.server == "start" or (self.server == "auto" and start_wanted())
+        return self.server == "start" or (
+            self.server == "auto" and start_wanted(remote=self.remote)
+        )
+
+    def turn_to_own(self) -> bool:
+        """Look for the user's own daemon from now on, if there are remote files, which the daemon
+        that was found does not serve; return False if there is no other one to look for."""
+        if self.own or not self.optional or not self.remote:
+            return False
+        with contextlib.suppress(AccessDenied):  # the directory of its socket is not the user's
+            self.own = user_socket() != self.socket
+        return self.own
 
     def check(self, source: Source) -> None:
         """Note what a new source opened. Raises when it is not what the last one had."""
@@ -297,7 +310,8 @@ class SourceSelection:
     def _first(self, patience_s: float) -> SelectionSteps[Source]:
         request = self.request
         deadline = time.monotonic() + patience_s
-        may_start = request.starts
+        may_start, tried = request.starts, set[str]()
+        refused: FFServeError | None = None
         reason: FFServeError | None = None
         while request.server != "off":
             try:
@@ -307,22 +321,19 @@ class SourceSelection:
             except MissingFile:
                 raise  # said by this machine's kernel, not by the daemon
             except NOT_SERVED as error:
-                away = _is_away(error)
-                if may_start and away and not isinstance(error.__cause__, TimeoutError):
-                    may_start = False
+                if may_start and _can_be_started(error) and request.socket not in tried:
+                    tried.add(request.socket)
                     if (yield from self._starting()):
                         continue
                     break
+                if request.turn_to_own():
+                    refused = error
+                    continue
                 if request.optional:
-                    # That no daemon runs is not worth a warning; one that cannot be used is.
-                    if not away or not isinstance(error.__cause__, _NOT_RUNNING):
-                        if self._first_time(error):
-                            log.warning("reading without the daemon: %s", error)
-                        if away:
-                            self.away_since = time.monotonic()
-                    reason = error
+                    reason = refused if refused and _is_none(error) else error
+                    self._note_unused(reason)
                     break
-                if not away or time.monotonic() >= deadline:
+                if not _is_away(error) or time.monotonic() >= deadline:
                     raise
             yield 0.05
         return (yield from self._without_daemon(reason))
@@ -335,11 +346,22 @@ class SourceSelection:
             source.description += f" (daemon not used: {reason.message})"
         return source
 
+    def _note_unused(self, error: FFServeError) -> None:
+        """Say why no daemon serves, if there is one. That none runs is not worth a warning."""
+        if _is_none(error):
+            return
+        if self._first_time(error):
+            log.warning("reading without the daemon: %s", error)
+        if _is_away(error):
+            self.away_since = time.monotonic()
+
     def _starting(self) -> SelectionSteps[bool]:
-        """Have a daemon started; return whether one listens."""
+        """Have a daemon started; return whether there is one to look for."""
         try:
             yield StartDaemon()
         except FFServeError as error:
+            if self.request.turn_to_own():
+                return True
             if self._first_time(error):
                 log.warning("reading without a daemon, none could be started: %s", error)
             return False
@@ -402,9 +424,9 @@ def closed_error() -> UsageError:
     return UsageError("this reader is closed")
 
 
-def open_remote(request: OpenRequest) -> RemoteSource:
+def open_remote(request: OpenRequest) -> RangedSource:
     """Open files of which some are remote."""
-    source = RemoteSource(
+    source = RangedSource(
         request.paths,
         request.format,
         request.verify,
@@ -415,6 +437,17 @@ def open_remote(request: OpenRequest) -> RemoteSource:
     )
     request.identities = source.identities
     return source
+
+
+def _is_none(error: FFServeError) -> bool:
+    """Whether no process listens on the daemon's socket."""
+    return isinstance(error, ServerUnavailable) and isinstance(error.__cause__, _NOT_RUNNING)
+
+
+def _can_be_started(error: FFServeError) -> bool:
+    """Whether an error of connecting means that no daemon listens."""
+    stopped = isinstance(error.__cause__, TimeoutError)
+    return _is_away(error) and not stopped
 
 
 def replaceable(source: Source) -> TypeGuard[DaemonSource]:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +46,6 @@ from ffserve.formats.base import UNKNOWN_LENGTH, is_chunked
 from ffserve.reads.records import Failures, outcome_of, record_batch
 
 log = logging.getLogger("ffserve")
-
-Instead: TypeAlias = Callable[[Int64s, Int64s, NDArray[np.int32]], NDArray[np.int32]]
-"""Gives the engine's numbers of files to read from, by shards, offsets, and the usual numbers."""
 
 SIZES_AT_ONCE = 65_536
 """Samples of unknown length that one request reads."""
@@ -90,7 +87,8 @@ class PartlyRead:
 @dataclass(slots=True)
 class LocalRequest:
     """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
-    to read. parts: of windows, which all of its samples come from."""
+    to read. parts: of windows, which all of its samples come from. coming: what is read of the
+    others by ranges (`ranged.py`)."""
 
     indices: Int64s
     target: Target
@@ -98,6 +96,7 @@ class LocalRequest:
     batch: EngineBatch | None
     engine: Engine
     parts: list[Part] = field(default_factory=list)
+    coming: PartlyRead | None = None
 
 
 @dataclass(slots=True)
@@ -198,7 +197,10 @@ class LocalSource:
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated
         self._warned: set[int] = set()
-        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._warn)
+        self._chunk_cache = self._new_chunk_cache()
+
+    def _new_chunk_cache(self) -> ChunkCache:
+        return ChunkCache(self._chunked, self._learned, self._warn)
 
     def _open_shard(self, path: str, how: Opening) -> OpenShard:
         return open_shard(path, how)
@@ -344,9 +346,8 @@ class LocalSource:
         apart: bool,
         out: Bytes | None = None,
         found: PartlyRead | None = None,
-        instead: Instead | None = None,
     ) -> LocalRequest | ChunkedRequest:
-        """Submit the reads. instead: other files to read from."""
+        """Submit the reads."""
         indices = np.ascontiguousarray(indices)
         engine = self._attach()
         try:
@@ -357,12 +358,12 @@ class LocalSource:
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
-                    return self._submit_chunks(engine, indices, inside, apart, out, instead)
+                    return self._submit_chunks(engine, indices, inside, apart, out)
             edges = self._edges(indices)
             # The caller's array may have been changed since it was looked up.
             if found is None or not np.array_equal(edges, found.target.offsets):
                 found = self._to_target(indices, edges, apart, out)
-            return self._submit(engine, self._numbers, indices, found, instead)
+            return self._submit(engine, self._numbers, indices, found)
         except BaseException:
             self._detach()
             raise
@@ -373,7 +374,6 @@ class LocalSource:
         files: Numbers,
         indices: Int64s,
         found: PartlyRead,
-        instead: Instead | None = None,
     ) -> LocalRequest:
         target, left = found.target, found.left
         request = LocalRequest(indices, target, left, None, engine)
@@ -382,8 +382,6 @@ class LocalSource:
         chosen = indices[left]
         shards, starts, through = self._located(chosen)
         numbers = files[through.view(np.int8), shards]
-        if instead is not None:
-            numbers = instead(shards, starts, numbers)
         batch = request.batch = record_batch(
             starts,
             self._held[chosen].astype(np.int64),
@@ -408,7 +406,6 @@ class LocalSource:
         inside: NDArray[np.bool_],
         apart: bool,
         out: Bytes | None,
-        instead: Instead | None,
     ) -> ChunkedRequest:
         plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
         shards = self.layout.shards(indices[packed])
@@ -418,7 +415,6 @@ class LocalSource:
         def file_of(shard: int, offset: int) -> tuple[int, int]:
             which, at = np.array([shard]), np.array([offset])
             number = numbers[self._tables.through_cache(which, at).view(np.int8), which]
-            number = number if instead is None else instead(which, at, number)
             return int(number[0]), self._files.fd(shard)
 
         wanted = self._chunk_cache.wanted(shards, records, packed)
@@ -426,11 +422,7 @@ class LocalSource:
         others = None
         if len(plain):
             found = self._to_target(indices[plain], self._edges(indices[plain]), False, None)
-            if instead is not None:  # what is in the page cache of the others is not meant
-                found.left = np.arange(len(plain))
-            others = self._submit(
-                self._decoding, self._decoding_numbers, indices[plain], found, instead
-            )
+            others = self._submit(self._decoding, self._decoding_numbers, indices[plain], found)
         nothing = Target(np.zeros(1, np.int64), apart=False)
         return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
 
@@ -642,7 +634,7 @@ class LocalSource:
         self._tables.after_fork()
         self._pending = 0
         self._attaching = threading.Lock()
-        self._chunk_cache = ChunkCache(self._chunked, self._learned, self._warn)
+        self._chunk_cache = self._new_chunk_cache()
 
     def close(self) -> None:
         """Close the files when no request needs them any more."""

@@ -44,7 +44,8 @@ _pool: ThreadPoolExecutor | None = None
 """Of this process, for all sources."""
 
 
-def _decoding_threads() -> ThreadPoolExecutor:
+def decoding_threads() -> ThreadPoolExecutor:
+    """Return the threads that decode chunks, of all sources of this process."""
     global _pool
     with _lock:
         if _pool is None:
@@ -67,7 +68,9 @@ FileOf: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Chunk(ChunkRun):
+class Chunk(ChunkRun):
+    """A chunk of a shard of the data set, and what becomes of it."""
+
     key: Key
     decoded: Future[DecodedChunk | FFServeError]
 
@@ -138,7 +141,7 @@ class ChunkCache:
         if self._kept.pop(key, None) is not None:
             self._kept_size -= self.size(key)
 
-    def _missing(self, file_of: FileOf, keys: list[Key]) -> Iterator[_Chunk]:
+    def _missing(self, file_of: FileOf, keys: list[Key]) -> Iterator[Chunk]:
         for key in keys:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -146,31 +149,42 @@ class ChunkCache:
             shard, k = self._shards[key[0]], key[1]
             begin, end = int(shard.chunks.begins[k]), int(shard.chunks.ends[k])
             file = file_of(key[0], begin)
-            yield _Chunk(shard, k, k + 1, begin, end, *file, key=key, decoded=Future())
+            yield Chunk(shard, k, k + 1, begin, end, *file, key=key, decoded=Future())
 
-    def _read(self, engine: Engine, file_of: FileOf, chunks: list[_Chunk]) -> None:
+    def _read(self, engine: Engine, file_of: FileOf, chunks: list[Chunk]) -> None:
         reading = ChunkBatch(chunks, self._buffers)
         reading.batch.keep = reading.batch.keep, file_of
         engine.submit(reading.batch)
+        self._keep(chunks)
+
+        def decode() -> None:
+            engine.wait(reading.batch)
+            for chunk, _, _, outcome, again in reading.decode(new_memory):
+                self._end(chunk, outcome, again)
+
+        decoding_threads().submit(self._decode, chunks, decode)
+
+    def _keep(self, chunks: list[Chunk]) -> None:
+        """Chunks are being read."""
         for chunk in chunks:
             self._kept[chunk.key] = chunk.decoded
             self._kept_size += self.size(chunk.key)
 
-        def decode() -> None:
-            try:
-                engine.wait(reading.batch)
-                for chunk, _, _, outcome, again in reading.decode(
-                    lambda chunk, offset, size: np.empty(size, np.uint8)
-                ):
-                    chunk.decoded.set_result(self._outcome(chunk, outcome, again))
-            except BaseException as error:  # who waits must not wait for ever
-                for chunk in chunks:
-                    if not chunk.decoded.done():
-                        chunk.decoded.set_exception(error)
+    @staticmethod
+    def _decode(chunks: list[Chunk], decode: Callable[[], object]) -> None:
+        """Decode chunks, in a thread. Who waits for them must not wait for ever."""
+        try:
+            decode()
+        except BaseException as error:
+            for chunk in chunks:
+                if not chunk.decoded.done():
+                    chunk.decoded.set_exception(error)
 
-        _decoding_threads().submit(decode)
+    def _end(self, chunk: Chunk, outcome: Outcome, again: bool) -> None:
+        """A chunk is decoded, or cannot be."""
+        chunk.decoded.set_result(self._outcome(chunk, outcome, again))
 
-    def _outcome(self, chunk: _Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
+    def _outcome(self, chunk: Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
         if isinstance(outcome, DecodedChunk):
             self._learned(*chunk.key, outcome.lengths)
             if again:
@@ -252,6 +266,11 @@ class ChunkReads:
         places = target.places()
         for positions, buffer, starts, lengths in self._found:
             scatter(buffer, starts, lengths, places[positions])
+
+
+def new_memory(_run: ChunkRun, _offset: int, size: int) -> Bytes:
+    """Return memory of its own for a decoded chunk."""
+    return np.empty(size, np.uint8)
 
 
 def _edges(lengths: Int64s) -> Int64s:

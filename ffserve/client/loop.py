@@ -24,7 +24,7 @@ from ffserve.client.descriptors import OpenFiles, described, send
 from ffserve.client.handshake import Handshake
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.memory import receive
-from ffserve.client.remote import RemoteSource
+from ffserve.client.ranged import RangedSource
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import EngineBatch, local_engine
@@ -368,7 +368,7 @@ class LoopState:
     async def _read_local(
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
-        if isinstance(source, RemoteSource):  # it waits for the network
+        if isinstance(source, RangedSource):  # it waits for the network
             reading = pool().submit(source.read, numbers, apart, out)
             return await undisturbed(asyncio.wrap_future(reading))
         request = source.start(numbers, apart=apart, out=out)

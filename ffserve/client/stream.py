@@ -6,6 +6,7 @@ In order such a file is read without an index, from its first byte to its last, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import IO, cast
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from ffserve.formats.tfstream import (
     compression_of,
     record_error,
 )
+from ffserve.store.fetching import identity_of
+from ffserve.store.ranges import RangedObject, ReadAtStream
+from ffserve.store.urls import is_url
 
 READ_SIZE = 256 << 10
 
@@ -111,10 +115,17 @@ class RecordStream:
             at += len(lengths)
 
 
+def _opened(path: str) -> IO[bytes]:
+    if is_url(path):
+        opened = RangedObject(identity_of(path))
+        return cast(IO[bytes], ReadAtStream(opened.read_at(), opened.size))
+    return open(path, "rb", buffering=0, opener=opener)
+
+
 def _pieces(path: str) -> Iterator[bytes]:
     """Yield a file's bytes, uncompressed."""
     try:
-        with open(path, "rb", buffering=0, opener=opener) as file:
+        with _opened(path) as file:
             head = file.read(HEAD_SIZE)
             inflater = Inflater(path, compression_of(head) or "none")
             yield from inflater.feed(head)

@@ -26,6 +26,7 @@ from ffserve.output import writing
 from ffserve.store import fetching as store
 from ffserve.store.blocks import write_at
 from ffserve.store.origin import HIDDEN, SPECIAL, Identity, file_system
+from ffserve.store.ranges import ReadAtStream
 from ffserve.store.urls import check_name, is_url, is_web, name_of, shown
 
 EMPTY = "empty"
@@ -266,33 +267,13 @@ def _find_remote(uri: str) -> Listing:
     return listing
 
 
-class _Stored(io.RawIOBase):
-    """A remote file as a stream that can seek, through the store."""
+class _Stored(ReadAtStream):
+    """A remote file as a stream, through the store."""
 
     def __init__(self, identity: Identity) -> None:
         self._fetcher = store.process_fetcher()
         self._opened = self._fetcher.open(identity)
-        self._read_at = self._fetcher.read_at(self._opened)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._opened.stored.size}
-        self._at = origins[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size = self._read_at(self._at, memoryview(buffer).cast("B"))
-        self._at += size
-        return size
+        super().__init__(self._fetcher.read_at(self._opened), identity.size)
 
     def close(self) -> None:
         if not self.closed:

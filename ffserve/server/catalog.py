@@ -235,7 +235,10 @@ class Catalog:
                 path=request.paths[positions[0]],
                 hint="set [store] directory in its configuration",
             )
-        access = remote.access_for(peer.owner, access)
+        urls = [request.remote[k].url for k in positions]
+        access = remote.access_for(peer, access, urls)
+        if not remote.fetcher.has_store:
+            await in_thread(remote.open_store)
         for first in range(0, len(positions), REMOTE_COUNT):
             wanted = [
                 remote.wanted(k, request.remote[k], access, peer)

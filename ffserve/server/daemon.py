@@ -38,7 +38,7 @@ from ffserve.server.access import may_read_everything
 from ffserve.server.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.log import start_logging
-from ffserve.server.remote import log_text, store_fault, try_store
+from ffserve.server.remote import store_fault, try_store
 from ffserve.server.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.server import Server, listen
 from ffserve.server.state import ServerState
@@ -346,8 +346,6 @@ def _log_start(server: Server) -> None:
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
     )
-    if state.remote is not None:
-        log.info("remote files: %s", log_text(state.remote))
 
 
 def _end_at_once(

@@ -42,7 +42,7 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.server.access import Owner
 from ffserve.server.remote import Floats, RemoteShard
-from ffserve.store.blocks import PRESENT, WHOLE, StoredObject
+from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
 
 log = logging.getLogger("ffserve")
@@ -616,7 +616,7 @@ class Fetches:
             before = uses.astype(np.float64)
             # Another job's use stays if it is sooner and not over.
             best = np.where((before > wall) & (before < mine), before, mine + 1)
-            uses[:] = np.clip(best, 0, LATEST).astype(np.uint32) & ~np.uint32(WHOLE)
+            uses[:] = np.clip(best, 0, LATEST).astype(np.uint32)
 
     def look_ahead(self, progress: JobProgress, bases: list[int], now: float) -> None:
         """Ask for the blocks that a job's orders need next. In the thread of the orders."""
@@ -642,7 +642,7 @@ class Fetches:
             due = time.time() + place / rate
             stored = remote.stored
             remote.worth[block] = due + SOON_S
-            stored.state.uses[block] = min(int(due) + 1, LATEST) | WHOLE
+            stored.state.uses[block] = min(int(due) + 1, LATEST)
             key = stored, block
             if most > 0 and stored.state.words[block] != PRESENT and key not in self._refused:
                 most -= 1

@@ -5,7 +5,8 @@ any other; `fetches.py` brings its blocks before they are read. The client says 
 wants and passes its access (`store/access.py`), and the daemon asks the origin with that, and with
 nothing of its own: so the origin decides what a user may read. An object belongs to the domain of
 the user, unless its place is one of `[store] common`. In the store, too, objects of two domains are
-two objects.
+two objects. With `store.access = "own"` the daemon asks with what it has itself, for its own user
+and nobody else, and opens its store when that user first needs it.
 
 Origins may not answer: all that asks them runs in threads. Each user has threads of its own for
 each place, so users share the network equally, and one whose origin hangs holds up nobody else.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import secrets
 import threading
@@ -29,16 +31,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.config import ServerConfig, format_size
-from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
+from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.protocol import EVERY
 from ffserve.server.access import OWN, Owner, Peer
-from ffserve.store.access import FAMILIES, MODULES, Access, forget_own_settings, served
+from ffserve.store.access import (
+    FAMILIES,
+    MODULES,
+    Access,
+    forget_own_settings,
+    quieten_packages,
+    served,
+)
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
 from ffserve.store.opening import parsed
 from ffserve.store.origin import Identity, changed, identify
 from ffserve.store.urls import shown
+
+log = logging.getLogger("ffserve")
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -110,24 +122,51 @@ class RemoteFiles:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        forget_own_settings()
-        directory = config.store_directory
-        self.fetcher = Fetcher(Store(directory, _limit(config)), GIVE_UP_S)
-        self.directory = directory
+        self.own = config.store_access == "own"
+        """Whether it reads for its own user alone, with what that user's processes have."""
+        self.directory = config.store_directory
+        self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
         there = {family for family, module in MODULES.items() if _is_installed(module)}
         self.protocols = sorted(name for name, family in FAMILIES.items() if family in there)
         """What WELCOME offers."""
         self._common = frozenset(config.store_common)
+        quieten_packages()
+        if self.own:
+            self.protocols.append(EVERY)
+            self._common = frozenset()
+        else:
+            forget_own_settings()
+            self.fetcher.store  # noqa: B018 - its first use opens it
         self._instance = secrets.token_hex(8)
         """Another one for each daemon, also if it has its predecessor's memory."""
-        self._device = os.stat(directory).st_dev
         self._lock = threading.Lock()
         self._pools: dict[Owner, Counter[str]] = {}
         """By user: objects that are open, by their pool."""
         self._owners: dict[OpenObject, Owner] = {}
         self._accesses: WeakValueDictionary[tuple[Owner, bytes], Access] = WeakValueDictionary()
 
+    def _made_store(self, limit: int) -> Store:
+        store = Store(self.directory, limit)
+        self._device = os.stat(self.directory).st_dev
+        used, most = format_size(store.used), format_size(limit)
+        log.info("remote files: store %s, %s of %s", self.directory, used, most)
+        return store
+
+    def open_store(self) -> None:
+        """Open the store, unless it is open. It waits for its disk.
+
+        Raises: ReadError, AccessDenied: it cannot be used.
+        """
+        try:
+            self.fetcher.store  # noqa: B018 - its first use opens it
+        except UsageError as error:
+            raise ReadError(error.message, path=error.path, hint=error.hint) from error
+
     # ---- in the loop's thread -------------------------------------------------------------
+
+    def serves(self, url: str, peer: Peer) -> bool:
+        """Whether the daemon fetches a URL for a peer."""
+        return served(url) or (self.own and peer.is_self)
 
     def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> Wanted:
         """Return whose a remote file is."""
@@ -142,9 +181,21 @@ class RemoteFiles:
         file = self._device, inode, identity.size, mtime, ctime
         return Wanted(position, identity, access, owner, name, place, file)
 
-    def access_for(self, owner: Owner, access: Access) -> Access:
-        """Return an access that a user has passed before, if it is the same: it has connections."""
-        return self._accesses.setdefault((owner, access.digest), access)
+    def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
+        """Return with what URLs are read for a peer: an access that its user has passed before, if
+        it is the same, since that has connections.
+
+        Raises: ReadError: they are not read for this peer, or not with what the daemon has.
+        """
+        if self.own:
+            if not peer.is_self:
+                raise ReadError(
+                    "the daemon reads remote files for its own user only",
+                    path=shown(some[0]),
+                    hint="use a daemon of your own, or the machine's",
+                )
+            access.use_own(some)
+        return self._accesses.setdefault((peer.owner, access.digest), access)
 
     def _domain_name(self, owner: Owner | None) -> str:
         """Return the name of a domain in the store. The number of a container may be another's in
@@ -166,7 +217,13 @@ class RemoteFiles:
         def ask(one: Wanted) -> None:
             url = one.identity.url
             breaker = self.fetcher.breaker(pool_of(peer.owner, one.place))
-            found = breaker.call(lambda: identify(url, one.access))
+            try:
+                found = breaker.call(lambda: identify(url, one.access))
+            except (MissingFile, UsageError) as error:
+                if not one.access.own:
+                    raise
+                # The client has found it: it knows more of its file systems than the daemon.
+                raise ReadError(error.message, path=error.path, hint=error.hint) from error
             same = found.size == one.identity.size and found.tag == one.identity.tag
             if not same or (found.modified and found.modified != one.identity.modified):
                 raise changed(url)
@@ -189,7 +246,13 @@ class RemoteFiles:
                 for last in (False, True):
                     try:
                         return opened, parsed(
-                            self.fetcher, opened, format, verify=verify, tolerant=tolerant
+                            self.fetcher.read_at(opened),
+                            opened.stored.size,
+                            opened.shown,
+                            format,
+                            verify=verify,
+                            tolerant=tolerant,
+                            kept=(self.fetcher.store, opened.stored),
                         )
                     except FormatError:
                         every = np.arange(opened.stored.count)
@@ -298,11 +361,17 @@ def blocks_of(
     return firsts.astype(np.int32), lasts.astype(np.int32)
 
 
-def identity_from(url: str, size: int, tag: object, modified: int) -> Identity:
-    """Return what a client says of a remote file. Raises: UsageError: it cannot be."""
+def identity_from(
+    url: str, size: int, tag: object, modified: int, serves: Callable[[str], bool]
+) -> Identity:
+    """Return what a client says of a remote file.
+
+    Args: serves: whether the daemon fetches a URL for it.
+    Raises: UsageError: it cannot be.
+    """
     if not isinstance(tag, str) or len(tag) > MOST_TAG or not 0 <= modified < 1 << 62:
         raise UsageError("invalid version of a remote file", path=shown(url))
-    if len(url) > MOST_URL or not served(url):
+    if len(url) > MOST_URL or not serves(url):
         raise ReadError(
             "the daemon does not fetch this URL",
             path=shown(url),
@@ -320,7 +389,7 @@ def _is_installed(module: str) -> bool:
 
 def store_fault(config: ServerConfig) -> FFServeError | None:
     """Return why the settings of the store cannot be used; None: they can, or there is none."""
-    if not config.store_directory:
+    if not config.store_directory or config.store_access == "own":
         return None
     try:
         forget_own_settings()
@@ -335,7 +404,7 @@ def store_fault(config: ServerConfig) -> FFServeError | None:
 def try_store(config: ServerConfig) -> None:
     """Open the store and close it. Raises: UsageError, AccessDenied, ReadError: it cannot be
     used."""
-    if config.store_directory:
+    if config.store_directory and config.store_access != "own":
         Store(config.store_directory, _limit(config)).abandon()
 
 
@@ -346,8 +415,9 @@ def _limit(config: ServerConfig) -> int:
 
 def store_facts(remote: RemoteFiles | None) -> dict[str, Any]:
     """Return the state of the store for STATUS; sizes in bytes."""
-    if remote is None:
-        return {"directory": "", "limit": 0, "used": 0, "fetched": 0, "evicted": 0}
+    if remote is None or not remote.fetcher.has_store:
+        directory = "" if remote is None else remote.directory
+        return {"directory": directory, "limit": 0, "used": 0, "fetched": 0, "evicted": 0}
     store, fetcher = remote.fetcher.store, remote.fetcher
     return {
         "directory": remote.directory,
@@ -356,9 +426,3 @@ def store_facts(remote: RemoteFiles | None) -> dict[str, Any]:
         "fetched": fetcher.fetched,
         "evicted": store.evictions,
     }
-
-
-def log_text(remote: RemoteFiles) -> str:
-    """Return one line about the store."""
-    store = remote.fetcher.store
-    return f"store {remote.directory}, {format_size(store.used)} of {format_size(int(store.limit))}"

@@ -49,7 +49,7 @@ from ffserve.server.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sharing import PrepareRequest, Sharing
 from ffserve.server.state import LARGEST_COUNT, Job, ServerState
 from ffserve.server.users import MOST_USER_DATASETS, Bound, User
-from ffserve.store.access import Access
+from ffserve.store.access import Access, served
 from ffserve.store.origin import Identity as RemoteIdentity
 from ffserve.store.urls import is_url, shown
 
@@ -272,7 +272,7 @@ class Session:
             paths = []
         valid = bool(paths)
         identities: list[Identity] = []
-        remote = _Remote(what, len(paths))
+        remote = _Remote(what, len(paths), self._serves)
         for first in range(0, len(paths), FEW):
             part = paths[first : first + FEW]
             valid = valid and all(isinstance(p, str) and "\0" not in p for p in part)
@@ -303,6 +303,10 @@ class Session:
         self.begin_opening()
         found = remote.versions, remote.access
         self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
+
+    def _serves(self, url: str) -> bool:
+        remote = self._state.remote
+        return served(url) if remote is None else remote.serves(url, self.peer)
 
     def need(
         self,
@@ -806,10 +810,10 @@ class Session:
 class _Remote:
     """The remote files of an OPEN, from what the client says of them.
 
-    Args: what: of the message. count: of its paths.
+    Args: what: of the message. count: of its paths. serves: whether the daemon fetches a URL.
     """
 
-    def __init__(self, what: dict[str, Any], count: int) -> None:
+    def __init__(self, what: dict[str, Any], count: int, serves: Callable[[str], bool]) -> None:
         self.versions: dict[int, RemoteIdentity] = {}
         self.access: Access | None = None
         self.error: FFServeError | None = None
@@ -817,6 +821,7 @@ class _Remote:
         self._tags: Any = what.get("tags")
         self._access: Any = what.get("access")
         self._count = count
+        self._serves = serves
 
     def take(self, paths: list[str], identities: list[Identity], first: int) -> bool:
         """Take the next paths, from this position on, and give URLs without secrets and identities
@@ -834,7 +839,8 @@ class _Remote:
                 if self.access is None:
                     self.access = Access(self._access)
                 if self.error is None:
-                    self.versions[k] = identity_from(paths[k], size, tags[k], modified)
+                    version = size, tags[k], modified
+                    self.versions[k] = identity_from(paths[k], *version, self._serves)
             except FFServeError as error:
                 self.error = error
             paths[k] = shown(paths[k])

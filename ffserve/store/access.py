@@ -8,6 +8,10 @@ of few protocols; what cannot travel (Kerberos tickets, keys in an agent) is lef
 The packages below fsspec fall back to the environment and files of their process for what they are
 not given. So here they are given all of it, or are not used (`clouds.py`).
 
+A daemon that reads for its own user alone (`store.access = "own"`) has what that user's processes
+have: environment, files, tickets. If these are the client's (`own_settings`), it reads any protocol
+as the client would by itself (`Access.own`).
+
 Nothing here is logged or shown. `Access` has no secrets in its text.
 """
 
@@ -23,7 +27,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -67,6 +71,7 @@ _OPTIONS: dict[str, dict[str, type[Any]]] = {
     },
     "hf": {"token": str, "endpoint_url": str},
     "webhdfs": {"user": str, "password": str, "token": str, "port": int, "use_https": bool},
+    "own": {"settings": str},
 }  # fmt: skip
 _TOGETHER: dict[str, dict[str, tuple[str, ...]]] = {
     "gs": {"refresh_token": ("client_id", "client_secret"), "private_key": ("client_email",)},
@@ -81,6 +86,19 @@ _TALKING = (
 )  # fmt: skip
 _OWN_VARIABLES = ("AZURE_", "GCSFS_", "GOOGLE_", "HF_", "HUGGING_FACE_", "STORAGE_EMULATOR_")
 """Of the environment: what packages would take from there."""
+_SETTINGS = {
+    "s3": ("AWS_",), "gs": ("GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR_"),
+    "abfs": ("AZURE_",), "hf": ("HF_", "HUGGING_FACE_"), "sftp": ("SSH_AUTH_",),
+    "hdfs": ("HADOOP_", "KRB5"), "viewfs": ("HADOOP_", "KRB5"), "webhdfs": ("HADOOP_", "KRB5"),
+}  # fmt: skip
+"""Of the environment, by family: what its package takes from there. Of other protocols: what begins
+with their names."""
+_USER_SETTINGS = (
+    "HOME", "USER", "LOGNAME", "NETRC", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",
+    "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+_IN_PROCESS = ("memory",)
+"""Protocols whose files are in the memory of one process."""
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
@@ -92,22 +110,60 @@ Options: TypeAlias = dict[str, dict[str, Any]]
 def _no_travel(what: str) -> ReadError:
     return ReadError(
         f"{what} cannot be passed to the daemon, which could not read these files",
-        hint="this process reads them by itself, through its own store",
+        hint="this process reads them by itself, by ranges",
     )
 
 
 # ---- in the client -------------------------------------------------------------------------------
 
 
-def collect(some: Iterable[str]) -> str:
+def collect(some: Sequence[str], *, own: bool = False) -> str:
     """Return the access of this process to the origins of URLs, as text for the daemon.
 
     It reads files, and may ask services for credentials.
+
+    Args: own: whether the daemon uses its own settings if they are those of this process.
     Raises: ReadError: the daemon cannot have what is needed.
     """
-    protocols = sorted({url.partition("://")[0].lower() for url in some})
+    protocols = _protocols(some)
     found: Options = {}
-    for protocol in protocols:
+    try:
+        found = _passed(protocols)
+    except ReadError:
+        if not own or not protocols.isdisjoint(_IN_PROCESS):
+            raise
+    if own:
+        found["own"] = {"settings": own_settings(some)}
+    text = json.dumps(found, separators=(",", ":"))
+    if len(text) > MOST_TEXT:
+        raise _no_travel(f"an access of {len(text)} bytes")
+    return text
+
+
+def _protocols(some: Iterable[str]) -> set[str]:
+    return {url.partition("://")[0].lower() for url in some}
+
+
+def own_settings(some: Sequence[str]) -> str:
+    """Return a digest of what decides in this process with what URLs are read: variables of the
+    environment, and fsspec's configuration."""
+    conf = importlib.import_module("fsspec").config.conf
+    protocols = sorted(_protocols(some))
+    families = {FAMILIES.get(name, name) for name in protocols}
+    prefixes = {each for name in families for each in _SETTINGS.get(name, (name.upper(),))}
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in _USER_SETTINGS or name.startswith(tuple(prefixes))
+    }
+    seed = repr([sorted(found.items()), [(name, conf.get(name, {})) for name in protocols]])
+    return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _passed(protocols: Iterable[str]) -> Options:
+    """Return the options of these protocols. Raises: ReadError: the daemon cannot have them."""
+    found: Options = {}
+    for protocol in sorted(protocols):
         family = FAMILIES.get(protocol)
         if family is None:
             raise _no_travel(f"the access to {protocol}://")
@@ -119,10 +175,7 @@ def collect(some: Iterable[str]) -> str:
             raise _no_travel(f"the access to {protocol}:// ({type(error).__name__})") from error
         if found.setdefault(family, options) != options:
             raise _no_travel(f"an access to {protocol}:// that differs from that to its like")
-    text = json.dumps(found, separators=(",", ":"))
-    if len(text) > MOST_TEXT:
-        raise _no_travel(f"an access of {len(text)} bytes")
-    return text
+    return found
 
 
 def _settings(protocol: str) -> dict[str, Any]:
@@ -334,11 +387,14 @@ def _private_key(text: str) -> Any:
 
 def forget_own_settings() -> None:
     """Have no configuration of fsspec in this process, which reads for others, nor variables that
-    the packages below it would take settings from. Log nothing of them but warnings: their other
-    lines have headers of requests."""
+    the packages below it would take settings from."""
     importlib.import_module("fsspec").config.conf.clear()
     for name in [name for name in os.environ if name.startswith(_OWN_VARIABLES)]:
         del os.environ[name]
+
+
+def quieten_packages() -> None:
+    """Log nothing of the packages but warnings: their other lines have headers of requests."""
     for name in _TALKING:
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -358,6 +414,9 @@ class Access:
 
     def __init__(self, text: str) -> None:
         self._options = _checked(text)
+        self._settings = self._options.pop("own", {}).get("settings")
+        self.own = False
+        """Whether what is used is what this process has."""
         self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
         """Another one for each access."""
         self._lock = threading.Lock()
@@ -368,9 +427,27 @@ class Access:
     def __repr__(self) -> str:
         return "Access(…)"
 
+    def use_own(self, some: Sequence[str]) -> None:
+        """Use what this process has, which reads for its own user alone, if it is what the client
+        has.
+
+        Raises: ReadError: it is not, and the client could not pass what it has.
+        """
+        self.own = self._settings == own_settings(some)
+        families = {FAMILIES.get(protocol) for protocol in _protocols(some)}
+        if not self.own and not families <= set(self._options):
+            raise ReadError(
+                "the daemon was started with other settings for these files (environment, or "
+                "fsspec's configuration) than this process has",
+                path=urls.shown(some[0]),
+                hint="`ffserve stop` ends it, and the next reader starts another",
+            )
+
     def place(self, url: str) -> str:
         """Return where the bytes of a URL come from, for people and `[store] common`: its origin,
         and what leads elsewhere under the same name."""
+        if self.own:
+            return urls.origin_of(url)
         protocol = url.partition("://")[0].lower()
         family, origin = FAMILIES[protocol], urls.origin_of(url)
         options = self._options.get(family, {})

@@ -48,9 +48,6 @@ from ffserve.memfd import punch
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
 """RESERVED: counted in the store's size, but not there, or not there yet."""
 
-WHOLE = 1
-"""Bit of a next use: so much of the block is needed soon that it is to be fetched as a whole, also
-into a store that is full."""
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """First byte of each kind of locks."""
 PAGE = 4096

@@ -170,7 +170,7 @@ class _Asked:
     use: float | None
 
 
-class _Threads:
+class Threads:
     """The threads of one origin; started when there is work, they end after a while without."""
 
     IDLE_S = 10.0
@@ -250,18 +250,31 @@ class OpenObject:
 class Fetcher:
     """Brings blocks into one store. Threads may call it.
 
-    Args: give_up_s: see `Breaker`.
+    Args: store: or what opens it, at its first use. give_up_s: see `Breaker`.
     """
 
-    def __init__(self, store: Store, give_up_s: float | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store | Callable[[], Store], give_up_s: float | None = None) -> None:
+        self._store = store
         self._give_up_s = give_up_s
-        self._lock = threading.Lock()
+        self._opening, self._lock = threading.Lock(), threading.Lock()
         self._tasks: dict[tuple[StoredObject, int], _Asked] = {}
-        self._threads: dict[str, _Threads] = {}
+        self._threads: dict[str, Threads] = {}
         self._full = False
         self.fetched = 0
         """Bytes that came from origins."""
+
+    @property
+    def store(self) -> Store:
+        """The store. Raises, at its first use: what opening it does."""
+        with self._opening:
+            if not isinstance(self._store, Store):
+                self._store = self._store()
+            return self._store
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the store is open."""
+        return isinstance(self._store, Store)
 
     def open(
         self,
@@ -296,10 +309,10 @@ class Fetcher:
         with _lock:
             _breakers.pop(pool, None)
 
-    def _of(self, opened: OpenObject) -> _Threads:
+    def _of(self, opened: OpenObject) -> Threads:
         with self._lock:
             if opened.pool not in self._threads:
-                self._threads[opened.pool] = _Threads("ffserve-fetch")
+                self._threads[opened.pool] = Threads("ffserve-fetch")
             return self._threads[opened.pool]
 
     def ask(
@@ -428,7 +441,7 @@ class Fetcher:
                 near += step
         return found
 
-    def _take(self, opened: OpenObject, threads: _Threads, block: int) -> Future[Outcome] | None:
+    def _take(self, opened: OpenObject, threads: Threads, block: int) -> Future[Outcome] | None:
         stored = opened.stored
         with self._lock:
             asked = self._tasks.get((stored, block))
@@ -623,6 +636,7 @@ def _pass_on(to: Future[Outcome], done: Future[Outcome]) -> None:
 
 _lock = threading.Lock()
 _fetchers: dict[str, Fetcher] = {}
+_threads: dict[str, Threads] = {}
 _breakers: dict[str, Breaker] = {}
 _listed: dict[str, tuple[float, Identity]] = {}
 
@@ -635,6 +649,12 @@ def _breaker(name: str, give_up_s: float | None = None) -> Breaker:
 def breaker_of(url: str) -> Breaker:
     """Return what this process knows of the origin of a URL."""
     return _breaker(urls.origin_of(url))
+
+
+def threads_of(url: str) -> Threads:
+    """Return the threads of this process that read past any store from the origin of a URL."""
+    with _lock:
+        return _threads.setdefault(urls.origin_of(url), Threads("ffserve-ranges"))
 
 
 def process_fetcher() -> Fetcher:
@@ -724,6 +744,7 @@ def _forget() -> None:
     for fetcher in _fetchers.values():
         fetcher.store.abandon()
     _fetchers.clear()
+    _threads.clear()
     _breakers.clear()
     _listed.clear()
 

@@ -147,7 +147,7 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     protocol = url.partition("://")[0].lower()
     conf = fsspec.config.conf.get(protocol, {})
     try:
-        if access is not None:
+        if access is not None and not access.own:
             found, path = access.file_system(url)
         elif protocol in hdfs.PROTOCOLS:
             found, path = hdfs.client(url, conf)

@@ -24,6 +24,7 @@ from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.server import fetches
 from ffserve.server.remote import RemoteShard
 from ffserve.store.directory import Store
+from ffserve.store.fetching import identity_of
 from ffserve.store.origin import Identity
 
 pytest.importorskip("fsspec")
@@ -50,8 +51,9 @@ def origin() -> Iterator[HttpOrigin]:
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read without the daemon goes to another store."""
-    monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "own-store"))
+    """No other daemon is started."""
+    monkeypatch.setenv("FFSERVE_START", "0")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(failover, "_logged", set())
 
@@ -119,10 +121,9 @@ def test_every_format_is_read_through_the_store_once(origin: HttpOrigin, tmp_pat
             assert plain(second.read(some)) == [wanted[(k + 200) % 400] for k in some]
         assert origin.total == store["fetched"]
     # The store of the daemon's user is that of its own processes as well.
-    os.environ["FFSERVE_STORE"] = str(tmp_path / "store")
-    with ffserve.open(urls[0], server="off") as reader:
-        assert plain(reader.read_batch(range(200))) == wanted[:200]
-    assert origin.total == store["fetched"]
+    own = Store(str(tmp_path / "store"), 1 << 30)
+    assert all(own.open(identity_of(url)).complete for url in urls)
+    own.abandon()
 
 
 @pytest.mark.stores
@@ -348,7 +349,7 @@ def test_what_somebody_edited_in_the_store_is_fetched_again(
         check(url, samples)
 
 
-def test_a_daemon_without_a_store_is_left_out_once(
+def test_without_a_daemon_that_has_a_store_ranges_are_read_and_it_is_said_once(
     origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -358,7 +359,7 @@ def test_a_daemon_without_a_store_is_left_out_once(
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         for _ in range(2):
             with ffserve.open(url) as reader:
-                assert reader.source.startswith("store ")
+                assert reader.source == "ranged reads"
                 assert plain(reader.read(range(50))) == samples
         with pytest.raises(ReadError, match="no store for remote files"):
             ffserve.open(url, server="require")
@@ -368,7 +369,7 @@ def test_a_daemon_without_a_store_is_left_out_once(
 
 
 @pytest.mark.stores
-def test_a_lost_daemon_is_replaced_by_the_own_store(
+def test_a_lost_daemon_is_replaced_by_ranged_reads(
     origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -380,10 +381,13 @@ def test_a_lost_daemon_is_replaced_by_the_own_store(
         with ffserve.open(url) as reader:
             assert reader.source.startswith("daemon ")
             assert bytes(reader[0]) == samples[0]
-            # Its version stays that which was opened, and its samples what they were.
+            # Its version stays that which was opened.
             daemon.end(9)
             assert plain(reader.read(range(50))) == samples
-            assert reader.source.startswith("store ")
+            assert reader.source == "ranged reads"
+            served(origin, tmp_path, samples_of(50, 3000, 1))
+            with pytest.raises(ReadError, match="changed at the origin"):
+                reader.read([0])
     caplog.clear()
 
 

@@ -1,4 +1,4 @@
-"""Remote files through `ffserve.open`: all formats, little room, forks, damage, failing origins."""
+"""Remote files through `ffserve.open`: by ranges ("off"), and through a daemon that is started."""
 
 from __future__ import annotations
 
@@ -7,50 +7,61 @@ import json
 import multiprocessing
 import os
 import random
-import resource
-import subprocess
+import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from daemon import until
+from daemon import run_python, serving, until
 from origins import HttpOrigin, settled
+from own_daemons import daemons, own_daemons, use
 
 import ffserve
 from ffserve.cli import run
-from ffserve.client.remote import RemoteSource
-from ffserve.errors import FFServeError, MissingFile, ReadError, ServerUnavailable, UsageError
-from ffserve.order import epoch_order
-from ffserve.store import fetching
-from ffserve.store.directory import Store
-from ffserve.store.fetching import Fetcher, process_fetcher
+from ffserve.client import connection, failover
+from ffserve.client.ranged import GAP
+from ffserve.errors import (
+    ChecksumError,
+    FFServeError,
+    FormatError,
+    MissingFile,
+    ReadError,
+    ServerUnavailable,
+    TruncatedError,
+)
+from ffserve.store import fetching, ranges
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
-BLOCK = 64 << 10
 FORMATS = {"ffrecord": ".ffr", "tfrecord": ".tfrecord", "recordio": ".recordio"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ffrecord", {}), ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("recordio", {}),
+    ("recordio", {"compression": "snappy", "max_chunk_size": 30_000}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where readers of this module start a daemon, and find it."""
+    with own_daemons(tmp_path_factory.mktemp("own")) as socket:
+        yield socket
+
+
+@pytest.fixture(params=["off", "auto"])
+def way(request: pytest.FixtureRequest, own_store: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`server=` of a reader: by ranges, and through a daemon, which the first test starts."""
+    if request.param == "auto":
+        use(request.getfixturevalue("started"), monkeypatch)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(own_store: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a store with small blocks."""
-    monkeypatch.setenv("FFSERVE_STORE_SIZE", "1GiB")  # what a test sets is taken back
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    limit_store(tmp_path, 1 << 30)
-
-
-def limit_store(tmp_path: Path, limit: int) -> Fetcher:
-    """Have a store with small blocks; a process that opens it later has the same."""
-    directory = str(tmp_path / "store")
-    if (old := fetching._fetchers.pop(directory, None)) is not None:
-        old.store.abandon()
-    os.environ["FFSERVE_STORE_SIZE"] = str(limit)
-    fetcher = fetching._fetchers[directory] = Fetcher(Store(directory, limit, BLOCK))
-    return fetcher
+def new_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "_logged", set())
 
 
 def samples_of(count: int, size: int, seed: int = 0) -> list[bytes]:
@@ -86,155 +97,51 @@ def plain(arrays: Any) -> list[bytes]:
     return [bytes(array) for array in arrays]
 
 
-def on_disk_size(directory: Path) -> int:
-    found = subprocess.run(["du", "-s", "-B1", str(directory)], capture_output=True, check=True)
-    return int(found.stdout.split()[0])
-
-
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("ffrecord", {}), ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("recordio", {}),
-    ("recordio", {"compression": "snappy", "max_chunk_size": 30_000}),
-]  # fmt: skip
+# ---- both ways -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_every_format_reads_as_the_local_file(
-    server: HttpOrigin, tmp_path: Path, case: int
+    server: HttpOrigin, tmp_path: Path, way: str, case: int
 ) -> None:
     format, options = CASES[case]
     samples = samples_of(400, 6000, case)
     url = served(server, tmp_path, format, samples, **options)
     size = len(server.files[url.rpartition("/")[2]])
-    with ffserve.open(url) as reader:
-        assert len(reader) == 400 and reader.source.startswith("store ")
-        order = list(range(400))
-        random.Random(3).shuffle(order)
+    order = random.Random(3).sample(range(400), 400)
+    with ffserve.open(url, server=way) as reader:
+        assert len(reader) == 400
+        assert reader.source.startswith("ranged reads" if way == "off" else "daemon ")
         assert plain(reader.read(order[:50])) == [samples[k] for k in order[:50]]
-        batch = reader.read_batch(order)
-        assert plain(batch) == [samples[k] for k in order]
+        assert plain(reader.read_batch(order)) == [samples[k] for k in order]
         assert plain(reader) == samples
         with reader.lease(order[:9]) as leased:
             assert plain(leased) == [samples[k] for k in order[:9]]
         assert reader.sizes().tolist() == list(map(len, samples))
         assert reader.shards[0].path == url
-    assert server.total == size, "each byte came once"
-    with ffserve.open(url) as reader:
-        assert plain(reader.read_batch(order)) == [samples[k] for k in order]
-    assert server.total == size, "what was fetched is there for the next reader"
+        assert int(reader.stats()["samples"]) >= 850
+    if way == "off":
+        assert not (tmp_path / "store").exists(), "nothing is kept"
+    else:
+        assert server.total == size, "each byte came once"
 
 
-LITTLE_ROOM = [
-    0, 4, *(pytest.param(case, marks=pytest.mark.stores) for case in range(1, 4))
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LITTLE_ROOM)
-def test_with_room_for_a_quarter_every_sample_is_right(
-    server: HttpOrigin, tmp_path: Path, case: int
+def test_objects_of_several_formats_and_local_files_are_one_data_set(
+    server: HttpOrigin, tmp_path: Path, way: str
 ) -> None:
-    format, options = CASES[case]
-    samples = samples_of(400, 6000, case)
-    url = served(server, tmp_path, format, samples, **options)
-    limit = max(len(server.files[url.rpartition("/")[2]]) // 4, 9 * BLOCK)
-    limit_store(tmp_path, limit)
-    with ffserve.open(url) as reader:
-        rng = random.Random(4)
-        for epoch in range(2):
-            order = rng.sample(range(400), 400)
-            if epoch:
-                reader.announce(order, epoch)
-            for start in range(0, 400, 80):
-                some = order[start : start + 80]
-                assert plain(reader.read_batch(some)) == [samples[k] for k in some]
-        assert on_disk_size(tmp_path / "store") <= limit
-
-
-@pytest.mark.stores
-def test_windows_and_threads_with_little_room(server: HttpOrigin, tmp_path: Path) -> None:
-    samples = samples_of(3000, 2000)
-    url = served(server, tmp_path, "ffrecord", samples)
-    size = server_size = len(server.files["a.ffr"])
-    limit_store(tmp_path, size // 3)
-    wrong: list[int] = []
-    with ffserve.open(url) as reader:
-
-        def read(seed: int) -> None:
-            rng = random.Random(seed)
-            for _ in range(40):
-                first = rng.randrange(2900)
-                some = [first + rng.randrange(100) for _ in range(30)]
-                if plain(reader.read(some)) != [samples[k] for k in some]:
-                    wrong.append(first)
-
-        threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        assert on_disk_size(tmp_path / "store") <= server_size // 3
-        assert process_fetcher().store.evictions == 0, "no order: what is there stays"
-
-
-def test_an_announced_order_is_fetched_ahead(server: HttpOrigin, tmp_path: Path) -> None:
-    samples = samples_of(500, 8000)
-    url = served(server, tmp_path, "ffrecord", samples)
-    with ffserve.open(url) as reader:
-        reader.announce(list(range(499, -1, -1)))
-        size = len(server.files["a.ffr"])
-        until(lambda: server.total >= size, "it is fetched")
-        assert server.total == size
-        assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
-
-
-def test_more_files_than_a_process_may_have_open_at_first(
-    server: HttpOrigin, tmp_path: Path
-) -> None:
-    samples = samples_of(3, 100)
-    content = record_file(tmp_path, "ffrecord", samples)
-    urls = [server.put(f"{number:03}.ffr", content) for number in range(80)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 200
-    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-    try:
-        with ffserve.open(urls) as reader:
-            assert len(os.listdir("/proc/self/fd")) > few
-            assert plain(reader.read(range(len(reader)))) == 80 * samples
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_what_is_in_the_store_as_a_whole_is_a_local_file(
-    server: HttpOrigin, tmp_path: Path
-) -> None:
-    samples = samples_of(300, 6000)
-    url = served(server, tmp_path, "ffrecord", samples)
-    with ffserve.open(url) as reader:
-        reader.read_batch(range(300))
-        source = reader.current_source()
-        assert isinstance(source, RemoteSource)
-        until(lambda: reader.read([1]) and source._settled, "all of it is there")
-        server.status = 404
-        assert plain(reader.read(range(300))) == samples
-        # Nothing of it can be evicted.
-        stored = source.object_of(0).stored
-        assert not stored.state.evict(0, np.zeros(1, np.uint64))
-    assert stored.state.fd < 0
-
-
-def test_several_objects_and_local_files_are_one_data_set(
-    server: HttpOrigin, tmp_path: Path
-) -> None:
-    parts = [samples_of(100, 3000, k) for k in range(4)]
-    for k, part in enumerate(parts[:3]):
-        served(server, tmp_path, "ffrecord", part, f"part-{k}")
-    local = tmp_path / "local.ffr"
-    local.write_bytes(record_file(tmp_path, "ffrecord", parts[3]))
-    urls = [f"{server.url}/part-{k}.ffr" for k in range(3)]
+    parts = [samples_of(100, 3000, k) for k in range(6)]
+    paths: list[Any] = []
+    for k, (format, options) in enumerate([CASES[0], CASES[4], CASES[2]]):
+        paths.append(served(server, tmp_path, format, parts[2 * k], f"part-{k}", **options))
+        local = tmp_path / f"local-{k}{FORMATS[format]}"
+        local.write_bytes(record_file(tmp_path, format, parts[2 * k + 1], **options))
+        paths.append(local)
     whole = [sample for part in parts for sample in part]
-    with ffserve.open([*urls, local]) as reader:
-        order = random.Random(1).sample(range(400), 400)
+    with ffserve.open(paths, server=way) as reader:
+        order = random.Random(1).sample(range(600), 600)
         assert plain(reader.read(order)) == [whole[k] for k in order]
+        assert plain(reader.read_batch(order)) == [whole[k] for k in order]
+        assert plain(reader.read(range(100, 200))) == parts[1]
 
 
 def _child(reader: Any, order: list[int], results: Any) -> None:
@@ -242,10 +149,12 @@ def _child(reader: Any, order: list[int], results: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.stores)])
-def test_forked_and_pickled_readers(server: HttpOrigin, tmp_path: Path, method: str) -> None:
+def test_forked_and_pickled_readers(
+    server: HttpOrigin, tmp_path: Path, way: str, method: str
+) -> None:
     samples = samples_of(400, 4000)
     url = served(server, tmp_path, "ffrecord", samples)
-    with ffserve.open(url) as reader:
+    with ffserve.open(url, server=way) as reader:
         reader.read([0, 399])
         context = multiprocessing.get_context(method)
         results = context.Queue()
@@ -258,130 +167,236 @@ def test_forked_and_pickled_readers(server: HttpOrigin, tmp_path: Path, method: 
             child.join()
         assert found == [[samples[k][:20] for k in order]] * 3
         assert plain(reader.read(range(400))) == samples
-        assert server.total == len(server.files["a.ffr"])
-        asked = server.requests.total()
-        again = context.Process(target=_child, args=(reader, order, results))
-        again.start()
-        assert results.get(timeout=60) == found[0]
-        again.join()
-        assert server.requests.total() == asked, "the version is known"
 
 
-async def test_aio(server: HttpOrigin, tmp_path: Path) -> None:
+def test_a_request_that_was_begun_before_a_fork_is_made_again(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(400, 4000)
+    url = served(server, tmp_path, "ffrecord", samples)
+    with ffserve.open(url, server="off") as reader:
+        answers = reader.batches(count=50)
+        got = plain(next(answers))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = 0 if got + [s for b in answers for s in plain(b)] == samples else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert got + [s for batch in answers for s in plain(batch)] == samples
+
+
+@pytest.mark.parametrize("format", ["recordio", "ffrecord"])
+async def test_aio(server: HttpOrigin, tmp_path: Path, way: str, format: str) -> None:
     samples = samples_of(200, 4000)
-    url = served(server, tmp_path, "recordio", samples)
-    async with ffserve.aio.open(url) as reader:
+    url = served(server, tmp_path, format, samples)
+    async with ffserve.aio.open(url, server=way) as reader:
         some = [5, 7, 199, 0]
         both = await asyncio.gather(reader.read(some), reader.read_batch(range(200)))
         assert plain(both[0]) == [samples[k] for k in some]
         assert plain(both[1]) == samples
         assert [bytes(s) async for s in reader] == samples
+        assert (await reader.sizes()).tolist() == list(map(len, samples))
 
 
-def test_other_samples_are_served_when_an_origin_fails(
-    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
-    samples = samples_of(400, 4000)
-    url = served(server, tmp_path, "ffrecord", samples)
-    with ffserve.open(url) as reader:
-        source = reader.current_source()
-        assert isinstance(source, RemoteSource)
-        reader.read(range(100))
-        settled()
-        there = source._extents(np.arange(400))
-        words = source.object_of(0).stored.state.words
-        last = (there.ends - 1) // BLOCK
-        known = {k for k in range(400) if words[there.starts[k] // BLOCK] and words[last[k]]}
-        server.status = 503
-        got = reader.read(range(400), errors="return")
-        for k, sample in enumerate(got):
-            if k in known:
-                assert bytes(sample) == samples[k]  # type: ignore[arg-type]
-            else:
-                assert isinstance(sample, ReadError) and sample.index == k
-                assert sample.path == url and "503" in str(sample)
-        assert len(known) < 400
-        server.status = 0
+def test_threads(server: HttpOrigin, tmp_path: Path, way: str) -> None:
+    samples = samples_of(1000, 2000)
+    url = served(server, tmp_path, "recordio", samples, compression="snappy", max_chunk_size=9000)
+    wrong: list[int] = []
+    with ffserve.open(url, server=way) as reader:
 
-        def is_back() -> bool:
-            found = reader.read(range(400), errors="return")
-            return not any(isinstance(sample, ReadError) for sample in found)
+        def read(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(10):
+                first = rng.randrange(900)
+                some = [first + rng.randrange(100) for _ in range(30)]
+                if plain(reader.read(some)) != [samples[k] for k in some]:
+                    wrong.append(first)
 
-        until(is_back, "somebody tries whether it is back")
-        assert plain(reader.read(range(400))) == samples
+        threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
 
 
-def test_damage_at_the_origin_and_damage_on_disk(
-    server: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("case", [0, 3])
+def test_damage_at_the_origin(server: HttpOrigin, tmp_path: Path, way: str, case: int) -> None:
+    format, options = CASES[case]
     samples = [bytes([k % 251]) * 1000 for k in range(300)]
-    content = bytearray(record_file(tmp_path, "ffrecord", samples))
+    content = bytearray(record_file(tmp_path, format, samples, **options))
     content[len(content) - 500] ^= 1
-    url = server.put("a.ffr", bytes(content))
-    with ffserve.open(url) as reader:
+    url = server.put("a" + FORMATS[format], bytes(content))
+    with ffserve.open(url, server=way) as reader:
         got = reader.read(range(300), errors="return")
-        assert isinstance(got[299], ffserve.ChecksumError) and url in str(got[299])
-        assert plain(got[:299]) == samples[:299]
-        assert not caplog.text
-        source = reader.current_source()
-        assert isinstance(source, RemoteSource)
-        with open(source.object_of(0).stored.path, "rb+") as data:
-            data.seek(BLOCK + 100)
-            data.write(b"damage")
-        assert plain(reader.read(range(299))) == samples[:299]
-        assert "was damaged on disk" in caplog.text
-        caplog.clear()
+        bad = [k for k, sample in enumerate(got) if isinstance(sample, FFServeError)]
+        assert 0 < len(bad) < 300
+        assert all(isinstance(got[k], FormatError) and url in str(got[k]) for k in bad)
+        good = sorted(set(range(300)) - set(bad))
+        assert plain([got[k] for k in good]) == [samples[k] for k in good]
+    if format == "ffrecord":
+        with ffserve.open(url, server=way, on_error="skip") as reader:
+            assert plain(reader) == samples[:299]
+            assert isinstance(reader.damaged[0], ChecksumError)
 
 
-def test_a_changed_object_is_opened_anew(server: HttpOrigin, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_and_a_damaged_length(
+    server: HttpOrigin, tmp_path: Path, way: str
+) -> None:
+    samples = samples_of(200, 3000, 5)
+    whole = record_file(tmp_path, "ffrecord", samples)
+    url = server.put("cut.ffr", whole[:-5000])
+    with ffserve.open(url, server=way) as reader:
+        got = reader.read(range(200), errors="return")
+        bad = [k for k, sample in enumerate(got) if isinstance(sample, TruncatedError)]
+        assert bad and bad == list(range(bad[0], 200))
+        assert plain(got[: bad[0]]) == samples[: bad[0]]
+    content = bytearray(record_file(tmp_path, "tfrecord", samples))
+    at = 0
+    for _ in range(50):
+        at += struct.unpack_from("<Q", content, at)[0] + 16
+    content[at] ^= 1
+    url = server.put("gap.tfrecord", bytes(content))
+    with pytest.raises(ChecksumError):
+        ffserve.open(url, server=way)
+    with ffserve.open(url, server=way, on_error="skip") as reader:
+        assert len(reader.damaged) == 1
+        assert plain(reader) == samples[:50] + samples[51:]
+
+
+def test_a_changed_object_is_never_mixed(server: HttpOrigin, tmp_path: Path, way: str) -> None:
     old, new = samples_of(300, 3000, 1), samples_of(300, 3000, 2)
     url = served(server, tmp_path, "ffrecord", old)
-    with ffserve.open(url) as reader:
+    with ffserve.open(url, server=way) as reader:
         reader.read([0])
         settled()
         served(server, tmp_path, "ffrecord", new)
         got = reader.read(range(300), errors="return")
         for k, sample in enumerate(got):
             assert isinstance(sample, ReadError) or bytes(sample) == old[k]
-    with ffserve.open(url) as reader:
+        if way == "off":
+            assert all("changed at the origin" in str(error) for error in got)
+            assert all(error.index == k for k, error in enumerate(got))  # type: ignore[union-attr]
+    with ffserve.open(url, server=way) as reader:
         assert plain(reader.read(range(300))) == new
 
 
-def test_bad_input(server: HttpOrigin, tmp_path: Path) -> None:
+def test_bad_input(server: HttpOrigin, tmp_path: Path, way: str) -> None:
     url = served(server, tmp_path, "ffrecord", [b"a"])
     with pytest.raises(MissingFile, match="no such file at the origin"):
-        ffserve.open(f"{server.url}/other.ffr")
+        ffserve.open(f"{server.url}/other.ffr", server=way)
     with pytest.raises(ServerUnavailable, match="no daemon answers"):
         ffserve.open(url, server=str(tmp_path / "none"))
     server.put("text.bin", b"hello" * 100)
     with pytest.raises(FFServeError, match="unknown format"):
-        ffserve.open(f"{server.url}/text.bin")
-    os.environ["FFSERVE_STORE"] = "relative"
-    with pytest.raises(UsageError, match="not an absolute path"):
-        ffserve.open(url)
-    os.environ["FFSERVE_STORE"] = "/proc/none"
-    with pytest.raises(FFServeError, match="the store"):
-        ffserve.open(url)
+        ffserve.open(f"{server.url}/text.bin", server=way)
+    with ffserve.open(served(server, tmp_path, "ffrecord", [], "empty"), server=way) as reader:
+        assert len(reader) == 0 and plain(reader) == []
+    with ffserve.open(server.put("none.tfrecord", b""), server=way) as reader:
+        assert len(reader) == 0
 
 
-def test_a_killed_reader_leaves_a_store_that_serves(server: HttpOrigin, tmp_path: Path) -> None:
-    samples = samples_of(500, 8000)
+# ---- by ranges -----------------------------------------------------------------------------------
+
+
+def test_neighbours_come_by_one_request_and_large_samples_by_several(
+    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [random.Random(k).randbytes(10_000) for k in range(600)]
     url = served(server, tmp_path, "ffrecord", samples)
-    server.rate = 3e6
-    for wait in (0.1, 0.4):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                ffserve.open(url).read(range(500))
-            finally:
-                os._exit(0)
-        time.sleep(wait)
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-    server.rate = 0
-    with ffserve.open(url) as reader:
-        assert plain(reader.read(range(500))) == samples
+    with ffserve.open(url, server="off") as reader:
+        server.spans.clear()
+        near, far = range(20, 30), range(20, 600, 2 + GAP // 10_000)
+        assert plain(reader.read(near)) == [samples[k] for k in near]
+        assert len(server.spans) == 1
+        server.spans.clear()
+        assert plain(reader.read(far)) == [samples[k] for k in far]
+        assert len(server.spans) == len(far)
+        assert sum(end - begin for _, begin, end in server.spans) == 10_000 * len(far)
+        server.spans.clear()
+        monkeypatch.setattr(ranges, "RANGE_SIZE", 4000)
+        assert plain(reader.read([400])) == [samples[400]]
+        assert len(server.spans) == 3
+
+
+def test_requests_that_need_the_same_chunk_fetch_it_once(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = [random.Random(k).randbytes(100) for k in range(20_000)]
+    url = served(server, tmp_path, "recordio", samples, compression="snappy")
+    with ffserve.open(url, server="off") as reader:
+        server.sent.clear()
+        assert [s for batch in reader.batches(count=100) for s in plain(batch)] == samples
+        assert server.total <= len(server.files["a.recordio"])
+
+
+def test_a_scan_reads_ahead_in_order(server: HttpOrigin, tmp_path: Path) -> None:
+    samples = [random.Random(k).randbytes(1000) for k in range(20_000)]
+    url = served(server, tmp_path, "tfrecord", samples)
+    size = len(server.files["a.tfrecord"])
+    with ffserve.open(url, server="off") as reader:
+        assert len(reader) == 20_000
+        assert 0.99 * size <= server.total < 1.1 * size
+        # The last pieces were on their way together.
+        begins = [begin for _, begin, _ in server.spans]
+        assert sorted(begins) != begins or len(begins) < 40
+
+
+def test_opening_a_file_with_tables_reads_little(server: HttpOrigin, tmp_path: Path) -> None:
+    samples = [b"x" * 4000] * 2000
+    url = served(server, tmp_path, "ffrecord", samples)
+    with ffserve.open(url, server="off"):
+        assert server.total <= ranges.HEAD_SIZE
+
+
+def test_other_samples_are_served_when_an_origin_fails(
+    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+    samples = samples_of(100, 4000)
+    url = served(server, tmp_path, "ffrecord", samples)
+    local = tmp_path / "b.ffr"
+    local.write_bytes(record_file(tmp_path, "ffrecord", samples))
+    with ffserve.open([url, local], server="off") as reader:
+        server.status = 503
+        got = reader.read(range(200), errors="return")
+        assert plain(got[100:]) == samples
+        for k, error in enumerate(got[:100]):
+            assert isinstance(error, ReadError) and error.index == k
+            assert error.path == url and "503" in str(error)
+        server.status = 0
+
+        def is_back() -> bool:
+            found = reader.read(range(100), errors="return")
+            return not any(isinstance(sample, ReadError) for sample in found)
+
+        until(is_back, "somebody tries whether it is back")
+        assert plain(reader.read(range(200))) == samples + samples
+
+
+def test_failures_that_pass_are_survived(server: HttpOrigin, tmp_path: Path) -> None:
+    samples = samples_of(300, 4000)
+    url = served(server, tmp_path, "recordio", samples)
+    with ffserve.open(url, server="off") as reader:
+        server.fail_until = time.monotonic() + 0.2
+        server.cut_after, server.cuts = 1000, 2
+        assert plain(reader.read(range(300))) == samples
+
+
+def test_an_announced_order_is_a_hint_that_ranges_ignore(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    samples = samples_of(100, 4000)
+    url = served(server, tmp_path, "ffrecord", samples)
+    with ffserve.open(url, server="off") as reader:
+        before = server.total
+        reader.announce(range(100))
+        reader.reached(0, 10)
+        assert [s for b in reader.batches(range(99, -1, -1)) for s in plain(b)] == samples[::-1]
+        assert server.total - before <= len(server.files["a.ffr"])
 
 
 def test_commands_take_urls(
@@ -401,17 +416,23 @@ def test_commands_take_urls(
     assert run(["convert", url, str(tmp_path / "out.tfrecord")]) == 0
     with ffserve.open(tmp_path / "out.tfrecord", server="off") as reader:
         assert plain(reader) == samples
-    assert server.total == len(server.files["a.ffr"])
     assert run(["verify", f"{server.url}/none.ffr"]) == 2
     assert run(["index", url]) == 2
     assert "written for local files only" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+# ---- a daemon that is started --------------------------------------------------------------------
 
 
 @pytest.mark.stores
-def test_a_loader_reads_remote_files(server: HttpOrigin, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_loader_reads_remote_files(
+    server: HttpOrigin, tmp_path: Path, started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
     from ffserve.torch import DataLoader, EpochSampler, RawDataset
 
+    use(started, monkeypatch)
     samples = [bytes([k % 256]) * 500 for k in range(640)]
     url = served(server, tmp_path, "ffrecord", samples)
     dataset = RawDataset(url)
@@ -421,26 +442,151 @@ def test_a_loader_reads_remote_files(server: HttpOrigin, tmp_path: Path) -> None
         sampler.set_epoch(epoch)
         seen = [bytes(sample) for batch in loader for sample in batch]
         assert sorted(seen) == sorted(samples)
-    assert torch is not None
     assert server.total == len(server.files["a.ffr"])
 
 
-@pytest.mark.stores
-def test_a_windowed_order_needs_each_block_about_once(server: HttpOrigin, tmp_path: Path) -> None:
-    count, window = 1600, 416  # 32 runs of two blocks each
-    samples = [random.Random(k).randbytes(10_000) for k in range(count)]
+def test_a_machine_s_daemon_that_does_not_serve_leaves_it_to_the_user_s_own(
+    server: HttpOrigin,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = samples_of(50, 3000)
     url = served(server, tmp_path, "ffrecord", samples)
-    size = len(server.files["a.ffr"])
-    limit_store(tmp_path, size * 6 // 10)
-    with ffserve.open(url) as reader:
-        for epoch in range(2):
-            order = epoch_order(count, seed=1, epoch=epoch, window=window)
-            reader.announce(order, epoch)
-            before = server.total
-            for start in range(0, count, 52):
-                some = order[start : start + 52]
-                assert plain(reader.read_batch(some)) == [samples[k] for k in some.tolist()]
-            print(epoch, (server.total - before) / size)
-            assert server.total - before <= 1.6 * size
-        assert process_fetcher().store.evictions > 0
-        assert on_disk_size(tmp_path / "store") <= size * 6 // 10
+    local = tmp_path / "local.ffr"
+    local.write_bytes(record_file(tmp_path, "ffrecord", samples))
+    with serving() as machine, own_daemons(tmp_path) as own:
+        use(own, monkeypatch, machine=machine.socket)
+        with ffserve.open(url) as reader:
+            assert reader.source == f"daemon {own}"
+            assert plain(reader.read(range(50))) == samples
+            assert "unserved" not in reader.stats()
+            with ffserve.open(local) as near:
+                assert near.source == f"daemon {machine.socket}"
+            child = multiprocessing.get_context("fork").Process(target=reader.read, args=([1],))
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        assert len(daemons(own)) == 1
+        with pytest.raises(ReadError, match="no store for remote files"):
+            ffserve.open(url, server="require")
+        # A daemon of the user's that runs serves also who starts none.
+        monkeypatch.setenv("FFSERVE_START", "0")
+        with ffserve.open(url) as reader:
+            assert reader.source == f"daemon {own}"
+    assert not caplog.messages
+
+
+def test_without_a_daemon_that_can_be_started_ranges_are_read_and_it_is_said_once(
+    server: HttpOrigin,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = samples_of(50, 3000)
+    url = served(server, tmp_path, "ffrecord", samples)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with ffserve.open(url) as reader:  # FFSERVE_START=0
+        assert reader.source == "ranged reads"
+    assert not caplog.messages
+    monkeypatch.delenv("FFSERVE_START")
+    (tmp_path / "s").write_text("in the way")
+    (tmp_path / "run" / "ffserve").write_text("in the way as well")
+    for _ in range(2):
+        with ffserve.open(url) as reader:
+            assert reader.source == "ranged reads"
+            assert plain(reader.read(range(50))) == samples
+            assert reader.stats()["unserved"]
+    (line,) = caplog.messages
+    assert line.startswith("reading without a daemon, none could be started: ")
+    caplog.clear()
+
+
+def test_a_daemon_that_was_started_makes_its_store_when_it_needs_it(
+    server: HttpOrigin,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = samples_of(50, 3000)
+    url = served(server, tmp_path, "ffrecord", samples)
+    local = tmp_path / "local.ffr"
+    local.write_bytes(record_file(tmp_path, "ffrecord", samples))
+    monkeypatch.setenv("FFSERVE_STORE_SIZE", "64MiB")
+    with own_daemons(tmp_path) as socket:
+        use(socket, monkeypatch)
+        store = tmp_path / "own-store"
+        with ffserve.open(local, server="start") as reader:
+            assert reader.source == f"daemon {socket}"
+        facts = connection.status(socket)["store"]
+        assert (facts["directory"], facts["limit"]) == (str(store), 0) and not store.exists()
+        store.write_text("in the way")
+        with ffserve.open(url) as reader:
+            assert reader.source == "ranged reads"
+            assert plain(reader.read(range(50))) == samples
+        assert "store" in caplog.text
+        caplog.clear()
+        store.unlink()
+        with ffserve.open(url) as reader:
+            assert reader.source == f"daemon {socket}"
+            assert plain(reader.read(range(50))) == samples
+        assert connection.status(socket)["store"]["limit"] == 64 << 20
+        # The store is that of the user's processes: what the daemon fetched is there for them.
+        before = server.total
+        assert run(["warm", "--socket", str(tmp_path / "none"), "--json", url]) == 3
+        opened = fetching.process_fetcher().open(fetching.identity_of(url))
+        assert opened.stored.complete and server.total == before
+        fetching.process_fetcher().close(opened)
+
+
+def test_a_started_daemon_reads_with_what_its_user_has_if_that_is_what_the_client_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = samples_of(50, 3000)
+    (tmp_path / "a.ffr").write_bytes(record_file(tmp_path, "ffrecord", samples))
+    url = f"local://{tmp_path}/a.ffr"  # a protocol of which no access can be passed
+    with own_daemons(tmp_path) as socket:
+        use(socket, monkeypatch)
+        with ffserve.open(url) as reader:
+            assert reader.source == f"daemon {socket}"
+            assert plain(reader.read(range(50))) == samples
+        for name in ("HOME", "LOCAL_KEY"):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, "/nowhere")
+                with ffserve.open(url) as reader:
+                    assert reader.source == "ranged reads"
+                    assert plain(reader.read(range(50))) == samples
+                with pytest.raises(ReadError, match="started with other settings"):
+                    ffserve.open(url, server="require")
+        with ffserve.open(url, server="require") as reader:
+            assert plain(reader.read(range(50))) == samples
+    assert "started with other settings" in caplog.text
+    caplog.clear()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_daemon_that_reads_for_its_own_user_reads_for_nobody_else(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    url = served(server, tmp_path, "ffrecord", samples_of(50, 3000))
+    options = ["--socket-mode", "0666", "--store-access", "own", "--store-directory"]
+    program = """
+import os, sys, ffserve
+with ffserve.open(sys.argv[1], server="off") as reader:  # all modules, while they can be read
+    reader.read([0])
+os.setgroups([]); os.setgid(4001); os.setuid(4001)
+os.environ["HOME"] = "/nonexistent"
+for url in sys.argv[1:3]:
+    try:
+        ffserve.open(url, server=sys.argv[3])
+    except ffserve.ReadError as error:
+        print(error)
+"""
+    with serving(options=[*options, str(tmp_path / "store")]) as daemon:
+        (daemon.directory / "a.ffr").write_bytes(server.files["a.ffr"])
+        near = f"local://{daemon.directory}/a.ffr"
+        done = run_python(program, url, near, daemon.socket)
+        assert "for its own user only" in done.stdout.splitlines()[0]
+        assert "does not fetch this URL" in done.stdout.splitlines()[1]
+        assert not (tmp_path / "store").exists()

@@ -213,6 +213,12 @@ def http_origin() -> Iterator[HttpOrigin]:
 
 
 def settled() -> None:
-    """Wait until the stores of this process have nothing on its way."""
-    fetchers = list(fetching._fetchers.values())
-    until(lambda: not any(each._tasks for each in fetchers), "nothing is on its way")
+    """Wait until this process has nothing on its way."""
+    fetchers, threads = list(fetching._fetchers.values()), list(fetching._threads.values())
+    until(
+        lambda: (
+            not any(each._tasks for each in fetchers)
+            and all(each._idle == each._count for each in threads)
+        ),
+        "nothing is on its way",
+    )

@@ -43,6 +43,7 @@ def small_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a store of small blocks, and little patience, in this process."""
     directory = str(tmp_path / "store")
     monkeypatch.setenv("FFSERVE_STORE", directory)
+    monkeypatch.setenv("FFSERVE_START", "0")
     for name in ("_breakers", "_listed"):
         monkeypatch.setattr(fetching, name, {})
     fetcher = Fetcher(Store(directory, 1 << 30, BLOCK))

@@ -96,7 +96,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingFile, match="no file matches"):
         hive.find_files([str(tmp_path / "*.x")])
     with pytest.raises(UsageError, match="'hdfs' is not supported"):
-        hive.find_files(["hdfs://host/x"])
+        hive.local_path("hdfs://host/x")
     (tmp_path / "k=1").mkdir()
     (tmp_path / "k=1" / "x").touch()
     (tmp_path / "y").touch()

@@ -35,12 +35,12 @@ LAYERS = {
     # the client
     "client": "machine protocol socket_path engine formats reads dataset files memfd index_file "
     "shardfile store",
-    "reader": "formats dataset files client",
+    "reader": "formats dataset files client store",
     "aio": "dataset client reader",
     # inputs of programs
     "inputs": "order formats files output reader store",
     # tables
-    "arrow": "socket_path engine formats files output shardfile writer client reader",
+    "arrow": "socket_path engine formats files output shardfile writer client reader store",
     # what programs use
     "compat": "parallel formats dataset files output writer client reader store",
     "example": "formats arrow dataset reader",

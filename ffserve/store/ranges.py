@@ -1,0 +1,160 @@
+"""Ranged reads: bytes of one version of a remote object, straight from its origin; none are kept.
+
+Ranges come in threads of their origin, several at once. Waiting, retries and what is known of an
+origin are those of `fetching.py`.
+"""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from ffserve.errors import FFServeError
+from ffserve.formats.base import ReadAt
+from ffserve.store import urls
+from ffserve.store.fetching import NOW, Outcome, call, threads_of
+from ffserve.store.origin import Identity, RemoteFile
+
+RANGE_SIZE = 4 << 20
+"""Bytes of one request at most: larger ranges come by several, at once."""
+HEAD_SIZE = 64 << 10
+"""Bytes that are read first of an object that is opened: a small one's tables are among them."""
+PIECE_SIZE = 1 << 20
+KEPT_SIZE = 32 << 20
+"""Bytes that are kept while a file is opened: some tables are read twice."""
+MOST_AHEAD = 16
+"""Pieces that are asked for ahead of a reader in order."""
+IN_ORDER, NEAR = 3, 64 << 10
+"""Reads in order, with gaps of so many bytes at most, after which more are expected. Opening a file
+with tables takes fewer."""
+
+
+class RangedObject:
+    """A version of a remote object that is read by ranges. Threads may call it."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity, self.size = identity, identity.size
+        self.shown = urls.shown(identity.url)
+        self._remote = RemoteFile(identity)
+
+    def ask(self, start: int, end: int) -> Future[Outcome]:
+        """Ask for bytes; return at once. The exception of the future is an FFServeError."""
+        future: Future[Outcome] = Future()
+        url = self.identity.url
+        threads_of(url).put(NOW, lambda: call(url, partial(self._remote.read, start, end)), future)
+        return future
+
+    def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
+        """Ask for bytes by requests of at most RANGE_SIZE: begin, end and future of each."""
+        edges = [*range(start, end, RANGE_SIZE), end]
+        return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
+
+    def read_at(self) -> ReadAt:
+        """Return a `ReadAt` for one thread. What is read in order is asked for ahead.
+
+        Raises: as `ask`, when it is called.
+        """
+        head = min(HEAD_SIZE, self.size)
+        first_bytes = self.ask(0, head) if head else None
+        pieces: _Pieces | None = None
+        last, streak = range(0), 0
+        kept: dict[range, bytes] = {}
+        room = KEPT_SIZE
+
+        def read(offset: int, into: memoryview, /) -> int:
+            nonlocal pieces, last, streak, room
+            end = min(offset + len(into), self.size)
+            if end <= offset:
+                return 0
+            if end <= head and first_bytes is not None:
+                into[: end - offset] = bytes_of(first_bytes)[offset:end]
+                return end - offset
+            streak = streak + 1 if last.start <= offset <= last.stop + NEAR else 0
+            last = range(offset, end)
+            content = kept.get(last)
+            if streak < IN_ORDER:
+                pieces = None
+            if content is None and streak < IN_ORDER:
+                content = b"".join(bytes_of(future) for _, _, future in self.ask_all(offset, end))
+            elif content is None:
+                pieces = pieces or _Pieces(self, offset)
+                content = pieces.read(last, min(1 << (streak - IN_ORDER), MOST_AHEAD))
+            if len(content) <= room and last not in kept:
+                kept[last] = content
+                room -= len(content)
+            into[: end - offset] = content
+            return end - offset
+
+        return read
+
+
+class _Pieces:
+    """Pieces of an object from an offset on, which a reader in order has asked for."""
+
+    def __init__(self, opened: RangedObject, offset: int) -> None:
+        self._opened, self._offset = opened, offset
+        self._coming: dict[int, Future[Outcome]] = {}
+
+    def read(self, wanted: range, ahead: int) -> bytes:
+        """Return bytes, and ask for so many pieces behind them. Raises: as `bytes_of`."""
+        first = (wanted.start - self._offset) // PIECE_SIZE
+        behind = -(-(wanted.stop - self._offset) // PIECE_SIZE)
+        for piece in [piece for piece in self._coming if piece < first]:
+            del self._coming[piece]
+        parts = []
+        try:
+            for piece in range(first, behind + ahead):
+                begin = self._offset + piece * PIECE_SIZE
+                end = min(begin + PIECE_SIZE, self._opened.size)
+                if begin < end and piece not in self._coming:
+                    self._coming[piece] = self._opened.ask(begin, end)
+            for piece in range(first, behind):
+                begin = self._offset + piece * PIECE_SIZE
+                content = bytes_of(self._coming[piece])
+                parts.append(content[max(wanted.start - begin, 0) : wanted.stop - begin])
+        except FFServeError:
+            self._coming.clear()
+            raise
+        return b"".join(parts)
+
+
+class ReadAtStream(io.RawIOBase):
+    """A stream that can seek, over the bytes of a file of known size."""
+
+    def __init__(self, read_at: ReadAt, size: int) -> None:
+        self._read_at, self._size = read_at, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Read from another offset next; return it."""
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
+        self._at = origins[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into a buffer; return how many. Raises: FFServeError."""
+        size = self._read_at(self._at, memoryview(buffer).cast("B"))
+        self._at += size
+        return size
+
+
+def bytes_of(future: Future[Outcome]) -> bytes:
+    """Wait for bytes that were asked for. Raises: FFServeError."""
+    content = future.result()
+    assert isinstance(content, bytes)
+    return content
