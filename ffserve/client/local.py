@@ -581,9 +581,8 @@ class LocalSource:
         if self._windows is not None:
             self._windows.close()
         mean_size = int(self._sizes.sum()) // max(self.count, 1)
-        self._windows = Windows(
-            order, mean_size, self._advise, self._begin_window, self._finish_window
-        )
+        windows = Windows(order, mean_size, self._advise, self._begin_window, self._finish_window)
+        self._windows = windows if windows.any else None
 
     def _advise(self, indices: Int64s) -> None:
         shards, starts, through = self._located(indices)

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -69,6 +70,8 @@ class Windows:
         advise: has the kernel read samples (in rising order) into the page cache.
         submit: begins to read samples into one buffer, neighbours together.
         finish: waits for that; returns the errors by position.
+
+    any: whether the order has windows, at its beginning.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class Windows:
         """Those that this process reads."""
         self._known = 0
         """The end of the windows that were begun, or that the kernel was told about."""
-        self._following = self._from(0)
+        following = self._from(0)
+        first = next(following, None)
+        self.any = first is not None
+        self._following = following if first is None else chain((first,), following)
         self._thread: threading.Thread | None = None
 
     def _from(self, begin: int) -> Iterator[Int64s]:
