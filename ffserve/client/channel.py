@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ffserve import protocol
 from ffserve.client.descriptors import Files, OpenFiles
 from ffserve.client.memory import Memories
+from ffserve.client.source import Target
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.store.origin import Identity
@@ -56,29 +57,36 @@ _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
 }
 """The answers to each request, besides FAIL."""
 
-Steps: TypeAlias = Generator["int | float | Int64s | None", Any, T]
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A step: work that may wait for a file system. drop: for what nobody takes any more."""
+
+    make: Callable[[], Any]
+    drop: Callable[[Any], object] | None = None
+
+
+Steps: TypeAlias = Generator["int | float | Beside | Int64s | None", Any, T]
 """The steps of a request, for a driver. Yields an int, the tag of an answer, and is sent that
-message; a float, a pause in seconds; positions (None: all of the request) to be copied, and is sent
-those that could not be."""
+message; a float, a pause in seconds; `Beside`, and is sent the result; positions (None: all of the
+request) to be copied, and is sent those that could not be. If it is closed the request is given
+up."""
 
 
 class SilentError(ServerUnavailable):
     """The daemon owes an answer and gives no sign of life: it is stopped."""
 
 
-class ChannelRequest(Protocol):
-    """A request that a driver can run."""
+class Copying(Protocol):
+    """A request whose steps copy samples."""
 
-    def steps(self) -> Steps[Any]:
-        """Return the steps that are left."""
+    @property
+    def target(self) -> Target:
+        """Where they are copied to."""
         ...
 
     def copy(self, positions: Int64s | None) -> Int64s:
         """Copy samples; return the positions of those that could not be read."""
-        ...
-
-    def give_up(self) -> None:
-        """The request is not run any further."""
         ...
 
 

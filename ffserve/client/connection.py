@@ -25,21 +25,16 @@ import threading
 import time
 import uuid
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from ffserve import protocol
-from ffserve.client.channel import (
-    RECEIVE_SIZE,
-    ChannelRequest,
-    DatasetRequest,
-    Int64s,
-    SilentError,
-)
-from ffserve.client.descriptors import OpenFiles, described, send
-from ffserve.client.handshake import Handshake
-from ffserve.client.memory import receive
+from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, SilentError, Steps
+from ffserve.client.descriptors import OpenFiles, send
+from ffserve.client.driver import Driver
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
+
+T = TypeVar("T")
 
 SILENCE_S = 10
 """A daemon that owes an answer and sends nothing for so long is stopped: while it works on
@@ -48,28 +43,19 @@ SEND_TIMEOUT_S = 30
 """So long the daemon may leave requests unread that fill the socket."""
 
 
-class Connection:
+class Connection(Driver):
     """A connection with blocking calls.
 
-    Args: path: the socket. job: name of the training run that this process belongs to.
-
-    Raises:
-        ServerUnavailable: nothing answers there.
-        ProtocolError: the other side speaks another protocol.
+    Args, Raises: as of `Driver`.
     """
 
     def __init__(self, path: str, job: str) -> None:
-        self.path = path
-        self.job = job
-        self.readers = 0
-        self.handshake = Handshake(path, job)
-        self.channel = self.handshake.channel
+        super().__init__(path, job)
         self._sending = threading.Lock()
         self._announcing = threading.Lock()
         self._state = threading.Condition(self.channel.lock)
         self._receiving = False
-        self._closed = False
-        self._socket = self.handshake.socket
+        self._is_closed = False
         self._socket.settimeout(None)
         # The kernel's timeout costs no system call of its own.
         for option, limit_s in (
@@ -77,11 +63,6 @@ class Connection:
             (socket.SO_SNDTIMEO, SEND_TIMEOUT_S),
         ):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
-
-    @property
-    def alive(self) -> bool:
-        """False once it broke or was closed."""
-        return self.channel.broken is None
 
     def check(self) -> None:
         """Break if the daemon has hung up; for a client that asks it for nothing."""
@@ -94,31 +75,13 @@ class Connection:
         except ValueError:
             return  # closed by another thread
         if hang_up.poll(0):
-            self._break(ServerUnavailable("the daemon closed the connection", path=self.path))
+            self._break(self._hung_up())
 
     # ---- requests -------------------------------------------------------------------------
 
     def open(self, request: DatasetRequest) -> protocol.Opened:
-        """Open a data set.
-
-        Raises: what the daemon answers; ServerUnavailable if it is gone; UnmappedError;
-            MissingFile, AccessDenied, ReadError: this process cannot open a file.
-        """
-        self.handshake.check_memory()
-        paths = request.paths
-        files = described(paths, request.identities, self.handshake.fetches, self.path)
-        tag = self.channel.open(request, files)
-        while isinstance(answer := self.wait(tag), protocol.Need):
-            try:
-                positions = protocol.unpack_positions(answer.positions, len(paths))
-                passed = OpenFiles.of(paths, positions)
-            except BaseException:
-                self.channel.pass_no_files(tag)
-                self.flush()
-                raise
-            self.channel.pass_files(tag, passed)
-        opened: protocol.Opened = answer
-        return opened
+        """Open a data set. Raises: as `opening`."""
+        return self.run(self.opening(request))
 
     def prepare(self, dataset: int, key: bytes, name: str, memory: int) -> protocol.Opened:
         """Open the prepared samples of a data set.
@@ -140,12 +103,8 @@ class Connection:
     ) -> None:
         """Announce an order; return when the daemon has taken it. Raises what the daemon
         answers."""
-        if self.channel.takes_orders:
-            with self._announcing:
-                tag = 0
-                for tag in self.channel.order_pieces(dataset, epoch, order, name, replacement):  # noqa: B007
-                    self.flush()
-                self.wait(tag)
+        with self._announcing:
+            self.run(self.announcing(dataset, epoch, order, name, replacement))
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's report."""
@@ -163,9 +122,8 @@ class Connection:
             raise ProtocolError("the daemon's REPORT has no arena", path=self.path)
         return facts
 
-    def run(self, request: ChannelRequest) -> Any:
-        """Take a request's steps; return its result."""
-        steps = request.steps()
+    def run(self, steps: Steps[T], request: Copying | None = None) -> T:
+        """Take the steps of a request; return its result. Args: request: that copies samples."""
         try:
             step = next(steps)
             while True:
@@ -174,13 +132,16 @@ class Connection:
                 elif type(step) is float:
                     time.sleep(step)
                     step = next(steps)
+                elif type(step) is Beside:
+                    step = steps.send(step.make())
                 else:
+                    assert request is not None
                     step = steps.send(request.copy(step))  # type: ignore[arg-type]
         except StopIteration as end:
-            return end.value
-        except BaseException:
-            request.give_up()
-            raise
+            result: T = end.value
+            return result
+        finally:
+            steps.close()
 
     def close_dataset(self, dataset: int) -> None:
         """A data set is not needed any more."""
@@ -294,27 +255,23 @@ class Connection:
         return channel.collect(tag)
 
     def _receive(self, tag: int) -> None:
-        channel = self.channel
-        chunk = receive(self._socket, RECEIVE_SIZE, channel.memories_due)
-        if channel.feed(chunk) != [tag]:
+        if self._take() != [tag]:
             with self._state:
                 self._state.notify_all()
         self.flush()
-        if channel.report_due:
+        if self.channel.report_due:
             self.report()
-        if not chunk:
-            raise ServerUnavailable("the daemon closed the connection", path=self.path)
 
     # ---- the end --------------------------------------------------------------------------
 
     def _failed(self, error: BaseException) -> None:
         """Break the connection on an error while sending or receiving, and raise."""
-        if isinstance(error, FFServeError):
-            self._break(error)
-        elif isinstance(error, BlockingIOError):
+        if isinstance(error, BlockingIOError):
             self._break(silent_error(self.path))
         elif isinstance(error, OSError):
-            self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+            self._break(self._gone(error))
+        elif isinstance(error, FFServeError):
+            self._break(error)
         else:
             # A signal's handler, or lack of memory: how much was sent or received is not known.
             self._break(ServerUnavailable(f"interrupted by {error!r}", path=self.path))
@@ -339,7 +296,7 @@ class Connection:
             _kept.discard(self)
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            if self._closed:
+            if self._is_closed:
                 self._socket.close()
                 self.handshake.drop_fds()
 
@@ -358,22 +315,17 @@ class Connection:
         """End the session. Mappings live as long as arrays over them, the session as leases."""
         if self.alive:
             self.report()
-        self._break(ServerUnavailable("this connection was closed", path=self.path))
-        self._closed = True
+        self._break(self._closed())
+        self._is_closed = True
         self._end()
 
     def after_fork(self) -> None:
         """This process is a child: drop the parent's connection without a message."""
-        # A thread that exists in the parent only may have held the locks.
         self._sending = threading.Lock()
         self._announcing = threading.Lock()
-        self.channel.lock = threading.RLock()
-        self._state = threading.Condition(self.channel.lock)
         self.channel.leased.clear()
-        self.channel.fail(ServerUnavailable("the process forked", path=self.path))
-        self.channel.drop_passing()
-        self._socket.close()
-        self.handshake.drop_fds()
+        self._drop()
+        self._state = threading.Condition(self.channel.lock)
 
 
 def silent_error(path: str) -> SilentError:

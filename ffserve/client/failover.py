@@ -25,7 +25,7 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
-from ffserve.client.handshake import Driver
+from ffserve.client.driver import Driver
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.memory import UnmappedError

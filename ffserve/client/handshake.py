@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Channel
@@ -179,40 +179,6 @@ def _described() -> dict[str, str]:
 def _cut(text: str, most: int) -> str:
     text = text.encode(errors="replace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-class Driver(Protocol):
-    """A connection, as sources use it: `connection.Connection` or `loop.LoopConnection`."""
-
-    path: str
-    job: str
-    handshake: Handshake
-    channel: Channel
-
-    @property
-    def alive(self) -> bool:
-        """False once it broke or was closed."""
-        ...
-
-    def check(self) -> None:
-        """Break if the daemon has hung up."""
-        ...
-
-    def flush(self) -> None:
-        """Send the requests that are queued."""
-        ...
-
-    def report(self) -> None:
-        """Send the reports that are due, without waiting."""
-        ...
-
-    def close_dataset(self, dataset: int) -> None:
-        """A data set is not needed any more; requests for it fail from now on."""
-        ...
-
-    def leave(self) -> None:
-        """A reader does not need the connection any more."""
-        ...
 
 
 def _connect(path: str) -> socket.socket:

@@ -14,21 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as blocking
-from ffserve.client.channel import RECEIVE_SIZE, ChannelRequest, DatasetRequest, Int64s
-from ffserve.client.descriptors import OpenFiles, described, send
-from ffserve.client.handshake import Handshake
+from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, Steps
+from ffserve.client.descriptors import send
+from ffserve.client.driver import Driver
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
-from ffserve.client.memory import receive
 from ffserve.client.ranged import RangedSource
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Bytes, Source, Target
 from ffserve.engine.io import EngineBatch, local_engine
-from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.errors import FFServeError, ProtocolError
 
 T = TypeVar("T")
 
@@ -41,21 +39,16 @@ docs/decisions/README.md), as long as the way to a thread and back."""
 _THREADS = 4
 
 
-class LoopConnection:
+class LoopConnection(Driver):
     """A connection that belongs to one event loop.
 
     Made in any thread, since the handshake blocks; used in the loop's from `attach` on.
 
-    Args, Raises: as of `connection.Connection`.
+    Args, Raises: as of `Driver`.
     """
 
     def __init__(self, path: str, job: str) -> None:
-        self.path = path
-        self.job = job
-        self.readers = 0
-        self.handshake = Handshake(path, job)
-        self.channel = self.handshake.channel
-        self._socket = self.handshake.socket
+        super().__init__(path, job)
         self._socket.setblocking(False)
         self._fd = self._socket.fileno()
 
@@ -72,51 +65,22 @@ class LoopConnection:
         self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._fd, self._readable)
 
-    @property
-    def alive(self) -> bool:
-        """False once it broke or was closed."""
-        return self.channel.broken is None
-
     # ---- requests -------------------------------------------------------------------------
 
     async def open(self, request: DatasetRequest) -> protocol.Opened:
-        """Open a data set.
-
-        Raises: what the daemon answers; ServerUnavailable if it is gone; UnmappedError;
-            MissingFile, AccessDenied, ReadError: this process cannot open a file.
-        """
-        self.handshake.check_memory()
-        paths = request.paths
-        known, fetches = request.identities, self.handshake.fetches
-        described_files = await in_thread(lambda: described(paths, known, fetches, self.path))
-        tag = self.channel.open(request, described_files)
-        while isinstance(answer := await self._ask(tag), protocol.Need):
-            try:
-                positions = protocol.unpack_positions(answer.positions, len(paths))
-                files = await in_thread(partial(OpenFiles.of, paths, positions), OpenFiles.close)
-            except BaseException:
-                self.channel.pass_no_files(tag)
-                self.flush()
-                raise
-            self.channel.pass_files(tag, files)
-        opened: protocol.Opened = answer
-        return opened
+        """Open a data set. Raises: as `opening`."""
+        return await self.run(self.opening(request))
 
     async def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool
     ) -> None:
         """Announce an order; return when the daemon has taken it. Raises what the daemon
         answers."""
-        if self.channel.takes_orders:
-            async with self._announcing:
-                tag = 0
-                for tag in self.channel.order_pieces(dataset, epoch, order, name, replacement):  # noqa: B007
-                    self.flush()
-                await self._ask(tag)
+        async with self._announcing:
+            await self.run(self.announcing(dataset, epoch, order, name, replacement))
 
-    async def run(self, request: ChannelRequest) -> Any:
-        """Take a request's steps; return its result. If cancelled, the request is given up."""
-        steps = request.steps()
+    async def run(self, steps: Steps[T], request: Copying | None = None) -> T:
+        """Take the steps of a request; return its result. Args: request: that copies samples."""
         try:
             step = next(steps)
             while True:
@@ -125,20 +89,20 @@ class LoopConnection:
                 elif type(step) is float:
                     await asyncio.sleep(step)
                     step = next(steps)
+                elif type(step) is Beside:
+                    step = steps.send(await in_thread(step.make, step.drop))
                 else:
+                    assert request is not None
                     step = steps.send(await self._copy(request, step))  # type: ignore[arg-type]
         except StopIteration as end:
-            return end.value
+            result: T = end.value
+            return result
         except BaseException:
-            self.give_up(request)
+            steps.close()
+            self.report()
             raise
 
-    def give_up(self, request: ChannelRequest) -> None:
-        """The request was cancelled, or failed."""
-        request.give_up()
-        self.report()
-
-    async def _copy(self, request: Any, positions: Int64s | None) -> Int64s:
+    async def _copy(self, request: Copying, positions: Int64s | None) -> Int64s:
         offsets = request.target.offsets
         if positions is None:
             size = int(offsets[-1])
@@ -153,22 +117,13 @@ class LoopConnection:
             # A task that reads only cached samples would never let another one run.
             self._copied = 0
             await asyncio.sleep(0)
-        left = request.copy(positions)
-        return left
+        return request.copy(positions)
 
     def close_dataset(self, dataset: int) -> None:
         """A data set is not needed any more."""
         for tag in self.channel.close_dataset(dataset):
             self._wake(tag)
         self.report()
-
-    async def _ask(self, tag: int) -> Any:
-        try:
-            return await self._wait(tag)
-        except asyncio.CancelledError:
-            self.channel.give_up(tag)
-            self.report()
-            raise
 
     async def _wait(self, tag: int) -> Any:
         """Return the answer to a request."""
@@ -195,7 +150,7 @@ class LoopConnection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
+                self._break(self._gone(error))
                 return
             self.channel.sent(sent)
             if sent < len(output):
@@ -218,17 +173,14 @@ class LoopConnection:
     def _readable(self) -> None:
         channel = self.channel
         try:
-            chunk = receive(self._socket, RECEIVE_SIZE, channel.memories_due)
-            answered = channel.feed(chunk)
-            if not chunk:
-                raise ServerUnavailable("the daemon closed the connection", path=self.path)
+            answered = self._take()
         except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._break(self._gone(error))
             return
         except FFServeError as error:
             self._break(error)
-            return
-        except OSError as error:
-            self._break(ServerUnavailable(f"the daemon is gone: {error}", path=self.path))
             return
         except Exception as error:
             # Lack of memory, for instance: how much of it was taken is not known.
@@ -287,15 +239,11 @@ class LoopConnection:
         if self.readers == 0:
             self._state.forget(self)
             self.report()
-            self._break(ServerUnavailable("this connection was closed", path=self.path))
+            self._break(self._closed())
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: the loop is closed, or another process's."""
-        self.channel.lock = threading.RLock()
-        self.channel.fail(ServerUnavailable("this connection was closed", path=self.path))
-        self.channel.drop_passing()
-        self._socket.close()
-        self.handshake.drop_fds()
+        self._drop()
 
 
 class LoopEngine:
@@ -360,10 +308,9 @@ class LoopState:
         if isinstance(source, LocalSource):
             return await self._read_local(source, numbers, apart, out)
         assert isinstance(source, DaemonSource) and isinstance(source.connection, LoopConnection)
-        request: Any = source.start(numbers, apart=apart, out=out)
-        failed: Failed = await source.connection.run(request)
-        target: Target = request.target
-        return target, failed
+        request = source.start(numbers, apart=apart, out=out)
+        failed = await source.connection.run(request.steps(), request)
+        return request.target, failed
 
     async def _read_local(
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
@@ -403,8 +350,7 @@ class LoopState:
                 return source.sizes(numbers)
             return await undisturbed(asyncio.wrap_future(pool().submit(source.sizes, numbers)))
         assert isinstance(source, DaemonSource) and isinstance(source.connection, LoopConnection)
-        sizes: Int64s = await source.connection.run(source.size_request(numbers))
-        return sizes
+        return await source.connection.run(source.measuring(numbers))
 
     # ---- the end --------------------------------------------------------------------------
 

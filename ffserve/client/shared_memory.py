@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.channel import ChannelRequest, Steps
+from ffserve.client.channel import Steps
 from ffserve.client.connection import Connection
-from ffserve.client.handshake import Driver
+from ffserve.client.driver import Driver
 from ffserve.client.memory import address, span
 from ffserve.client.source import (
     Batch,
@@ -156,24 +156,13 @@ class DaemonSource:
         """The training run that the data set is opened for."""
         return self.connection.job
 
-    def all_indices(self) -> Int64s:
-        """Return the indices of all samples."""
-        return np.arange(self.count, dtype=np.int64)
-
-    def mean_lengths(self, indices: Int64s) -> Int64s:
-        """Return for each sample its shard's bytes per sample."""
-        means: Int64s = self._means[self.layout.shards(indices)]
-        return means
-
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them."""
-        sizes: Int64s = self.blocking.run(self.size_request(indices))
-        return sizes
+        return self.blocking.run(self.measuring(indices))
 
-    def finish(self, request: ChannelRequest) -> dict[int, FFServeError]:
+    def finish(self, request: ReadRequest) -> dict[int, FFServeError]:
         """Wait for a request; return the errors by position."""
-        failed: dict[int, FFServeError] = self.blocking.run(request)
-        return failed
+        return self.blocking.run(request.steps(), request)
 
     def errors_of(
         self, ready: protocol.Ready, count: int, sizes: Int64s | None = None
@@ -251,9 +240,23 @@ class DaemonSource:
 
     # ---- lengths --------------------------------------------------------------------------
 
-    def size_request(self, indices: Int64s | None) -> SizeRequest:
-        """Return a request for lengths; what lies in chunks that were never decoded is read."""
-        return SizeRequest(self, self.all_indices() if indices is None else indices)
+    def measuring(self, indices: Int64s | None) -> Steps[Int64s]:
+        """Return lengths in bytes; what lies in chunks that were never decoded is read.
+
+        Raises: the error of the first sample whose length cannot be known.
+        """
+        indices = np.arange(self.count, dtype=np.int64) if indices is None else indices
+        offsets, missing, unknown = self.view.locate(indices)
+        if unknown:
+            blank = indices[missing[np.diff(offsets)[missing] == 0]]
+            read = self.start(blank, apart=False)
+            try:
+                yield from read.decode_missing()
+            finally:
+                read.give_up()
+            raise_first(read.errors)
+            offsets = self.view.locate(indices).offsets
+        return np.diff(offsets)
 
     def estimate(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes, a guess where one is not known; never asks."""
@@ -261,7 +264,7 @@ class DaemonSource:
         sizes = np.diff(offsets)
         if unknown:
             blank = missing[sizes[missing] == 0]
-            sizes[blank] = self.mean_lengths(indices[blank])
+            sizes[blank] = self._means[self.layout.shards(indices[blank])]
         return sizes
 
     # ---- reading --------------------------------------------------------------------------
@@ -446,21 +449,25 @@ class ReadRequest:
 
     def steps(self) -> Steps[dict[int, FFServeError]]:
         """Copy cached samples, then the missing ones as they come; returns errors by position."""
-        count, missed = len(self.indices), len(self._missing)
-        hits = self._other_than(self._missing) if missed else None
-        readable = hits if self._lengths_known else (yield from self._learn_lengths())
-        if readable is None or len(readable):
-            vanished = yield readable
-            if len(vanished):
-                missed = min(count, missed + len(vanished))
-                self._todo.append(vanished)
-        self._acknowledge_held()
-        statistics = self._source.statistics
-        if hits is None or len(hits):
-            statistics.note_hits(self.indices if hits is None else self.indices[hits])
-        statistics.count(count - missed, missed, int(self.target.offsets[-1]))
-        if self._todo or self._asked:
-            yield from self._collect()
+        try:
+            count, missed = len(self.indices), len(self._missing)
+            hits = self._other_than(self._missing) if missed else None
+            readable = hits if self._lengths_known else (yield from self._learn_lengths())
+            if readable is None or len(readable):
+                vanished = yield readable
+                if len(vanished):
+                    missed = min(count, missed + len(vanished))
+                    self._todo.append(vanished)
+            self._acknowledge_held()
+            statistics = self._source.statistics
+            if hits is None or len(hits):
+                statistics.note_hits(self.indices if hits is None else self.indices[hits])
+            statistics.count(count - missed, missed, int(self.target.offsets[-1]))
+            if self._todo or self._asked:
+                yield from self._collect()
+        except BaseException:
+            self.give_up()
+            raise
         return self.errors
 
     def _collect(self) -> Steps[None]:
@@ -546,37 +553,6 @@ class ReadRequest:
     def _acknowledge_held(self) -> None:
         while self._held:
             self._channel.acknowledge(self._held.popleft())
-
-
-class SizeRequest:
-    """A request for lengths; has samples decoded whose length is not known."""
-
-    def __init__(self, source: DaemonSource, indices: Int64s) -> None:
-        self._source = source
-        self._indices = indices
-        self._read: ReadRequest | None = None
-
-    def steps(self) -> Steps[Int64s]:
-        """Return the lengths. Raises: the error of the first one that cannot be known."""
-        view = self._source.view
-        offsets, missing, unknown = view.locate(self._indices)
-        if unknown:
-            blank = self._indices[missing[np.diff(offsets)[missing] == 0]]
-            self._read = self._source.start(blank, apart=False)
-            yield from self._read.decode_missing()
-            self._read.give_up()
-            raise_first(self._read.errors)
-            offsets = view.locate(self._indices).offsets
-        return np.diff(offsets)
-
-    def copy(self, positions: Int64s | None) -> Int64s:
-        """Nothing is copied."""
-        raise AssertionError(positions)
-
-    def give_up(self) -> None:
-        """The request is not run any further."""
-        if self._read is not None:
-            self._read.give_up()
 
 
 class _Held:
