@@ -2,7 +2,7 @@
 # make test    set up everything, then lint, types and all tests (5 min)
 # make lint    lint and types        make bench   measure this machine
 # make check   lint and types, then the tests with coverage by line and branch (10 min)
-# make soak    long tests (8 min)     make fuzz    damaged files and frames, random runs (6 min)
+# make soak    long tests (18 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
 #              record=FILE.json: for less, otherwise, and with figures)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long

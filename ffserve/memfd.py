@@ -196,15 +196,7 @@ class SharedMemory:
 
     def discard(self, offset: int, size: int) -> None:
         """Free the whole pages inside [offset, offset + size); the range reads as zeros again."""
-        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end <= start:
-            self.array[offset : offset + size] = 0
-            return
-        self.array[offset:start] = 0
-        self.array[end : offset + size] = 0
-        if _libc.madvise(self.address + start, end - start, _MADV_REMOVE):
-            self.array[start:end] = 0
+        _discard(self.array, offset, size, _MADV_REMOVE)
 
     def close(self) -> None:
         """Close. The memory stays mapped until the last array over it is gone."""
@@ -241,6 +233,25 @@ def private_zeros(count: int, dtype: np.dtype[np.int32]) -> NDArray[np.int32]:
     size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)[:count]
+
+
+def discard_zeros(array: NDArray[np.int32], first: int, end: int) -> None:
+    """Make items [first, end) of an array of `private_zeros` zeros, and free the whole pages that
+    these take."""
+    size = array.itemsize
+    _discard(array.view(np.uint8), first * size, (end - first) * size, mmap.MADV_DONTNEED)
+
+
+def _discard(memory: NDArray[np.uint8], offset: int, size: int, advice: int) -> None:
+    """Make [offset, offset + size) of a mapping, which begins on a page, zeros. `advice` frees
+    pages."""
+    end = offset + size
+    low = min(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, end)
+    high = max(end // mmap.PAGESIZE * mmap.PAGESIZE, low)
+    memory[offset:low] = 0
+    memory[high:end] = 0
+    if high > low and _libc.madvise(memory.ctypes.data + low, high - low, advice):
+        memory[low:high] = 0
 
 
 def is_sealed(fd: int) -> bool:

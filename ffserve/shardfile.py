@@ -186,7 +186,11 @@ class FileState:
     @classmethod
     def of(cls, fd: int) -> FileState:
         """Return the state of an open file."""
-        status = os.fstat(fd)
+        return cls.of_status(os.fstat(fd))
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> FileState:
+        """Return the state that stat(2) reports."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def has_changed(self, fd: int) -> bool:

@@ -415,9 +415,11 @@ class Cache:
         bases: list[int] = self.shards.bases[np.unique(self.shards.rows(firsts))].tolist()
         return set(bases)
 
-    def drop(self, base: int) -> bool:
-        """Forget a shard without sessions. False while a slot holds a sample of it."""
-        if self.shards.used[self.shards.row(base)]:
+    def drop(self, *bases: int) -> bool:
+        """Forget shards without sessions. False while a slot holds a sample of one."""
+        rows = np.searchsorted(self.shards.bases, np.array(bases, np.int64))
+        if self.shards.used[rows].any():
             return False  # Failed slots may still be pinned after the samples were evicted.
-        self.next_use.drop(base)
+        for group in self.next_use.drop(*bases):
+            self.policy.forget(group)
         return True

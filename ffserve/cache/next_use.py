@@ -183,13 +183,16 @@ class NextUse:
             return self.miss_s
         return group.saved_s(self.miss_s)
 
-    def drop(self, base: int) -> None:
-        """A shard is closed."""
-        self._group_of_base.pop(base, None)
+    def drop(self, *bases: int) -> list[int]:
+        """Shards are not there any more; return the groups that have ended with them."""
+        for base in bases:
+            self._group_of_base.pop(base, None)
         self._bases = sorted(self._group_of_base)
         left = set(self._group_of_base.values())
-        for number in [n for n, g in self.groups.items() if n not in left and not g.jobs]:
+        ended = [n for n, g in self.groups.items() if n not in left and not g.jobs]
+        for number in ended:
             del self.groups[number]
+        return ended
 
     def group_of(self, number: int) -> int:
         """Return the group of a sample, 0 for none."""

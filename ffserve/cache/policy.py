@@ -121,6 +121,13 @@ class Policy:
         if not self.used[group]:
             del self.used[group]
 
+    def forget(self, group: int) -> None:
+        """A group has no shards any more, and so no slots."""
+        self._static.pop(group, None)
+        self._search.widths.pop(group, None)
+        for bucket_sets in self.buckets.of_class:
+            bucket_sets.pop(group, None)
+
     def admit(self, slots: Int64s, size_class: int) -> None:
         """Slots were filled without evicting a sample of the group."""
         self.buckets.put(slots, size_class, STALE)

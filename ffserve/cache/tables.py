@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
-from ffserve.memfd import MemoryFile, SharedMemory, private_zeros
+from ffserve.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
 
 ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32
@@ -96,20 +96,21 @@ class NumberRuns:
         """The runs that were given back: first and count, rising."""
         return self._free
 
-    def give_back(self, start: int, count: int) -> None:
-        """Numbers are not used any more."""
+    def give_back(self, start: int, count: int) -> tuple[int, int]:
+        """Numbers are not used any more; return the run of unused ones that they are in now: its
+        first number, and the one behind it."""
         if count == 0:
-            return
-        k = bisect.bisect(self._free, (start, count))
-        self._free.insert(k, (start, count))
-        self._merge(k)
-        self._merge(k - 1)
-
-    def _merge(self, k: int) -> None:
-        if 0 <= k < len(self._free) - 1:
-            (start, size), (following, more) = self._free[k], self._free[k + 1]
-            if start + size == following:
-                self._free[k : k + 2] = [(start, size + more)]
+            return start, start
+        low = high = bisect.bisect(self._free, (start, count))
+        first, end = start, start + count
+        if low and sum(self._free[low - 1]) == start:
+            low -= 1
+            first = self._free[low][0]
+        if high < len(self._free) and self._free[high][0] == end:
+            end += self._free[high][1]
+            high += 1
+        self._free[low:high] = [(first, end - first)]
+        return first, end
 
 
 class _Region(NumberRuns):
@@ -265,11 +266,15 @@ class Directory:
         """Free a run and return its memory to the kernel. No client may have it in use."""
         if count == 0:
             return
-        self.entries_memory.discard(start * 16, count * 16)
-        self.index_memory.discard(start * 8, count * 8)
-        self.index_memory.discard(self.capacity * 8 + start * 4, count * 4)
-        self.slot_of[start : start + count] = 0
-        self._regions.get(domain, self._numbers).give_back(start, count)
+        low, high = self._regions.get(domain, self._numbers).give_back(start, count)
+        # With its neighbours that were freed before, as far as they are in the same pages: many
+        # small runs share a page.
+        first = max(low, start // REGION_UNIT * REGION_UNIT)
+        end = min(high, -(-(start + count) // REGION_UNIT) * REGION_UNIT)
+        self.entries_memory.discard(first * 16, (end - first) * 16)
+        self.index_memory.discard(first * 8, (end - first) * 8)
+        self.index_memory.discard(self.capacity * 8 + first * 4, (end - first) * 4)
+        discard_zeros(self.slot_of, first, end)
 
     def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
         """Write the lengths of samples to unreadable entries."""

@@ -5,10 +5,11 @@ that was replaced or rewritten under its name is another shard, and sessions tha
 one go on reading the old one. Both times count: mtime can be set back by anybody who writes
 (`cp -p`, `rsync --inplace`), ctime by nobody.
 
-A shard that no session has open is idle. Its file is closed after a while, at once if it was
-deleted, or when the descriptor is needed: the space of deleted files is given back, and their file
-systems can be unmounted. Its samples stay in memory until others need it, and are served again when
-the same file is opened again, whose tables are compared: its inode may be another file's by then.
+A shard that no session has open is idle. Its file is closed after a while, or when the descriptor
+is needed, so that file systems can be unmounted. Its samples stay in memory until others need it,
+and are served again when the same file is opened again, whose tables are compared: its inode may be
+another file's by then. A file that was deleted, replaced or rewritten cannot be opened again as the
+file that it was: it is closed at once, and its samples are evicted.
 
 The daemon reads a file through descriptors that clients opened (`access.py`). While a shard is
 open, its inode cannot belong to another file. So a client whose user has proven once that it may
@@ -48,6 +49,7 @@ from ffserve.server.prepared import Preparation, Preparations
 from ffserve.server.remote import FDS_OF_OBJECT, RemoteFiles, Wanted
 from ffserve.server.shards import (
     Alias,
+    Identity,
     Key,
     OpenShard,
     PassedFile,
@@ -58,6 +60,7 @@ from ffserve.server.shards import (
     prepared_shard,
     row_of,
 )
+from ffserve.shardfile import FileState
 
 T = TypeVar("T")
 
@@ -65,6 +68,8 @@ HOLD_COUNT = 256
 """Shards that are looked up, closed or forgotten between two turns of the loop."""
 DROP_COUNT = 8192
 """Samples of a dropped shard that are evicted between two turns of the loop: 1 to 4 ms."""
+RELEASE_COUNT = 1 << 18
+"""Samples of a forgotten shard whose tables are given back between two turns of the loop: 1 ms."""
 MOST_ALIASES = 64
 """How many aliases of a shard are known; under others its users pass descriptors each time."""
 SILENT_S = 5.0
@@ -126,8 +131,8 @@ class Catalog:
         self._prepared: dict[Key, OpenShard] = {}
         """Prepared shards that a session has open; others are closed ones."""
         self.preparations = Preparations()
-        self._looked_at = 0
-        """Evictions and closed shards when closed shards were last looked at."""
+        self._entered = False
+        """Whether shards were opened since closed shards were compared with their names."""
         self._ended: set[int] = set()
         """Namespaces that have ended, while there is something in the domains of their users."""
         self._silent: set[int] = set()
@@ -574,6 +579,7 @@ class Catalog:
     def _enter(self, shards: list[OpenShard]) -> None:
         """Enter parsed shards into the tables."""
         by_device: defaultdict[int, list[OpenShard]] = defaultdict(list)
+        self._entered = True
         for shard in shards:
             self._open[shard.key] = shard
             if shard.count:
@@ -672,9 +678,8 @@ class Catalog:
         )
         if not same:
             # Another file with the number, size and times of a deleted one.
-            closed.key = (*closed.key[:5], closed.base)
             self._closed[closed.key] = closed
-            self._inventory.remove_shard(closed.base)
+            self._set_apart(closed)
             return None
         with self._opener.lock:
             directory.release(shard.base, shard.count, shard.domain.number)
@@ -845,22 +850,53 @@ class Catalog:
         shard.aliases = ()
 
     async def tend(self, now: float) -> None:
-        """Close the files of shards that have been idle for long, or were deleted, and forget
-        closed shards without samples. Called now and then."""
+        """Close the files of shards that have been idle for long; evict the samples of files that
+        cannot be opened again; forget closed shards without samples. Called now and then."""
         idle = list(self._idle.values())
-        deleted = await self._deleted(idle)
+        ended = await self._ended_of(idle)
+        self._set_apart_ended({s.key[0] for s in ended if s.remote is None})
         before = now - self._close_after_s
         chosen = [
             s
             for s in idle
-            if s in deleted or s.idle_since <= before or self._has_ended(s.domain.owner)
+            if s in ended or s.idle_since <= before or self._has_ended(s.domain.owner)
         ]
         await self._close(chosen, len(chosen))
+        for shard in [s for s in self._closed.values() if s.key[5] >= 0]:
+            await self._evict(shard)
         await self._forget_empty()
         await self._drop_ended()
         while len(self._closed) > self._most_closed:
             if not await self._drop(next(iter(self._closed.values()))):
                 break
+
+    def _set_apart_ended(self, ended: set[Identity]) -> None:
+        """Set those shards without a session apart whose files cannot be opened again: of these
+        identities, and closed ones whose name is a later file's by now."""
+        if self._entered and self._closed:
+            latest: dict[tuple[Owner | None, str], int] = {}
+            for shard in self._open.values():
+                if shard.remote is None:
+                    name = shard.key[4], shard.path
+                    latest[name] = max(shard.opened.ctime_ns, latest.get(name, 0))
+            for shard in self._closed.values():
+                if latest.get((shard.key[4], shard.path), 0) > shard.opened.ctime_ns:
+                    ended.add(shard.key[0])
+        self._entered = False
+        if ended:
+            for shard in (*self._idle.values(), *self._closed.values()):
+                if shard.key[0] in ended:
+                    self._set_apart(shard)
+
+    def _set_apart(self, shard: OpenShard) -> None:
+        """Nobody gets this shard from now on who does not have it open."""
+        self._drop_aliases(shard)
+        self._inventory.remove_shard(shard.base)
+        before, shard.key = shard.key, (*shard.key[:5], shard.base)
+        for shards in (self._open, self._idle, self._closed):
+            if shards.get(before) is shard:
+                del shards[before]
+                shards[shard.key] = shard
 
     def end_namespace(self, number: int) -> None:
         """Nobody of a mount namespace will come again: what is cached for its users is dropped."""
@@ -876,15 +912,15 @@ class Catalog:
             owners = [each.owner for each in self._domains.all if each.owner is not None]
             self._ended.intersection_update([owner[1] for owner in owners])
 
-    async def _deleted(self, shards: list[OpenShard]) -> set[OpenShard]:
-        """Return the shards whose files have no name any more, as far as file systems answer."""
+    async def _ended_of(self, shards: list[OpenShard]) -> set[OpenShard]:
+        """Return the shards whose files have no name any more, or were changed, as far as file
+        systems answer."""
         by_device: defaultdict[int, list[OpenShard]] = defaultdict(list)
         for shard in shards:
             if shard.device not in self._silent:
                 by_device[shard.device].append(shard)
         asked = (
-            self._on_device(device, partial(_deleted_of, some))
-            for device, some in by_device.items()
+            self._on_device(device, partial(_ended_of, some)) for device, some in by_device.items()
         )
         found: set[OpenShard] = set()
         return found.union(*(answer or () for answer in await asyncio.gather(*asked)))
@@ -902,20 +938,19 @@ class Catalog:
 
     async def _forget_empty(self) -> None:
         """Forget the closed shards without samples."""
-        closed = list(self._closed.values())
-        if closed and self._cache.counters.evicted + len(closed) != self._looked_at:
-            self._looked_at = self._cache.counters.evicted + len(closed)
-            bases = np.array([shard.base for shard in closed], np.int64)
-            used = self._table.used[np.searchsorted(self._table.bases, bases)]
-            empty = [closed[k] for k in np.flatnonzero(used == 0).tolist()]
-            for first in range(0, len(empty), HOLD_COUNT):
-                some = [s for s in empty[first : first + HOLD_COUNT] if self._is_empty(s)]
+        table = self._table
+        empty = table.bases[(table.used == 0) & (table.sessions == 0) & (table.files < 0)].tolist()
+        closed = {shard.base: shard for shard in self._closed.values()} if empty else {}
+        for first in range(0, len(empty), HOLD_COUNT):
+            some = [closed[base] for base in empty[first : first + HOLD_COUNT] if base in closed]
+            some = [shard for shard in some if self._is_closed(shard)]
+            if self._cache.drop(*(shard.base for shard in some)):
                 await self._forget(some)
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
-    def _is_empty(self, shard: OpenShard) -> bool:
-        """Whether a shard is still closed, and has no samples."""
-        return self._closed.get(shard.key) is shard and self._cache.drop(shard.base)
+    def _is_closed(self, shard: OpenShard) -> bool:
+        """Whether a shard is still closed."""
+        return self._closed.get(shard.key) is shard
 
     async def _close(self, shards: list[OpenShard], most: int) -> None:
         """Close the files of shards that are still idle and not being read, `most` of them."""
@@ -961,6 +996,17 @@ class Catalog:
         return len(self._idle) < idle
 
     async def _drop(self, shard: OpenShard) -> bool:
+        """Evict the samples of a closed shard, and forget it if it is still closed; return False
+        when one of them is in use."""
+        if not await self._evict(shard):
+            return False
+        if self._is_closed(shard):
+            if not self._cache.drop(shard.base):
+                return False
+            await self._forget([shard])
+        return True
+
+    async def _evict(self, shard: OpenShard) -> bool:
         """Evict the samples of a closed shard; return False when one of them is in use.
 
         The loop runs between two steps, and the shard may be opened again meanwhile.
@@ -968,27 +1014,30 @@ class Catalog:
         end = shard.base + shard.count
         for first in range(shard.base, end, DROP_COUNT):
             await asyncio.sleep(0)
-            if self._closed.get(shard.key) is not shard:
-                return True
+            if not self._is_closed(shard):
+                break
             if not self._cache.allocator.evict(first, min(first + DROP_COUNT, end)):
                 return False
-        if not self._cache.drop(shard.base):
-            return False
-        await self._forget([shard])
         return True
 
     async def _forget(self, shards: list[OpenShard]) -> None:
         """Remove closed shards without samples from the tables, and domains without shards."""
         if shards:
             self._table.remove(*(shard.base for shard in shards))
+            for shard in shards:
+                del self._closed[shard.key]
+                self._forgotten(shard.base)
+                self._inventory.remove_shard(shard.base)
+        for shard in shards:
+            number, end = shard.domain.number, shard.base + shard.count
+            for first in range(shard.base, end, RELEASE_COUNT):
+                if first > shard.base:
+                    await asyncio.sleep(0)
+                with self._opener.lock:
+                    self._directory.release(first, min(RELEASE_COUNT, end - first), number)
             with self._opener.lock:
-                for shard in shards:
-                    del self._closed[shard.key]
-                    self._forgotten(shard.base)
-                    self._inventory.remove_shard(shard.base)
-                    self._directory.release(shard.base, shard.count, shard.domain.number)
-                    shard.domain.shards -= 1
-                    shard.domain.prepared_count -= shard.count * (shard.preparation is not None)
+                shard.domain.shards -= 1
+                shard.domain.prepared_count -= shard.count * (shard.preparation is not None)
         for domain in self._domains.all:
             if not domain.shards:
                 await self._dissolve(domain)
@@ -1023,15 +1072,17 @@ class Catalog:
                 close_fds(self._taken_fds(shard))
 
 
-def _deleted_of(shards: list[OpenShard]) -> list[OpenShard]:
-    """Return the shards whose files have no name any more, without those that were closed in the
-    meantime."""
-    deleted = []
+def _ended_of(shards: list[OpenShard]) -> list[OpenShard]:
+    """Return the shards whose files have no name any more, or were changed, without those that were
+    closed in the meantime."""
+    ended = []
     for shard in shards:
         with contextlib.suppress(OSError):
-            if os.fstat(shard.fd).st_nlink == 0:
-                deleted.append(shard)
-    return deleted
+            found = os.fstat(shard.fd)
+            changed = shard.remote is None and shard.opened != FileState.of_status(found)
+            if found.st_nlink == 0 or changed:
+                ended.append(shard)
+    return ended
 
 
 def _is_emfile(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -332,6 +333,27 @@ def test_a_released_run_reads_as_zeros_and_its_neighbours_do_not(
         assert not array[start:end].any()
         assert (array[:start] == 7).all()
         assert (array[end : end + 2000] == 7).all()
+
+
+@pytest.mark.parametrize("count", (100, 20_000))
+def test_the_tables_of_released_runs_stayed_in_memory(directory: Directory, count: int) -> None:
+    """4 bytes a sample did, and all where a run was smaller than a page."""
+
+    def size() -> int:
+        files = directory.entries_memory.file, directory.index_memory.file
+        shared = sum(os.fstat(file.fd).st_blocks * 512 for file in files)
+        status = Path("/proc/self/status").read_text()
+        return shared + int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    before = size()
+    for _ in range(2_000_000 // count):
+        start = directory.reserve(count)
+        run = slice(start, start + count)
+        for array in (directory.offsets, directory.checksums, directory.slot_of):
+            array[run] = 7
+        directory.entries["seq"][run] = 7
+        directory.release(start, count)
+    assert size() - before < MIB, "72 MB were used"
 
 
 @given(offset=st.integers(0, 3 * PAGE), size=st.integers(0, 5 * PAGE))

@@ -440,6 +440,9 @@ class World:
             assert self.cache.drop(shard.base)
         assert not self.scheduler.prefetcher._cursors
         assert not self.next_use.jobs, "a progress of a session that ended is still there"
+        # 0: of adopted samples, whose shards have no group.
+        groups = {group for sets in self.cache.policy.buckets.of_class for group in sets}
+        assert groups <= {0}, "the buckets of a group without shards are still there"
         assert self.arena.used_size == 0
         self.resizing.step(self.now)
         assert not self.resizing.held_size

@@ -1,9 +1,11 @@
-"""Files that no job has open are closed; their samples stay, and are served again."""
+"""Files that no job has open are closed; their samples stay, and are served again, unless the file
+was replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -131,7 +133,8 @@ def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
     second = write(tmp_path / "b.ffr", [b"1ne", b"2wo"])
     patch = (
         "import ffserve.server.opening as o\nreal = o.identities_of\n"
-        "o.identities_of = lambda s: [(device, 7, size, 7, 7) for device, _, size, *_ in real(s)]"
+        "o.identities_of = lambda s: [(device, 7, size, 7, 7) for device, _, size, *_ in real(s)]\n"
+        "import ffserve.server.catalog as c\nc._ended_of = lambda shards: []"
     )
     with serving(options=SOON, patch=patch) as daemon:
         assert read_all(daemon, first) == [b"one", b"two"]
@@ -225,3 +228,98 @@ def test_closing_keeps_no_shard_of_a_stopped_reader(tmp_path: Path) -> None:
         until(lambda: daemon.status()["uptime_s"] > 3, "time passes")
         chosen = np.arange(COUNT)[::-1]
         assert [bytes(one) for one in reader.read(chosen)] == TRUTH[::-1]
+
+
+# ---- files that cannot be opened again ---------------------------------------------------------
+
+
+def replace(served: Path, fresh: str, way: str) -> None:
+    """Put a file in the place of a served one."""
+    if way == "rewritten":
+        shutil.copyfile(fresh, served)
+        return
+    if way == "deleted":
+        served.unlink()
+    copy = served.with_name("copy")
+    shutil.copyfile(fresh, copy)
+    os.rename(copy, served)
+
+
+def size_of_tables(daemon: Daemon) -> int:
+    """Bytes that the directory and the index take."""
+    size = 0
+    for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            name = f"/proc/{daemon.pid}/fd/{fd}"
+            if os.readlink(name).startswith(("/memfd:ffserve-directory", "/memfd:ffserve-index")):
+                size += os.stat(name).st_blocks * 512
+    return size
+
+
+AT_ONCE = "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.02"
+
+
+@pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
+@pytest.mark.parametrize("in_use", [False, True], ids=["idle", "open"])
+def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
+    tmp_path: Path, way: str, in_use: bool
+) -> None:
+    """And 36 bytes a sample, whether a session had it open meanwhile or not."""
+    contents = [[b"%d of %d" % (i, k) for i in range(2000)] for k in range(2)]
+    fresh = [write(tmp_path / f"fresh{k}.ffr", each) for k, each in enumerate(contents)]
+    served = Path(shutil.copyfile(fresh[0], tmp_path / "served.ffr"))
+    most = 0
+    with serving(patch=AT_ONCE) as daemon, contextlib.ExitStack() as stack:
+        assert read_all(daemon, served) == contents[0]
+        size = size_of_tables(daemon)
+        for turn in range(1, 121):
+            if in_use:
+                stack.close()
+                old = stack.enter_context(daemon.open(served))
+                assert bytes(old[1]) == contents[(turn - 1) % 2][1]
+            replace(served, fresh[turn % 2], way)
+            assert read_all(daemon, served) == contents[turn % 2]
+            if in_use and way != "rewritten":
+                assert [bytes(one) for one in old.read([0, 1999])] == [
+                    contents[(turn - 1) % 2][k] for k in (0, 1999)
+                ]
+            if turn % 20 == 0:
+                most = max(most, len(shards(daemon)))
+        stack.close()
+        until(lambda: len(shards(daemon)) == 1, "the others are gone")
+        assert most < 40
+        assert size_of_tables(daemon) <= size + 4 * 4096, "their tables, too"
+        read = daemon.cache()["blocks_read"]
+        assert read_all(daemon, served) == contents[0]
+        assert daemon.cache()["blocks_read"] == read, "the file of today is still in memory"
+
+
+@pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
+def test_a_file_that_was_replaced_when_it_was_closed_already(tmp_path: Path, way: str) -> None:
+    """It is known by its name when the next one is opened."""
+    fresh = [write(tmp_path / f"fresh{k}.ffr", TRUTH[k : k + 3]) for k in range(4)]
+    served = Path(shutil.copyfile(fresh[0], tmp_path / "served.ffr"))
+    with serving(options=SOON, patch=AT_ONCE) as daemon:
+        for k in range(4):
+            if k:
+                replace(served, fresh[k], way)
+            assert read_all(daemon, served) == TRUTH[k : k + 3]
+            until(lambda: not held(daemon, served), "it is closed")
+            until(lambda: len(shards(daemon)) == 1, "the one before is gone")
+        (shard,) = shards(daemon)
+        assert not shard["open"] and shard["cached_size"]
+
+
+def test_an_old_file_that_is_in_use_does_not_drop_the_samples_of_the_present_one(
+    tmp_path: Path,
+) -> None:
+    served, other = Path(write(tmp_path / "a.ffr", TRUTH)), write(tmp_path / "b.ffr", TRUTH)
+    with serving(options=SOON, patch=AT_ONCE) as daemon, daemon.open(served) as old:
+        replace(served, write(tmp_path / "fresh.ffr", TRUTH[::-1]), "renamed")
+        for path in (served, other):
+            assert read_all(daemon, path) == (TRUTH[::-1] if path == served else TRUTH)
+            until(lambda: sum(s["open"] for s in shards(daemon)) == 1, "the old one alone is open")
+        read = daemon.cache()["blocks_read"]
+        assert read_all(daemon, served) == TRUTH[::-1]
+        assert daemon.cache()["blocks_read"] == read
+        assert [bytes(one) for one in old.read(range(COUNT))] == TRUTH

@@ -152,6 +152,17 @@ def test_what_one_client_prepares_another_reads(daemon: Daemon, path: str) -> No
         assert later.claim(4) == [YOURS], "the claim ended with its session"
 
 
+def test_prepared_samples_of_a_replaced_file_stayed(path: str, tmp_path: Path) -> None:
+    """Nobody can ask for them: the file is another one."""
+    with serving(patch="import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.02") as daemon:
+        for _ in range(3):
+            with Preparer(daemon, path) as one:
+                assert one.claim(3) == [YOURS]
+                one.put({3: b"three"})
+            os.rename(write(tmp_path / "fresh.ffr", [sample(i) for i in range(COUNT)]), path)
+        until(lambda: not daemon.status()["shards"], "all of them are gone")
+
+
 def test_a_sample_is_prepared_once(daemon: Daemon, path: str) -> None:
     with Preparer(daemon, path) as one, Preparer(daemon, path) as other:
         assert one.claim(1, 2) == [YOURS, YOURS]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import serving
+from daemon import serving, until, write
 
 import ffserve
 
@@ -56,6 +60,47 @@ def test_a_hundred_million_samples(tmp_path: Path) -> None:
                 batch = second.read_batch(chosen)
                 assert batch.buffer.nbytes == size * len(chosen) and not batch.buffer.any()
             assert memory_of("self", "RssAnon") - private < 8 << 20
+
+
+REPLACING_S = 600.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_file_that_is_replaced_for_ten_minutes(tmp_path: Path) -> None:
+    """In each way, with a session that has an old one open and without; nothing grows."""
+    fresh = [
+        write(tmp_path / f"{k}.ffr", [b"%d of %2d;" % (k, i % 100) * 12 for i in range(20_000)])
+        for k in range(2)
+    ]
+    chosen, served = np.arange(0, 20_000, 7), tmp_path / "served.ffr"
+    shutil.copyfile(fresh[0], served)
+    most, turn, sizes = 0, 0, []
+    with serving(arena="64MiB") as daemon, contextlib.ExitStack() as stack:
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < REPLACING_S:
+            turn += 1
+            if turn % 3 == 0:
+                served.unlink()
+            if turn % 3 == 1:
+                shutil.copyfile(fresh[turn % 2], served)
+            else:
+                shutil.copyfile(fresh[turn % 2], tmp_path / "copy")
+                os.rename(tmp_path / "copy", served)
+            with daemon.open(served) as reader:
+                batch = reader.read_batch(chosen)
+                assert bytes(batch[1]) == b"%d of  7;" % (turn % 2) * 12
+            if turn % 50 == 0:
+                stack.close()
+                stack.enter_context(daemon.open(served))
+                most = max(most, len(daemon.status()["shards"]))
+            if passed > REPLACING_S / 10 * (1 + len(sizes)):
+                until(lambda: len(daemon.status()["shards"]) <= 2, "old ones are dropped")
+                sizes.append(memory_of(daemon.pid, "VmRSS"))
+        stack.close()
+        until(lambda: len(daemon.status()["shards"]) == 1, "old ones are dropped")
+    assert turn > 500 and most < 500
+    assert max(sizes[1:]) - sizes[0] < 6 << 20, sizes
 
 
 @pytest.mark.soak
